@@ -1,0 +1,31 @@
+"""The one tree of exceptions that kvgraft raises. Messages are one line and name the remedy."""
+
+from __future__ import annotations
+
+
+class KVGraftError(Exception):
+    """Base of every error that kvgraft raises on purpose."""
+
+
+class ConfigError(KVGraftError, ValueError):
+    """An argument, a setting or an input file is wrong."""
+
+
+class CapacityError(KVGraftError):
+    """More KV slots, tokens or bytes were asked for than can be had, even after eviction."""
+
+
+class ModelError(KVGraftError):
+    """A model cannot be loaded, or the self-check does not accept it."""
+
+
+class StoreError(KVGraftError, OSError):
+    """A KV store could not keep or give back what it was asked for."""
+
+
+class IntegrationError(KVGraftError):
+    """An engine's interface is not what an adapter was written for."""
+
+
+class CorruptCacheError(KVGraftError):
+    """An invariant of a cache, pool or catalogue does not hold."""

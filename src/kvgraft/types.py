@@ -1,0 +1,181 @@
+"""The values that travel between packages: namespaces, donors, matches, plans, reports. No behaviour beyond arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenArray = NDArray[np.int64]
+"""1-D token ids."""
+
+DonorId = NewType("DonorId", int)
+"""Identifies one registration of a donor; never given out twice, so a handle to a removed donor stays invalid."""
+
+
+class ReuseMode(StrEnum):
+    """What a request may reuse: nothing, exact prefixes, or matches at any offset as well."""
+
+    OFF = "off"
+    EXACT = "exact"
+    GRAFT = "graft"
+
+
+class Fidelity(StrEnum):
+    """How a reused token relates to what a full prefill would have computed."""
+
+    EXACT = "exact"
+    """Same tokens in front, same position: the KV that a full prefill gives."""
+    SHIFTED = "shifted"
+    """Same token, other position or other context: approximate."""
+    SUBSTITUTED = "substituted"
+    """Another token's KV; only a registered semantic provider can cause it."""
+
+
+class MissReason(StrEnum):
+    """Why nothing was grafted."""
+
+    REUSE_OFF = "reuse_off"
+    NO_DONORS = "no_donors"
+    NO_MATCH = "no_match"
+    COVERED_BY_PREFIX = "covered_by_prefix"
+    NOT_WORTH_IT = "not_worth_it"
+    MODEL_REFUSED = "model_refused"
+    DONOR_GONE = "donor_gone"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What may be reused together: one model state, one adapter, one tenant.
+
+    Attributes:
+        model_fingerprint: Weights revision, dtype, RoPE parameters and tokenizer, digested.
+        adapter: LoRA adapter, empty for none.
+        tenant_salt: `cache_salt` of the request, empty for none.
+    """
+
+    model_fingerprint: str
+    adapter: str = ""
+    tenant_salt: str = ""
+
+    @cached_property
+    def key(self) -> bytes:
+        """16 bytes that key every hash of this namespace; fields cannot run into one another."""
+        digest = hashlib.blake2b(digest_size=16, person=b"kvgraft.ns")
+        for text in (self.model_fingerprint, self.adapter, self.tenant_salt):
+            raw = text.encode("utf-8", "surrogatepass")
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Equal tokens in prompt and donor, verified id by id.
+
+    `prompt[target_start : target_start + length] == donor.token_ids[donor_start : donor_start + length]`
+    """
+
+    target_start: int
+    donor_id: DonorId
+    donor_start: int
+    length: int
+
+    @property
+    def target_end(self) -> int:
+        """First prompt position behind the match."""
+        return self.target_start + self.length
+
+    @property
+    def position_delta(self) -> int:
+        """`target_start - donor_start`, in indices of the donor's `token_ids`."""
+        return self.target_start - self.donor_start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraftPlan:
+    """Which prompt positions are reused and which are computed.
+
+    Attributes:
+        num_tokens: Length of the prompt.
+        exact_len: Positions `[0, exact_len)` come from the exact prefix cache.
+        spans: Sorted, disjoint matches behind `exact_len`.
+        compute: Ascending int64 positions of everything else, and the last position always.
+    """
+
+    num_tokens: int
+    exact_len: int
+    spans: tuple[Match, ...]
+    compute: NDArray[np.int64]
+
+    @property
+    def reused_len(self) -> int:
+        """Tokens taken from donors (an always-computed last token not counted)."""
+        return self.num_tokens - self.exact_len - len(self.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """No graft, and why."""
+
+    reason: MissReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """One reused span as it is told to the user."""
+
+    target_start: int
+    length: int
+    donor_id: DonorId
+    donor_start: int
+    position_delta: int
+    fidelity: Fidelity
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraftReport:
+    """What was reused for one request, from where, and at what cost. One object feeds response, metrics and traces.
+
+    Attributes:
+        num_tokens: Length of the prompt.
+        exact_tokens: Prompt tokens whose KV is what a full prefill gives.
+        shifted_tokens: Prompt tokens with approximate KV (recomputed ones not counted).
+        substituted_tokens: Prompt tokens with the KV of another token.
+        recomputed_tokens: Reused tokens that the selection policy had computed again.
+        computed_tokens: Prompt tokens computed in all, the recomputed ones included.
+        spans: Reused spans in prompt order.
+        policy: Name of the selection policy.
+        timings_ms: Milliseconds by step (`lookup`, `graft`, `prefill`, ...).
+        miss: Why nothing was grafted, or None.
+        risk: Estimated share of next-token probability mass that moved, or None where nothing estimates it.
+    """
+
+    num_tokens: int
+    exact_tokens: int = 0
+    shifted_tokens: int = 0
+    substituted_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    spans: tuple[SpanReport, ...] = ()
+    policy: str = "none"
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    miss: Miss | None = None
+    risk: float | None = None
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request."""
+        return self.exact_tokens + self.shifted_tokens + self.substituted_tokens
+
+    @property
+    def num_donors(self) -> int:
+        """Distinct donors that gave a span."""
+        return len({span.donor_id for span in self.spans})
