@@ -1,0 +1,236 @@
+"""Any transformers decoder as a `ModelAdapter`: packed rows of several sequences, K/V in a `SlotPool`.
+
+Uses transformers' public registries only: an attention function and a mask function under the name `kvgraft`, and a cache
+object whose layers scatter new K/V into the pool. No model code is touched and no kernel is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvgraft.engine.attention import SequenceAttention
+from kvgraft.errors import ModelError
+from kvgraft.graft.model import SequenceOutput, SequenceRows
+from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvgraft.graft.rope import RopeSpec
+
+ATTENTION_NAME = "kvgraft"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackedSequence:
+    rows: slice
+    slots: SlotIndex
+    attention: SequenceAttention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackedBatch:
+    """One forward pass: where each row's K/V goes, and which keys each sequence's rows see."""
+
+    pool: SlotPool
+    target: SlotIndex
+    sequences: tuple[_PackedSequence, ...]
+
+
+class TransformersAdapter:
+    """A `ModelAdapter` over a transformers decoder and a pool of slots. Not thread-safe.
+
+    Attributes:
+        rope: Per layer how keys rotate; set by the self-check, None while shifting is refused.
+    """
+
+    def __init__(self, model: PreTrainedModel, pool: SlotPool) -> None:
+        self._model = model
+        self.pool = pool
+        self.rope: Sequence[RopeSpec | None] | None = None
+
+    @classmethod
+    def create(cls, model: PreTrainedModel, *, num_slots: int = 0, kv_bytes: int = 0) -> TransformersAdapter:
+        """Take `model` over (evaluation mode, kvgraft's attention) and allocate `num_slots`, or what `kv_bytes` hold.
+
+        Raises:
+            ModelError: Its K/V are not slots of keys and values, or it does not use transformers' attention interface.
+        """
+        unsupported = unsupported_attention(model)
+        if unsupported is not None:
+            raise ModelError(f"{unsupported}; choose another model")
+        model.eval()
+        model.requires_grad_(False)
+        shapes = layer_shapes(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise ModelError(f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model")
+        per_token = sum(2 * s.num_kv_heads * s.head_dim for s in shapes) * model.dtype.itemsize
+        return cls(model, SlotPool(shapes, num_slots or max(64, kv_bytes // per_token), model.dtype, model.device))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of attention layers."""
+        return len(self.pool.layers)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped model."""
+        return self._model
+
+    @contextmanager
+    def stock(self, implementation: str = "eager") -> Iterator[PreTrainedModel]:
+        """Lend the model with transformers' own attention, for comparisons."""
+        self._model.set_attn_implementation(implementation)
+        try:
+            yield self._model
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
+        """Compute `batch` in one pass; writes the K/V of its rows into their slots."""
+        packed = self._pack(batch)
+        token_ids = np.concatenate([rows.token_ids for rows in batch])
+        positions = np.concatenate([rows.positions for rows in batch])
+        device = self.pool.device
+        kept = [s.rows.stop - rows.num_logits + i for s, rows in zip(packed.sequences, batch, strict=True) for i in range(rows.num_logits)]
+        output = self._model(
+            input_ids=torch.from_numpy(token_ids).to(device)[None],
+            position_ids=torch.from_numpy(positions).to(device)[None],
+            past_key_values=_PoolCache(packed),
+            use_cache=True,
+            logits_to_keep=torch.tensor(kept, dtype=torch.int64, device=device),
+            kvgraft_batch=packed,
+        )
+        logits = output.logits[0].float().split([rows.num_logits for rows in batch])
+        return [SequenceOutput(part, s.attention.mass) for part, s in zip(logits, packed.sequences, strict=True)]
+
+    def _pack(self, batch: Sequence[SequenceRows]) -> _PackedBatch:
+        sequences, start = [], 0
+        for rows in batch:
+            attention = SequenceAttention(rows.positions, self.pool.device, rows.observed_rows)
+            slots = self.pool.index(rows.kv_indices[: attention.num_keys])
+            sequences.append(_PackedSequence(slice(start, start + len(rows.positions)), slots, attention))
+            start += len(rows.positions)
+        target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
+        return _PackedBatch(self.pool, self.pool.index(target), tuple(sequences))
+
+
+def unsupported_attention(model: PreTrainedModel) -> str | None:
+    """Name what keeps K/V of this model from being slots of keys and values, or return None."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"model type {config.model_type!r} is an encoder-decoder"
+    if getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention (MLA) is not supported yet"
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "attention sinks are not supported yet"
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        return f"layers of type {', '.join(sorted(other))} are not supported yet"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "layers that share K/V with other layers are not supported yet"
+    return None
+
+
+@torch.inference_mode()
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """Return K/V heads and head size of each layer, read off the cache of a one-token forward pass.
+
+    Raises:
+        ModelError: The model's cache is not one pair of equally shaped keys and values per layer.
+    """
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    cache = model(input_ids=token, use_cache=True).past_key_values
+    shapes = []
+    for layer in getattr(cache, "layers", ()):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.shape != values.shape or keys.ndim != 4:
+            raise ModelError(f"model type {model.config.model_type!r} does not keep equally shaped keys and values per layer; choose another model")
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3]))
+    if not shapes:
+        raise ModelError(f"model type {model.config.model_type!r} keeps no K/V cache; choose a decoder with attention layers")
+    return shapes
+
+
+class _PoolLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of the pool as transformers sees it: `update` scatters, attention reads the pool itself."""
+
+    is_sliding = False
+
+    def __init__(self, layer: int, batch: _PackedBatch) -> None:
+        super().__init__()
+        self._layer, self._batch, self.is_initialized = layer, batch, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the pool is allocated already."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        """Write the rows' K/V, (1, num_kv_heads, num_rows, head_dim), into their slots."""
+        batch = self._batch
+        batch.pool.write(self._layer, batch.target, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Sizes of a mask that nobody builds."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: positions are always given explicitly."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Unbounded as far as transformers is concerned."""
+        return -1
+
+
+class _PoolCache(Cache):  # type: ignore[misc]
+    def __init__(self, batch: _PackedBatch) -> None:
+        super().__init__(layers=[_PoolLayer(layer, batch) for layer in range(len(batch.pool.layers))])
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - part of the interface; the batch knows the mask
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    kvgraft_batch: _PackedBatch | None = None,
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Attention function in transformers' interface: (1, heads, rows, dim) -> (1, rows, heads, dim)."""
+    if kwargs.get("s_aux") is not None:
+        raise ModelError("attention sinks are not supported; choose a model without them")
+    if kvgraft_batch is None:
+        raise ModelError("this model type does not pass arguments on to its attention function; choose another model")
+    batch = kvgraft_batch
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window = sliding_window or getattr(module, "sliding_window", None)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    pool_keys, pool_values = batch.pool.keys(layer).transpose(0, 1), batch.pool.values(layer).transpose(0, 1)
+    outputs = []
+    for sequence in batch.sequences:
+        keys, values = pool_keys[:, sequence.slots], pool_values[:, sequence.slots]
+        rows = query[0, :, sequence.rows]
+        outputs.append(sequence.attention.attend(rows, keys, values, scale=scale, window=window, softcap=softcap))
+    mixed = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    return mixed.transpose(0, 1)[None].contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *_args, **_kwargs: None)

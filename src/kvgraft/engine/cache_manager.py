@@ -1,0 +1,208 @@
+"""The K/V side of a request's life: match, plan, pin, allocate; graft; grow; publish what is exact, register donors, release."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.donors import CostModel, Donor, plan_graft
+from kvgraft.engine.kv_space import KVSpace
+from kvgraft.engine.request import Request, RequestCache
+from kvgraft.graft.executor import SpanCopy, copy_spans
+from kvgraft.memory import Owner
+from kvgraft.prefix import RadixKey
+from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvgraft.engine.adapter import TransformersAdapter
+    from kvgraft.types import TokenArray
+
+logger = logging.getLogger(__name__)
+
+
+class CacheManager:
+    """Takes requests through the cache. Every `begin` is followed by exactly one `finish` or `abort`. Not thread-safe.
+
+    A failure while looking up or grafting is logged, counted in `num_errors` and becomes a miss; the request goes on.
+    """
+
+    def __init__(
+        self, adapter: TransformersAdapter, space: KVSpace, *, cost_model: CostModel, min_run: int, max_generation: int, refusal: str | None
+    ) -> None:
+        self.space = space
+        self.num_errors = 0
+        self._adapter = adapter
+        self._cost_model = cost_model
+        self._min_run = min_run
+        self._max_generation = max_generation
+        self._refusal = refusal
+
+    def begin(self, request: Request) -> RequestCache:
+        """Match, plan, pin and allocate; raises `CapacityError` (nothing held) if the prompt cannot get slots."""
+        timings: dict[str, float] = {}
+        num_tokens = len(request.token_ids)
+        prefix_slots, handle = np.empty(0, np.int64), None
+        with _timed(timings, "lookup"):
+            if request.reuse is not ReuseMode.OFF:
+                # The last token is always computed: its logits are what the request is for.
+                match = self.space.prefix.match_prefix(RadixKey(request.token_ids[:-1], request.namespace.key))
+                prefix_slots, handle = match.kv_indices, match.handle
+                self.space.prefix.inc_lock_ref(handle)
+                self.space.allocator.retain(prefix_slots, Owner.REQUEST)
+            planned, donors = self._plan(request, len(prefix_slots))
+        miss = planned if isinstance(planned, Miss) else None
+        plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
+        cache = RequestCache(request, plan, miss, prefix_slots, handle, donors, timings)
+        self._pin(cache)
+        try:
+            after = int(prefix_slots[-1]) if len(prefix_slots) else None
+            fresh = self.space.allocate(num_tokens - len(prefix_slots), after=after)
+        except BaseException:
+            self._release(cache)
+            raise
+        cache.kv_indices = np.concatenate([prefix_slots, fresh])
+        return cache
+
+    def graft(self, cache: RequestCache) -> None:
+        """Copy the plan's spans into the request's slots; donors are unpinned. A failure turns the plan into a miss."""
+        with _timed(cache.timings_ms, "graft"):
+            try:
+                copies = [self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)]
+                copy_spans(self._adapter, copies, cache.kv_indices)
+                for match in cache.plan.spans:
+                    self.space.donors.record_hit(match.donor_id, match.length)
+            except Exception as error:
+                self.num_errors += 1
+                logger.exception("graft of request %s failed; it is computed instead", cache.request.request_id)
+                cache.miss = Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
+                cache.plan = _no_graft(cache.plan.num_tokens, cache.plan.exact_len)
+                cache.donors = ()
+        self._unpin(cache)
+
+    def grow(self, cache: RequestCache) -> None:
+        """Add a slot for one more token; raises `CapacityError` if there is none."""
+        slot = self.space.allocate(1, after=int(cache.kv_indices[-1]))
+        cache.kv_indices = np.concatenate([cache.kv_indices, slot])
+
+    def finish(self, cache: RequestCache, token_ids: TokenArray, computed: NDArray[np.int64]) -> None:
+        """Publish exact K/V, register donors, release the request.
+
+        Args:
+            cache: As `begin` returned it.
+            token_ids: Tokens of the positions whose K/V exist: the prompt and all generated tokens but the last.
+            computed: Prompt positions that were computed, ascending.
+        """
+        if len(token_ids) >= len(cache.request.token_ids):
+            self._publish(cache, token_ids)
+            self._register(cache, token_ids, computed)
+        self._release(cache)
+
+    def abort(self, cache: RequestCache) -> None:
+        """Release the request; nothing of it is kept."""
+        self._release(cache)
+
+    def _plan(self, request: Request, exact_len: int) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
+        if request.reuse is not ReuseMode.GRAFT:
+            return Miss(MissReason.REUSE_OFF), ()
+        if self._refusal is not None:
+            return Miss(MissReason.MODEL_REFUSED, self._refusal), ()
+        donors = self.space.donors
+        if not len(donors):
+            return Miss(MissReason.NO_DONORS), ()
+        try:
+            matches = donors.find(request.namespace, request.token_ids, start=exact_len, max_generation=self._max_generation)
+            planned = plan_graft(len(request.token_ids), exact_len, matches, self._cost_model, min_run=self._min_run)
+            if isinstance(planned, Miss):
+                return planned, ()
+            found = tuple(donors.get(match.donor_id) for match in planned.spans)
+            return planned, tuple(donor for donor in found if donor is not None)
+        except Exception as error:
+            self.num_errors += 1
+            logger.exception("lookup for request %s failed; it is computed instead", request.request_id)
+            return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"), ()
+
+    def _span_copy(self, match: Match, donor: Donor) -> SpanCopy:
+        source_start = donor.start_position + match.donor_start
+        return SpanCopy(self.space.source(donor, match), source_start, match.target_start, match.length)
+
+    def _publish(self, cache: RequestCache, token_ids: TokenArray) -> None:
+        """Give the exact prefix cache what a full prefill would have computed too: everything in front of the first graft."""
+        exact_len = min(cache.exact_end, len(token_ids))
+        slots = cache.kv_indices[:exact_len]
+        result = self.space.prefix.insert(RadixKey(token_ids[:exact_len], cache.request.namespace.key), slots)
+        self.space.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
+
+    def _register(self, cache: RequestCache, token_ids: TokenArray, computed: NDArray[np.int64]) -> None:
+        """Register what this request computed as donors; grafted tokens never."""
+        namespace, donors = cache.request.namespace, self.space.donors
+        if not cache.plan.spans:
+            known = donors.find(namespace, token_ids, max_generation=0)
+            if any(match.length == len(token_ids) for match in known):
+                return
+            for match in known:
+                donor = donors.get(match.donor_id)
+                if donor is not None and match.target_start == donor.start_position == 0 and match.length == len(donor.token_ids):
+                    self.space.remove_donor(donor.donor_id)
+            self._add(cache, token_ids, 0, len(token_ids), 0)
+            return
+        generations = {donor.donor_id: donor.generation for donor in cache.donors}
+        attended = 0
+        start = 0
+        for match in cache.plan.spans:
+            self._add(cache, token_ids, start, match.target_start, attended)
+            attended = max(attended, 1 + generations[match.donor_id])
+            start = match.target_end
+        self._add(cache, token_ids, start, len(token_ids), attended)
+
+    def _add(self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int) -> None:
+        if stop - start < self._min_run or generation > self._max_generation:
+            return
+        context = hashlib.blake2b(token_ids[:start].tobytes(), digest_size=16).digest() if start else b""
+        self.space.add_donor(
+            cache.request.namespace,
+            token_ids[start:stop],
+            cache.kv_indices[start:stop].copy(),
+            generation=generation,
+            start_position=start,
+            context=context,
+        )
+
+    def _pin(self, cache: RequestCache) -> None:
+        for donor in cache.donors:
+            self.space.donors.pin(donor.donor_id)
+            cache.pinned += (donor,)
+
+    def _unpin(self, cache: RequestCache) -> None:
+        for donor in cache.pinned:
+            self.space.donors.unpin(donor.donor_id)
+        cache.pinned = ()
+
+    def _release(self, cache: RequestCache) -> None:
+        self._unpin(cache)
+        if cache.handle is not None:
+            self.space.prefix.dec_lock_ref(cache.handle)
+            cache.handle = None
+        if len(cache.kv_indices):
+            self.space.allocator.release(cache.kv_indices, Owner.REQUEST)
+            cache.kv_indices = cache.kv_indices[:0]
+
+
+def _no_graft(num_tokens: int, exact_len: int) -> GraftPlan:
+    return GraftPlan(num_tokens, exact_len, (), np.arange(exact_len, num_tokens))
+
+
+@contextmanager
+def _timed(timings: dict[str, float], step: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[step] = timings.get(step, 0.0) + (time.perf_counter() - started) * 1e3

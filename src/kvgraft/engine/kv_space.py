@@ -1,0 +1,185 @@
+"""All K/V of an engine: slots on the device, exact prefixes, donors on device and host, and how room is made.
+
+Who may hold a slot: running requests, the prefix cache and donors; the allocator counts references of each. When slots run
+out, least recently used prefixes go first, then the least valuable donors move to host memory, then they are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.donors import Donor, DonorCatalogue
+from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.memory import HostKVStore, KVBlock, Owner, SlotAllocator, SlotPool
+from kvgraft.prefix import RadixCache
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvgraft.graft.executor import KVSource
+    from kvgraft.memory import SlotIndex, SlotUsage
+    from kvgraft.types import DonorId, Match, Namespace, TokenArray
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotKV:
+    """K/V of a donor that lie in slots of the pool, one per token."""
+
+    slots: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HostKV:
+    """K/V of a donor that lie in the host store under its id."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SlotSource:
+    pool: SlotPool
+    index: SlotIndex
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.read(layer, self.index)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BlockSource:
+    pool: SlotPool
+    block: KVBlock
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        device = self.pool.device
+        return self.block.keys[layer].to(device), self.block.values[layer].to(device)
+
+
+class KVSpace:
+    """Owns allocator, prefix cache, donor catalogue and host store over one pool. Not thread-safe.
+
+    Invariants (verified by `check`):
+        - `free + cached + donor + request == total` slots.
+        - The prefix cache's slots are exactly those with a CACHE reference; donors' slots those with a DONOR reference.
+        - A donor's K/V lie in slots or in the host store, and the host store holds nothing else.
+    """
+
+    def __init__(self, pool: SlotPool, *, host_bytes: int, donor_tokens: int, min_run: int) -> None:
+        self.pool = pool
+        self.allocator = SlotAllocator(pool.num_slots)
+        self.prefix = RadixCache()
+        self.donors = DonorCatalogue(donor_tokens, min_run=min_run)
+        self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
+        self.num_spilled = 0
+        self.num_dropped = 0
+
+    def usage(self) -> SlotUsage:
+        """Slots by holder."""
+        return self.allocator.usage()
+
+    def allocate(self, num_tokens: int, *, after: int | None = None) -> NDArray[np.int64]:
+        """Give a request `num_tokens` slots, making room where needed; raises `CapacityError` if there is none to make."""
+        if num_tokens > self.allocator.free_size:
+            self._make_room(num_tokens)
+        return self.allocator.allocate(num_tokens, after=after)
+
+    def source(self, donor: Donor, match: Match) -> KVSource:
+        """K/V of the matched part of `donor`, from whichever tier holds them."""
+        start, stop = match.donor_start, match.donor_start + match.length
+        if isinstance(donor.kv, SlotKV):
+            return _SlotSource(self.pool, self.pool.index(donor.kv.slots[start:stop]))
+        return _BlockSource(self.pool, self.host.get(donor.donor_id, start, match.length))
+
+    def add_donor(
+        self, namespace: Namespace, token_ids: TokenArray, slots: NDArray[np.int64], *, generation: int, start_position: int, context: bytes
+    ) -> DonorId | None:
+        """Register text whose K/V lie in `slots` as a donor; None if it is too short or larger than the catalogue."""
+        if len(token_ids) > self.donors.capacity_tokens:
+            return None
+        result = self.donors.add(
+            namespace, token_ids, SlotKV(slots), generation=generation, start_position=start_position, context=context
+        )
+        for evicted in result.evicted:
+            self._forget_kv(evicted)
+        if result.donor is None:
+            return None
+        self.allocator.retain(slots, Owner.DONOR)
+        return result.donor.donor_id
+
+    def remove_donor(self, donor_id: DonorId) -> None:
+        """Forget a donor and its K/V."""
+        self._forget_kv(self.donors.remove(donor_id))
+
+    def reset(self) -> None:
+        """Forget all prefixes and donors; running requests keep their slots."""
+        cached = self.prefix.reset()
+        if len(cached):
+            self.allocator.release(cached, Owner.CACHE)
+        for donor in self.donors.reset():
+            self._forget_kv(donor)
+
+    def _make_room(self, num_tokens: int) -> None:
+        while (shortage := num_tokens - self.allocator.free_size) > 0:
+            freed = self.prefix.evict(shortage).freed
+            if len(freed):
+                self.allocator.release(freed, Owner.CACHE)
+            if self.allocator.free_size >= num_tokens:
+                return
+            if not self._spill_donor() and not len(freed):
+                raise CapacityError(
+                    f"{num_tokens} KV slots are needed and {self.allocator.free_size} of {self.allocator.num_slots} can be freed; "
+                    "shorten the prompt or raise num_slots"
+                )
+
+    def _spill_donor(self) -> bool:
+        """Move the least valuable donor that holds slots to the host, or drop it; False if there is none."""
+        donor = next((d for d in self.donors.victims() if isinstance(d.kv, SlotKV)), None)
+        if donor is None:
+            return False
+        assert isinstance(donor.kv, SlotKV)
+        if self._make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token, donor):
+            self.host.put(donor.donor_id, self.pool.export(self.pool.index(donor.kv.slots)))
+            self.donors.rebind(donor.donor_id, HostKV())
+            self.num_spilled += 1
+        else:
+            self.donors.remove(donor.donor_id)
+            self.num_dropped += 1
+        self.allocator.release(donor.kv.slots, Owner.DONOR)
+        return True
+
+    def _make_host_room(self, num_bytes: int, newcomer: Donor) -> bool:
+        """Drop less valuable host donors until `num_bytes` fit; False if only more valuable ones are left."""
+        if num_bytes > self.host.budget_bytes:
+            return False
+        while not self.host.fits(num_bytes):
+            victim = next((d for d in self.donors.victims() if isinstance(d.kv, HostKV)), None)
+            if victim is None or victim.donor_id == newcomer.donor_id:
+                return False
+            self.remove_donor(victim.donor_id)
+            self.num_dropped += 1
+        return True
+
+    def _forget_kv(self, donor: Donor) -> None:
+        if isinstance(donor.kv, SlotKV):
+            self.allocator.release(donor.kv.slots, Owner.DONOR)
+        else:
+            self.host.remove(donor.donor_id)
+
+    def check(self) -> None:
+        """Verify every invariant; raises `CorruptCacheError`. For tests and idle time."""
+        for part in (self.allocator, self.prefix, self.donors, self.host):
+            part.check()
+        usage = self.usage()
+        if usage.free + usage.request + usage.cached + usage.donor != usage.total:
+            raise CorruptCacheError(f"slots are not conserved: {usage}")
+        on_host = {donor.donor_id for donor in self.donors if isinstance(donor.kv, HostKV)}
+        if len(on_host) != len(self.host) or not all(donor_id in self.host for donor_id in on_host):
+            raise CorruptCacheError(f"{len(on_host)} donors are on the host, which holds {len(self.host)} blocks")
+        held = [donor.kv.slots for donor in self.donors if isinstance(donor.kv, SlotKV)]
+        distinct = len(np.unique(np.concatenate(held))) if held else 0
+        if distinct != self.allocator.num_held(Owner.DONOR) or self.prefix.total_size != self.allocator.num_held(Owner.CACHE):
+            raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")

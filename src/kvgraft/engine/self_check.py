@@ -1,0 +1,193 @@
+"""Prove, once per loaded model, that kvgraft may touch its K/V; refuse with a reason where it cannot be proved.
+
+Three proofs: K/V written to the pool reads back unchanged; the sparse forward of a whole prompt, and of gaps in it, equals
+the model's own forward; and moved keys equal keys computed at the new position, in every layer. For the last one a prompt
+of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each layer's
+key is a pure function of token and position. That also tells which layers rotate at all and how their channels pair up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.errors import ModelError
+from kvgraft.graft.model import SequenceRows
+from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from kvgraft.engine.adapter import TransformersAdapter
+
+SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""RoPE types whose frequencies do not depend on the length of the prompt, so that a delta rotation is right."""
+
+_PROMPT_TOKENS = 40
+_PROBE_POSITIONS = (0, 1, 7, 130, 1_021)
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""Largest error accepted, relative to the largest magnitude. bf16 keeps 8 bits and a forward pass adds up its rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheckReport:
+    """What was proved for a model.
+
+    Attributes:
+        forward_error: Largest logit difference to the model's own forward, relative to the largest logit.
+        rope_error: Largest relative key error of the rotation over all layers; None if shifting is refused.
+        refusal: Why shifted reuse is refused, or None.
+    """
+
+    forward_error: float
+    rope_error: float | None
+    refusal: str | None
+
+
+def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfCheckReport:
+    """Run the proofs in the slots `kv_indices` (at least 48) and set `adapter.rope`.
+
+    Raises:
+        ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
+    """
+    tolerance = _TOLERANCE.get(adapter.model.dtype)
+    if tolerance is None:
+        raise ModelError(f"dtype {adapter.model.dtype} is not supported; load the model in float32, bfloat16 or float16")
+    _check_slots(adapter, kv_indices)
+    forward_error = _forward_error(adapter, kv_indices)
+    if forward_error > tolerance:
+        raise ModelError(
+            f"self-check failed: logits differ from the model's own forward by {forward_error:.1e} (allowed {tolerance:.0e}); "
+            "kvgraft does not understand this architecture, serve it without kvgraft and report the model type"
+        )
+    refusal = refused_rope(adapter.model.config.get_text_config(decoder=True), adapter.model)
+    if refusal is not None:
+        return SelfCheckReport(forward_error, None, refusal)
+    specs, error = find_rope(adapter, tolerance)
+    if specs is None:
+        reason = "moved keys differ from keys computed at the new position; this RoPE variant is unknown"
+        return SelfCheckReport(forward_error, error, reason)
+    adapter.rope = specs
+    return SelfCheckReport(forward_error, error, None)
+
+
+def refused_rope(config: PretrainedConfig, model: PreTrainedModel) -> str | None:
+    """Say why keys of this model must not be moved, or return None."""
+    if not inverse_frequencies(model):
+        return "the model has no rotary position embedding (learned positions or ALiBi); keys cannot be moved"
+    for parameters in _rope_parameters(config):
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in SHIFTABLE_ROPE_TYPES:
+            return f"RoPE type {rope_type!r} is not supported for shifted reuse (its angles may depend on prompt length)"
+        if "mrope_section" in parameters:
+            return "multimodal RoPE (M-RoPE) is not supported for shifted reuse yet"
+    return None
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
+    """RoPE parameters of all layer types; transformers nests them by layer type where they differ."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def inverse_frequencies(model: PreTrainedModel) -> list[Tensor]:
+    """Distinct tables of the model's rotary modules, float32 on the model's device."""
+    tables: list[Tensor] = []
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            table = buffer.detach().to(model.device, torch.float32)
+            if not any(table.shape == known.shape and torch.equal(table, known) for known in tables):
+                tables.append(table)
+    return tables
+
+
+def find_rope(adapter: TransformersAdapter, tolerance: float) -> tuple[list[RopeSpec | None] | None, float]:
+    """Find for each layer the rotation that explains its keys; (None, error) if a layer has none within `tolerance`."""
+    positions = np.asarray(_PROBE_POSITIONS, np.int64)
+    with adapter.stock() as model:
+        keys = _single_token_keys(model, positions)
+    candidates: list[RopeSpec | None] = [None]
+    for table in inverse_frequencies(adapter.model):
+        candidates += [RopeSpec(table, pairing) for pairing in RopePairing]
+    specs: list[RopeSpec | None] = []
+    worst = 0.0
+    for layer_keys in keys:
+        errors = [_rotation_error(layer_keys, positions, spec) for spec in candidates]
+        best = int(np.argmin(errors))
+        worst = max(worst, errors[best])
+        specs.append(candidates[best])
+    return (specs, worst) if worst <= tolerance else (None, worst)
+
+
+def _rotation_error(keys: Tensor, positions: np.ndarray, spec: RopeSpec | None) -> float:
+    """Largest relative difference between keys computed at `positions` and the first position's key moved there."""
+    if spec is not None and spec.rotary_dim > keys.shape[-1]:
+        return float("inf")
+    moved = keys[:1].expand_as(keys)
+    if spec is not None:
+        device = keys.device
+        source = torch.full((len(positions),), int(positions[0]), device=device)
+        shift = RopeShift.between(source, torch.from_numpy(positions).to(device), spec.inv_freq)
+        moved = rotate_keys(moved, shift, spec.pairing)
+    return _relative_error(moved, keys)
+
+
+@torch.inference_mode()
+def _single_token_keys(model: PreTrainedModel, positions: np.ndarray) -> list[Tensor]:
+    """Keys (num_positions, num_kv_heads, head_dim) per layer of one token that is alone at each position."""
+    token = torch.from_numpy(_probe_tokens(model, 1)).to(model.device)[None]
+    caches = []
+    for position in positions:
+        place = torch.tensor([[int(position)]], device=model.device)
+        caches.append(model(input_ids=token, position_ids=place, use_cache=True).past_key_values)
+    num_layers = len(caches[0].layers)
+    return [torch.cat([cache.layers[layer].keys[0].transpose(0, 1) for cache in caches]) for layer in range(num_layers)]
+
+
+def _check_slots(adapter: TransformersAdapter, kv_indices: np.ndarray) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = adapter.pool
+    for slots in (kv_indices[:8], kv_indices[7::-1].copy()):
+        index = pool.index(slots)
+        for layer, shape in enumerate(pool.layers):
+            size = (len(slots), shape.num_kv_heads, shape.head_dim)
+            keys = torch.randn(size, generator=generator).to(pool.device, pool.dtype)
+            values = torch.randn(size, generator=generator).to(pool.device, pool.dtype)
+            pool.write(layer, index, keys, values)
+            read_keys, read_values = pool.read(layer, index)
+            if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
+                raise ModelError(f"self-check failed: K/V of layer {layer} do not read back as written")
+
+
+@torch.inference_mode()
+def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> float:
+    """Whole prompt, then two gaps again over zeroed K/V, each against the model's own forward."""
+    token_ids = _probe_tokens(adapter.model, _PROMPT_TOKENS)
+    with adapter.stock() as model:
+        expected = model(input_ids=torch.from_numpy(token_ids).to(model.device)[None], use_cache=False).logits[0, -1].float()
+    everything = np.arange(_PROMPT_TOKENS)
+    gaps = np.concatenate([everything[5:15], everything[-4:]])
+    errors = []
+    for positions in (everything, gaps):
+        hidden = adapter.pool.index(kv_indices[positions])
+        for layer, shape in enumerate(adapter.pool.layers):
+            zeros = torch.zeros((len(positions), shape.num_kv_heads, shape.head_dim), dtype=adapter.pool.dtype, device=adapter.pool.device)
+            adapter.pool.write(layer, hidden, zeros, zeros)
+        rows = SequenceRows(token_ids[positions], positions, kv_indices)
+        errors.append(_relative_error(adapter.forward([rows])[0].logits[-1], expected))
+    return max(errors)
+
+
+def _probe_tokens(model: PreTrainedModel, count: int) -> np.ndarray:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return np.random.default_rng(7).integers(min(3, vocabulary - 1), vocabulary, count, dtype=np.int64)
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    difference = (actual.float() - expected.float()).abs().max()
+    return float(difference / expected.float().abs().max().clamp_min(1e-12))

@@ -1,0 +1,72 @@
+"""What a graft needs from a model: the `ModelAdapter` protocol and the rows of a packed forward pass.
+
+A *sparse forward* runs the model over chosen positions of one or more sequences. Each layer writes their K/V into the
+sequences' slots before attention reads all slots below the row's position, so every computed row is exact given what
+lies in the slots. Engines implement the protocol; this module holds no model code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvgraft.graft.rope import RopeSpec
+    from kvgraft.memory.pool import SlotPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceRows:
+    """The positions of one sequence that a forward pass computes.
+
+    Attributes:
+        token_ids: int64 (num_rows,), the tokens at `positions`.
+        positions: int64 (num_rows,), strictly ascending.
+        kv_indices: int64, the slot of each position of the sequence; at least `positions[-1] + 1` entries.
+        num_logits: How many of the last rows to return logits for.
+        observed_rows: How many of the last rows have their attention summed per key position (0: none).
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    kv_indices: NDArray[np.int64]
+    num_logits: int = 1
+    observed_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceOutput:
+    """What a forward pass returns for one sequence.
+
+    Attributes:
+        logits: float32 (num_logits, vocab_size), on the model's device.
+        attention_mass: float32 (positions[-1] + 1,), attention of the observed rows on each position, summed over rows,
+            heads and layers; None if no row was observed.
+    """
+
+    logits: Tensor
+    attention_mass: Tensor | None
+
+
+class ModelAdapter(Protocol):
+    """A decoder whose K/V live in a `SlotPool`."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of attention layers."""
+
+    @property
+    def pool(self) -> SlotPool:
+        """The slots that `forward` writes and reads."""
+
+    @property
+    def rope(self) -> Sequence[RopeSpec | None] | None:
+        """Per layer how keys rotate (None: the layer has no RoPE); None if shifting is refused for this model."""
+
+    def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
+        """Compute `batch` in one pass; writes the K/V of its rows into their slots."""

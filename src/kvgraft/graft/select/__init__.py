@@ -1,0 +1,47 @@
+"""Selection policies: which reused tokens to compute again. One file each; `SELECTION_POLICIES` lists them.
+
+| name | rule | source |
+|---|---|---|
+| `none` | nothing | - |
+| `first_k` | the first k tokens of each run | EPIC, https://arxiv.org/abs/2410.15332 |
+| `query_seam` | query attention x a prior that falls with the distance from the seam | docs/graft.md |
+"""
+
+from __future__ import annotations
+
+from kvgraft.errors import ConfigError
+from kvgraft.graft.select.base import Observation, Recompute, SelectionContext, SelectionPolicy, SelectionSteps
+from kvgraft.graft.select.first_k import FirstK
+from kvgraft.graft.select.none import NoRecompute
+from kvgraft.graft.select.query_seam import QuerySeam
+
+SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
+    "none": NoRecompute,
+    "first_k": FirstK,
+    "query_seam": QuerySeam,
+}
+
+
+def selection_policy(name: str, **parameters: float) -> SelectionPolicy:
+    """Build the policy called `name`; raises `ConfigError` for an unknown name or parameter."""
+    policy = SELECTION_POLICIES.get(name)
+    if policy is None:
+        raise ConfigError(f"unknown selection policy {name!r}; choose one of {', '.join(SELECTION_POLICIES)}")
+    try:
+        return policy(**parameters)
+    except TypeError as error:
+        raise ConfigError(f"selection policy {name!r}: {error}") from error
+
+
+__all__ = [
+    "SELECTION_POLICIES",
+    "FirstK",
+    "NoRecompute",
+    "Observation",
+    "QuerySeam",
+    "Recompute",
+    "SelectionContext",
+    "SelectionPolicy",
+    "SelectionSteps",
+    "selection_policy",
+]

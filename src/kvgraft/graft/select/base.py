@@ -1,0 +1,80 @@
+"""The interface of selection policies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectionContext:
+    """The reused tokens of a prompt, run by run, and what is computed anyway.
+
+    Attributes:
+        num_tokens: Length of the prompt.
+        reused: int64 (num_reused,), ascending prompt positions of reused tokens.
+        seam_distance: int64 (num_reused,), how far each lies behind the start of its run (0: first token of the run).
+        live: int64, ascending positions that are computed anyway.
+    """
+
+    num_tokens: int
+    reused: NDArray[np.int64]
+    seam_distance: NDArray[np.int64]
+    live: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recompute:
+    """One step of a policy: compute these reused positions and every live row that they can influence.
+
+    Attributes:
+        positions: int64, ascending positions among the reused ones; those of earlier steps need not be repeated.
+        observe_query: Sum the attention that the query (the last live rows) pays to each position.
+    """
+
+    positions: NDArray[np.int64]
+    observe_query: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """What a step gave.
+
+    Attributes:
+        logits: float32 (vocab_size,), next-token logits of the prompt as it stands.
+        attention_mass: float32 (num_tokens,), summed over query rows, heads and layers, on the CPU; None unless asked for.
+    """
+
+    logits: Tensor
+    attention_mass: NDArray[np.float32] | None
+
+
+SelectionSteps = Generator[Recompute, Observation, None]
+"""Yields at least one `Recompute`, receives an `Observation` for each; the last step's result is served."""
+
+
+class SelectionPolicy(ABC):
+    """Chooses reused tokens to compute again, in as many steps as it needs.
+
+    A policy decides and never touches slots: fixed choices take one step, query-aware ones look first, and nested budgets
+    compare the logits of growing choices. Implementations are frozen dataclasses whose fields are the method's parameters.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def recompute_ratio(self) -> float:
+        """Share of reused tokens that is expected to be chosen; the planner's cost model uses it."""
+
+    @abstractmethod
+    def steps(self, context: SelectionContext) -> SelectionSteps:
+        """Start choosing for one prompt."""
