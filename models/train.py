@@ -41,7 +41,7 @@ class Phase:
     decays: bool
 
 
-PHASES = (Phase(512, 1_200, False), Phase(2_048, 560, False), Phase(4_096, 300, True))
+PHASES = (Phase(512, 900, False), Phase(2_048, 400, False), Phase(4_096, 220, True))
 """The last phase takes the learning rate to zero."""
 
 

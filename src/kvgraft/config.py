@@ -62,9 +62,13 @@ class EngineConfig:
     @classmethod
     def from_env(cls, prefix: str = "KVGRAFT_", environ: Mapping[str, str] | None = None) -> Self:
         """Build from variables such as `KVGRAFT_NUM_SLOTS`; unset ones keep their default."""
+        return cls().updated_from_env(prefix, environ)
+
+    def updated_from_env(self, prefix: str = "KVGRAFT_", environ: Mapping[str, str] | None = None) -> Self:
+        """Return a copy with the settings that variables such as `KVGRAFT_NUM_SLOTS` give."""
         environ = os.environ if environ is None else environ
-        names = {prefix + field.name.upper(): field.name for field in fields(cls)}
-        return cls().updated({names[key]: text for key, text in environ.items() if key in names})
+        names = {prefix + field.name.upper(): field.name for field in fields(self)}
+        return self.updated({names[key]: text for key, text in environ.items() if key in names})
 
     def updated(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with `values` set; texts are parsed into the type of the field."""

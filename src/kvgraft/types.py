@@ -1,4 +1,4 @@
-"""The values that travel between packages: namespaces, donors, matches, plans, reports. No behaviour beyond arithmetic."""
+"""The values that travel between packages: namespaces, matches, plans, reports. No behaviour beyond arithmetic."""
 
 from __future__ import annotations
 
@@ -155,6 +155,8 @@ class GraftReport:
         policy: Name of the selection policy.
         timings_ms: Milliseconds by step (`lookup`, `graft`, `prefill`, ...).
         miss: Why nothing was grafted, or None.
+        computed_flops: Floating-point operations of the computed positions, each counted once.
+        full_flops: Those of a full prefill.
         risk: Estimated share of next-token probability mass that moved, or None where nothing estimates it.
     """
 
@@ -168,6 +170,8 @@ class GraftReport:
     policy: str = "none"
     timings_ms: dict[str, float] = field(default_factory=dict)
     miss: Miss | None = None
+    computed_flops: float = 0.0
+    full_flops: float = 0.0
     risk: float | None = None
 
     @property

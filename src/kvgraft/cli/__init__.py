@@ -1,0 +1,53 @@
+"""The `kvgraft` command. Each subcommand lives in a module of its own with `register(subparsers)` and `run(args)`.
+
+Exit codes: 0 done, 1 a check did not pass, 2 bad input (one line on stderr names the remedy), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from kvgraft import __version__
+from kvgraft.cli import bench_reuse, bench_ttft, demo, doctor, generate
+from kvgraft.errors import KVGraftError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="kvgraft", description="Reuse the KV cache of text a model has already read, wherever it appears in a prompt."
+    )
+    parser.add_argument("--version", action="version", version=f"kvgraft {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.register(commands)
+    generate.register(commands)
+    doctor.register(commands)
+    bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    bench_reuse.register(benchmarks)
+    bench_ttft.register(benchmarks)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    args = build_parser().parse_args(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        code: int = args.run(args)
+    except KVGraftError as error:
+        print(f"kvgraft: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"kvgraft: {error.msg}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("kvgraft: interrupted", file=sys.stderr)
+        return 130
+    return code

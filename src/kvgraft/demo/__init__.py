@@ -1,0 +1,1 @@
+"""The main job as a demonstration: a RAG session over real documents, with and without reuse."""

@@ -15,6 +15,7 @@ from kvgraft.types import Fidelity, GraftReport, SpanReport
 
 if TYPE_CHECKING:
     from kvgraft.engine.cache_manager import CacheManager
+    from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.text import OutputText
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import TokenArray
@@ -105,7 +106,7 @@ class ActiveRequest:
         assert self._first_token is not None
         finished = time.perf_counter()
         request = self.cache.request
-        report = graft_report(self.cache, self.prefill_outcome, self._policy.name)
+        report = graft_report(self.cache, self.prefill_outcome, self._policy.name, self._manager.flops)
         known: TokenArray = np.concatenate([request.token_ids, np.asarray(self.output_ids[:-1], np.int64)])
         self._manager.finish(self.cache, known)
         return RequestOutput(
@@ -126,7 +127,7 @@ class ActiveRequest:
         self._manager.abort(self.cache)
 
 
-def graft_report(cache: RequestCache, outcome: PrefillOutcome, policy: str) -> GraftReport:
+def graft_report(cache: RequestCache, outcome: PrefillOutcome, policy: str, flops: ModelFlops) -> GraftReport:
     """Say what was reused for a request whose prompt is computed."""
     plan = cache.plan
     recomputed = outcome.recomputed(plan)
@@ -152,4 +153,6 @@ def graft_report(cache: RequestCache, outcome: PrefillOutcome, policy: str) -> G
         policy=policy if spans else "none",
         timings_ms=dict(cache.timings_ms),
         miss=cache.miss,
+        computed_flops=flops.of_positions(outcome.computed),
+        full_flops=flops.of_positions(np.arange(plan.num_tokens)),
     )

@@ -20,12 +20,17 @@ from kvgraft.prefix import RadixKey
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvgraft.engine.adapter import TransformersAdapter
+    from kvgraft.engine.flops import ModelFlops
+    from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)
+
+_FLOPS_PER_COPIED_BYTE = 30.0
+"""A copied byte is read, rotated and written; processors and accelerators do 10-100 operations in that time."""
+_FLOPS_PER_SPAN = 5e6
+"""Bookkeeping of one more span: tens of microseconds."""
 
 
 class CacheManager:
@@ -35,18 +40,18 @@ class CacheManager:
     """
 
     def __init__(
-        self, adapter: TransformersAdapter, space: KVSpace, *, cost_model: CostModel, min_run: int, max_generation: int, refusal: str | None
+        self, adapter: TransformersAdapter, space: KVSpace, *, flops: ModelFlops, min_run: int, max_generation: int, refusal: str | None
     ) -> None:
         self.space = space
+        self.flops = flops
         self.num_errors = 0
         self._adapter = adapter
-        self._cost_model = cost_model
         self._min_run = min_run
         self._max_generation = max_generation
         self._refusal = refusal
 
-    def begin(self, request: Request) -> RequestCache:
-        """Match, plan, pin and allocate; raises `CapacityError` (nothing held) if the prompt cannot get slots."""
+    def begin(self, request: Request, policy: SelectionPolicy) -> RequestCache:
+        """Match, plan for `policy`, pin and allocate; raises `CapacityError` (nothing held) if the prompt cannot get slots."""
         timings: dict[str, float] = {}
         num_tokens = len(request.token_ids)
         prefix_slots, handle = np.empty(0, np.int64), None
@@ -57,7 +62,7 @@ class CacheManager:
                 prefix_slots, handle = match.kv_indices, match.handle
                 self.space.prefix.inc_lock_ref(handle)
                 self.space.allocator.retain(prefix_slots, Owner.REQUEST)
-            planned, donors = self._plan(request, len(prefix_slots))
+            planned, donors = self._plan(request, len(prefix_slots), policy)
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
         cache = RequestCache(request, plan, miss, prefix_slots, handle, donors, timings)
@@ -92,24 +97,24 @@ class CacheManager:
         slot = self.space.allocate(1, after=int(cache.kv_indices[-1]))
         cache.kv_indices = np.concatenate([cache.kv_indices, slot])
 
-    def finish(self, cache: RequestCache, token_ids: TokenArray, computed: NDArray[np.int64]) -> None:
+    def finish(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Publish exact K/V, register donors, release the request.
 
         Args:
             cache: As `begin` returned it.
             token_ids: Tokens of the positions whose K/V exist: the prompt and all generated tokens but the last.
-            computed: Prompt positions that were computed, ascending.
         """
-        if len(token_ids) >= len(cache.request.token_ids):
+        try:
             self._publish(cache, token_ids)
-            self._register(cache, token_ids, computed)
-        self._release(cache)
+            self._register(cache, token_ids)
+        finally:
+            self._release(cache)
 
     def abort(self, cache: RequestCache) -> None:
         """Release the request; nothing of it is kept."""
         self._release(cache)
 
-    def _plan(self, request: Request, exact_len: int) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
+    def _plan(self, request: Request, exact_len: int, policy: SelectionPolicy) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
         if request.reuse is not ReuseMode.GRAFT:
             return Miss(MissReason.REUSE_OFF), ()
         if self._refusal is not None:
@@ -119,7 +124,7 @@ class CacheManager:
             return Miss(MissReason.NO_DONORS), ()
         try:
             matches = donors.find(request.namespace, request.token_ids, start=exact_len, max_generation=self._max_generation)
-            planned = plan_graft(len(request.token_ids), exact_len, matches, self._cost_model, min_run=self._min_run)
+            planned = plan_graft(len(request.token_ids), exact_len, matches, self._cost_model(policy), min_run=self._min_run)
             if isinstance(planned, Miss):
                 return planned, ()
             found = tuple(donors.get(match.donor_id) for match in planned.spans)
@@ -128,6 +133,16 @@ class CacheManager:
             self.num_errors += 1
             logger.exception("lookup for request %s failed; it is computed instead", request.request_id)
             return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"), ()
+
+    def _cost_model(self, policy: SelectionPolicy) -> CostModel:
+        """Costs in floating-point operations; copying is memory traffic, converted at the rate at which both take equally long."""
+        return CostModel(
+            compute_per_token=self.flops.per_token,
+            attention_per_key=self.flops.per_visible_key,
+            copy_per_token=self._adapter.pool.bytes_per_token * _FLOPS_PER_COPIED_BYTE,
+            per_span=_FLOPS_PER_SPAN,
+            recompute_ratio=policy.recompute_ratio,
+        )
 
     def _span_copy(self, match: Match, donor: Donor) -> SpanCopy:
         source_start = donor.start_position + match.donor_start
@@ -140,7 +155,7 @@ class CacheManager:
         result = self.space.prefix.insert(RadixKey(token_ids[:exact_len], cache.request.namespace.key), slots)
         self.space.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
 
-    def _register(self, cache: RequestCache, token_ids: TokenArray, computed: NDArray[np.int64]) -> None:
+    def _register(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Register what this request computed as donors; grafted tokens never."""
         namespace, donors = cache.request.namespace, self.space.donors
         if not cache.plan.spans:

@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvgraft.config import EngineConfig
-from kvgraft.donors import CostModel
 from kvgraft.engine.active import ActiveRequest
 from kvgraft.engine.adapter import TransformersAdapter
 from kvgraft.engine.cache_manager import CacheManager
+from kvgraft.engine.flops import ModelFlops
 from kvgraft.engine.kv_space import KVSpace
 from kvgraft.engine.loading import LoadedModel, load_model
-from kvgraft.engine.request import FinishReason, Request, RequestOutput
+from kvgraft.engine.request import Request, RequestOutput
 from kvgraft.engine.sampling import Sampler, SamplingParams
+from kvgraft.engine.scoring import Score, score
 from kvgraft.engine.self_check import SelfCheckReport, self_check
 from kvgraft.engine.text import OutputText
-from kvgraft.errors import CapacityError, ConfigError
+from kvgraft.errors import ConfigError
 from kvgraft.graft.select import SelectionPolicy, selection_policy
 from kvgraft.memory import SlotUsage
 from kvgraft.types import Namespace, ReuseMode, TokenArray
@@ -79,7 +80,7 @@ class LLM:
         self._manager = CacheManager(
             self._adapter,
             self.space,
-            cost_model=self._cost_model(self.policy),
+            flops=ModelFlops.of_model(self.loaded.model),
             min_run=self.config.min_run,
             max_generation=self.config.max_generation,
             refusal=self.self_check.refusal,
@@ -153,6 +154,31 @@ class LLM:
         policy = self.policy if selection is None else self._make_policy(selection)
         return self._run(self._request(prompt, sampling, reuse, cache_salt), policy)
 
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: Sequence[int] | TokenArray,
+        reuse: ReuseMode | str = ReuseMode.GRAFT,
+        *,
+        cache_salt: str = "",
+        selection: str | None = None,
+    ) -> Score:
+        """Return the logits of a fixed continuation behind `prompt`; the cache is left as it was.
+
+        Raises:
+            ConfigError: Prompt and continuation together are too long, or an argument is wrong.
+        """
+        token_ids = self.tokenize(continuation)
+        request = self._request(prompt, SamplingParams(len(token_ids)), reuse, cache_salt)
+        if len(request.token_ids) + len(token_ids) > self.max_model_len:
+            raise ConfigError(f"prompt and continuation exceed the model length {self.max_model_len}; shorten them")
+        policy = self.policy if selection is None else self._make_policy(selection)
+        return score(self._adapter, self._manager, request, policy, token_ids, max_rows=self.config.max_rows)
+
+    def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
+        """Raise `ConfigError` if `generate` would refuse the prompt."""
+        self._request(prompt, sampling, ReuseMode.OFF, "")
+
     def usage(self) -> SlotUsage:
         """K/V slots by holder."""
         return self.space.usage()
@@ -184,7 +210,7 @@ class LLM:
 
     def _start(self, request: Request, policy: SelectionPolicy) -> ActiveRequest:
         admitted = time.perf_counter()
-        cache = self._manager.begin(request)
+        cache = self._manager.begin(request, policy)
         self._manager.graft(cache)
         return ActiveRequest(
             cache,

@@ -1,0 +1,53 @@
+"""KV memory: who holds which slot (numpy alone), the bytes of the slots and stores of blocks (torch, loaded on use)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvgraft.memory.allocator import Owner, SlotAllocator, SlotUsage
+from kvgraft.memory.extents import SlotArray
+
+if TYPE_CHECKING:
+    from kvgraft.memory.block import KVBlock
+    from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool, as_index
+    from kvgraft.memory.store import HostKVStore, KVStore, StoreKey
+
+__all__ = [
+    "HostKVStore",
+    "KVBlock",
+    "KVStore",
+    "LayerShape",
+    "Owner",
+    "SlotAllocator",
+    "SlotArray",
+    "SlotIndex",
+    "SlotPool",
+    "SlotUsage",
+    "StoreKey",
+    "as_index",
+]
+
+_NEEDS_TORCH = {
+    "HostKVStore": "kvgraft.memory.store",
+    "KVBlock": "kvgraft.memory.block",
+    "KVStore": "kvgraft.memory.store",
+    "LayerShape": "kvgraft.memory.pool",
+    "SlotIndex": "kvgraft.memory.pool",
+    "SlotPool": "kvgraft.memory.pool",
+    "StoreKey": "kvgraft.memory.store",
+    "as_index": "kvgraft.memory.pool",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torch when it is first asked for."""
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(_NEEDS_TORCH[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"{__name__}.{name} needs torch: pip install 'kvgraft[torch]'") from error
+    return getattr(module, name)

@@ -1,0 +1,1 @@
+"""What tests of kvgraft and of its plug-ins share: tiny models of many architectures."""

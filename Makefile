@@ -1,0 +1,46 @@
+# `make demo` and `make test` work on a fresh checkout with Python >= 3.11 and a package index.
+# TORCH=system uses the torch that the interpreter already has (a CUDA build, say) instead of the pinned one.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= pinned
+EXTRAS := torch,dev
+
+.PHONY: venv demo test check format bench clean
+
+venv: $(VENV)/.installed-$(TORCH)
+
+$(VENV)/.installed-pinned: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+$(VENV)/.installed-system: pyproject.toml
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: venv
+	$(BIN)/kvgraft demo
+
+test: venv
+	$(BIN)/python -m pytest
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv
+	$(BIN)/kvgraft bench ttft --lengths 1024,4096,8192
+	$(BIN)/python benchmarks/bench_lookup.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,66 @@
+"""`kvgraft doctor`: what is installed, and what a model's self-check proves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from kvgraft import __version__
+from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+
+_PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors")
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check the installation and a model",
+        description="Print versions, load a model and run its self-check. Exit code 1 if shifted reuse is refused.",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and report."""
+    llm = load_llm(args, engine_config(args))
+    import torch
+
+    check = llm.self_check
+    pairings = {("none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels") for spec in llm.adapter.rope or ()}
+    found = {
+        "kvgraft": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device",
+        "model": llm.loaded.name,
+        "model_type": llm.loaded.model.config.model_type,
+        "fingerprint": llm.loaded.fingerprint,
+        "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
+        "device": str(llm.loaded.model.device),
+        "layers": llm.adapter.num_layers,
+        "kv_bytes_per_token": llm.adapter.pool.bytes_per_token,
+        "num_slots": llm.adapter.pool.num_slots,
+        "sparse_forward_error": check.forward_error,
+        "rope": ", ".join(sorted(pairings)) or "-",
+        "rope_error": check.rope_error,
+        "shifted_reuse": "refused: " + check.refusal if check.refusal else "accepted",
+    }
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        width = max(map(len, found))
+        for name, value in found.items():
+            print(f"{name:{width}s}  {value}")
+    return 1 if check.refusal else 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,110 @@
+"""`kvgraft generate`: answer one or more prompts and say what was reused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+from kvgraft.errors import ConfigError
+from kvgraft.types import ReuseMode
+
+if TYPE_CHECKING:
+    from kvgraft.engine import LLM, RequestOutput, SamplingParams
+    from kvgraft.types import GraftReport
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="answer prompts and say what was reused",
+        description="Answer prompts in order; each may reuse what the model read in earlier ones. Prompts come from arguments, "
+        "from files (one prompt a file) or, with neither, from standard input.",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; several are answered in order")
+    parser.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="read a prompt from a file; repeatable")
+    parser.add_argument("--reuse", choices=[*ReuseMode], default="graft", help="what may be reused (default graft)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is all")
+    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; repeatable")
+    parser.add_argument("--json", action="store_true", help="print a JSON array instead of text")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the prompts."""
+    prompts = _prompts(args)
+    llm = load_llm(args, engine_config(args))
+    from kvgraft.engine import SamplingParams
+
+    sampling = SamplingParams(
+        args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), ignore_eos=False
+    )
+    if args.reuse == ReuseMode.GRAFT and llm.graft_refusal is not None:
+        raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; use --reuse exact")
+    for prompt in prompts:
+        llm.validate(prompt, sampling)
+    if args.json:
+        outputs = llm.generate(prompts, sampling, args.reuse)
+        print(json.dumps([_as_json(output) for output in outputs], indent=1))
+        return 0
+    for prompt in prompts:
+        _print_stream(llm, prompt, sampling, args.reuse)
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompts)
+    for name in args.file:
+        try:
+            prompts.append(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read prompt file {name}: {error}") from error
+    if not prompts and not sys.stdin.isatty():
+        prompts.append(sys.stdin.read())
+    if not prompts:
+        raise ConfigError("no prompt was given; pass one as an argument, with --file or on standard input")
+    if not all(prompts):
+        raise ConfigError("a prompt is empty; give at least one character")
+    return prompts
+
+
+def _print_stream(llm: LLM, prompt: str, sampling: SamplingParams, reuse: str) -> None:
+    for part in llm.stream(prompt, sampling, reuse):
+        print(part.text, end="", flush=True)
+        if part.output is not None:
+            print(f"\n[{summary(part.output)}]\n", flush=True)
+
+
+def summary(output: RequestOutput) -> str:
+    """One line about reuse and speed of a request."""
+    report: GraftReport = output.report
+    parts = [f"{report.num_tokens} prompt tokens: {report.exact_tokens} exact, {report.shifted_tokens} shifted"]
+    parts.append(f"{report.computed_tokens} computed ({report.recomputed_tokens} of them again)")
+    if report.spans:
+        parts.append(f"{len(report.spans)} spans of {report.num_donors} donors")
+    elif report.miss is not None:
+        parts.append(f"no graft: {report.miss.detail or report.miss.reason}")
+    parts.append(f"first token after {output.ttft_s * 1e3:.0f} ms")
+    return "; ".join(parts)
+
+
+def _as_json(output: RequestOutput) -> dict[str, object]:
+    return {
+        "request_id": output.request_id,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "ttft_s": output.ttft_s,
+        "total_s": output.total_s,
+        "report": dataclasses.asdict(output.report),
+    }

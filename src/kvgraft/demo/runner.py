@@ -1,0 +1,120 @@
+"""Run a session under each reuse mode and compare: tokens reused, time to first token, agreement with full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.engine import LLM, SamplingParams
+from kvgraft.fidelity import Agreement, AgreementSummary, compare
+from kvgraft.types import GraftReport, ReuseMode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvgraft.types import TokenArray
+
+CONTINUATION_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to run the session."""
+
+    name: str
+    reuse: ReuseMode
+    selection: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """What a mode did with the session.
+
+    Attributes:
+        name: Of the mode.
+        prompt_tokens: Of all requests.
+        reused_tokens: Prompt tokens that were not computed.
+        recomputed_tokens: Matched tokens that the selection policy computed again.
+        ttft_ms: Milliseconds to the first token, by request.
+        agreement: With full prefill, over `CONTINUATION_TOKENS` tokens of each request; None where reuse is exact.
+    """
+
+    name: str
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    ttft_ms: tuple[float, ...]
+    agreement: AgreementSummary | None
+
+    @property
+    def reused_share(self) -> float:
+        """Reused over all prompt tokens."""
+        return self.reused_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reference:
+    """Full prefill's greedy continuation of a prompt, and its logits there."""
+
+    continuation: TokenArray
+    logits: Tensor
+
+
+class SessionRunner:
+    """Runs the same prompts under several modes, each from an empty cache; `full_prefill` comes first."""
+
+    def __init__(self, llm: LLM, prompts: Sequence[str], advance: Callable[[], object]) -> None:
+        self._llm = llm
+        self._prompts = [llm.tokenize(prompt) for prompt in prompts]
+        self._advance = advance
+        self._references: list[_Reference] = []
+        self._sampling = SamplingParams(CONTINUATION_TOKENS, ignore_eos=True)
+        llm.generate(self._prompts[0][:64], SamplingParams(2), "off")  # first call of torch's kernels is not a request's cost
+
+    def full_prefill(self) -> ModeResult:
+        """Run with reuse off and keep the references that other modes are compared with."""
+        self._llm.reset()
+        ttft, reports = [], []
+        for prompt in self._prompts:
+            output = self._llm.generate(prompt, self._sampling, ReuseMode.OFF)[0]
+            ttft.append(output.ttft_s * 1e3)
+            reports.append(output.report)
+            continuation = np.asarray(output.token_ids, np.int64)
+            # The request has just been published as an exact prefix, so this reads its own K/V and computes one token.
+            score = self._llm.score(prompt, continuation, ReuseMode.EXACT)
+            self._references.append(_Reference(continuation, score.logits))
+            self._advance()
+        return _result("off", reports, ttft, [])
+
+    def run(self, mode: Mode) -> ModeResult:
+        """Run under `mode`; for grafts, compare with full prefill."""
+        self._llm.reset()
+        ttft, reports, agreements = [], [], []
+        for prompt, reference in zip(self._prompts, self._references, strict=True):
+            if mode.reuse is ReuseMode.GRAFT:
+                agreements.append(self._agreement(prompt, reference, mode))
+            output = self._llm.generate(prompt, self._sampling, mode.reuse, selection=mode.selection)[0]
+            ttft.append(output.ttft_s * 1e3)
+            reports.append(output.report)
+            self._advance()
+        return _result(mode.name, reports, ttft, agreements)
+
+    def _agreement(self, prompt: TokenArray, reference: _Reference, mode: Mode) -> Agreement:
+        score = self._llm.score(prompt, reference.continuation, mode.reuse, selection=mode.selection)
+        # Greedy outputs are equal exactly if every next token along the reference's own continuation is the same.
+        greedy = score.logits.argmax(-1).tolist()
+        return compare(reference.logits, score.logits, reference.continuation.tolist(), greedy)
+
+
+def _result(name: str, reports: Sequence[GraftReport], ttft_ms: Sequence[float], agreements: Sequence[Agreement]) -> ModeResult:
+    return ModeResult(
+        name=name,
+        prompt_tokens=sum(r.num_tokens for r in reports),
+        reused_tokens=sum(r.reused_tokens for r in reports),
+        recomputed_tokens=sum(r.recomputed_tokens for r in reports),
+        ttft_ms=tuple(ttft_ms),
+        agreement=AgreementSummary.of(agreements) if agreements else None,
+    )

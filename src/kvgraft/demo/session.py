@@ -1,0 +1,42 @@
+"""A RAG session over real documents: every request is a new instruction, several documents in a new order, and a question."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvgraft.demo.documents import INSTRUCTIONS, Passage, ask, passages, prompt, stdlib_modules
+from kvgraft.errors import ConfigError
+
+_LIBRARY_PASSAGES = 24
+_MIN_PASSAGE_CHARACTERS = 900
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """One prompt of the session and what a reader would answer."""
+
+    prompt: str
+    answer: str
+
+
+def rag_session(num_requests: int, documents_per_request: int, seed: int) -> list[SessionRequest]:
+    """Build a session from modules that the bundled model has not been trained on."""
+    rng = random.Random(seed)
+    library = _library(rng)
+    requests = []
+    for number in range(num_requests):
+        documents = rng.sample(library, documents_per_request)
+        question = ask(rng.choice(documents), rng)
+        instruction = f"Request {number + 1}. {rng.choice(INSTRUCTIONS)}"
+        requests.append(SessionRequest(prompt(instruction, documents, question), question.answer))
+    return requests
+
+
+def _library(rng: random.Random) -> Sequence[Passage]:
+    found = [p for m in stdlib_modules() if m.held_out and not m.name.startswith("test") for p in passages(m)]
+    long_enough = [p for p in found if len(p.source) >= _MIN_PASSAGE_CHARACTERS]
+    if len(long_enough) < _LIBRARY_PASSAGES:
+        raise ConfigError("the standard library's sources are not installed; install Python with its .py files")
+    return rng.sample(long_enough, _LIBRARY_PASSAGES)

@@ -1,0 +1,183 @@
+"""Where each anchor occurs: a set-associative table of fixed size from hash to (donor row, position)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraft.donors.fingerprint import WINDOW_GRAMS, Anchors, Hashes, Positions
+from kvgraft.errors import CorruptCacheError
+
+WAYS = 8
+"""Entries per bucket: eight 64-bit keys are one cache line."""
+
+MAX_POSTINGS = 4
+"""Entries per key. Text that thousands of donors share is found in a few of the newest."""
+
+_ANCHORS_PER_TOKEN = 2 / (WINDOW_GRAMS + 1)
+_TARGET_LOAD = 3.0
+"""Mean entries per bucket at full capacity; of Poisson-distributed buckets 0.4 % then overflow."""
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class Hits(NamedTuple):
+    """Entries found for a query, ascending by `query`.
+
+    Attributes:
+        query: Index of the anchor asked for.
+        rows: Donor row of the entry.
+        positions: Position of the anchor in that donor.
+    """
+
+    query: Positions
+    rows: Positions
+    positions: Positions
+
+    def where(self, mask: NDArray[np.bool_]) -> Hits:
+        """Return the hits chosen by a boolean mask."""
+        return Hits(self.query[mask], self.rows[mask], self.positions[mask])
+
+
+class AnchorIndex:
+    """Maps anchor hashes to the donors that have them.
+
+    A key lives in one bucket of `WAYS` entries and nowhere else: a lookup reads one cache line per anchor and a miss ends
+    there. What is inserted takes a free way or displaces the oldest entry of its bucket, so the table never grows, never
+    rebuilds and leaves no tombstones. A displaced anchor makes a donor harder to find, never wrong.
+
+    Invariants (verified by `check`):
+        - A way is in use if and only if its key is not 0, and then its age is not 0.
+        - A key is in the bucket of its lower bits, at most `MAX_POSTINGS` times.
+        - No two entries agree in key, row and position.
+        - `len(self)` entries are in use.
+
+    Complexity: `lookup`, `insert` and `remove` are O(anchors given), vectorised. Memory is 24 bytes per way, reserved at
+    once and committed by the system as it is touched.
+    """
+
+    def __init__(self, num_buckets: int) -> None:
+        """Build an empty table of `num_buckets`, a power of two."""
+        assert num_buckets > 0
+        assert num_buckets & (num_buckets - 1) == 0
+        self._mask = np.uint64(num_buckets - 1)
+        self._keys = np.zeros((num_buckets, WAYS), np.uint64)
+        self._rows = np.zeros((num_buckets, WAYS), np.int32)
+        self._positions = np.zeros((num_buckets, WAYS), np.int32)
+        self._ages = np.zeros((num_buckets, WAYS), np.int64)
+        self._clock = 0
+        self._num_entries = 0
+        self.num_displaced = 0
+        """Entries lost to newer ones so far."""
+
+    @classmethod
+    def for_tokens(cls, capacity_tokens: int) -> AnchorIndex:
+        """Build a table that holds the anchors of `capacity_tokens` with few displacements."""
+        buckets = capacity_tokens * _ANCHORS_PER_TOKEN / _TARGET_LOAD
+        return cls(1 << max(3, int(np.ceil(np.log2(max(buckets, 1))))))
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def lookup(self, hashes: Hashes) -> Hits:
+        """Find all entries of `hashes`."""
+        buckets = self._buckets(hashes)
+        found = np.flatnonzero(self._keys.take(buckets, axis=0) == hashes[:, None])
+        query, way = found // WAYS, found % WAYS
+        entry = buckets[query] * WAYS + way
+        rows = self._rows.reshape(-1).take(entry).astype(np.int64)
+        positions = self._positions.reshape(-1).take(entry).astype(np.int64)
+        return Hits(query, rows, positions)
+
+    def insert(self, row: int, anchors: Anchors) -> Hashes:
+        """Add the anchors of donor `row`, of a hash that repeats the first and the last.
+
+        Returns:
+            The keys that `remove` needs to take the donor out again.
+        """
+        hashes, positions = _first_and_last(anchors)
+        self._clock += 1
+        for chosen in _rounds(self._buckets(hashes)):
+            self._insert_distinct(row, hashes[chosen], positions[chosen])
+        return hashes[np.concatenate([hashes[1:] != hashes[:-1], [True]])] if len(hashes) else hashes
+
+    def remove(self, row: int, keys: Hashes) -> int:
+        """Clear the entries of `row` under `keys`, as `insert` returned them; return how many there were."""
+        buckets = self._buckets(keys)
+        own = (self._keys[buckets] == keys[:, None]) & (self._rows[buckets] == row)
+        index, way = np.nonzero(own)
+        at = buckets[index], way
+        self._keys[at] = 0
+        self._ages[at] = 0
+        self._num_entries -= len(way)
+        return len(way)
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._keys[:] = 0
+        self._ages[:] = 0
+        self._num_entries = 0
+
+    def rows_in_use(self) -> NDArray[np.int32]:
+        """Distinct donor rows that have an entry. Reads the whole table."""
+        return np.unique(self._rows[self._keys != 0])
+
+    def check(self) -> None:
+        """Verify the invariants. Reads the whole table.
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """
+        used = self._keys != 0
+        if np.count_nonzero(used) != self._num_entries:
+            raise CorruptCacheError(f"{np.count_nonzero(used)} anchors are in use, {self._num_entries} are counted")
+        if ((self._ages != 0) != used).any():
+            raise CorruptCacheError("a free anchor has an age, or one in use has none")
+        buckets, ways = np.nonzero(used)
+        keys = self._keys[buckets, ways]
+        if (self._buckets(keys) != buckets).any():
+            raise CorruptCacheError("an anchor is in the bucket of another hash")
+        if len(keys) and np.unique(keys, return_counts=True)[1].max() > MAX_POSTINGS:
+            raise CorruptCacheError(f"a hash has more than {MAX_POSTINGS} postings")
+        entries = np.stack([keys.view(np.int64), self._rows[buckets, ways], self._positions[buckets, ways]])
+        if len(np.unique(entries, axis=1).T) != len(keys):
+            raise CorruptCacheError("an anchor of a donor is listed twice")
+
+    def _buckets(self, hashes: Hashes) -> Positions:
+        return (hashes & self._mask).view(np.int64)
+
+    def _insert_distinct(self, row: int, hashes: Hashes, positions: Positions) -> None:
+        """Insert anchors that all belong to different buckets."""
+        buckets = self._buckets(hashes)
+        keys, ages = self._keys[buckets], self._ages[buckets]
+        same = keys == hashes[:, None]
+        is_full = np.count_nonzero(same, axis=1) >= MAX_POSTINGS
+        # A free way has age 0 and is therefore the oldest.
+        way = np.where(is_full[:, None] & ~same, _NEVER, ages).argmin(axis=1)
+        at = buckets, way
+        num_free = int(np.count_nonzero(self._keys[at] == 0))
+        self._num_entries += num_free
+        self.num_displaced += len(way) - num_free
+        self._keys[at] = hashes
+        self._rows[at] = row
+        self._positions[at] = positions
+        self._ages[at] = self._clock
+
+
+def _first_and_last(anchors: Anchors) -> Anchors:
+    """Sort by hash and keep of equal hashes the first and the last position."""
+    order = np.argsort(anchors.hashes, kind="stable")
+    hashes, positions = anchors.hashes[order], anchors.positions[order]
+    changes = hashes[1:] != hashes[:-1]
+    kept = np.concatenate([[True], changes]) | np.concatenate([changes, [True]]) if len(order) else changes
+    return Anchors(hashes[kept], positions[kept])
+
+
+def _rounds(buckets: Positions) -> list[Positions]:
+    """Split indices into rounds without a bucket twice; a bucket's entries beyond `WAYS` are left out."""
+    order = np.argsort(buckets, kind="stable")
+    ordered = buckets[order]
+    rank = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    return [order[rank == turn] for turn in range(min(WAYS, int(rank.max(initial=-1)) + 1))]

@@ -1,0 +1,44 @@
+"""How many floating-point operations a set of prompt positions costs; the yardstick for speed-ups and plans.
+
+`2 P` per token for the linear layers and `4 n_h d_h` per layer, token and visible key for attention
+(the formulas of https://arxiv.org/abs/2001.08361, appendix B, without the embedding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Operations of one forward pass.
+
+    Attributes:
+        per_token: Of the linear layers, for one token (experts of a mixture that a token does not visit are counted too).
+        per_visible_key: Of attention in all layers, for one token and one key that it sees.
+    """
+
+    per_token: float
+    per_visible_key: float
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> ModelFlops:
+        """Count the parameters of all matrices but the embedding and the output projection."""
+        embeddings = {id(model.get_input_embeddings().weight)}
+        if model.get_output_embeddings() is not None:
+            embeddings.add(id(model.get_output_embeddings().weight))
+        matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in embeddings)
+        config = model.config.get_text_config(decoder=True)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(2.0 * matrices, 4.0 * config.num_attention_heads * head_dim * config.num_hidden_layers)
+
+    def of_positions(self, positions: NDArray[np.int64]) -> float:
+        """Operations to compute `positions` of one sequence, each seeing all positions up to its own."""
+        return self.per_token * len(positions) + self.per_visible_key * float((positions + 1).sum())

@@ -1,0 +1,170 @@
+"""The KV bytes of every slot: one key and one value tensor per layer, written, read, copied, exported and loaded.
+
+Who holds a slot is `allocator.py`'s to know; this file trusts the slots it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvgraft.errors import ConfigError
+from kvgraft.memory.block import KVBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+SlotIndex = slice | torch.Tensor
+"""Slots as tensors are indexed by them: a slice for one ascending run, else int64 `(n,)` on the pool's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one token takes in one layer: `(num_kv_heads, head_dim)`, once for keys and once for values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.head_dim < 1:
+            raise ConfigError(f"num_kv_heads and head_dim must be at least 1, not {self}")
+
+
+class SlotPool:
+    """Preallocated KV of `num_slots` tokens. Starts as zeros: attention may multiply an unwritten slot by zero.
+
+    Slots are resolved once per step by `index()`; the result is good for every layer. Not thread-safe.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        if not layers or num_slots < 1:
+            raise ConfigError(f"a pool needs layers and slots, not {len(layers)} and {num_slots}")
+        self.layers = tuple(layers)
+        self.num_slots = num_slots
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._keys = tuple(self._allocate(shape) for shape in self.layers)
+        self._values = tuple(self._allocate(shape) for shape in self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one slot in all layers."""
+        return sum(2 * shape.num_kv_heads * shape.head_dim for shape in self.layers) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.bytes_per_token * self.num_slots
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Keys of all slots, `(num_slots, num_kv_heads, head_dim)`, heads outermost in memory; the pool's own."""
+        return self._keys[layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Values of all slots, `(num_slots, num_kv_heads, head_dim)`, heads outermost in memory; the pool's own."""
+        return self._values[layer]
+
+    def index(self, slots: NDArray[np.int64]) -> SlotIndex:
+        """Resolve slots for the other methods, once for all layers.
+
+        Args:
+            slots: int64 `(n,)` in token order.
+
+        Raises:
+            ConfigError: A slot is not in the pool.
+        """
+        if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
+            raise ConfigError(f"slots must lie in [0, {self.num_slots})")
+        return as_index(slots, self.device)
+
+    def read(self, layer: int, slots: SlotIndex) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each `(n, num_kv_heads, head_dim)`: views for a slice, gathered copies otherwise."""
+        return self._keys[layer][slots], self._values[layer][slots]
+
+    def write(self, layer: int, slots: SlotIndex, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values, each `(n, num_kv_heads, head_dim)` in the pool's dtype and on its device.
+
+        Raises:
+            ConfigError: Shape or dtype differ from what the slots hold; nothing is broadcast or cast.
+        """
+        shape = self.layers[layer]
+        expected = (_num_indexed(slots), shape.num_kv_heads, shape.head_dim)
+        for given in (keys, values):
+            if given.shape != expected or given.dtype != self.dtype:
+                raise ConfigError(f"expected {expected} {self.dtype}, not {tuple(given.shape)} {given.dtype}")
+        _store(self._keys[layer], slots, keys)
+        _store(self._values[layer], slots, values)
+
+    def copy(self, source: SlotIndex, target: SlotIndex) -> None:
+        """Copy slots in all layers, `source[i]` to `target[i]`; the two may overlap.
+
+        Raises:
+            ConfigError: They differ in length.
+        """
+        may_overlap = _may_overlap(source, target)
+        for layer in range(len(self.layers)):
+            keys, values = self.read(layer, source)
+            if may_overlap:
+                keys, values = keys.clone(), values.clone()
+            self.write(layer, target, keys, values)
+
+    def export(self, slots: SlotIndex) -> KVBlock:
+        """Copy slots of all layers into CPU memory of their own, the caller's."""
+        pairs = [self.read(layer, slots) for layer in range(len(self.layers))]
+        return KVBlock(tuple(_to_host(k) for k, _ in pairs), tuple(_to_host(v) for _, v in pairs))
+
+    def load(self, block: KVBlock, slots: SlotIndex) -> None:
+        """Write a block of the same layers into slots, token i to `slots[i]`.
+
+        Raises:
+            ConfigError: Layers, shape or dtype differ.
+        """
+        if block.num_layers != len(self.layers):
+            raise ConfigError(f"a block of {block.num_layers} layers does not fit a pool of {len(self.layers)}")
+        for layer, (keys, values) in enumerate(zip(block.keys, block.values, strict=True)):
+            self.write(layer, slots, keys.to(self.device), values.to(self.device))
+
+    def _allocate(self, shape: LayerShape) -> torch.Tensor:
+        # Heads outermost in memory: attention reads one head's run of slots as one contiguous matrix, which is 2-10 times
+        # faster on a CPU than with heads interleaved (measured for 4 heads of 32 channels).
+        size = (shape.num_kv_heads, self.num_slots, shape.head_dim)
+        return torch.zeros(size, dtype=self.dtype, device=self.device).transpose(0, 1)
+
+
+def as_index(slots: NDArray[np.int64], device: torch.device | str = "cpu") -> SlotIndex:
+    """Turn slots into the cheapest index: a slice if they are one ascending run, else a tensor on `device`."""
+    if not len(slots):
+        return slice(0, 0)
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first == len(slots) - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
+        return slice(first, last + 1)
+    return torch.tensor(slots, dtype=torch.int64, device=device)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _may_overlap(source: SlotIndex, target: SlotIndex) -> bool:
+    """Whether a view of `source` may change while `target` is written; a gathered source is a copy and cannot."""
+    if not isinstance(source, slice):
+        return False
+    return not isinstance(target, slice) or max(source.start, target.start) < min(source.stop, target.stop)
+
+
+def _num_indexed(slots: SlotIndex) -> int:
+    return int(slots.stop - slots.start) if isinstance(slots, slice) else len(slots)
+
+
+def _store(tensor: torch.Tensor, slots: SlotIndex, source: torch.Tensor) -> None:
+    if isinstance(slots, slice):
+        tensor[slots].copy_(source)
+    else:
+        tensor.index_copy_(0, slots, source)

@@ -1,0 +1,62 @@
+"""What every KV store offers. A store keeps blocks; which of them are worth keeping is decided elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvgraft.memory.block import KVBlock
+
+StoreKey = int | str | bytes
+"""Names one block; a `DonorId` is one."""
+
+
+class KVStore(ABC):
+    """Keeps KV blocks under keys, within a budget of bytes. Evicts nothing by itself. Blocks are never replaced."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes of the blocks kept."""
+
+    @abstractmethod
+    def fits(self, num_bytes: int) -> bool:
+        """Whether a block of `num_bytes` can be put without removing another."""
+
+    @abstractmethod
+    def put(self, key: StoreKey, block: KVBlock) -> None:
+        """Keep `block` under `key`.
+
+        Raises:
+            CapacityError: It does not fit; nothing has changed.
+            StoreError: There is a block under `key` already.
+        """
+
+    @abstractmethod
+    def get(self, key: StoreKey, start: int = 0, length: int | None = None) -> KVBlock:
+        """Read `length` tokens from `start` of a block, all behind `start` by default. Not to be written to.
+
+        Raises:
+            ConfigError: The block has fewer tokens.
+            StoreError: There is no block under `key`.
+        """
+
+    @abstractmethod
+    def remove(self, key: StoreKey) -> None:
+        """Forget a block.
+
+        Raises:
+            StoreError: There is no block under `key`.
+        """
+
+    @abstractmethod
+    def __contains__(self, key: StoreKey) -> bool: ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle time.
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """

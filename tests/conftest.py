@@ -1,0 +1,21 @@
+"""Shared fixtures: one thread setting, seeds, and a model small enough to build in every test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("kvgraft", deadline=None, derandomize=True)
+settings.load_profile("kvgraft")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20261121)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,161 @@
+"""The sparse forward against the model's own forward, on random weights of many architectures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.engine.adapter import TransformersAdapter
+from kvgraft.engine.self_check import self_check
+from kvgraft.errors import ModelError
+from kvgraft.graft.model import SequenceRows
+from kvgraft.graft.rope import RopePairing
+from kvgraft.testing.tiny_models import FAMILIES, ROPE_TYPES, VOCABULARY, tiny_model
+
+NUM_TOKENS = 150
+
+
+def make_adapter(model, num_slots=400):
+    return TransformersAdapter.create(model, num_slots=num_slots)
+
+
+@torch.inference_mode()
+def stock_logits(adapter, token_ids):
+    with adapter.stock() as model:
+        return model(input_ids=torch.from_numpy(token_ids)[None], use_cache=False).logits[0].float()
+
+
+def relative_error(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_positions_give_the_stock_logits(family, rng):
+    adapter = make_adapter(tiny_model(family))
+    token_ids = rng.integers(3, VOCABULARY, NUM_TOKENS)
+    expected = stock_logits(adapter, token_ids)
+    slots = rng.permutation(400)[:NUM_TOKENS]
+    rows = SequenceRows(token_ids, np.arange(NUM_TOKENS), slots, num_logits=NUM_TOKENS)
+    assert relative_error(adapter.forward([rows])[0].logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gaps_inside_exact_kv_give_the_stock_logits(family, rng):
+    adapter = make_adapter(tiny_model(family))
+    token_ids = rng.integers(3, VOCABULARY, NUM_TOKENS)
+    expected = stock_logits(adapter, token_ids)
+    slots = np.arange(100, 100 + NUM_TOKENS)
+    adapter.forward([SequenceRows(token_ids, np.arange(NUM_TOKENS), slots)])
+    gaps = np.sort(rng.permutation(NUM_TOKENS - 1)[:40])
+    gaps = np.concatenate([gaps, [NUM_TOKENS - 1]])
+    for layer in range(adapter.num_layers):
+        adapter.pool.keys(layer)[slots[gaps]] = 7.0
+        adapter.pool.values(layer)[slots[gaps]] = -7.0
+    rows = SequenceRows(token_ids[gaps], gaps, slots)
+    assert relative_error(adapter.forward([rows])[0].logits[-1], expected[-1]) < 1e-5
+
+
+def test_packed_sequences_do_not_see_one_another(rng):
+    adapter = make_adapter(tiny_model("gemma3_text"))
+    prompts = [rng.integers(3, VOCABULARY, n) for n in (150, 1, 37)]
+    free = np.arange(400)
+    batch, expected = [], []
+    for token_ids in prompts:
+        slots, free = free[: len(token_ids)], free[len(token_ids) :]
+        batch.append(SequenceRows(token_ids, np.arange(len(token_ids)), slots))
+        expected.append(stock_logits(adapter, token_ids)[-1])
+    for output, logits in zip(adapter.forward(batch), expected, strict=True):
+        assert relative_error(output.logits[-1], logits) < 1e-5
+
+
+def test_chunks_give_what_one_pass_gives(rng):
+    adapter = make_adapter(tiny_model("mistral"))
+    token_ids = rng.integers(3, VOCABULARY, 300)
+    slots = np.arange(300)
+    expected = stock_logits(adapter, token_ids)[-1]
+    for start, stop in ((0, 120), (120, 121), (121, 300)):
+        part = np.arange(start, stop)
+        output = adapter.forward([SequenceRows(token_ids[part], part, slots)])[0]
+    assert relative_error(output.logits[-1], expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_attention_mass_is_the_attention_of_the_observed_rows(family, rng):
+    adapter = make_adapter(tiny_model(family))
+    token_ids = rng.integers(3, VOCABULARY, NUM_TOKENS)
+    rows = SequenceRows(token_ids, np.arange(NUM_TOKENS), np.arange(NUM_TOKENS), observed_rows=6)
+    mass = adapter.forward([rows])[0].attention_mass
+    with adapter.stock() as model, torch.inference_mode():
+        attentions = model(input_ids=torch.from_numpy(token_ids)[None], output_attentions=True, use_cache=False).attentions
+    expected = sum(layer[0, :, -6:].sum(dim=(0, 1)) for layer in attentions)
+    torch.testing.assert_close(mass, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_self_check_accepts_the_family(family):
+    adapter = make_adapter(tiny_model(family))
+    report = self_check(adapter, np.arange(64))
+    assert report.refusal is None
+    assert report.forward_error < 1e-5
+    assert report.rope_error < 1e-5
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_self_check_accepts_rope_types_with_fixed_angles(rope_type):
+    adapter = make_adapter(tiny_model("llama", rope_parameters=ROPE_TYPES[rope_type]))
+    assert self_check(adapter, np.arange(64)).refusal is None
+
+
+def test_self_check_finds_pairing_partial_rotation_and_layers_without_rope():
+    cohere = make_adapter(tiny_model("cohere2"))
+    self_check(cohere, np.arange(64))
+    assert [spec and spec.pairing for spec in cohere.rope] == [*[RopePairing.INTERLEAVED] * 3, None]
+    partial = make_adapter(tiny_model("gpt_neox"))
+    self_check(partial, np.arange(64))
+    assert {spec.rotary_dim for spec in partial.rope} == {4}
+    assert partial.pool.layers[0].head_dim == 16
+    gemma = make_adapter(tiny_model("gemma3_text", num_hidden_layers=6))
+    self_check(gemma, np.arange(64))
+    assert len({float(spec.inv_freq[1]) for spec in gemma.rope}) == 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "word"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "dynamic"),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 1024,
+            },
+            "longrope",
+        ),
+    ],
+)
+def test_self_check_refuses_angles_that_depend_on_length(parameters, word):
+    adapter = make_adapter(tiny_model("llama", rope_parameters=parameters))
+    report = self_check(adapter, np.arange(64))
+    assert word in report.refusal
+    assert adapter.rope is None
+
+
+def test_self_check_refuses_learned_positions():
+    report = self_check(make_adapter(tiny_model("gpt2")), np.arange(64))
+    assert "no rotary position embedding" in report.refusal
+
+
+@pytest.mark.parametrize(("family", "word"), [("gpt_oss", "sinks"), ("deepseek_v3", "MLA"), ("bloom", "bloom"), ("stablelm", "attention")])
+def test_unsupported_attention_is_refused_in_one_line(family, word):
+    with pytest.raises(ModelError, match=word) as caught:
+        self_check(make_adapter(tiny_model(family)), np.arange(64))
+    assert "\n" not in str(caught.value)
+
+
+def test_bf16_model_passes_the_self_check():
+    report = self_check(make_adapter(tiny_model("llama", dtype=torch.bfloat16)), np.arange(64))
+    assert report.refusal is None

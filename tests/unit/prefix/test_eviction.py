@@ -1,0 +1,58 @@
+"""The eviction queue against sorting."""
+
+from __future__ import annotations
+
+import random
+
+from kvgraft.prefix.eviction import EvictionQueue, least_recently_used
+from kvgraft.prefix.node import EMPTY, NOT_QUEUED, RadixNode
+
+
+def make_node(last_access):
+    return RadixNode(None, None, EMPTY, EMPTY, last_access)
+
+
+def make_queue(times):
+    queue = EvictionQueue(least_recently_used)
+    for time in times:
+        queue.add(make_node(time))
+    return queue
+
+
+def drain(queue):
+    return [queue.pop().last_access for _ in range(len(queue))]
+
+
+def test_pop_gives_the_smallest_key_first():
+    times = random.Random(0).sample(range(1000), 200)
+    assert drain(make_queue(times)) == sorted(times)
+
+
+def test_random_changes_keep_the_order():
+    rng = random.Random(1)
+    queue = make_queue(range(50))
+    for now in range(1_000):
+        node = rng.choice(list(queue)) if len(queue) else None
+        action = rng.choice(["add", "update", "remove", "pop"])
+        if action == "add" or node is None:
+            queue.add(make_node(rng.randrange(2_000)))
+        elif action == "update":
+            node.last_access = rng.randrange(2_000) + now
+            queue.update(node)
+        elif action == "remove":
+            queue.remove(node)
+            assert node.queue_index == NOT_QUEUED
+        else:
+            smallest = min(other.last_access for other in queue)
+            assert queue.pop().last_access == smallest
+        queue.check()
+    left = sorted(node.last_access for node in queue)
+    assert drain(queue) == left
+
+
+def test_clear_withdraws_all():
+    queue = make_queue([3, 1, 2])
+    nodes = list(queue)
+    queue.clear()
+    assert len(queue) == 0
+    assert not any(node.is_queued for node in nodes)
