@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvgraft.donors.fingerprint import WINDOW_GRAMS, Anchors, Hashes, Positions
 from kvgraft.errors import CorruptCacheError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 WAYS = 8
 """Entries per bucket: eight 64-bit keys are one cache line."""
@@ -44,9 +46,9 @@ class Hits(NamedTuple):
 class AnchorIndex:
     """Maps anchor hashes to the donors that have them.
 
-    A key lives in one bucket of `WAYS` entries and nowhere else: a lookup reads one cache line per anchor and a miss ends
-    there. What is inserted takes a free way or displaces the oldest entry of its bucket, so the table never grows, never
-    rebuilds and leaves no tombstones. A displaced anchor makes a donor harder to find, never wrong.
+    A key lives in one bucket of `WAYS` entries and nowhere else: a lookup reads one cache line per anchor and a miss
+    ends there. What is inserted takes a free way or displaces the oldest entry of its bucket, so the table never grows,
+    never rebuilds and leaves no tombstones. A displaced anchor makes a donor harder to find, never wrong.
 
     Invariants (verified by `check`):
         - A way is in use if and only if its key is not 0, and then its age is not 0.
@@ -54,8 +56,8 @@ class AnchorIndex:
         - No two entries agree in key, row and position.
         - `len(self)` entries are in use.
 
-    Complexity: `lookup`, `insert` and `remove` are O(anchors given), vectorised. Memory is 24 bytes per way, reserved at
-    once and committed by the system as it is touched.
+    Complexity: `lookup`, `insert` and `remove` are O(anchors given), vectorised. Memory is 24 bytes per way, reserved
+    at once and committed by the system as it is touched.
     """
 
     def __init__(self, num_buckets: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors.fingerprint import Positions, Tokens
 from kvgraft.errors import CorruptCacheError
+
+if TYPE_CHECKING:
+    from kvgraft.donors.fingerprint import Positions, Tokens
 
 _SCAN_PER_TOKEN = 5
 """Tokens of old text that are moved together per token stored."""

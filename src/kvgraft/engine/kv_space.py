@@ -97,12 +97,14 @@ class KVSpace:
     def add_donor(
         self, namespace: Namespace, token_ids: TokenArray, slots: NDArray[np.int64], *, generation: int, start_position: int, context: bytes
     ) -> DonorId | None:
-        """Register text whose K/V lie in `slots` as a donor; None if it is too short or larger than the catalogue."""
-        if len(token_ids) > self.donors.capacity_tokens:
+        """Register text whose K/V lie in `slots` as a donor; None if it is too short or the catalogue cannot take it."""
+        try:
+            result = self.donors.add(
+                namespace, token_ids, SlotKV(slots), generation=generation, start_position=start_position, context=context
+            )
+        except CapacityError as error:
+            logger.debug("text does not become a donor: %s", error)
             return None
-        result = self.donors.add(
-            namespace, token_ids, SlotKV(slots), generation=generation, start_position=start_position, context=context
-        )
         for evicted in result.evicted:
             self._forget_kv(evicted)
         if result.donor is None:

@@ -93,6 +93,11 @@ class LLM:
         return self.self_check.refusal
 
     @property
+    def num_errors(self) -> int:
+        """Lookups and grafts that failed and became misses."""
+        return self._manager.num_errors
+
+    @property
     def adapter(self) -> TransformersAdapter:
         """The model as kvgraft runs it."""
         return self._adapter

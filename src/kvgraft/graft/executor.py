@@ -62,7 +62,7 @@ def copy_spans(model: ModelAdapter, copies: Sequence[SpanCopy], kv_indices: NDAr
     moved = bool((target != source).any())
     if moved and model.rope is None:
         raise ModelError("this model refuses shifted reuse; use reuse='exact'")
-    slots = kv_indices[target]
+    slots = model.pool.index(kv_indices[target])
     shifts = _Shifts(source, target, model.pool.device)
     for layer in range(model.num_layers):
         parts = [c.source.read(layer) for c in copies]

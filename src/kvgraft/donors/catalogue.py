@@ -1,0 +1,415 @@
+"""Which texts are donors, which of them share text with a prompt, and which leaves when room is short. Holds no K/V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvgraft.donors.anchors import AnchorIndex, Hits
+from kvgraft.donors.arena import TokenArena
+from kvgraft.donors.donor import Donor
+from kvgraft.donors.eviction import EvictionQueue
+from kvgraft.donors.fingerprint import GRAM_TOKENS, Fingerprinter, Hashes, Tokens
+from kvgraft.donors.matcher import find_runs
+from kvgraft.donors.tiling import tile
+from kvgraft.donors.verify import Verifier
+from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
+from kvgraft.types import DonorId, Match, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import ArrayLike
+
+    from kvgraft.donors.runs import Runs
+
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+
+
+class AddResult(NamedTuple):
+    """What became of a text that was offered.
+
+    Attributes:
+        donor: The new donor, or None if the text is shorter than a k-gram and could never be found.
+        evicted: Donors that had to leave; the owner frees their K/V.
+    """
+
+    donor: Donor | None
+    evicted: tuple[Donor, ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the catalogue knows of a donor besides what it tells."""
+
+    donor: Donor
+    keys: Hashes
+    num_pins: int = 0
+    saved_tokens: int = 0
+
+    @property
+    def value(self) -> float:
+        """Tokens saved per token held, the registration counted as one use."""
+        return 1 + self.saved_tokens / self.donor.num_tokens
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A namespace that has donors."""
+
+    number: int
+    fingerprinter: Fingerprinter
+    num_donors: int = 0
+
+
+class DonorCatalogue:
+    """Finds, for a prompt, donors with the same tokens at any offset.
+
+    The catalogue decides and its owner frees: donors leave through results, and `kv` is never looked at. Sizes are in
+    tokens. Not thread-safe.
+
+    Invariants (verified by `check`):
+        - `num_tokens` is the sum of the donors' lengths and at most `capacity_tokens`.
+        - Every donor has a row with its tokens in the arena, and every row in use has a donor.
+        - Every entry of the index belongs to a donor.
+        - A donor waits for eviction if and only if it is not pinned.
+
+    Complexity: `find` is O(n log n) in the length of the prompt, whatever is registered; `add` and `remove` are O(n) in
+    the donor's length plus O(log donors).
+    """
+
+    def __init__(self, capacity_tokens: int, *, min_run: int = GRAM_TOKENS) -> None:
+        """Build an empty catalogue.
+
+        Args:
+            capacity_tokens: Tokens that all donors may have together; about 20 bytes of host memory each.
+            min_run: Shortest match that `find` gives.
+
+        Raises:
+            ConfigError: An argument is below a k-gram of 16 tokens.
+        """
+        for name, value in (("capacity_tokens", capacity_tokens), ("min_run", min_run)):
+            if value < GRAM_TOKENS:
+                raise ConfigError(f"{name} must be at least {GRAM_TOKENS}, not {value}")
+        max_rows = capacity_tokens // GRAM_TOKENS
+        self._capacity = capacity_tokens
+        self._min_run = min_run
+        self._index = AnchorIndex.for_tokens(capacity_tokens)
+        self._arena = TokenArena(capacity_tokens, max_rows)
+        self._queue = EvictionQueue()
+        self._entries: dict[DonorId, _Entry] = {}
+        self._tenants: dict[Namespace, _Tenant] = {}
+        self._num_tenants = 0
+        self._num_rows = 0
+        self._free_rows: list[int] = []
+        self._epochs = np.zeros(max_rows, np.int64)
+        self._generations = np.zeros(max_rows, np.int64)
+        self._tenant_of_row = np.zeros(max_rows, np.int64)
+        self._num_tokens = 0
+        self._pinned_tokens = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens that all donors may have together."""
+        return self._capacity
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all donors."""
+        return self._num_tokens
+
+    @property
+    def num_displaced_anchors(self) -> int:
+        """Anchors lost to newer ones so far; many in proportion to all mean that matches are missed."""
+        return self._index.num_displaced
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Donor]:
+        """Yield all donors in order of registration."""
+        return (entry.donor for entry in self._entries.values())
+
+    def find(
+        self, namespace: Namespace, token_ids: ArrayLike, *, start: int = 0, max_generation: int | None = None
+    ) -> list[Match]:
+        """Find which tokens at or behind `start` donors have, at any offset. Changes nothing.
+
+        Every run of at least 32 tokens that the prompt shares with a donor is found, unless newer text displaced
+        its anchors; of shorter ones, down to `min_run`, some are.
+
+        Args:
+            namespace: Only its donors are considered.
+            token_ids: The prompt.
+            start: Length of the exact prefix; matches are clipped to what follows.
+            max_generation: Highest generation of a donor; None for any.
+
+        Returns:
+            Sorted, disjoint matches of at least `min_run` tokens, few and long ones preferred.
+
+        Raises:
+            ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers.
+        """
+        tokens = _as_tokens(token_ids)
+        tenant = self._tenants.get(namespace)
+        if tenant is None or len(tokens) - start < self._min_run:
+            return []
+        # Text before `start` belongs to the search as far as an anchor of a clipped run may lie in it.
+        lowest = max(0, start - GRAM_TOKENS)
+        anchors = tenant.fingerprinter.anchors(tokens[lowest:])
+        hits = self._admitted(self._index.lookup(anchors.hashes), tenant, max_generation)
+        if not len(hits.query):
+            return []
+        verifier = Verifier(tokens, self._arena, lowest=lowest)
+        runs = find_runs(anchors.hashes, anchors.positions + lowest, hits, self._arena, verifier)
+        runs = runs.clipped(start, self._min_run)
+        return self._matches(tile(runs, self._generations[runs.rows], min_run=self._min_run))
+
+    def add(
+        self,
+        namespace: Namespace,
+        token_ids: ArrayLike,
+        kv: object,
+        *,
+        generation: int = 0,
+        start_position: int = 0,
+        context: bytes = b"",
+    ) -> AddResult:
+        """Register a text, making room by evicting what is worth least.
+
+        Args:
+            namespace: Who may reuse it.
+            token_ids: The text; copied.
+            kv: Handle of its K/V; goes on belonging to the caller.
+            generation: See `Donor`.
+            start_position: See `Donor`.
+            context: See `Donor`.
+
+        Returns:
+            AddResult: `donor` is None for a text shorter than 16 tokens; nothing changed then.
+
+        Raises:
+            CapacityError: The text is longer than the catalogue, or pinned donors leave too little room. Nothing changed
+                then.
+            ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers.
+        """
+        tokens = _as_tokens(token_ids).copy()
+        tokens.flags.writeable = False
+        if len(tokens) < GRAM_TOKENS:
+            return AddResult(None, ())
+        if len(tokens) > self._capacity - self._pinned_tokens:
+            raise CapacityError(
+                f"a donor of {len(tokens)} tokens does not fit: the catalogue holds {self._capacity}, "
+                f"of which {self._pinned_tokens} are pinned; raise its capacity"
+            )
+        evicted = self.evict(self._num_tokens + len(tokens) - self._capacity)
+        tenant = self._tenant(namespace)
+        row = self._take_row()
+        donor_id = DonorId(row | int(self._epochs[row]) << _ROW_BITS)
+        donor = Donor(donor_id, namespace, tokens, kv, generation, start_position, context)
+        self._arena.store(row, tokens)
+        self._generations[row] = generation
+        self._tenant_of_row[row] = tenant.number
+        keys = self._index.insert(row, tenant.fingerprinter.anchors(tokens))
+        entry = _Entry(donor, keys)
+        self._entries[donor_id] = entry
+        self._queue.put(donor_id, entry.value)
+        self._num_tokens += len(tokens)
+        tenant.num_donors += 1
+        return AddResult(donor, tuple(evicted))
+
+    def get(self, donor_id: DonorId) -> Donor | None:
+        """Return a donor, or None if it is gone."""
+        entry = self._entries.get(donor_id)
+        return None if entry is None else entry.donor
+
+    def remove(self, donor_id: DonorId) -> Donor:
+        """Forget a donor, pinned or not, and return it for the owner to free its K/V.
+
+        Raises:
+            CorruptCacheError: There is no such donor.
+
+        Complexity: O(own anchors).
+        """
+        entry = self._entry(donor_id)
+        row = donor_id & _ROW_MASK
+        self._index.remove(row, entry.keys)
+        self._arena.remove(row)
+        self._queue.discard(donor_id)
+        del self._entries[donor_id]
+        self._epochs[row] += 1
+        self._free_rows.append(row)
+        self._num_tokens -= entry.donor.num_tokens
+        self._pinned_tokens -= entry.donor.num_tokens if entry.num_pins else 0
+        self._leave_tenant(entry.donor.namespace)
+        return entry.donor
+
+    def evict(self, num_tokens: int) -> list[Donor]:
+        """Drop what is worth least, never what is pinned, until `num_tokens` are freed or nothing is left to drop.
+
+        Returns:
+            The donors dropped, least valuable first; the owner frees their K/V.
+        """
+        evicted = []
+        while num_tokens > 0 and len(self._queue):
+            donor = self.remove(self._queue.pop())
+            num_tokens -= donor.num_tokens
+            evicted.append(donor)
+        return evicted
+
+    def victims(self) -> Iterator[Donor]:
+        """Yield donors in the order in which `evict` would drop them. The catalogue must not change meanwhile.
+
+        Complexity: O(k log k) for the first k.
+        """
+        return (self._entries[donor_id].donor for donor_id in self._queue)
+
+    def pin(self, donor_id: DonorId) -> None:
+        """Keep a donor from eviction until as many `unpin` follow.
+
+        Raises:
+            CorruptCacheError: There is no such donor.
+        """
+        entry = self._entry(donor_id)
+        entry.num_pins += 1
+        if entry.num_pins == 1:
+            self._queue.discard(donor_id)
+            self._pinned_tokens += entry.donor.num_tokens
+
+    def unpin(self, donor_id: DonorId) -> None:
+        """Give one pin back.
+
+        Raises:
+            CorruptCacheError: There is no such donor, or it is not pinned.
+        """
+        entry = self._entry(donor_id)
+        if not entry.num_pins:
+            raise CorruptCacheError(f"donor {donor_id} is not pinned")
+        entry.num_pins -= 1
+        if not entry.num_pins:
+            self._pinned_tokens -= entry.donor.num_tokens
+            self._queue.put(donor_id, entry.value)
+
+    def is_pinned(self, donor_id: DonorId) -> bool:
+        """Tell whether a donor is registered and pinned."""
+        entry = self._entries.get(donor_id)
+        return entry is not None and entry.num_pins > 0
+
+    def record_hit(self, donor_id: DonorId, num_tokens: int) -> None:
+        """Count `num_tokens` that a donor saved; it becomes more valuable. A donor that is gone is ignored."""
+        entry = self._entries.get(donor_id)
+        if entry is None:
+            return
+        entry.saved_tokens += num_tokens
+        if not entry.num_pins:
+            self._queue.put(donor_id, entry.value)
+
+    def rebind(self, donor_id: DonorId, kv: object) -> None:
+        """Replace the handle of a donor whose K/V moved; the owner frees the old one.
+
+        Raises:
+            CorruptCacheError: There is no such donor.
+        """
+        entry = self._entry(donor_id)
+        entry.donor = replace(entry.donor, kv=kv)
+
+    def reset(self) -> list[Donor]:
+        """Forget all donors, pinned or not, and return them for the owner to free their K/V."""
+        donors = list(self)
+        for donor in donors:
+            self._epochs[donor.donor_id & _ROW_MASK] += 1
+        self._index.clear()
+        self._arena.clear()
+        self._queue.clear()
+        self._entries.clear()
+        self._tenants.clear()
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._num_tokens = self._pinned_tokens = 0
+        return donors
+
+    def check(self) -> None:
+        """Verify every invariant, of the parts too; for tests and idle time. Reads everything.
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """
+        for part in (self._index, self._arena, self._queue):
+            part.check()
+        rows = {donor_id & _ROW_MASK: entry.donor for donor_id, entry in self._entries.items()}
+        if set(np.flatnonzero(self._arena.lengths).tolist()) != set(rows):
+            raise CorruptCacheError("rows in use and donors are not the same")
+        if set(rows) & set(self._free_rows) or len(rows) + len(self._free_rows) != self._num_rows:
+            raise CorruptCacheError("rows are lost, or free and in use at once")
+        for row, donor in rows.items():
+            self._check_donor(row, donor)
+        if not set(self._index.rows_in_use().tolist()) <= set(rows):
+            raise CorruptCacheError("the index has anchors of a donor that is gone")
+        pinned = {donor_id for donor_id, entry in self._entries.items() if entry.num_pins}
+        if set(self._queue) != set(self._entries) - pinned:
+            raise CorruptCacheError("donors waiting for eviction are not those without a pin")
+        sizes = (sum(donor.num_tokens for donor in self), sum(self._entries[i].donor.num_tokens for i in pinned))
+        if sizes != (self._num_tokens, self._pinned_tokens) or self._num_tokens > self._capacity:
+            raise CorruptCacheError(f"donors have {sizes} tokens (all, pinned), which is not what is counted")
+        if sum(tenant.num_donors for tenant in self._tenants.values()) != len(rows):
+            raise CorruptCacheError("donors by namespace do not sum up")
+
+    def _check_donor(self, row: int, donor: Donor) -> None:
+        if donor.donor_id != row | int(self._epochs[row]) << _ROW_BITS:
+            raise CorruptCacheError(f"donor {donor.donor_id} is not the one in row {row}")
+        if not np.array_equal(self._arena.get(row), donor.token_ids):
+            raise CorruptCacheError(f"the tokens of donor {donor.donor_id} have changed")
+        tenant = self._tenants.get(donor.namespace)
+        if tenant is None or tenant.number != self._tenant_of_row[row] or donor.generation != self._generations[row]:
+            raise CorruptCacheError(f"donor {donor.donor_id} is listed under another namespace or generation")
+
+    def _admitted(self, hits: Hits, tenant: _Tenant, max_generation: int | None) -> Hits:
+        """Keep hits of the namespace and of low enough generation."""
+        admitted = self._tenant_of_row[hits.rows] == tenant.number
+        if max_generation is not None:
+            admitted &= self._generations[hits.rows] <= max_generation
+        return hits if admitted.all() else hits.where(admitted)
+
+    def _matches(self, pieces: Runs) -> list[Match]:
+        ids = pieces.rows | self._epochs[pieces.rows] << _ROW_BITS
+        donor_starts = pieces.starts + pieces.diagonals - self._arena.starts[pieces.rows]
+        lengths = pieces.ends - pieces.starts
+        columns = (pieces.starts.tolist(), ids.tolist(), donor_starts.tolist(), lengths.tolist())
+        return [Match(*row) for row in zip(*columns, strict=True)]
+
+    def _entry(self, donor_id: DonorId) -> _Entry:
+        try:
+            return self._entries[donor_id]
+        except KeyError:
+            raise CorruptCacheError(f"there is no donor {donor_id}") from None
+
+    def _take_row(self) -> int:
+        if self._free_rows:
+            return self._free_rows.pop()
+        self._num_rows += 1
+        return self._num_rows - 1
+
+    def _tenant(self, namespace: Namespace) -> _Tenant:
+        if namespace not in self._tenants:
+            self._num_tenants += 1
+            self._tenants[namespace] = _Tenant(self._num_tenants, Fingerprinter(namespace.key))
+        return self._tenants[namespace]
+
+    def _leave_tenant(self, namespace: Namespace) -> None:
+        tenant = self._tenants[namespace]
+        tenant.num_donors -= 1
+        if not tenant.num_donors:
+            del self._tenants[namespace]
+
+
+def _as_tokens(token_ids: ArrayLike) -> Tokens:
+    """Return int32 tokens; refuse what would change value, for a wrapped id would match another token."""
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        raise ConfigError("token ids must be a one-dimensional sequence of integers")
+    tokens: Tokens = given.astype(np.int32, copy=False)
+    if tokens is not given and (tokens != given).any():
+        raise ConfigError("token ids must fit into 32 bits")
+    return tokens

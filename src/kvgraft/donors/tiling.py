@@ -1,0 +1,106 @@
+"""Choose disjoint pieces of runs that cover as much of the prompt as the runs do. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvgraft.donors.cover import distinct_heads, farthest_steps, undominated
+from kvgraft.donors.runs import Runs
+
+if TYPE_CHECKING:
+    from kvgraft.donors.fingerprint import Positions
+
+
+class _Piece(NamedTuple):
+    start: int
+    end: int
+    run: int
+
+
+def tile(runs: Runs, generations: Positions, *, min_run: int) -> Runs:
+    """Cut overlapping runs into sorted, disjoint pieces of at least `min_run` tokens.
+
+    Takes the fewest pieces that cover the union, always the run that reaches farthest. Of equal runs it takes the one
+    that continues the piece before (same donor and diagonal, then same donor), then the lower generation, then the
+    donor with most tokens in common. Where the next run would add less than `min_run`, it takes what it lacks from the
+    piece before.
+
+    Tokens of the union are left out only where a stretch of overlapping runs cannot be cut into pieces of `min_run`.
+
+    Args:
+        runs: At least `min_run` long each, any order, any number.
+        generations: Generation of each run's donor.
+        min_run: Shortest piece.
+
+    Complexity: O(r log r) for r runs.
+    """
+    kept = undominated(runs.starts, runs.ends)
+    runs, generations = runs.take(kept), generations[kept]
+    heads = distinct_heads(runs.starts, runs.ends)
+    stops = np.append(heads[1:], runs.num_runs)
+    steps = farthest_steps(runs.starts[heads].tolist(), runs.ends[heads].tolist())
+    chosen = _choose(runs, generations, heads[steps].tolist(), stops[steps].tolist())
+    return _pieces(runs.take(np.array(chosen, np.int64)), min_run)
+
+
+def _choose(runs: Runs, generations: Positions, heads: list[int], stops: list[int]) -> list[int]:
+    """Choose one run of every group of equal runs `[head, stop)`."""
+    if all(stop - head == 1 for head, stop in zip(heads, stops, strict=True)):
+        return heads
+    shared = _tokens_by_donor(runs)
+    chosen: list[int] = []
+    donor = diagonal = -1
+
+    def cost(index: int) -> tuple[bool, bool, int, int]:
+        row = int(runs.rows[index])
+        is_neighbour = row == donor and int(runs.diagonals[index]) == diagonal
+        return (not is_neighbour, row != donor, int(generations[index]), -int(shared[index]))
+
+    for head, stop in zip(heads, stops, strict=True):
+        best = min(range(head, stop), key=cost)
+        donor, diagonal = int(runs.rows[best]), int(runs.diagonals[best])
+        chosen.append(best)
+    return chosen
+
+
+def _tokens_by_donor(runs: Runs) -> Positions:
+    """For each run, the tokens that all runs of its donor have together."""
+    _, index = np.unique(runs.rows, return_inverse=True)
+    totals = np.zeros(runs.num_runs, np.int64)
+    np.add.at(totals, index, runs.ends - runs.starts)
+    return totals[index]
+
+
+def _pieces(runs: Runs, min_run: int) -> Runs:
+    """Trim overlaps of runs with ascending starts and ends."""
+    run_starts, run_ends = runs.starts.tolist(), runs.ends.tolist()
+    pieces: list[_Piece] = []
+    for run, (start, end) in enumerate(zip(run_starts, run_ends, strict=True)):
+        begin = max(start, pieces[-1].end) if pieces else start
+        lacking = min_run - (end - begin)
+        if lacking <= 0 or _give_way(pieces, run_starts, lacking, min_run):
+            pieces.append(_Piece(begin - max(lacking, 0), end, run))
+    index = np.array([piece.run for piece in pieces], np.int64)
+    starts = np.array([piece.start for piece in pieces], np.int64)
+    ends = np.array([piece.end for piece in pieces], np.int64)
+    return Runs(starts, ends, runs.diagonals[index], runs.rows[index])
+
+
+def _give_way(pieces: list[_Piece], run_starts: list[int], num_tokens: int, min_run: int) -> bool:
+    """Move the end of the last piece `num_tokens` to the left, pushing those before it where it would get too short.
+
+    False, and nothing changed, if no piece that can be reached has tokens to spare.
+    """
+    for index in range(len(pieces) - 1, -1, -1):
+        piece = pieces[index]
+        if piece.end - piece.start >= min_run + num_tokens:
+            pieces[index] = piece._replace(end=piece.end - num_tokens)
+            for moved in range(index + 1, len(pieces)):
+                old = pieces[moved]
+                pieces[moved] = old._replace(start=old.start - num_tokens, end=old.end - num_tokens)
+            return True
+        if not index or pieces[index - 1].end < piece.start or run_starts[piece.run] > piece.start - num_tokens:
+            return False
+    return False

@@ -1,0 +1,134 @@
+"""The command line as a user meets it: help, results, one-line errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvgraft.cli import main
+from kvgraft.testing.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A tiny model with the bundled model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from kvgraft.models import bundled_model_path
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def run(capsys, *argv):
+    code = main([*argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["doctor"], ["bench"], ["bench", "reuse"], ["bench", "ttft"]])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert "usage: kvgraft" in capsys.readouterr().out
+
+
+def test_generate_json_reports_reuse(capsys, model_dir):
+    document = "def area(width, height):\n    return width * height\n" * 5
+    code, out, _ = run(
+        capsys, "generate", "--model", model_dir, "--num-slots", "2000", "--max-new-tokens", "4", "--json", document, "New beginning. " + document
+    )
+    first, second = json.loads(out)
+    assert code == 0
+    assert first["report"]["shifted_tokens"] == 0
+    assert second["report"]["shifted_tokens"] > 50
+    assert len(second["token_ids"]) <= 4
+
+
+def test_generate_prints_text_and_summary(capsys, model_dir, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("import sys\n")
+    code, out, _ = run(capsys, "generate", "--model", model_dir, "--num-slots", "500", "--max-new-tokens", "3", "--file", str(prompt))
+    assert code == 0
+    assert "prompt tokens: 0 exact, 0 shifted" in out
+
+
+def test_doctor_accepts_the_tiny_model(capsys, model_dir):
+    code, out, _ = run(capsys, "doctor", "--model", model_dir, "--num-slots", "100", "--json")
+    assert code == 0
+    assert json.loads(out)["shifted_reuse"] == "accepted"
+
+
+def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
+    code, out, _ = run(
+        capsys, "bench", "ttft", "--model", model_dir, "--num-slots", "3000", "--lengths", "300,400", "--shift", "50", "--repeat", "1", "--json"
+    )
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["length"] for row in rows] == [300, 400]
+    promised = {"length", "cold_s", "prefix_s", "graft_s", "computed_tokens", "flop_bound", "speedup", "achieved_over_bound"}
+    assert promised <= set(rows[0])
+    assert rows[0]["computed_tokens"] == 50 + 13
+    assert rows[0]["flop_bound"] > 1
+
+
+def test_demo_json_compares_the_modes(capsys, model_dir):
+    code, out, _ = run(capsys, "demo", "--model", model_dir, "--requests", "3", "--documents", "2", "--json")
+    modes = {mode["name"]: mode for mode in json.loads(out)["modes"]}
+    assert code == 0
+    assert modes["off"]["reused_tokens"] == 0
+    assert modes["graft"]["reused_tokens"] >= modes["exact"]["reused_tokens"]
+    assert modes["graft"]["agreement"]["requests"] == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "--model", "./no-such-dir", "x"], ["./no-such-dir", "does not exist"]),
+        (["generate", "--model", "EMPTY_DIR", "x"], ["config.json"]),
+        (["generate", "--model", "CORRUPT_DIR", "x"], ["cannot load model"]),
+        (["generate", "--model", "UNKNOWN_DIR", "x"], ["cannot load model", "nonesuch"]),
+        (["generate", "--model", "ROPE_DIR", "x"], ["dynamic", "--reuse exact"]),
+        (["generate", "--model", "MODEL_DIR", ""], ["empty"]),
+        (["generate", "--model", "MODEL_DIR", "--num-slots", "100", "word " * 500], ["tokens and 99 fit", "num_slots"]),
+        (["generate", "--model", "MODEL_DIR", "--temperature", "-1", "x"], ["temperature"]),
+        (["generate", "--model", "MODEL_DIR", "--selection", "best", "x"], ["query_seam"]),
+        (["generate", "--model", "MODEL_DIR", "--dtype", "int3", "x"], ["float32"]),
+        (["generate", "--file", "no-such-file"], ["no-such-file"]),
+        (["bench", "ttft", "--model", "MODEL_DIR", "--lengths", "100"], ["--lengths"]),
+        (["bench", "ttft", "--model", "MODEL_DIR", "--lengths", "99999"], ["shorten"]),
+        (["bench", "reuse", "no-such-pack"], ["no-such-pack"]),
+        (["demo", "--requests", "0"], ["--requests"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys, model_dir, tmp_path):
+    (tmp_path / "empty").mkdir()
+    corrupt = tmp_path / "corrupt"
+    tiny_model("llama").save_pretrained(corrupt)
+    weights = corrupt / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000])
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "nonesuch"}')
+    rope = tmp_path / "rope"
+    tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(rope)
+    places = {"EMPTY_DIR": tmp_path / "empty", "CORRUPT_DIR": corrupt, "UNKNOWN_DIR": unknown, "ROPE_DIR": rope, "MODEL_DIR": model_dir}
+    code, out, err = run(capsys, *(str(places.get(word, word)) for word in argv))
+    assert code == 2
+    assert out == ""
+    assert err.startswith("kvgraft: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_wrong_argument_shows_usage(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--reuse", "maybe"])
+    assert stop.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
