@@ -46,7 +46,7 @@ class MissReason(StrEnum):
     COVERED_BY_PREFIX = "covered_by_prefix"
     NOT_WORTH_IT = "not_worth_it"
     MODEL_REFUSED = "model_refused"
-    DONOR_GONE = "donor_gone"
+    NO_ROOM = "no_room"
     ERROR = "error"
 
 

@@ -67,10 +67,9 @@ def test_document_behind_a_new_beginning_is_reused(rng, document):
     llm.check()
 
 
-@pytest.mark.parametrize("selection", ["first_k", "query_seam"])
-def test_recomputing_everything_reused_gives_the_full_prefill(selection, rng, document):
+def test_recomputing_everything_reused_gives_the_full_prefill(rng, document):
     """The most a policy can do is full prefill, and then nothing of the graft may be left."""
-    llm = make_llm(selection=selection, recompute_ratio=0.999, first_k=200)
+    llm = make_llm(selection="first_k", first_k=200)
     llm.generate(document, GREEDY)
     prompt, continuation = behind(rng, document), rng.integers(3, VOCABULARY, 5)
     grafted = llm.score(prompt, continuation, "graft")
@@ -184,6 +183,17 @@ def test_without_host_memory_donors_are_dropped(rng):
         llm.check()
     assert llm.space.num_dropped > 0
     assert len(llm.space.host) == 0
+
+
+def test_prompt_that_does_not_fit_beside_its_donors_is_computed(rng):
+    llm = make_llm(num_slots=300)
+    document = rng.integers(3, VOCABULARY, 120)
+    llm.generate(document, GREEDY)
+    prompt = np.concatenate([rng.integers(3, VOCABULARY, 150), document])
+    output = llm.generate(prompt, GREEDY)[0]
+    assert output.report.miss.reason is MissReason.NO_ROOM
+    assert output.token_ids == stock_greedy(llm, prompt, 8)
+    llm.check()
 
 
 def test_closed_stream_releases_its_slots(rng):

@@ -22,6 +22,8 @@ _ANCHORS_PER_TOKEN = 2 / (WINDOW_GRAMS + 1)
 _TARGET_LOAD = 3.0
 """Mean entries per bucket at full capacity; of Poisson-distributed buckets 0.4 % then overflow."""
 
+_POSITION_BITS = 32
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -38,8 +40,8 @@ class Hits(NamedTuple):
     rows: Positions
     positions: Positions
 
-    def where(self, mask: NDArray[np.bool_]) -> Hits:
-        """Return the hits chosen by a boolean mask."""
+    def where(self, mask: NDArray[np.bool_] | Positions) -> Hits:
+        """Return the hits chosen by a mask or by ascending indices."""
         return Hits(self.query[mask], self.rows[mask], self.positions[mask])
 
 
@@ -66,13 +68,12 @@ class AnchorIndex:
         assert num_buckets & (num_buckets - 1) == 0
         self._mask = np.uint64(num_buckets - 1)
         self._keys = np.zeros((num_buckets, WAYS), np.uint64)
-        self._rows = np.zeros((num_buckets, WAYS), np.int32)
-        self._positions = np.zeros((num_buckets, WAYS), np.int32)
+        self._postings = np.zeros((num_buckets, WAYS), np.int64)
         self._ages = np.zeros((num_buckets, WAYS), np.int64)
         self._clock = 0
         self._num_entries = 0
         self.num_displaced = 0
-        """Entries lost to newer ones so far."""
+        """Anchors lost to newer ones so far, or never listed because their donor repeats them or fills their bucket."""
 
     @classmethod
     def for_tokens(cls, capacity_tokens: int) -> AnchorIndex:
@@ -88,10 +89,8 @@ class AnchorIndex:
         buckets = self._buckets(hashes)
         found = np.flatnonzero(self._keys.take(buckets, axis=0) == hashes[:, None])
         query, way = found // WAYS, found % WAYS
-        entry = buckets[query] * WAYS + way
-        rows = self._rows.reshape(-1).take(entry).astype(np.int64)
-        positions = self._positions.reshape(-1).take(entry).astype(np.int64)
-        return Hits(query, rows, positions)
+        postings = self._postings.reshape(-1).take(buckets[query] * WAYS + way)
+        return Hits(query, postings >> _POSITION_BITS, postings & _POSITION_MASK)
 
     def insert(self, row: int, anchors: Anchors) -> Hashes:
         """Add the anchors of donor `row`, of a hash that repeats the first and the last.
@@ -101,6 +100,7 @@ class AnchorIndex:
         """
         hashes, positions = _first_and_last(anchors)
         self._clock += 1
+        self.num_displaced += len(anchors.hashes)
         for chosen in _rounds(self._buckets(hashes)):
             self._insert_distinct(row, hashes[chosen], positions[chosen])
         return hashes[np.concatenate([hashes[1:] != hashes[:-1], [True]])] if len(hashes) else hashes
@@ -108,7 +108,8 @@ class AnchorIndex:
     def remove(self, row: int, keys: Hashes) -> int:
         """Clear the entries of `row` under `keys`, as `insert` returned them; return how many there were."""
         buckets = self._buckets(keys)
-        own = (self._keys[buckets] == keys[:, None]) & (self._rows[buckets] == row)
+        rows = self._postings.take(buckets, axis=0) >> _POSITION_BITS
+        own = (self._keys.take(buckets, axis=0) == keys[:, None]) & (rows == row)
         index, way = np.nonzero(own)
         at = buckets[index], way
         self._keys[at] = 0
@@ -118,13 +119,13 @@ class AnchorIndex:
 
     def clear(self) -> None:
         """Forget all entries."""
-        self._keys[:] = 0
-        self._ages[:] = 0
+        # Fresh zeros give the committed memory back, which overwriting would not.
+        self._keys, self._ages = np.zeros_like(self._keys), np.zeros_like(self._ages)
         self._num_entries = 0
 
-    def rows_in_use(self) -> NDArray[np.int32]:
+    def rows_in_use(self) -> Positions:
         """Distinct donor rows that have an entry. Reads the whole table."""
-        return np.unique(self._rows[self._keys != 0])
+        return np.unique(self._postings[self._keys != 0] >> _POSITION_BITS)
 
     def check(self) -> None:
         """Verify the invariants. Reads the whole table.
@@ -143,7 +144,7 @@ class AnchorIndex:
             raise CorruptCacheError("an anchor is in the bucket of another hash")
         if len(keys) and np.unique(keys, return_counts=True)[1].max() > MAX_POSTINGS:
             raise CorruptCacheError(f"a hash has more than {MAX_POSTINGS} postings")
-        entries = np.stack([keys.view(np.int64), self._rows[buckets, ways], self._positions[buckets, ways]])
+        entries = np.stack([keys.view(np.int64), self._postings[buckets, ways]])
         if len(np.unique(entries, axis=1).T) != len(keys):
             raise CorruptCacheError("an anchor of a donor is listed twice")
 
@@ -153,7 +154,7 @@ class AnchorIndex:
     def _insert_distinct(self, row: int, hashes: Hashes, positions: Positions) -> None:
         """Insert anchors that all belong to different buckets."""
         buckets = self._buckets(hashes)
-        keys, ages = self._keys[buckets], self._ages[buckets]
+        keys, ages = self._keys.take(buckets, axis=0), self._ages.take(buckets, axis=0)
         same = keys == hashes[:, None]
         is_full = np.count_nonzero(same, axis=1) >= MAX_POSTINGS
         # A free way has age 0 and is therefore the oldest.
@@ -161,10 +162,9 @@ class AnchorIndex:
         at = buckets, way
         num_free = int(np.count_nonzero(self._keys[at] == 0))
         self._num_entries += num_free
-        self.num_displaced += len(way) - num_free
+        self.num_displaced -= num_free
         self._keys[at] = hashes
-        self._rows[at] = row
-        self._positions[at] = positions
+        self._postings[at] = row << _POSITION_BITS | positions
         self._ages[at] = self._clock
 
 

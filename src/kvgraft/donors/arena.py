@@ -6,10 +6,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.errors import CorruptCacheError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvgraft.donors.fingerprint import Positions, Tokens
 
 _SCAN_PER_TOKEN = 5
@@ -17,6 +20,14 @@ _SCAN_PER_TOKEN = 5
 
 _ROOM = 1.75
 """Array length over token budget; the class docstring says why this is enough."""
+
+BLOCK_TOKENS = 32
+"""Tokens that are gathered together: one memory copy instead of as many look-ups."""
+
+
+def token_blocks(token_ids: Tokens) -> NDArray[np.int32]:
+    """Return a read-only view in which row i is `token_ids[i : i + BLOCK_TOKENS]`."""
+    return sliding_window_view(token_ids, BLOCK_TOKENS)
 
 
 class TokenArena:
@@ -38,11 +49,12 @@ class TokenArena:
 
     def __init__(self, budget_tokens: int, max_rows: int) -> None:
         """Reserve room for `budget_tokens` in at most `max_rows` sequences; nothing is committed yet."""
-        self.tokens: Tokens = np.empty(int(budget_tokens * _ROOM) + 1, np.int32)
-        """Text of row r is `tokens[starts[r] : starts[r] + lengths[r]]`, until the next `store`."""
+        self._tokens: Tokens = np.empty(int(budget_tokens * _ROOM) + BLOCK_TOKENS, np.int32)
+        self.blocks = token_blocks(self._tokens)
+        """`blocks[i]` are the `BLOCK_TOKENS` tokens from arena index i on."""
         self.starts: Positions = np.zeros(max_rows, np.int64)
         self.lengths: Positions = np.zeros(max_rows, np.int64)
-        """0 for a row that is not stored."""
+        """Row r begins at arena index `starts[r]`, until the next `store`; a row that is not stored has length 0."""
         self._packed: deque[tuple[int, int]] = deque()
         self._waiting: deque[tuple[int, int]] = deque()
         self._packed_end = 0
@@ -53,9 +65,9 @@ class TokenArena:
         assert self.lengths[row] == 0
         size = len(token_ids)
         self._tidy(_SCAN_PER_TOKEN * size)
-        while self._head + size > len(self.tokens):
-            self._tidy(len(self.tokens))
-        self.tokens[self._head : self._head + size] = token_ids
+        while self._head + size > len(self.blocks):
+            self._tidy(len(self.blocks))
+        self._tokens[self._head : self._head + size] = token_ids
         self.starts[row], self.lengths[row] = self._head, size
         self._waiting.append((row, self._head))
         self._head += size
@@ -73,7 +85,7 @@ class TokenArena:
 
     def get(self, row: int) -> Tokens:
         """Return a view of a row's tokens, good until the next `store`."""
-        return self.tokens[self.starts[row] : self.starts[row] + self.lengths[row]]
+        return self._tokens[self.starts[row] : self.starts[row] + self.lengths[row]]
 
     def check(self) -> None:
         """Verify the invariants.
@@ -114,7 +126,7 @@ class TokenArena:
         start, size = int(self.starts[row]), int(self.lengths[row])
         target = self._packed_end
         if target != start:
-            self.tokens[target : target + size] = self.tokens[start : start + size]
+            self._tokens[target : target + size] = self._tokens[start : start + size]
             self.starts[row] = target
         self._packed.append((row, target))
         self._packed_end += size

@@ -122,8 +122,13 @@ class DonorCatalogue:
         return self._num_tokens
 
     @property
+    def num_anchors(self) -> int:
+        """Entries of the index."""
+        return len(self._index)
+
+    @property
     def num_displaced_anchors(self) -> int:
-        """Anchors lost to newer ones so far; many in proportion to all mean that matches are missed."""
+        """Anchors that the index could not keep so far; many in proportion to all mean that matches are missed."""
         return self._index.num_displaced
 
     def __len__(self) -> int:
@@ -192,8 +197,8 @@ class DonorCatalogue:
             AddResult: `donor` is None for a text shorter than 16 tokens; nothing changed then.
 
         Raises:
-            CapacityError: The text is longer than the catalogue, or pinned donors leave too little room. Nothing changed
-                then.
+            CapacityError: The text is longer than the catalogue, or pinned donors leave too little room. Nothing has
+                changed then.
             ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers.
         """
         tokens = _as_tokens(token_ids).copy()

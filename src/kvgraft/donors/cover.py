@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,7 +42,7 @@ def distinct_heads(starts: Positions, ends: Positions) -> Positions:
     return np.flatnonzero(~_repeats(starts, ends))
 
 
-def farthest_steps(starts: list[int], ends: list[int]) -> list[int]:
+def farthest_steps(starts: Positions, ends: Positions) -> list[int]:
     """Choose, left to right, the interval that reaches farthest from where the last one ended.
 
     Args:
@@ -53,16 +52,16 @@ def farthest_steps(starts: list[int], ends: list[int]) -> list[int]:
     Returns:
         Ascending indices: the fewest intervals whose union is the union of all.
 
-    Complexity: O(c log r) for c chosen.
+    Complexity: O(r log r).
     """
+    # From each interval to the last one that begins at or before its end, or over a gap to the next.
+    reached = np.searchsorted(starts, ends, side="right") - 1
+    following = np.maximum(reached, np.arange(1, len(starts) + 1)).tolist()
     chosen = []
-    index, position = 0, 0
-    while index < len(starts):
-        # The last one that begins at or before `position`; behind a gap the next one.
-        index = max(index, bisect_right(starts, max(position, starts[index]), index) - 1)
+    index = 0
+    while index < len(following):
         chosen.append(index)
-        position = ends[index]
-        index += 1
+        index = following[index]
     return chosen
 
 
@@ -73,4 +72,4 @@ def cover(starts: Positions, ends: Positions) -> Positions:
     """
     kept = undominated(starts, ends)
     kept = kept[distinct_heads(starts[kept], ends[kept])]
-    return kept[farthest_steps(starts[kept].tolist(), ends[kept].tolist())]
+    return kept[farthest_steps(starts[kept], ends[kept])]

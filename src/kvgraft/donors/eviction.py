@@ -19,7 +19,7 @@ class EvictionQueue:
     """Donors by priority: `clock + value`, value being what a donor saves per token that it occupies.
 
     The clock rises to the priority of what leaves, so that a donor which saved much but long ago is overtaken by what
-    is newer. Of equal priorities the one that changed first leaves first: without hits the order is first in, first out.
+    is newer. Of equal priorities the one that changed first leaves first; without hits that is first in, first out.
 
     The heap keeps outdated entries until they surface or outnumber the donors.
 

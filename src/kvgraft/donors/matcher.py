@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _MERGE_GAP = 4 * WINDOW_GRAMS
 """Anchors of one diagonal at most this far apart are verified as one interval."""
 
+_SLOTS_PER_HASH = 16
+
 
 def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena, verifier: Verifier) -> Runs:
     """Verify what the index proposes.
@@ -37,35 +39,40 @@ def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena,
     Returns:
         Runs of at least a k-gram, in no order; one run may appear more than once.
     """
+    is_first = _first_of_hash(hashes)[hits.query]
     positions = targets[hits.query]
-    is_first = _first_occurrences(hashes[hits.query], hits.query)
-    if is_first is None:
-        return verifier.runs_in(_proposals(positions, hits, arena))
     runs = verifier.runs_in(_proposals(positions[is_first], hits.where(is_first), arena))
-    is_left = ~is_first & ~_covered(positions, runs)
-    if not is_left.any():
+    rest = np.flatnonzero(~is_first)
+    rest = rest[~_covered(positions[rest], runs, verifier.num_tokens)]
+    if not len(rest):
         return runs
-    return runs.joined(verifier.runs_in(_proposals(positions[is_left], hits.where(is_left), arena)))
+    return runs.joined(verifier.runs_in(_proposals(positions[rest], hits.where(rest), arena)))
 
 
-def _first_occurrences(hashes: Hashes, query: Positions) -> NDArray[np.bool_] | None:
-    """Mark hits whose anchor is the first in the prompt with its hash; None if all are.
+def _first_of_hash(hashes: Hashes) -> NDArray[np.bool_]:
+    """Mark the first of equal hashes. Of unequal ones hardly any stays unmarked, whatever the hashes.
 
-    Args:
-        hashes: Hash of each hit, by ascending `query`.
-        query: Index of each hit's anchor.
+    Two scatters instead of a sort: the first of every slot is marked, then the first of every slot among those that met
+    another hash in the first round.
     """
-    order = np.argsort(hashes, kind="stable")
-    changes = hashes[order][1:] != hashes[order][:-1]
-    is_head = np.concatenate([[True], changes]) if len(order) else changes
-    ordered = query[order]
-    first = ordered[is_head][np.cumsum(is_head) - 1]
-    same = ordered == first
-    if same.all():
-        return None
-    is_first = np.empty(len(query), np.bool_)
-    is_first[order] = same
+    first = _first_of_slot(hashes)
+    index = np.arange(len(hashes))
+    is_first: NDArray[np.bool_] = first == index
+    met_other = np.flatnonzero(hashes[first] != hashes)
+    if len(met_other):
+        shifted = hashes[met_other] >> np.uint64(32)
+        is_first[met_other] = _first_of_slot(shifted) == index[: len(met_other)]
     return is_first
+
+
+def _first_of_slot(hashes: Hashes) -> Positions:
+    """For each hash, the index of the first one in the same slot of a table, whose index are the lower bits."""
+    num_slots = 1 << (_SLOTS_PER_HASH * len(hashes)).bit_length()
+    slots = (hashes & np.uint64(num_slots - 1)).view(np.int64)
+    first = np.empty(num_slots, np.int64)
+    # Of equal indices the last assignment stays.
+    first[slots[::-1]] = np.arange(len(hashes) - 1, -1, -1)
+    return first[slots]
 
 
 def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:
@@ -83,9 +90,14 @@ def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:
     return Runs(targets[heads] - WINDOW_GRAMS, ends, diagonals[heads], rows[heads])
 
 
-def _covered(positions: Positions, runs: Runs) -> NDArray[np.bool_]:
-    """Tell which k-grams at `positions` lie in a run."""
+def _covered(positions: Positions, runs: Runs, num_tokens: int) -> NDArray[np.bool_]:
+    """Tell for which k-grams at `positions` a run covers every token that a search from there is bound to find.
+
+    Those are the tokens of windows around the k-gram; a run that ends nearer may hide one that goes on.
+    """
     kept = undominated(runs.starts, runs.ends)
     starts, ends = runs.starts[kept], runs.ends[kept]
-    last = np.searchsorted(starts, positions, side="right") - 1
-    return (last >= 0) & (np.append(ends, 0)[last] >= positions + GRAM_TOKENS)
+    first = np.maximum(positions - WINDOW_GRAMS, 0)
+    behind = np.minimum(positions + (GRAM_TOKENS + WINDOW_GRAMS), num_tokens)
+    candidate = np.searchsorted(starts, first, side="right") - 1
+    return (candidate >= 0) & (np.append(ends, 0)[candidate] >= behind)

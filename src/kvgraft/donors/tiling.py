@@ -40,7 +40,7 @@ def tile(runs: Runs, generations: Positions, *, min_run: int) -> Runs:
     runs, generations = runs.take(kept), generations[kept]
     heads = distinct_heads(runs.starts, runs.ends)
     stops = np.append(heads[1:], runs.num_runs)
-    steps = farthest_steps(runs.starts[heads].tolist(), runs.ends[heads].tolist())
+    steps = farthest_steps(runs.starts[heads], runs.ends[heads])
     chosen = _choose(runs, generations, heads[steps].tolist(), stops[steps].tolist())
     return _pieces(runs.take(np.array(chosen, np.int64)), min_run)
 
@@ -75,16 +75,22 @@ def _tokens_by_donor(runs: Runs) -> Positions:
 
 def _pieces(runs: Runs, min_run: int) -> Runs:
     """Trim overlaps of runs with ascending starts and ends."""
-    run_starts, run_ends = runs.starts.tolist(), runs.ends.tolist()
+    starts = np.maximum(runs.starts, np.append(0, runs.ends)[:-1])
+    if (runs.ends - starts < min_run).any():
+        return _pieces_given_way(runs, min_run)
+    return runs._replace(starts=starts)
+
+
+def _pieces_given_way(runs: Runs, min_run: int) -> Runs:
+    """Trim overlaps such that pieces that would get too short take tokens from those before, or are left out."""
+    run_starts = runs.starts.tolist()
     pieces: list[_Piece] = []
-    for run, (start, end) in enumerate(zip(run_starts, run_ends, strict=True)):
+    for run, (start, end) in enumerate(zip(run_starts, runs.ends.tolist(), strict=True)):
         begin = max(start, pieces[-1].end) if pieces else start
         lacking = min_run - (end - begin)
         if lacking <= 0 or _give_way(pieces, run_starts, lacking, min_run):
             pieces.append(_Piece(begin - max(lacking, 0), end, run))
-    index = np.array([piece.run for piece in pieces], np.int64)
-    starts = np.array([piece.start for piece in pieces], np.int64)
-    ends = np.array([piece.end for piece in pieces], np.int64)
+    starts, ends, index = np.array(pieces, np.int64).reshape(-1, 3).T
     return Runs(starts, ends, runs.diagonals[index], runs.rows[index])
 
 

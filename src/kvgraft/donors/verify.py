@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.donors.arena import BLOCK_TOKENS, token_blocks
 from kvgraft.donors.cover import cover
 from kvgraft.donors.fingerprint import GRAM_TOKENS, Positions, Tokens
 from kvgraft.donors.runs import Runs
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors.arena import TokenArena
+
+_COLUMNS = np.arange(BLOCK_TOKENS)
 
 _FIRST_STEP = 64
 """Tokens by which a run is extended in the first round; rounds double it."""
@@ -28,12 +31,14 @@ class Verifier:
     Hashes are never trusted: every token of a run was compared.
 
     Attributes:
+        num_tokens: Length of the prompt.
         num_compared: Token pairs compared so far.
     """
 
     def __init__(self, token_ids: Tokens, arena: TokenArena, *, lowest: int = 0) -> None:
         """Compare `token_ids[lowest:]` with the arena's text; runs do not reach below `lowest`."""
-        self._token_ids = token_ids
+        self.num_tokens = len(token_ids)
+        self._blocks = token_blocks(np.append(token_ids, np.zeros(BLOCK_TOKENS - 1, np.int32)))
         self._arena = arena
         self._lowest = lowest
         self.num_compared = 0
@@ -58,7 +63,7 @@ class Verifier:
         """Prompt positions at which donor or prompt begin and end."""
         first = self._arena.starts[runs.rows] - runs.diagonals
         lower = np.maximum(first, self._lowest)
-        upper = np.minimum(first + self._arena.lengths[runs.rows], len(self._token_ids))
+        upper = np.minimum(first + self._arena.lengths[runs.rows], self.num_tokens)
         return lower, upper
 
     def _equal_parts(self, runs: Runs) -> tuple[Runs, Positions]:
@@ -76,22 +81,27 @@ class Verifier:
     def _unequal(self, starts: Positions, ends: Positions, diagonals: Positions) -> tuple[Positions, int, Positions]:
         """Compare intervals as if laid end to end: their offsets, the total length, ascending indices of inequality."""
         lengths = ends - starts
-        stops = np.cumsum(lengths)
-        offsets = stops - lengths
-        total = int(stops[-1]) if len(stops) else 0
+        offsets, total = _offsets(lengths)
         self.num_compared += total
-        target = np.repeat(starts - offsets, lengths)
-        target += np.arange(total)
-        source = target + np.repeat(diagonals, lengths)
-        unequal = np.flatnonzero(self._token_ids.take(target) != self._arena.tokens.take(source))
-        return offsets, total, unequal
+        num_blocks = -(-lengths // BLOCK_TOKENS)
+        first_block, all_blocks = _offsets(num_blocks)
+        interval = np.repeat(np.arange(len(starts)), num_blocks)
+        skipped = (np.arange(all_blocks) - first_block[interval]) * BLOCK_TOKENS
+        target = starts[interval] + skipped
+        differs = self._blocks[target] != self._arena.blocks[target + diagonals[interval]]
+        # The last block of an interval reaches behind its end.
+        room = lengths[interval] - skipped
+        last = np.flatnonzero(room < BLOCK_TOKENS)
+        differs[last] &= room[last, None] > _COLUMNS
+        block, column = np.divmod(np.flatnonzero(differs), BLOCK_TOKENS)
+        return offsets, total, (offsets[interval] + skipped)[block] + column
 
     def _extend(self, runs: Runs, open_left: NDArray[np.bool_], open_right: NDArray[np.bool_]) -> None:
         """Lengthen runs in place to the first unequal token on the open sides."""
         lower, upper = self._bounds(runs)
         step = _FIRST_STEP
         while num_open := int(np.count_nonzero(open_left) + np.count_nonzero(open_right)):
-            if num_open * step > _WORK_PER_TOKEN * len(self._token_ids):
+            if num_open * step > _WORK_PER_TOKEN * self.num_tokens:
                 needed = np.zeros(runs.num_runs, np.bool_)
                 needed[cover(runs.starts, runs.ends)] = True
                 open_left &= needed
@@ -122,3 +132,9 @@ class Verifier:
         reached = np.maximum(starts + (last + 1 - offsets), starts)
         runs.starts[index] = reached
         is_open[index] = (reached == starts) & (starts > lower[index])
+
+
+def _offsets(lengths: Positions) -> tuple[Positions, int]:
+    """Where intervals begin if laid end to end, and where the last one ends."""
+    stops = np.cumsum(lengths)
+    return stops - lengths, int(stops[-1]) if len(stops) else 0

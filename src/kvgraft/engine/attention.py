@@ -43,14 +43,17 @@ class RowBlock:
     is_run: bool
 
 
-def split_rows(positions: NDArray[np.int64], *, fused: bool) -> list[RowBlock]:
-    """Cut ascending `positions` into long runs (if `fused`) and stretches of scattered rows. O(num_rows)."""
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+def split_rows(positions: NDArray[np.int64], num_fused: int) -> list[RowBlock]:
+    """Cut ascending `positions` into long runs, within the first `num_fused`, and stretches of scattered rows. O(num_rows)."""
+    is_break = np.diff(positions) != 1
+    if 0 < num_fused < len(positions):
+        is_break[num_fused - 1] = True
+    breaks = np.flatnonzero(is_break) + 1
     starts = [0, *breaks.tolist()]
     stops = [*breaks.tolist(), len(positions)]
     blocks: list[RowBlock] = []
     for start, stop in zip(starts, stops, strict=True):
-        is_run = fused and stop - start >= _MIN_RUN_ROWS
+        is_run = stop <= num_fused and stop - start >= _MIN_RUN_ROWS
         if blocks and not is_run and not blocks[-1].is_run:
             start = blocks.pop().start  # noqa: PLW2901 - scattered neighbours form one stretch
         blocks.append(RowBlock(start, stop, int(positions[start]), int(positions[stop - 1]), is_run))
@@ -72,7 +75,7 @@ class SequenceAttention:
     observed_rows: int = 0
     mass: Tensor | None = None
     _positions: Tensor = field(init=False)
-    _blocks: dict[bool, list[RowBlock]] = field(default_factory=dict)
+    _blocks: dict[int, list[RowBlock]] = field(default_factory=dict)
     _bands: dict[int | None, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,16 +93,15 @@ class SequenceAttention:
         if window is not None and window >= self.num_keys:
             window = None
         output = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
-        fused = softcap is None
-        if fused not in self._blocks:
-            self._blocks[fused] = split_rows(self.positions, fused=fused)
-        for block in self._blocks[fused]:
+        # Fused kernels do not give their weights away, so observed rows take the other way.
+        num_fused = 0 if softcap is not None else len(self.positions) - self.observed_rows
+        if num_fused not in self._blocks:
+            self._blocks[num_fused] = split_rows(self.positions, num_fused)
+        for block in self._blocks[num_fused]:
             if block.is_run:
                 self._attend_run(block, query, keys, values, output, scale, window)
             else:
                 self._attend_scattered(block, query, keys, values, output, scale, window, softcap)
-        if self.mass is not None:
-            self._observe(query, keys, scale, window, softcap)
         return output
 
     def _attend_run(self, run: RowBlock, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float, window: int | None) -> None:
@@ -151,6 +153,7 @@ class SequenceAttention:
             weights = self._weights(query, keys, start, stop, low, high, scale, window, softcap)
             mixed = torch.bmm(weights.to(values.dtype), values[:, low:high])
             output[:, start:stop] = mixed.view(query.shape[0], stop - start, -1)
+            self._observe(weights, start, stop, low, high)
 
     def _small_blocks(self, block: RowBlock, num_heads: int) -> Iterator[tuple[int, int]]:
         rows = max(1, _MAX_BLOCK_SCORES // (num_heads * (block.last + 1)))
@@ -180,12 +183,9 @@ class SequenceAttention:
             by_row.masked_fill_(outside, -math.inf)
         return torch.softmax(scores, dim=-1)
 
-    def _observe(self, query: Tensor, keys: Tensor, scale: float, window: int | None, softcap: float | None) -> None:
-        assert self.mass is not None
-        num_rows = len(self.positions)
-        start = max(0, num_rows - self.observed_rows)
-        observed = RowBlock(start, num_rows, int(self.positions[start]), int(self.positions[-1]), is_run=False)
-        for begin, stop in self._small_blocks(observed, query.shape[0]):
-            low, high = self._key_range(begin, stop, window)
-            weights = self._weights(query, keys, begin, stop, low, high, scale, window, softcap)
-            self.mass[low:high] += weights.sum(dim=(0, 1))
+    def _observe(self, weights: Tensor, start: int, stop: int, low: int, high: int) -> None:
+        """Add the attention of those rows in `[start, stop)` that are observed."""
+        first = max(start, len(self.positions) - self.observed_rows)
+        if self.mass is not None and first < stop:
+            by_row = weights.view(weights.shape[0], -1, stop - start, high - low)
+            self.mass[low:high] += by_row[:, :, first - start :].sum(dim=(0, 1, 2))

@@ -14,12 +14,15 @@ import numpy as np
 from kvgraft.donors import CostModel, Donor, plan_graft
 from kvgraft.engine.kv_space import KVSpace
 from kvgraft.engine.request import Request, RequestCache
+from kvgraft.errors import CapacityError
 from kvgraft.graft.executor import SpanCopy, copy_spans
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvgraft.engine.adapter import TransformersAdapter
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.graft.select import SelectionPolicy
@@ -68,8 +71,7 @@ class CacheManager:
         cache = RequestCache(request, plan, miss, prefix_slots, handle, donors, timings)
         self._pin(cache)
         try:
-            after = int(prefix_slots[-1]) if len(prefix_slots) else None
-            fresh = self.space.allocate(num_tokens - len(prefix_slots), after=after)
+            fresh = self._allocate_prompt(cache)
         except BaseException:
             self._release(cache)
             raise
@@ -87,9 +89,7 @@ class CacheManager:
             except Exception as error:
                 self.num_errors += 1
                 logger.exception("graft of request %s failed; it is computed instead", cache.request.request_id)
-                cache.miss = Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
-                cache.plan = _no_graft(cache.plan.num_tokens, cache.plan.exact_len)
-                cache.donors = ()
+                self._give_up_graft(cache, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
         self._unpin(cache)
 
     def grow(self, cache: RequestCache) -> None:
@@ -133,6 +133,23 @@ class CacheManager:
             self.num_errors += 1
             logger.exception("lookup for request %s failed; it is computed instead", request.request_id)
             return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"), ()
+
+    def _allocate_prompt(self, cache: RequestCache) -> NDArray[np.int64]:
+        """Slots behind the exact prefix. Where the donors themselves take the room, the prompt is computed instead."""
+        num_tokens = cache.plan.num_tokens - len(cache.kv_indices)
+        after = int(cache.kv_indices[-1]) if len(cache.kv_indices) else None
+        try:
+            return self.space.allocate(num_tokens, after=after)
+        except CapacityError:
+            if not cache.pinned:
+                raise
+            self._give_up_graft(cache, Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
+            return self.space.allocate(num_tokens, after=after)
+
+    def _give_up_graft(self, cache: RequestCache, miss: Miss) -> None:
+        self._unpin(cache)
+        cache.miss, cache.donors = miss, ()
+        cache.plan = _no_graft(cache.plan.num_tokens, cache.plan.exact_len)
 
     def _cost_model(self, policy: SelectionPolicy) -> CostModel:
         """Costs in floating-point operations; copying is memory traffic, converted at the rate at which both take equally long."""

@@ -105,12 +105,16 @@ def sparse_prefill(
 
 
 def _rows_of(step: Recompute, plan: GraftPlan, computed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """New positions, and everything computed so far that sees one of them; on the first step all live rows."""
-    new = np.union1d(step.positions, plan.compute[~computed[plan.compute]])
+    """New positions, on the first step with all live rows, and the query rows behind them once more.
+
+    Live rows in front of the query are not run again: it would cost a second prefill of every new passage and changes the
+    answer less than we can measure (docs/adr/0001).
+    """
+    new = np.union1d(step.positions[~computed[step.positions]], plan.compute[~computed[plan.compute]])
     if not len(new):
         return new
-    downstream = np.flatnonzero(computed[new[0] :]) + new[0]
-    return np.union1d(new, downstream)
+    query = plan.compute[-QUERY_ROWS:]
+    return np.union1d(new, query[query > new[0]])
 
 
 def _run(

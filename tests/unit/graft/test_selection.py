@@ -86,7 +86,7 @@ def test_query_seam_takes_attention_over_distance_and_reruns_what_is_behind():
     assert len(chosen) == 3
     assert {30, 55} < set(chosen)
     assert chosen[0] == 10 or chosen == [30, 50, 55]
-    assert computing.positions.tolist() == [p for p in outcome.computed.tolist() if p >= chosen[0]]
+    assert computing.positions.tolist() == [p for p in outcome.computed.tolist() if p >= chosen[0]]  # few live rows: all query
     assert outcome.logits.tolist() == [2.0] * 3
 
 
@@ -94,6 +94,13 @@ def test_query_seam_with_ratio_1_computes_everything_in_one_pass():
     passes, outcome = run_prefill(make_plan(), QuerySeam(1.0))
     assert len(passes) == 1
     assert outcome.computed.tolist() == list(range(4, 100))
+
+
+def test_new_passages_in_front_of_the_query_are_not_run_twice():
+    plan = make_plan(num_tokens=400, spans=((10, 1, 0, 30),))
+    looking, computing = run_prefill(plan, QuerySeam(0.1))[0]
+    assert looking.positions.tolist() == plan.compute.tolist()
+    assert computing.positions.tolist() == [*computing.positions[:3].tolist(), *range(400 - QUERY_ROWS, 400)]
 
 
 def test_only_the_last_live_rows_are_the_query():
@@ -129,7 +136,7 @@ def test_nested_policies_add_to_earlier_steps_and_may_end_without_work():
     plan = make_plan()
     passes, outcome = run_prefill(plan, Nested())
     assert len(passes) == 2
-    assert passes[1].positions.tolist() == [*range(82, 100)]
+    assert passes[1].positions.tolist() == [*range(82, 86), *range(90, 100)]
     assert outcome.recomputed(plan) == 8
 
 

@@ -33,7 +33,7 @@ class SelectionContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recompute:
-    """One step of a policy: compute these reused positions and every live row that they can influence.
+    """One step of a policy: compute these reused positions, and the query rows behind them once more.
 
     Attributes:
         positions: int64, ascending positions among the reused ones; those of earlier steps need not be repeated.

@@ -1,0 +1,1 @@
+"""Measurements behind `kvgraft bench`; `packs`, `tokenization`, `bound` and `reuse` need numpy alone."""

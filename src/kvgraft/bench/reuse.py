@@ -1,0 +1,190 @@
+"""Replay a workload against the donor catalogue, planning only: how much is found, how fast, and is it right."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.bench.bound import PrefixSet, covered_positions
+from kvgraft.donors import GRAM_TOKENS, CostModel, DonorCatalogue, plan_graft
+from kvgraft.types import GraftPlan, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvgraft.bench.packs import Session, Workload
+    from kvgraft.bench.tokenization import Tokenize
+    from kvgraft.types import Match
+
+    Tokens = NDArray[np.int32]
+
+_NAMESPACE = Namespace("bench")
+_ALWAYS_WORTH_IT = CostModel(copy_per_token=0.0, per_span=0.0)
+"""So that figures tell what is found; which of it pays depends on the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseResult:
+    """What a workload could reuse and what was planned.
+
+    The last token of a prompt is always computed and counts nowhere but in `tokens`. Nor does a prefix shorter than the
+    shortest run, so `reused_tokens` is never more than `bound_tokens`.
+
+    Attributes:
+        workload: Name of the pack.
+        requests: Prompts that were looked up.
+        tokens: Their tokens.
+        prefix_tokens: Of these, in the longest prefix that an earlier prompt begins with too, to the token.
+        reused_tokens: `prefix_tokens` and the spans of the plans.
+        bound_tokens: In a run of at least `min_run` that occurs at any offset of an earlier prompt, found exactly.
+        wrong_tokens: Reused tokens that differ from the donor's at the planned position. Must be 0.
+        lookup_ms: Matching and planning, per request: `p50`, `p99`, `max`.
+        register_ms: Registering a prompt as a donor: `p50`, `p99`.
+    """
+
+    workload: str
+    requests: int
+    tokens: int
+    prefix_tokens: int
+    reused_tokens: int
+    bound_tokens: int
+    wrong_tokens: int
+    lookup_ms: dict[str, float]
+    register_ms: dict[str, float]
+
+    @property
+    def recovered(self) -> float:
+        """Share of the bound that was planned; 1 where there is nothing to recover."""
+        return self.reused_tokens / self.bound_tokens if self.bound_tokens else 1.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what is printed as JSON."""
+        return {
+            "workload": self.workload,
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "prefix_tokens": self.prefix_tokens,
+            "reused_tokens": self.reused_tokens,
+            "bound_tokens": self.bound_tokens,
+            "recovered": round(self.recovered, 4),
+            "wrong_tokens": self.wrong_tokens,
+            "lookup_ms": self.lookup_ms,
+            "register_ms": self.register_ms,
+        }
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over requests."""
+
+    requests: int = 0
+    tokens: int = 0
+    prefix: int = 0
+    spans: int = 0
+    bound: int = 0
+    wrong: int = 0
+    lookup_s: list[float] = field(default_factory=list)
+    register_s: list[float] = field(default_factory=list)
+
+
+def measure_reuse(
+    workload: Workload,
+    tokenize: Tokenize,
+    *,
+    min_run: int,
+    capacity: int | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> ReuseResult:
+    """Look every prompt up, plan, and then register it as a donor.
+
+    Args:
+        workload: Prompts in order of arrival.
+        tokenize: Gives their tokens.
+        min_run: Shortest run that counts.
+        capacity: Tokens that donors may have together; None for all.
+        advance: Called once per prompt.
+
+    Raises:
+        ConfigError: `min_run` or `capacity` is too small.
+    """
+    tally = _Tally()
+    for session in workload.sessions:
+        prompts = [tokenize(text) for text in (*session.cached, *session.requests)]
+        covered = covered_positions(prompts, min_run)
+        for tokens, is_covered in list(zip(prompts, covered, strict=True))[len(session.cached) :]:
+            tally.requests += 1
+            tally.tokens += len(tokens)
+            tally.bound += int(np.count_nonzero(is_covered[:-1]))
+        _Replay(prompts, min_run, capacity, tally).run(session, advance)
+    return ReuseResult(
+        workload=workload.name,
+        requests=tally.requests,
+        tokens=tally.tokens,
+        prefix_tokens=tally.prefix,
+        reused_tokens=tally.prefix + tally.spans,
+        bound_tokens=tally.bound,
+        wrong_tokens=tally.wrong,
+        lookup_ms=_percentiles(tally.lookup_s, p50=50, p99=99, max=100),
+        register_ms=_percentiles(tally.register_s, p50=50, p99=99),
+    )
+
+
+class _Replay:
+    """One session: a catalogue, the prefixes seen, and which donor is which prompt."""
+
+    def __init__(self, prompts: Sequence[Tokens], min_run: int, capacity: int | None, tally: _Tally) -> None:
+        everything = max(GRAM_TOKENS, sum(map(len, prompts)))
+        self._catalogue = DonorCatalogue(everything if capacity is None else capacity, min_run=min_run)
+        self._prefixes = PrefixSet()
+        self._prompt_of_donor: dict[int, Tokens] = {}
+        self._prompts = prompts
+        self._min_run = min_run
+        self._tally = tally
+
+    def run(self, session: Session, advance: Callable[[], object]) -> None:
+        for index, tokens in enumerate(self._prompts):
+            if index >= len(session.cached):
+                self._look_up(tokens)
+            self._register(tokens)
+            advance()
+
+    def _look_up(self, tokens: Tokens) -> None:
+        tally = self._tally
+        prefix_len = self._prefixes.longest_prefix(tokens[:-1])
+        if prefix_len < self._min_run:
+            prefix_len = 0
+        started = time.perf_counter()
+        matches = self._catalogue.find(_NAMESPACE, tokens, start=prefix_len)
+        plan = plan_graft(len(tokens), prefix_len, matches, _ALWAYS_WORTH_IT, min_run=self._min_run)
+        tally.lookup_s.append(time.perf_counter() - started)
+        tally.prefix += prefix_len
+        if isinstance(plan, GraftPlan):
+            tally.spans += plan.reused_len
+            tally.wrong += sum(self._num_wrong(tokens, span) for span in plan.spans)
+
+    def _num_wrong(self, tokens: Tokens, span: Match) -> int:
+        """Compare with the prompt that was registered, not with what the catalogue kept of it."""
+        donor = self._prompt_of_donor[span.donor_id][span.donor_start : span.donor_start + span.length]
+        target = tokens[span.target_start : span.target_end]
+        return int(np.count_nonzero(donor != target)) if len(donor) == len(target) else span.length
+
+    def _register(self, tokens: Tokens) -> None:
+        self._prefixes.add(tokens)
+        if len(tokens) > self._catalogue.capacity_tokens:
+            return
+        started = time.perf_counter()
+        donor = self._catalogue.add(_NAMESPACE, tokens, None).donor
+        self._tally.register_s.append(time.perf_counter() - started)
+        if donor is not None:
+            self._prompt_of_donor[donor.donor_id] = tokens
+
+
+def _percentiles(seconds: Sequence[float], **percents: float) -> dict[str, float]:
+    """Percentiles in milliseconds by name."""
+    values = np.array(seconds or [0.0]) * 1e3
+    return {name: round(float(np.percentile(values, percent)), 4) for name, percent in percents.items()}
