@@ -15,6 +15,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -159,6 +160,18 @@ def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, context: int, w
     return {"context": context, "loss": whole, "loss_last_64": last64, "gain": last64 - whole}
 
 
+def accumulate_gradients(
+    model: LlamaForCausalLM, loss_of: Callable[..., torch.Tensor], ids: torch.Tensor, micro_tokens: int
+) -> float:
+    """Run forward and backward over `ids` in parts of about `micro_tokens`; returns the mean loss."""
+    total = 0.0
+    for part in ids.split(max(1, micro_tokens // (ids.shape[1] - 1))):
+        loss = loss_of(model, part) * len(part) / len(ids)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
 def train(args: argparse.Namespace) -> None:
     """Run the recipe from scratch or from the checkpoint."""
     torch.manual_seed(args.seed)
@@ -189,13 +202,9 @@ def train(args: argparse.Namespace) -> None:
         scale = learning_rate_scale(step, PHASES)
         for optimizer, rate in zip(optimizers, base_rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * scale
-        ids = corpus.batch(steps[step].context).to(device)
-        loss_value = 0.0
-        rows = max(1, args.micro_tokens // steps[step].context)
-        for part in ids.split(rows):
-            loss = loss_of(model, part) * len(part) / len(ids)
-            loss.backward()
-            loss_value += loss.item()
+        loss_value = accumulate_gradients(
+            model, loss_of, corpus.batch(steps[step].context).to(device), args.micro_tokens
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -204,7 +213,10 @@ def train(args: argparse.Namespace) -> None:
         if (step + 1) % 10 == 0:
             log.append({"step": step + 1, "context": steps[step].context, "loss": round(mean_loss, 4)})
             rate = (step + 1 - first_step) * TOKENS_PER_STEP / (time.perf_counter() - started)
-            print(f"step {step + 1}/{len(steps)} context {steps[step].context} loss {mean_loss:.3f} {rate:.0f} tokens/s", flush=True)
+            print(
+                f"step {step + 1}/{len(steps)} context {steps[step].context} loss {mean_loss:.3f} {rate:.0f} tokens/s",
+                flush=True,
+            )
         if (step + 1) % 50 == 0 or step + 1 == len(steps):
             args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "log": log}

@@ -5,7 +5,17 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["kvgraft.prefix", "kvgraft.donors", "kvgraft.memory", "kvgraft.graft.select", "kvgraft.engine", "kvgraft.fidelity"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvgraft.prefix",
+        "kvgraft.donors",
+        "kvgraft.memory",
+        "kvgraft.graft.select",
+        "kvgraft.engine",
+        "kvgraft.fidelity",
+    ],
+)
 def test_all_is_complete_and_importable(name):
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)

@@ -21,7 +21,9 @@ def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("module", ["kvgraft", "kvgraft.prefix", "kvgraft.donors", "kvgraft.memory", "kvgraft.config", "kvgraft.cli"])
+@pytest.mark.parametrize(
+    "module", ["kvgraft", "kvgraft.prefix", "kvgraft.donors", "kvgraft.memory", "kvgraft.config", "kvgraft.cli"]
+)
 def test_core_modules_load_neither_torch_nor_transformers(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'tokenizers'}} & set(sys.modules)))"
     result = run_python(code)
@@ -32,10 +34,15 @@ def test_core_modules_load_neither_torch_nor_transformers(module):
 def test_missing_extra_is_named(missing):
     result = run_python(HIDE.format(hidden={missing}) + "import kvgraft.engine")
     assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1] == f"ImportError: kvgraft.engine needs {missing}: pip install 'kvgraft[torch]'"
+    assert (
+        result.stderr.strip().splitlines()[-1]
+        == f"ImportError: kvgraft.engine needs {missing}: pip install 'kvgraft[torch]'"
+    )
 
 
 def test_command_line_says_what_is_missing_in_one_line():
-    result = run_python(HIDE.format(hidden={"torch"}) + "import sys; from kvgraft.cli import main; sys.exit(main(['generate', 'x']))")
+    result = run_python(
+        HIDE.format(hidden={"torch"}) + "import sys; from kvgraft.cli import main; sys.exit(main(['generate', 'x']))"
+    )
     assert result.returncode == 2
     assert result.stderr == "kvgraft: kvgraft.engine needs torch: pip install 'kvgraft[torch]'\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvgraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class EngineConfig:
             if isinstance(value, int) and value < lowest.get(field.name, 0):
                 raise ConfigError(f"{field.name} must be at least {lowest.get(field.name, 0)}, not {value}")
         if not 0 < self.recompute_ratio <= 1:
-            raise ConfigError(f"recompute_ratio must be above 0 and at most 1, not {self.recompute_ratio}; selection='none' recomputes nothing")
+            raise ConfigError(
+                f"recompute_ratio must be above 0 and at most 1, not {self.recompute_ratio}; "
+                "selection='none' recomputes nothing"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -30,7 +30,9 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["doctor"], ["bench"], ["bench", "reuse"], ["bench", "ttft"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["generate"], ["doctor"], ["bench"], ["bench", "reuse"], ["bench", "ttft"]]
+)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
@@ -41,7 +43,17 @@ def test_every_command_has_help(command, capsys):
 def test_generate_json_reports_reuse(capsys, model_dir):
     document = "def area(width, height):\n    return width * height\n" * 5
     code, out, _ = run(
-        capsys, "generate", "--model", model_dir, "--num-slots", "2000", "--max-new-tokens", "4", "--json", document, "New beginning. " + document
+        capsys,
+        "generate",
+        "--model",
+        model_dir,
+        "--num-slots",
+        "2000",
+        "--max-new-tokens",
+        "4",
+        "--json",
+        document,
+        "New beginning. " + document,
     )
     first, second = json.loads(out)
     assert code == 0
@@ -53,7 +65,9 @@ def test_generate_json_reports_reuse(capsys, model_dir):
 def test_generate_prints_text_and_summary(capsys, model_dir, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("import sys\n")
-    code, out, _ = run(capsys, "generate", "--model", model_dir, "--num-slots", "500", "--max-new-tokens", "3", "--file", str(prompt))
+    code, out, _ = run(
+        capsys, "generate", "--model", model_dir, "--num-slots", "500", "--max-new-tokens", "3", "--file", str(prompt)
+    )
     assert code == 0
     assert "prompt tokens: 0 exact, 0 shifted" in out
 
@@ -66,12 +80,34 @@ def test_doctor_accepts_the_tiny_model(capsys, model_dir):
 
 def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
     code, out, _ = run(
-        capsys, "bench", "ttft", "--model", model_dir, "--num-slots", "3000", "--lengths", "300,400", "--shift", "50", "--repeat", "1", "--json"
+        capsys,
+        "bench",
+        "ttft",
+        "--model",
+        model_dir,
+        "--num-slots",
+        "3000",
+        "--lengths",
+        "300,400",
+        "--shift",
+        "50",
+        "--repeat",
+        "1",
+        "--json",
     )
     rows = json.loads(out)
     assert code == 0
     assert [row["length"] for row in rows] == [300, 400]
-    promised = {"length", "cold_s", "prefix_s", "graft_s", "computed_tokens", "flop_bound", "speedup", "achieved_over_bound"}
+    promised = {
+        "length",
+        "cold_s",
+        "prefix_s",
+        "graft_s",
+        "computed_tokens",
+        "flop_bound",
+        "speedup",
+        "achieved_over_bound",
+    }
     assert promised <= set(rows[0])
     assert rows[0]["computed_tokens"] == 50 + 13
     assert rows[0]["flop_bound"] > 1
@@ -116,8 +152,16 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys, model_dir, t
     unknown.mkdir()
     (unknown / "config.json").write_text('{"model_type": "nonesuch"}')
     rope = tmp_path / "rope"
-    tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(rope)
-    places = {"EMPTY_DIR": tmp_path / "empty", "CORRUPT_DIR": corrupt, "UNKNOWN_DIR": unknown, "ROPE_DIR": rope, "MODEL_DIR": model_dir}
+    tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(
+        rope
+    )
+    places = {
+        "EMPTY_DIR": tmp_path / "empty",
+        "CORRUPT_DIR": corrupt,
+        "UNKNOWN_DIR": unknown,
+        "ROPE_DIR": rope,
+        "MODEL_DIR": model_dir,
+    }
     code, out, err = run(capsys, *(str(places.get(word, word)) for word in argv))
     assert code == 2
     assert out == ""

@@ -254,7 +254,13 @@ def test_reset_gives_every_slot_back(rng, document):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "no prompt"), (np.empty(0, np.int64), "empty"), ([VOCABULARY], "token ids must lie"), ([-1], "token ids must lie"), ([5] * 3_000, "shorten")],
+    [
+        ([], "no prompt"),
+        (np.empty(0, np.int64), "empty"),
+        ([VOCABULARY], "token ids must lie"),
+        ([-1], "token ids must lie"),
+        ([5] * 3_000, "shorten"),
+    ],
 )
 def test_bad_prompt_is_refused_and_nothing_is_held(prompt, message):
     llm = make_llm()

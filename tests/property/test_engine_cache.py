@@ -22,7 +22,9 @@ class EngineCacheMachine(RuleBasedStateMachine):
     def start(self, seed):
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
-        self.llm = LLM(adopt_model("llama", tiny_model("llama"), None), num_slots=300, host_bytes=400_000, selection="query_seam")
+        self.llm = LLM(
+            adopt_model("llama", tiny_model("llama"), None), num_slots=300, host_bytes=400_000, selection="query_seam"
+        )
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 90))) for _ in range(5)]
 
     def prompt(self, chosen, new):
@@ -30,7 +32,12 @@ class EngineCacheMachine(RuleBasedStateMachine):
 
     chosen = st.lists(st.integers(0, 4), min_size=1, max_size=3)
 
-    @rule(chosen=chosen, new=st.integers(0, 30), reuse=st.sampled_from(["off", "exact", "graft"]), salt=st.sampled_from(["", "x"]))
+    @rule(
+        chosen=chosen,
+        new=st.integers(0, 30),
+        reuse=st.sampled_from(["off", "exact", "graft"]),
+        salt=st.sampled_from(["", "x"]),
+    )
     def generate(self, chosen, new, reuse, salt):
         prompt = self.prompt(chosen, new)
         output = self.llm.generate(prompt, TWO, reuse, cache_salt=salt)[0]

@@ -87,7 +87,9 @@ def test_attention_mass_is_the_attention_of_the_observed_rows(family, rng):
     rows = SequenceRows(token_ids, np.arange(NUM_TOKENS), np.arange(NUM_TOKENS), observed_rows=6)
     mass = adapter.forward([rows])[0].attention_mass
     with adapter.stock() as model, torch.inference_mode():
-        attentions = model(input_ids=torch.from_numpy(token_ids)[None], output_attentions=True, use_cache=False).attentions
+        attentions = model(
+            input_ids=torch.from_numpy(token_ids)[None], output_attentions=True, use_cache=False
+        ).attentions
     expected = sum(layer[0, :, -6:].sum(dim=(0, 1)) for layer in attentions)
     torch.testing.assert_close(mass, expected, rtol=1e-4, atol=1e-5)
 
@@ -149,7 +151,9 @@ def test_self_check_refuses_learned_positions():
     assert "no rotary position embedding" in report.refusal
 
 
-@pytest.mark.parametrize(("family", "word"), [("gpt_oss", "sinks"), ("deepseek_v3", "MLA"), ("bloom", "bloom"), ("stablelm", "attention")])
+@pytest.mark.parametrize(
+    ("family", "word"), [("gpt_oss", "sinks"), ("deepseek_v3", "MLA"), ("bloom", "bloom"), ("stablelm", "attention")]
+)
 def test_unsupported_attention_is_refused_in_one_line(family, word):
     with pytest.raises(ModelError, match=word) as caught:
         self_check(make_adapter(tiny_model(family)), np.arange(64))

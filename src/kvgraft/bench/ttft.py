@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from kvgraft.engine import LLM, RequestOutput, SamplingParams
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvgraft.types import TokenArray
 
 _ONE_TOKEN = SamplingParams(1, ignore_eos=True)
@@ -62,11 +63,15 @@ class _Round:
     miss: RequestOutput
 
 
-def measure_ttft(llm: LLM, length: int, shift: int, *, repeat: int, seed: int, advance: Callable[[], object]) -> TtftResult:
+def measure_ttft(
+    llm: LLM, length: int, shift: int, *, repeat: int, seed: int, advance: Callable[[], object]
+) -> TtftResult:
     """Run `repeat` rounds of every mode, interleaved, over random tokens; raises `ConfigError` if `length` does not fit."""
     rng = np.random.default_rng((seed, length))
-    vocabulary = llm.loaded.model.get_input_embeddings().num_embeddings
-    draw = lambda count: rng.integers(3, vocabulary, count, dtype=np.int64)  # noqa: E731
+
+    def draw(count: int) -> TokenArray:
+        return rng.integers(3, llm.loaded.vocab_size, count, dtype=np.int64)
+
     llm.validate(draw(length), _ONE_TOKEN)
     llm.generate(draw(min(256, length)), _ONE_TOKEN, ReuseMode.OFF)
     rounds = []

@@ -8,17 +8,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvgraft import __version__
 from kvgraft.cli import bench_reuse, bench_ttft, demo, doctor, generate
 from kvgraft.errors import KVGraftError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="kvgraft", description="Reuse the KV cache of text a model has already read, wherever it appears in a prompt."
+        prog="kvgraft",
+        description="Reuse the KV cache of text a model has already read, wherever it appears in a prompt.",
     )
     parser.add_argument("--version", action="version", version=f"kvgraft {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from kvgraft.bench.reuse import ReuseResult

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
@@ -14,6 +13,8 @@ from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgraft.bench.ttft import TtftResult
 
 
@@ -22,11 +23,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "ttft",
         help="time to first token of a document behind a new beginning",
-        description="For each length: a prompt of --shift new tokens and a document that was read before at position 0. Times "
-        "are medians of --repeat interleaved rounds. flop_bound is what full prefill costs over what the computed positions cost.",
+        description="For each length: a prompt of --shift new tokens and a document that was read before at position 0. "
+        "Times are medians of --repeat interleaved rounds. flop_bound is what full prefill costs over what the computed "
+        "positions cost.",
     )
-    parser.add_argument("--lengths", type=_lengths, default=(1024, 4096, 8192), metavar="N,N", help="prompt lengths (default 1024,4096,8192)")
-    parser.add_argument("--shift", type=int, default=200, metavar="N", help="new tokens in front of the document (default 200)")
+    add = parser.add_argument
+    add("--lengths", type=_lengths, default=(1024, 4096, 8192), metavar="N,N", help="prompt lengths (1024,4096,8192)")
+    add("--shift", type=int, default=200, metavar="N", help="new tokens in front of the document (default 200)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds per length (default 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
@@ -43,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     llm = load_llm(args, engine_config(args))
     from kvgraft.bench.ttft import measure_ttft
 
-    results = []
     with progress(len(args.lengths) * args.repeat, "rounds") as advance:
-        for length in args.lengths:
-            results.append(measure_ttft(llm, length, args.shift, repeat=args.repeat, seed=args.seed, advance=advance))
+        results = [
+            measure_ttft(llm, length, args.shift, repeat=args.repeat, seed=args.seed, advance=advance)
+            for length in args.lengths
+        ]
     if args.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     else:
@@ -62,10 +66,10 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _print_table(results: Sequence[TtftResult]) -> None:
-    print(f"{'length':>7s}{'cold':>10s}{'exact':>10s}{'graft':>10s}{'computed':>10s}{'speed-up':>10s}{'bound':>8s}{'reached':>9s}{'miss cost':>11s}")
+    columns = ("length", "cold", "exact", "graft", "computed", "speed-up", "bound", "reached", "miss cost")
+    print("".join(f"{column:>10s}" for column in columns))
     for r in results:
-        print(
-            f"{r.length:>7d}{r.cold_s * 1e3:>7.0f} ms{r.prefix_s * 1e3:>7.0f} ms{r.graft_s * 1e3:>7.0f} ms{r.computed_tokens:>10d}"
-            f"{r.speedup:>9.1f}x{r.flop_bound:>7.1f}x{r.achieved_over_bound:>9.0%}{r.miss_overhead:>+11.2%}"
-        )
+        times = "".join(f"{seconds * 1e3:>7.0f} ms" for seconds in (r.cold_s, r.prefix_s, r.graft_s))
+        ratios = f"{r.speedup:>9.1f}x{r.flop_bound:>9.1f}x{r.achieved_over_bound:>10.0%}{r.miss_overhead:>+10.2%}"
+        print(f"{r.length:>10d}{times}{r.computed_tokens:>10d}{ratios}")
     print(f"\nmedian share of the bound: {statistics.median(r.achieved_over_bound for r in results):.0%}")

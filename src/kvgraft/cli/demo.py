@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +15,9 @@ from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
     from kvgraft.demo.runner import ModeResult
     from kvgraft.engine import LLM
 
@@ -49,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; choose another --model")
     results = _run_modes(llm, [request.prompt for request in session])
     if args.json:
-        print(json.dumps({"model": llm.loaded.name, "requests": len(session), "modes": [_as_json(r) for r in results]}, indent=1))
+        print(
+            json.dumps(
+                {"model": llm.loaded.name, "requests": len(session), "modes": [_as_json(r) for r in results]}, indent=1
+            )
+        )
     else:
         _print_table(llm, results)
     return 0
@@ -70,13 +75,20 @@ def _run_modes(llm: LLM, prompts: Sequence[str]) -> list[ModeResult]:
 
 def _as_json(result: ModeResult) -> dict[str, object]:
     median, p95 = np.percentile(result.ttft_ms, (50, 95))
-    return dataclasses.asdict(result) | {"ttft_median_ms": median, "ttft_p95_ms": p95, "reused_share": result.reused_share}
+    return dataclasses.asdict(result) | {
+        "ttft_median_ms": median,
+        "ttft_p95_ms": p95,
+        "reused_share": result.reused_share,
+    }
 
 
 def _print_table(llm: LLM, results: Sequence[ModeResult]) -> None:
     off = results[0]
-    print(f"{len(off.ttft_ms)} requests, {off.prompt_tokens:,} prompt tokens, model {llm.loaded.name} on {llm.loaded.model.device}\n")
-    print(f"{'mode':24s}{'reused':>9s}{'TTFT median':>13s}{'p95':>10s}{'ratio':>8s}{'KL':>10s}{'top-1':>8s}{'greedy-32':>11s}")
+    place = f"model {llm.loaded.name} on {llm.loaded.model.device}"
+    print(f"{len(off.ttft_ms)} requests, {off.prompt_tokens:,} prompt tokens, {place}\n")
+    print(
+        f"{'mode':24s}{'reused':>9s}{'TTFT median':>13s}{'p95':>10s}{'ratio':>8s}{'KL':>10s}{'top-1':>8s}{'greedy-32':>11s}"
+    )
     base = float(np.median(off.ttft_ms))
     for result in results:
         median, p95 = np.percentile(result.ttft_ms, (50, 95))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from kvgraft import __version__
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+
+if TYPE_CHECKING:
+    import argparse
 
 _PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors")
 
@@ -31,7 +34,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     check = llm.self_check
-    pairings = {("none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels") for spec in llm.adapter.rope or ()}
+    pairings = {
+        ("none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels")
+        for spec in llm.adapter.rope or ()
+    }
     found = {
         "kvgraft": __version__,
         "python": platform.python_version(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -14,6 +13,8 @@ from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
+    import argparse
+
     from kvgraft.engine import LLM, RequestOutput, SamplingParams
     from kvgraft.types import GraftReport
 
@@ -23,18 +24,22 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "generate",
         help="answer prompts and say what was reused",
-        description="Answer prompts in order; each may reuse what the model read in earlier ones. Prompts come from arguments, "
-        "from files (one prompt a file) or, with neither, from standard input.",
+        description="Answer prompts in order; each may reuse what the model read in earlier ones. Prompts come from "
+        "arguments, from files (one prompt a file) or, with neither, from standard input.",
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; several are answered in order")
-    parser.add_argument("-f", "--file", action="append", default=[], metavar="FILE", help="read a prompt from a file; repeatable")
+    parser.add_argument(
+        "-f", "--file", action="append", default=[], metavar="FILE", help="read a prompt from a file; repeatable"
+    )
     parser.add_argument("--reuse", choices=[*ReuseMode], default="graft", help="what may be reused (default graft)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is all")
     parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; repeatable")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; repeatable"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of text")
     add_model_options(parser)
     parser.set_defaults(run=run)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from typing import TYPE_CHECKING
 
 from kvgraft.config import EngineConfig
 
 if TYPE_CHECKING:
+    import argparse
+
     from kvgraft.engine import LLM
 
 _SETTINGS = ("dtype", "device", "num_slots", "max_model_len", "selection", "recompute_ratio")
@@ -17,13 +18,19 @@ _SETTINGS = ("dtype", "device", "num_slots", "max_model_len", "selection", "reco
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add `--model` and the engine settings that a command line needs; others come from `KVGRAFT_*`."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="graft-tiny", metavar="NAME", help="graft-tiny, a Hugging Face directory or a hub id")
+    group.add_argument(
+        "--model", default="graft-tiny", metavar="NAME", help="graft-tiny, a Hugging Face directory or a hub id"
+    )
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--num-slots", type=int, metavar="N", help="KV slots (tokens) on the device; default by memory")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
-    group.add_argument("--selection", metavar="POLICY", help="reused tokens to compute again: none, first_k, query_seam")
-    group.add_argument("--recompute-ratio", type=float, metavar="R", help="share that query_seam computes again (default 0.05)")
+    group.add_argument(
+        "--selection", metavar="POLICY", help="reused tokens to compute again: none, first_k, query_seam"
+    )
+    group.add_argument(
+        "--recompute-ratio", type=float, metavar="R", help="share that query_seam computes again (default 0.05)"
+    )
 
 
 def engine_config(args: argparse.Namespace, **defaults: object) -> EngineConfig:
@@ -34,8 +41,9 @@ def engine_config(args: argparse.Namespace, **defaults: object) -> EngineConfig:
 
 def load_llm(args: argparse.Namespace, config: EngineConfig) -> LLM:
     """Load the model of the command line, quietly."""
-    from kvgraft.engine import LLM
     from transformers.utils import logging as transformers_logging
+
+    from kvgraft.engine import LLM
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

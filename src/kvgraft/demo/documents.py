@@ -8,15 +8,29 @@ is decided here so that both agree. It knows nothing about models or tokens.
 from __future__ import annotations
 
 import ast
-import random
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable, Iterator
 
 HELD_OUT = frozenset(
-    {"argparse", "contextlib", "datetime", "heapq", "http", "pickle", "statistics", "subprocess", "tempfile", "textwrap"}
+    {
+        "argparse",
+        "contextlib",
+        "datetime",
+        "heapq",
+        "http",
+        "pickle",
+        "statistics",
+        "subprocess",
+        "tempfile",
+        "textwrap",
+    }
 )
 """Modules whose name contains one of these (their tests too) are never seen by the bundled model in training."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from kvgraft.fidelity import Agreement, AgreementSummary, compare
 from kvgraft.types import GraftReport, ReuseMode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
     from kvgraft.types import TokenArray
@@ -72,7 +73,9 @@ class SessionRunner:
         self._advance = advance
         self._references: list[_Reference] = []
         self._sampling = SamplingParams(CONTINUATION_TOKENS, ignore_eos=True)
-        llm.generate(self._prompts[0][:64], SamplingParams(2), "off")  # first call of torch's kernels is not a request's cost
+        llm.generate(
+            self._prompts[0][:64], SamplingParams(2), "off"
+        )  # first call of torch's kernels is not a request's cost
 
     def full_prefill(self) -> ModeResult:
         """Run with reuse off and keep the references that other modes are compared with."""
@@ -109,7 +112,9 @@ class SessionRunner:
         return compare(reference.logits, score.logits, reference.continuation.tolist(), greedy)
 
 
-def _result(name: str, reports: Sequence[GraftReport], ttft_ms: Sequence[float], agreements: Sequence[Agreement]) -> ModeResult:
+def _result(
+    name: str, reports: Sequence[GraftReport], ttft_ms: Sequence[float], agreements: Sequence[Agreement]
+) -> ModeResult:
     return ModeResult(
         name=name,
         prompt_tokens=sum(r.num_tokens for r in reports),

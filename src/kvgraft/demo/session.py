@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvgraft.demo.documents import INSTRUCTIONS, Passage, ask, passages, prompt, stdlib_modules
 from kvgraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LIBRARY_PASSAGES = 24
 _MIN_PASSAGE_CHARACTERS = 900

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.request import FinishReason, RequestCache, RequestOutput
-from kvgraft.engine.sampling import Sampler
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.sparse_prefill import PrefillOutcome, sparse_prefill
 from kvgraft.types import Fidelity, GraftReport, SpanReport
@@ -16,6 +15,7 @@ from kvgraft.types import Fidelity, GraftReport, SpanReport
 if TYPE_CHECKING:
     from kvgraft.engine.cache_manager import CacheManager
     from kvgraft.engine.flops import ModelFlops
+    from kvgraft.engine.sampling import Sampler
     from kvgraft.engine.text import OutputText
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import TokenArray

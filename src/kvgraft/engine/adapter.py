@@ -6,10 +6,9 @@ object whose layers scatter new K/V into the pool. No model code is touched and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,12 +17,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvgraft.engine.attention import SequenceAttention
+from kvgraft.engine.attention import LayerInputs, SequenceAttention
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from transformers import PreTrainedModel
 
     from kvgraft.graft.rope import RopeSpec
@@ -74,7 +75,9 @@ class TransformersAdapter:
         shapes = layer_shapes(model)
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config._attn_implementation != ATTENTION_NAME:
-            raise ModelError(f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model")
+            raise ModelError(
+                f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model"
+            )
         per_token = sum(2 * s.num_kv_heads * s.head_dim for s in shapes) * model.dtype.itemsize
         return cls(model, SlotPool(shapes, num_slots or max(64, kv_bytes // per_token), model.dtype, model.device))
 
@@ -104,7 +107,11 @@ class TransformersAdapter:
         token_ids = np.concatenate([rows.token_ids for rows in batch])
         positions = np.concatenate([rows.positions for rows in batch])
         device = self.pool.device
-        kept = [s.rows.stop - rows.num_logits + i for s, rows in zip(packed.sequences, batch, strict=True) for i in range(rows.num_logits)]
+        kept = [
+            s.rows.stop - rows.num_logits + i
+            for s, rows in zip(packed.sequences, batch, strict=True)
+            for i in range(rows.num_logits)
+        ]
         output = self._model(
             input_ids=torch.from_numpy(token_ids).to(device)[None],
             position_ids=torch.from_numpy(positions).to(device)[None],
@@ -157,26 +164,31 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     for layer in getattr(cache, "layers", ()):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape != values.shape or keys.ndim != 4:
-            raise ModelError(f"model type {model.config.model_type!r} does not keep equally shaped keys and values per layer; choose another model")
+            raise ModelError(
+                f"model type {model.config.model_type!r} does not keep keys and values of one shape per layer; "
+                "choose another model"
+            )
         shapes.append(LayerShape(keys.shape[1], keys.shape[3]))
     if not shapes:
-        raise ModelError(f"model type {model.config.model_type!r} keeps no K/V cache; choose a decoder with attention layers")
+        raise ModelError(
+            f"model type {model.config.model_type!r} keeps no K/V cache; choose a decoder with attention layers"
+        )
     return shapes
 
 
-class _PoolLayer(CacheLayerMixin):  # type: ignore[misc]
+class _PoolLayer(CacheLayerMixin):
     """One layer of the pool as transformers sees it: `update` scatters, attention reads the pool itself."""
 
     is_sliding = False
 
     def __init__(self, layer: int, batch: _PackedBatch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._layer, self._batch, self.is_initialized = layer, batch, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool is allocated already."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write the rows' K/V, (1, num_kv_heads, num_rows, head_dim), into their slots."""
         batch = self._batch
         batch.pool.write(self._layer, batch.target, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
@@ -195,39 +207,40 @@ class _PoolLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class _PoolCache(Cache):  # type: ignore[misc]
+class _PoolCache(Cache):
     def __init__(self, batch: _PackedBatch) -> None:
         super().__init__(layers=[_PoolLayer(layer, batch) for layer in range(len(batch.pool.layers))])
 
 
-def _attend(
+def _attend(  # noqa: PLR0917 - transformers' interface
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - part of the interface; the batch knows the mask
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     *,
     kvgraft_batch: _PackedBatch | None = None,
-    **kwargs: Any,  # noqa: ANN401
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention function in transformers' interface: (1, heads, rows, dim) -> (1, rows, heads, dim)."""
     if kwargs.get("s_aux") is not None:
         raise ModelError("attention sinks are not supported; choose a model without them")
     if kvgraft_batch is None:
         raise ModelError("this model type does not pass arguments on to its attention function; choose another model")
-    batch = kvgraft_batch
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = module.layer_idx
+    assert isinstance(layer, int)
     window = sliding_window or getattr(module, "sliding_window", None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    pool_keys, pool_values = batch.pool.keys(layer).transpose(0, 1), batch.pool.values(layer).transpose(0, 1)
+    pool = kvgraft_batch.pool
+    pool_keys, pool_values = pool.keys(layer).transpose(0, 1), pool.values(layer).transpose(0, 1)
     outputs = []
-    for sequence in batch.sequences:
+    for sequence in kvgraft_batch.sequences:
         keys, values = pool_keys[:, sequence.slots], pool_values[:, sequence.slots]
-        rows = query[0, :, sequence.rows]
-        outputs.append(sequence.attention.attend(rows, keys, values, scale=scale, window=window, softcap=softcap))
+        inputs = LayerInputs(query[0, :, sequence.rows], keys, values, scale, window, softcap)
+        outputs.append(sequence.attention.attend(inputs))
     mixed = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
     return mixed.transpose(0, 1)[None].contiguous(), None
 

@@ -9,14 +9,16 @@ because no fused kernel of PyTorch offers them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MIN_RUN_ROWS = 96
 """Shorter runs are cheaper as scattered rows than as a fused call with a band mask."""
@@ -44,7 +46,7 @@ class RowBlock:
 
 
 def split_rows(positions: NDArray[np.int64], num_fused: int) -> list[RowBlock]:
-    """Cut ascending `positions` into long runs, within the first `num_fused`, and stretches of scattered rows. O(num_rows)."""
+    """Cut ascending `positions` into long runs (within the first `num_fused`) and stretches of scattered rows. O(rows)."""
     is_break = np.diff(positions) != 1
     if 0 < num_fused < len(positions):
         is_break[num_fused - 1] = True
@@ -54,10 +56,31 @@ def split_rows(positions: NDArray[np.int64], num_fused: int) -> list[RowBlock]:
     blocks: list[RowBlock] = []
     for start, stop in zip(starts, stops, strict=True):
         is_run = stop <= num_fused and stop - start >= _MIN_RUN_ROWS
-        if blocks and not is_run and not blocks[-1].is_run:
-            start = blocks.pop().start  # noqa: PLW2901 - scattered neighbours form one stretch
-        blocks.append(RowBlock(start, stop, int(positions[start]), int(positions[stop - 1]), is_run))
+        joins = blocks and not is_run and not blocks[-1].is_run
+        begin = blocks.pop().start if joins else start
+        blocks.append(RowBlock(begin, stop, int(positions[begin]), int(positions[stop - 1]), is_run))
     return blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputs:
+    """What one layer hands to attention.
+
+    Attributes:
+        query: (num_heads, num_rows, head_dim).
+        keys: (num_kv_heads, num_keys, head_dim), by position.
+        values: Likewise.
+        scale: Factor of the scores.
+        window: Keys that a row sees, itself included; None for all.
+        softcap: Bound of the scores, `softcap * tanh(score / softcap)`; None for none.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,51 +111,33 @@ class SequenceAttention:
         """Keys that any row may see: all positions up to the last row's."""
         return int(self.positions[-1]) + 1
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """Return (num_heads, num_rows, head_dim) for `query` of that shape; `keys`, `values` are (num_kv_heads, num_keys, head_dim)."""
-        if window is not None and window >= self.num_keys:
-            window = None
-        output = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
+    def attend(self, layer: LayerInputs) -> Tensor:
+        """Return the rows' attention output, (num_heads, num_rows, head_dim)."""
+        query = layer.query
+        output = torch.empty(*query.shape[:2], layer.values.shape[-1], dtype=query.dtype, device=query.device)
         # Fused kernels do not give their weights away, so observed rows take the other way.
-        num_fused = 0 if softcap is not None else len(self.positions) - self.observed_rows
+        num_fused = 0 if layer.softcap is not None else len(self.positions) - self.observed_rows
         if num_fused not in self._blocks:
             self._blocks[num_fused] = split_rows(self.positions, num_fused)
         for block in self._blocks[num_fused]:
-            if block.is_run:
-                self._attend_run(block, query, keys, values, output, scale, window)
-            else:
-                self._attend_scattered(block, query, keys, values, output, scale, window, softcap)
+            attend = self._attend_run if block.is_run else self._attend_scattered
+            attend(block, layer, output)
         return output
 
-    def _attend_run(self, run: RowBlock, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float, window: int | None) -> None:
-        grouped = query.shape[0] != keys.shape[0]
-        if run.first == 0 and window is None:
-            stop = run.last + 1
-            output[:, run.start : run.stop] = F.scaled_dot_product_attention(
-                query[None, :, run.start : run.stop],
-                keys[None, :, :stop],
-                values[None, :, :stop],
-                is_causal=True,
-                scale=scale,
-                enable_gqa=grouped,
-            )[0]
+    def _attend_run(self, run: RowBlock, layer: LayerInputs, output: Tensor) -> None:
+        if run.first == 0 and (layer.window is None or layer.window > run.last):
+            output[:, run.start : run.stop] = _fused(layer, slice(run.start, run.stop), slice(0, run.last + 1), None)
             return
         for start in range(run.start, run.stop, _RUN_BLOCK_ROWS):
-            stop = min(start + _RUN_BLOCK_ROWS, run.stop)
-            first = run.first + start - run.start
-            low = 0 if window is None else max(0, first - window + 1)
-            high = first + stop - start
-            output[:, start:stop] = F.scaled_dot_product_attention(
-                query[None, :, start:stop],
-                keys[None, :, low:high],
-                values[None, :, low:high],
-                attn_mask=self._band(window, query.dtype)[: stop - start, self.num_keys - first + low : self.num_keys - first + high],
-                scale=scale,
-                enable_gqa=grouped,
-            )[0]
+            rows = slice(start, min(start + _RUN_BLOCK_ROWS, run.stop))
+            keys = self._visible(rows, layer.window)
+            shift = self.num_keys - int(self.positions[start])
+            band = self._band(layer.window, layer.query.dtype)
+            mask = band[: rows.stop - start, shift + keys.start : shift + keys.stop]
+            output[:, rows] = _fused(layer, rows, keys, mask)
 
     def _band(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask whose columns, shifted by a block's first position, are the causal (and window) mask of that block.
+        """Additive mask that, moved by a block's first position, is the causal (and window) mask of that block.
 
         Row i allows column c iff `c - num_keys <= i` and, with a window, `c - num_keys > i - window`.
         """
@@ -142,50 +147,59 @@ class SequenceAttention:
             hidden = column > row
             if window is not None:
                 hidden |= column <= row - window
-            self._bands[window] = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -math.inf)
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+            self._bands[window] = zeros.masked_fill_(hidden, -math.inf)
         return self._bands[window]
 
-    def _attend_scattered(
-        self, block: RowBlock, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> None:
-        for start, stop in self._small_blocks(block, query.shape[0]):
-            low, high = self._key_range(start, stop, window)
-            weights = self._weights(query, keys, start, stop, low, high, scale, window, softcap)
-            mixed = torch.bmm(weights.to(values.dtype), values[:, low:high])
-            output[:, start:stop] = mixed.view(query.shape[0], stop - start, -1)
-            self._observe(weights, start, stop, low, high)
+    def _attend_scattered(self, block: RowBlock, layer: LayerInputs, output: Tensor) -> None:
+        num_heads = len(layer.query)
+        step = max(1, _MAX_BLOCK_SCORES // (num_heads * (block.last + 1)))
+        for start in range(block.start, block.stop, step):
+            rows = slice(start, min(start + step, block.stop))
+            keys = self._visible(rows, layer.window)
+            weights = self._weights(layer, rows, keys)
+            mixed = torch.bmm(weights.to(layer.values.dtype), layer.values[:, keys])
+            output[:, rows] = mixed.view(num_heads, rows.stop - rows.start, -1)
+            self._observe(weights, rows, keys)
 
-    def _small_blocks(self, block: RowBlock, num_heads: int) -> Iterator[tuple[int, int]]:
-        rows = max(1, _MAX_BLOCK_SCORES // (num_heads * (block.last + 1)))
-        for start in range(block.start, block.stop, rows):
-            yield start, min(start + rows, block.stop)
+    def _visible(self, rows: slice, window: int | None) -> slice:
+        """Positions that at least one of `rows` sees."""
+        low = 0 if window is None else max(0, int(self.positions[rows.start]) - window + 1)
+        return slice(low, int(self.positions[rows.stop - 1]) + 1)
 
-    def _key_range(self, start: int, stop: int, window: int | None) -> tuple[int, int]:
-        low = 0 if window is None else max(0, int(self.positions[start]) - window + 1)
-        return low, int(self.positions[stop - 1]) + 1
-
-    def _weights(
-        self, query: Tensor, keys: Tensor, start: int, stop: int, low: int, high: int, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """Softmax weights, float32 (num_kv_heads, group * rows, high - low)."""
-        num_kv_heads = keys.shape[0]
-        rows = (query[:, start:stop] * scale).reshape(num_kv_heads, -1, query.shape[-1])
-        scores = torch.bmm(rows, keys[:, low:high].transpose(1, 2)).float()
-        if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
-        positions = self._positions[start:stop, None]
-        by_row = scores.view(num_kv_heads, -1, stop - start, high - low)
-        first = int(self.positions[start])
-        behind = torch.arange(first, high, device=self.device) > positions
-        by_row[..., first - low :].masked_fill_(behind, -math.inf)
-        if window is not None:
-            outside = torch.arange(low, high, device=self.device) <= positions - window
+    def _weights(self, layer: LayerInputs, rows: slice, keys: slice) -> Tensor:
+        """Softmax weights, float32 (num_kv_heads, group * rows, keys)."""
+        num_kv_heads = len(layer.keys)
+        query = (layer.query[:, rows] * layer.scale).reshape(num_kv_heads, -1, layer.query.shape[-1])
+        scores = torch.bmm(query, layer.keys[:, keys].transpose(1, 2)).float()
+        if layer.softcap is not None:
+            scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+        positions = self._positions[rows, None]
+        by_row = scores.view(num_kv_heads, -1, rows.stop - rows.start, keys.stop - keys.start)
+        first = int(self.positions[rows.start])
+        behind = torch.arange(first, keys.stop, device=self.device) > positions
+        by_row[..., first - keys.start :].masked_fill_(behind, -math.inf)
+        if layer.window is not None:
+            outside = torch.arange(keys.start, keys.stop, device=self.device) <= positions - layer.window
             by_row.masked_fill_(outside, -math.inf)
         return torch.softmax(scores, dim=-1)
 
-    def _observe(self, weights: Tensor, start: int, stop: int, low: int, high: int) -> None:
-        """Add the attention of those rows in `[start, stop)` that are observed."""
-        first = max(start, len(self.positions) - self.observed_rows)
-        if self.mass is not None and first < stop:
-            by_row = weights.view(weights.shape[0], -1, stop - start, high - low)
-            self.mass[low:high] += by_row[:, :, first - start :].sum(dim=(0, 1, 2))
+    def _observe(self, weights: Tensor, rows: slice, keys: slice) -> None:
+        """Add the attention of those of `rows` that are observed."""
+        first = max(rows.start, len(self.positions) - self.observed_rows)
+        if self.mass is not None and first < rows.stop:
+            by_row = weights.view(len(weights), -1, rows.stop - rows.start, keys.stop - keys.start)
+            self.mass[keys] += by_row[:, :, first - rows.start :].sum(dim=(0, 1, 2))
+
+
+def _fused(layer: LayerInputs, rows: slice, keys: slice, mask: Tensor | None) -> Tensor:
+    """PyTorch's attention of `rows` over `keys`; causal from the first key where there is no mask."""
+    return F.scaled_dot_product_attention(
+        layer.query[None, :, rows],
+        layer.keys[None, :, keys],
+        layer.values[None, :, keys],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=layer.scale,
+        enable_gqa=len(layer.query) != len(layer.keys),
+    )[0]

@@ -1,18 +1,16 @@
-"""The K/V side of a request's life: match, plan, pin, allocate; graft; grow; publish what is exact, register donors, release."""
+"""The K/V side of a request's life: match, plan, pin, allocate; graft; grow; publish, register donors, release."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.donors import CostModel, Donor, plan_graft
-from kvgraft.engine.kv_space import KVSpace
 from kvgraft.engine.request import Request, RequestCache
 from kvgraft.errors import CapacityError
 from kvgraft.graft.executor import SpanCopy, copy_spans
@@ -21,10 +19,13 @@ from kvgraft.prefix import RadixKey
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from kvgraft.engine.adapter import TransformersAdapter
     from kvgraft.engine.flops import ModelFlops
+    from kvgraft.engine.kv_space import KVSpace
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import TokenArray
 
@@ -43,7 +44,14 @@ class CacheManager:
     """
 
     def __init__(
-        self, adapter: TransformersAdapter, space: KVSpace, *, flops: ModelFlops, min_run: int, max_generation: int, refusal: str | None
+        self,
+        adapter: TransformersAdapter,
+        space: KVSpace,
+        *,
+        flops: ModelFlops,
+        min_run: int,
+        max_generation: int,
+        refusal: str | None,
     ) -> None:
         self.space = space
         self.flops = flops
@@ -54,7 +62,7 @@ class CacheManager:
         self._refusal = refusal
 
     def begin(self, request: Request, policy: SelectionPolicy) -> RequestCache:
-        """Match, plan for `policy`, pin and allocate; raises `CapacityError` (nothing held) if the prompt cannot get slots."""
+        """Match, plan for `policy`, pin and allocate; raises `CapacityError`, holding nothing, if slots run out."""
         timings: dict[str, float] = {}
         num_tokens = len(request.token_ids)
         prefix_slots, handle = np.empty(0, np.int64), None
@@ -82,7 +90,9 @@ class CacheManager:
         """Copy the plan's spans into the request's slots; donors are unpinned. A failure turns the plan into a miss."""
         with _timed(cache.timings_ms, "graft"):
             try:
-                copies = [self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)]
+                copies = [
+                    self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)
+                ]
                 copy_spans(self._adapter, copies, cache.kv_indices)
                 for match in cache.plan.spans:
                     self.space.donors.record_hit(match.donor_id, match.length)
@@ -114,7 +124,9 @@ class CacheManager:
         """Release the request; nothing of it is kept."""
         self._release(cache)
 
-    def _plan(self, request: Request, exact_len: int, policy: SelectionPolicy) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
+    def _plan(
+        self, request: Request, exact_len: int, policy: SelectionPolicy
+    ) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
         if request.reuse is not ReuseMode.GRAFT:
             return Miss(MissReason.REUSE_OFF), ()
         if self._refusal is not None:
@@ -123,8 +135,12 @@ class CacheManager:
         if not len(donors):
             return Miss(MissReason.NO_DONORS), ()
         try:
-            matches = donors.find(request.namespace, request.token_ids, start=exact_len, max_generation=self._max_generation)
-            planned = plan_graft(len(request.token_ids), exact_len, matches, self._cost_model(policy), min_run=self._min_run)
+            matches = donors.find(
+                request.namespace, request.token_ids, start=exact_len, max_generation=self._max_generation
+            )
+            planned = plan_graft(
+                len(request.token_ids), exact_len, matches, self._cost_model(policy), min_run=self._min_run
+            )
             if isinstance(planned, Miss):
                 return planned, ()
             found = tuple(donors.get(match.donor_id) for match in planned.spans)
@@ -152,7 +168,7 @@ class CacheManager:
         cache.plan = _no_graft(cache.plan.num_tokens, cache.plan.exact_len)
 
     def _cost_model(self, policy: SelectionPolicy) -> CostModel:
-        """Costs in floating-point operations; copying is memory traffic, converted at the rate at which both take equally long."""
+        """Costs in floating-point operations; copying is memory traffic, converted by a typical ratio of the two."""
         return CostModel(
             compute_per_token=self.flops.per_token,
             attention_per_key=self.flops.per_visible_key,
@@ -181,7 +197,11 @@ class CacheManager:
                 return
             for match in known:
                 donor = donors.get(match.donor_id)
-                if donor is not None and match.target_start == donor.start_position == 0 and match.length == len(donor.token_ids):
+                if (
+                    donor is not None
+                    and match.target_start == donor.start_position == 0
+                    and match.length == len(donor.token_ids)
+                ):
                     self.space.remove_donor(donor.donor_id)
             self._add(cache, token_ids, 0, len(token_ids), 0)
             return

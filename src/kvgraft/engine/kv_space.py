@@ -95,12 +95,24 @@ class KVSpace:
         return _BlockSource(self.pool, self.host.get(donor.donor_id, start, match.length))
 
     def add_donor(
-        self, namespace: Namespace, token_ids: TokenArray, slots: NDArray[np.int64], *, generation: int, start_position: int, context: bytes
+        self,
+        namespace: Namespace,
+        token_ids: TokenArray,
+        slots: NDArray[np.int64],
+        *,
+        generation: int,
+        start_position: int,
+        context: bytes,
     ) -> DonorId | None:
         """Register text whose K/V lie in `slots` as a donor; None if it is too short or the catalogue cannot take it."""
         try:
             result = self.donors.add(
-                namespace, token_ids, SlotKV(slots), generation=generation, start_position=start_position, context=context
+                namespace,
+                token_ids,
+                SlotKV(slots),
+                generation=generation,
+                start_position=start_position,
+                context=context,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)
@@ -133,8 +145,8 @@ class KVSpace:
                 return
             if not self._spill_donor() and not len(freed):
                 raise CapacityError(
-                    f"{num_tokens} KV slots are needed and {self.allocator.free_size} of {self.allocator.num_slots} can be freed; "
-                    "shorten the prompt or raise num_slots"
+                    f"{num_tokens} KV slots are needed and {self.allocator.free_size} of {self.allocator.num_slots} can "
+                    "be freed; shorten the prompt or raise num_slots"
                 )
 
     def _spill_donor(self) -> bool:
@@ -183,5 +195,7 @@ class KVSpace:
             raise CorruptCacheError(f"{len(on_host)} donors are on the host, which holds {len(self.host)} blocks")
         held = [donor.kv.slots for donor in self.donors if isinstance(donor.kv, SlotKV)]
         distinct = len(np.unique(np.concatenate(held))) if held else 0
-        if distinct != self.allocator.num_held(Owner.DONOR) or self.prefix.total_size != self.allocator.num_held(Owner.CACHE):
+        if distinct != self.allocator.num_held(Owner.DONOR) or self.prefix.total_size != self.allocator.num_held(
+            Owner.CACHE
+        ):
             raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")

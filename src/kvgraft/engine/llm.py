@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,8 +24,10 @@ from kvgraft.engine.self_check import SelfCheckReport, self_check
 from kvgraft.engine.text import OutputText
 from kvgraft.errors import ConfigError
 from kvgraft.graft.select import SelectionPolicy, selection_policy
-from kvgraft.memory import SlotUsage
 from kvgraft.types import Namespace, ReuseMode, TokenArray
+
+if TYPE_CHECKING:
+    from kvgraft.memory import SlotUsage
 
 Prompt = str | Sequence[int] | TokenArray
 """Text (needs a tokenizer) or token ids."""
@@ -54,7 +57,9 @@ class LLM:
         >>> second.report.shifted_tokens
     """
 
-    def __init__(self, model: str | LoadedModel = "graft-tiny", config: EngineConfig | None = None, **settings: object) -> None:
+    def __init__(
+        self, model: str | LoadedModel = "graft-tiny", config: EngineConfig | None = None, **settings: object
+    ) -> None:
         """Load `model` (name, directory, hub id or a `LoadedModel`) and prove that its K/V may be reused.
 
         Args:
@@ -68,14 +73,21 @@ class LLM:
         """
         self.config = (config or EngineConfig.from_env()).updated(settings)
         self.policy = self._make_policy(self.config.selection)
-        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=self.config.dtype, device=self.config.device)
+        self.loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load_model(model, dtype=self.config.dtype, device=self.config.device)
+        )
         self.max_model_len = self.config.max_model_len or self.loaded.max_model_len
         self._adapter = TransformersAdapter.create(
             self.loaded.model, num_slots=self.config.num_slots, kv_bytes=self.config.kv_bytes
         )
         self.self_check: SelfCheckReport = self_check(self._adapter, np.arange(min(64, self._adapter.pool.num_slots)))
         self.space = KVSpace(
-            self._adapter.pool, host_bytes=self.config.host_bytes, donor_tokens=self.config.donor_tokens, min_run=self.config.min_run
+            self._adapter.pool,
+            host_bytes=self.config.host_bytes,
+            donor_tokens=self.config.donor_tokens,
+            min_run=self.config.min_run,
         )
         self._manager = CacheManager(
             self._adapter,
@@ -111,7 +123,7 @@ class LLM:
         token_ids = np.array(prompt, dtype=np.int64)
         if token_ids.ndim != 1 or not len(token_ids):
             raise ConfigError("the prompt is empty; give at least one token")
-        vocabulary = self.loaded.model.get_input_embeddings().num_embeddings
+        vocabulary = self.loaded.vocab_size
         if token_ids.min() < 0 or token_ids.max() >= vocabulary:
             raise ConfigError(f"token ids must lie in [0, {vocabulary}); was the prompt tokenised for another model?")
         return token_ids
@@ -229,7 +241,9 @@ class LLM:
             admitted=admitted,
         )
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams | None, reuse: ReuseMode | str, cache_salt: str) -> Request:
+    def _request(
+        self, prompt: Prompt, sampling: SamplingParams | None, reuse: ReuseMode | str, cache_salt: str
+    ) -> Request:
         token_ids = self.tokenize(prompt)
         sampling = sampling or SamplingParams()
         longest = min(self.max_model_len, self._adapter.pool.num_slots)

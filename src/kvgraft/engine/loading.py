@@ -38,6 +38,11 @@ class LoadedModel:
     fingerprint: str
     max_model_len: int
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the embedding knows."""
+        return embedding_size(self.model)
+
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """Load `name`: the bundled `graft-tiny`, a Hugging Face directory, or a hub id.
@@ -53,9 +58,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     try:
         config = AutoConfig.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, config=config)
-    except Exception as error:  # noqa: BLE001 - transformers raises many types for a bad directory or id
+    except Exception as error:
         raise ModelError(_load_failure(name, error)) from error
-    model.to(torch_device)
+    torch.nn.Module.to(model, torch_device)
     tokenizer = _load_tokenizer(source)
     return adopt_model(name, model, tokenizer)
 
@@ -65,6 +70,13 @@ def adopt_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     config = model.config.get_text_config(decoder=True)
     max_model_len = getattr(config, "max_position_embeddings", None) or 1 << 20
     return LoadedModel(name, model, tokenizer, fingerprint(model, tokenizer), int(max_model_len))
+
+
+def embedding_size(model: PreTrainedModel) -> int:
+    """Rows of the model's token embedding."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return len(weight)
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -93,7 +105,9 @@ def _resolve(name: str) -> str:
         return name
     path = path.expanduser()
     if not path.is_dir():
-        raise ConfigError(f"model directory {name} does not exist; give a Hugging Face directory, a hub id or {BUNDLED_MODEL!r}")
+        raise ConfigError(
+            f"model directory {name} does not exist; give a Hugging Face directory, a hub id or {BUNDLED_MODEL!r}"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"{name} has no config.json; give the directory that `save_pretrained` wrote")
     return str(path)
@@ -115,7 +129,9 @@ def _device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"unknown device {name!r}; choose auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for but torch sees none; use --device cpu or install a CUDA build of torch")
+        raise ConfigError(
+            "device 'cuda' was asked for but torch sees none; use --device cpu or install a CUDA build of torch"
+        )
     return device
 
 

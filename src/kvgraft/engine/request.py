@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvgraft.types import GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
     from kvgraft.engine.sampling import SamplingParams
     from kvgraft.prefix import PrefixHandle
+    from kvgraft.types import GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
 
 
 class FinishReason(StrEnum):

@@ -36,7 +36,13 @@ class Score:
 
 
 def score(
-    adapter: ModelAdapter, manager: CacheManager, request: Request, policy: SelectionPolicy, continuation: TokenArray, *, max_rows: int
+    adapter: ModelAdapter,
+    manager: CacheManager,
+    request: Request,
+    policy: SelectionPolicy,
+    continuation: TokenArray,
+    *,
+    max_rows: int,
 ) -> Score:
     """Prefill `request` as its reuse mode says, then feed `continuation` and collect the logits."""
     cache = manager.begin(request, policy)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.engine.loading import embedding_size
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
@@ -56,12 +57,14 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfChec
     """
     tolerance = _TOLERANCE.get(adapter.model.dtype)
     if tolerance is None:
-        raise ModelError(f"dtype {adapter.model.dtype} is not supported; load the model in float32, bfloat16 or float16")
+        raise ModelError(
+            f"dtype {adapter.model.dtype} is not supported; load the model in float32, bfloat16 or float16"
+        )
     _check_slots(adapter, kv_indices)
     forward_error = _forward_error(adapter, kv_indices)
     if forward_error > tolerance:
         raise ModelError(
-            f"self-check failed: logits differ from the model's own forward by {forward_error:.1e} (allowed {tolerance:.0e}); "
+            f"self-check failed: logits differ from the model's own by {forward_error:.1e} (allowed {tolerance:.0e}); "
             "kvgraft does not understand this architecture, serve it without kvgraft and report the model type"
         )
     refusal = refused_rope(adapter.model.config.get_text_config(decoder=True), adapter.model)
@@ -82,7 +85,9 @@ def refused_rope(config: PretrainedConfig, model: PreTrainedModel) -> str | None
     for parameters in _rope_parameters(config):
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in SHIFTABLE_ROPE_TYPES:
-            return f"RoPE type {rope_type!r} is not supported for shifted reuse (its angles may depend on prompt length)"
+            return (
+                f"RoPE type {rope_type!r} is not supported for shifted reuse (its angles may depend on prompt length)"
+            )
         if "mrope_section" in parameters:
             return "multimodal RoPE (M-RoPE) is not supported for shifted reuse yet"
     return None
@@ -169,14 +174,20 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
     """Whole prompt, then two gaps again over zeroed K/V, each against the model's own forward."""
     token_ids = _probe_tokens(adapter.model, _PROMPT_TOKENS)
     with adapter.stock() as model:
-        expected = model(input_ids=torch.from_numpy(token_ids).to(model.device)[None], use_cache=False).logits[0, -1].float()
+        expected = (
+            model(input_ids=torch.from_numpy(token_ids).to(model.device)[None], use_cache=False).logits[0, -1].float()
+        )
     everything = np.arange(_PROMPT_TOKENS)
     gaps = np.concatenate([everything[5:15], everything[-4:]])
     errors = []
     for positions in (everything, gaps):
         hidden = adapter.pool.index(kv_indices[positions])
         for layer, shape in enumerate(adapter.pool.layers):
-            zeros = torch.zeros((len(positions), shape.num_kv_heads, shape.head_dim), dtype=adapter.pool.dtype, device=adapter.pool.device)
+            zeros = torch.zeros(
+                (len(positions), shape.num_kv_heads, shape.head_dim),
+                dtype=adapter.pool.dtype,
+                device=adapter.pool.device,
+            )
             adapter.pool.write(layer, hidden, zeros, zeros)
         rows = SequenceRows(token_ids[positions], positions, kv_indices)
         errors.append(_relative_error(adapter.forward([rows])[0].logits[-1], expected))
@@ -184,7 +195,7 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
 
 
 def _probe_tokens(model: PreTrainedModel, count: int) -> np.ndarray:
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = embedding_size(model)
     return np.random.default_rng(7).integers(min(3, vocabulary - 1), vocabulary, count, dtype=np.int64)
 
 

@@ -35,7 +35,9 @@ class OutputText:
         if self._backend is None or self.stopped:
             return ""
         self._text += self._stream.step(self._backend, token_id) or ""
-        found = [at for at in (self._text.find(text, max(0, self._sent - self._holdback)) for text in self._stop) if at >= 0]
+        found = [
+            at for at in (self._text.find(text, max(0, self._sent - self._holdback)) for text in self._stop) if at >= 0
+        ]
         if found:
             self.stopped = True
             self._text = self._text[: min(found)]

@@ -5,12 +5,13 @@ Compares next-token distributions over a fixed continuation and greedy outputs. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -55,4 +56,3 @@ class AgreementSummary:
             top1=fmean(a.top1 for a in agreements),
             greedy_equal=fmean(float(a.greedy_equal) for a in agreements),
         )
-

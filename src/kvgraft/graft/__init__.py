@@ -1,0 +1,1 @@
+"""Carry a plan out: RoPE shift, copies, sparse prefill and selection policies."""

@@ -6,7 +6,6 @@ K/V may lie in slots of the pool or in host memory. The executor reads donors an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +16,8 @@ from kvgraft.errors import ModelError
 from kvgraft.graft.rope import RopeShift, RopeSpec, rotate_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,8 @@ from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.select.base import Observation, Recompute, SelectionContext, SelectionPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from numpy.typing import NDArray
     from torch import Tensor
 

@@ -52,7 +52,9 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 """RoPE parameters that may be shifted."""
 
 
-def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> PreTrainedModel:  # noqa: ANN401
+def tiny_model(
+    family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: object
+) -> PreTrainedModel:
     """Build a 4-layer decoder of `family` with seeded random weights; `overrides` go to its configuration."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -68,4 +70,5 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float32, see
     config = AutoConfig.for_model(family, **(sizes | FAMILIES.get(family, {}) | overrides))
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-    return model.eval()
+    model.eval()
+    return model

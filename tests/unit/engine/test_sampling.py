@@ -41,7 +41,15 @@ def test_seed_makes_draws_reproducible():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"stop": ("",)}],
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"stop": ("",)},
+    ],
 )
 def test_bad_parameter_is_refused(wrong):
     with pytest.raises(ConfigError):

@@ -8,7 +8,15 @@ import torch
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft.model import SequenceOutput
-from kvgraft.graft.select import FirstK, NoRecompute, QuerySeam, Recompute, SelectionContext, SelectionPolicy, selection_policy
+from kvgraft.graft.select import (
+    FirstK,
+    NoRecompute,
+    QuerySeam,
+    Recompute,
+    SelectionContext,
+    SelectionPolicy,
+    selection_policy,
+)
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context, sparse_prefill
 from kvgraft.types import DonorId, GraftPlan, Match
 
@@ -86,7 +94,9 @@ def test_query_seam_takes_attention_over_distance_and_reruns_what_is_behind():
     assert len(chosen) == 3
     assert {30, 55} < set(chosen)
     assert chosen[0] == 10 or chosen == [30, 50, 55]
-    assert computing.positions.tolist() == [p for p in outcome.computed.tolist() if p >= chosen[0]]  # few live rows: all query
+    assert computing.positions.tolist() == [
+        p for p in outcome.computed.tolist() if p >= chosen[0]
+    ]  # few live rows: all query
     assert outcome.logits.tolist() == [2.0] * 3
 
 
