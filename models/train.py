@@ -15,19 +15,23 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvgraft.demo.documents import INSTRUCTIONS, Module, Passage, ask, passages, prompt, stdlib_modules
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 VOCABULARY = 4_096
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+EOS_ID = 1
 TOKENS_PER_STEP = 8_192
 RAG_SHARE = 0.35
 WARMUP_STEPS = 60
@@ -47,7 +51,7 @@ PHASES = (Phase(512, 900, False), Phase(2_048, 400, False), Phase(4_096, 220, Tr
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of `VOCABULARY` entries on `texts`; special tokens come first."""
+    """Train a byte-level BPE of `VOCABULARY` entries on `texts`; texts are encoded with `BOS` in front."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -58,6 +62,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD)
 
 
@@ -89,7 +94,7 @@ class Corpus:
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
         encoded = tokenizer([module.source for module in modules])["input_ids"]
-        stream = [token for ids in encoded for token in (0, *ids, 1)]
+        stream = [token for ids in encoded for token in (*ids, EOS_ID)]
         self._stream = np.asarray(stream, dtype=np.int16)
         self._passages: list[Passage] = [p for module in modules for p in passages(module)]
 
@@ -113,7 +118,7 @@ class Corpus:
             documents = self._rng.sample(self._passages, self._rng.randint(2, 7))
             question = ask(self._rng.choice(documents), self._rng)
             text = prompt(self._rng.choice(INSTRUCTIONS), documents, question)
-            row += [0, *self._tokenizer(f"{text} {question.answer}\n")["input_ids"], 1]
+            row += [*self._tokenizer(f"{text} {question.answer}\n")["input_ids"], EOS_ID]
         return np.asarray(row[-length:], dtype=np.int16)
 
 

@@ -41,11 +41,16 @@ def engine_config(args: argparse.Namespace, **defaults: object) -> EngineConfig:
 
 def load_llm(args: argparse.Namespace, config: EngineConfig) -> LLM:
     """Load the model of the command line, quietly."""
-    from transformers.utils import logging as transformers_logging
-
     from kvgraft.engine import LLM
+
+    _silence_libraries()
+    return LLM(args.model, config)
+
+
+def _silence_libraries() -> None:
+    """Keep progress bars and warnings of libraries out of what commands print."""
+    from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("kvgraft").setLevel(logging.ERROR)
-    return LLM(args.model, config)

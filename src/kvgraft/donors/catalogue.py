@@ -381,8 +381,7 @@ class DonorCatalogue:
         ids = pieces.rows | self._epochs[pieces.rows] << _ROW_BITS
         donor_starts = pieces.starts + pieces.diagonals - self._arena.starts[pieces.rows]
         lengths = pieces.ends - pieces.starts
-        columns = (pieces.starts.tolist(), ids.tolist(), donor_starts.tolist(), lengths.tolist())
-        return [Match(*row) for row in zip(*columns, strict=True)]
+        return list(map(Match, pieces.starts.tolist(), ids.tolist(), donor_starts.tolist(), lengths.tolist()))
 
     def _entry(self, donor_id: DonorId) -> _Entry:
         try:

@@ -1,15 +1,15 @@
-"""Which k-grams of a text stand for it: a keyed rolling hash and winnowing. Knows tokens only, no donors.
-
-Source: S. Schleimer, D. Wilkerson, A. Aiken, "Winnowing: local algorithms for document fingerprinting", SIGMOD 2003.
-"""
+"""Which k-grams of a text stand for it: those whose keyed rolling hash winnowing selects. Knows tokens, no donors."""
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvgraft.donors.winnow import window_minima
 
 GRAM_TOKENS = 16
 """Tokens per k-gram: the shortest run that can be found."""
@@ -21,7 +21,6 @@ GUARANTEED_RUN = GRAM_TOKENS + WINDOW_GRAMS - 1
 
 _WORD = (1 << 64) - 1
 _HALF = np.uint64(32)
-_LOWEST_HASH = np.uint64(1)
 
 Tokens = NDArray[np.int32]
 Positions = NDArray[np.int64]
@@ -32,7 +31,7 @@ class Anchors(NamedTuple):
     """K-grams chosen to stand for a text.
 
     Attributes:
-        hashes: uint64, never 0. Their upper halves are small by construction; tables use the lower bits.
+        hashes: uint64, all bits well mixed.
         positions: Ascending index of the first token of each k-gram.
     """
 
@@ -68,15 +67,26 @@ class Fingerprinter:
         if len(token_ids) < GRAM_TOKENS:
             return Anchors(np.empty(0, np.uint64), np.empty(0, np.int64))
         hashes = self.gram_hashes(token_ids)
-        positions = _window_minima((hashes >> _HALF).astype(np.uint32))
+        window = min(WINDOW_GRAMS, len(hashes))
+        halves = _BUFFERS.halves
+        order = np.right_shift(hashes, _HALF, out=halves[0, : len(hashes)], casting="unsafe")
+        positions = window_minima(order, window, halves[1:])
         chosen = hashes[positions]
         chosen ^= chosen >> _HALF
-        return _thin_repeats(np.maximum(chosen, _LOWEST_HASH), positions)
+        chosen *= self._mix_2
+        chosen ^= chosen >> _HALF
+        return _thin_repeats(chosen, positions)
 
     def gram_hashes(self, token_ids: Tokens) -> Hashes:
-        """Hash every k-gram: uint64, `len(token_ids) - GRAM_TOKENS + 1` of them. Upper bits are mixed best."""
-        # Two buffers and no other allocation: a fresh one per step would cost more in page faults than in arithmetic.
-        hashes, spare = token_ids.astype(np.uint64), np.empty(len(token_ids), np.uint64)
+        """Hash every k-gram: uint64, `len(token_ids) - GRAM_TOKENS + 1` of them, of which only the upper half is mixed.
+
+        Returns:
+            A view that the next call in this thread overwrites.
+        """
+        if _BUFFERS.words.shape[1] < len(token_ids):
+            _BUFFERS.reserve(len(token_ids))
+        hashes, spare = _BUFFERS.words[:, : len(token_ids)]
+        hashes[:] = token_ids
         hashes ^= self._whiten
         hashes *= self._mix_1
         hashes ^= np.right_shift(hashes, _HALF, out=spare)
@@ -85,34 +95,34 @@ class Fingerprinter:
             doubled = np.multiply(hashes[:-span], power, out=spare[:-span])
             doubled += hashes[span:]
             hashes, spare = doubled, hashes[:-span]
-        hashes ^= np.right_shift(hashes, _HALF, out=spare)
-        hashes *= self._mix_2
         return hashes
+
+
+class _Buffers(threading.local):
+    """Arrays of one thread for intermediate results, as long as the longest text so far.
+
+    Allocated anew for each text, arrays of this size go back to the operating system every time, and the page faults
+    cost more than the arithmetic.
+
+    Attributes:
+        words: Two rows for hashes.
+        halves: Four rows for halves of hashes, a window longer than the text.
+    """
+
+    def __init__(self) -> None:
+        self.reserve(0)
+
+    def reserve(self, size: int) -> None:
+        self.words = np.empty((2, size), np.uint64)
+        self.halves = np.empty((4, size + WINDOW_GRAMS), np.uint32)
+
+
+_BUFFERS = _Buffers()
 
 
 def _doublings(length: int) -> list[int]:
     """1, 2, 4, ... below `length`, a power of two."""
     return [1 << i for i in range(length.bit_length() - 1)]
-
-
-def _window_minima(values: NDArray[np.uint32]) -> Positions:
-    """Ascending positions of values that are the smallest of some window; all of them where several are equal."""
-    window = min(WINDOW_GRAMS, len(values))
-    minima = _sliding(np.minimum, values, window)
-    padded = np.zeros(len(minima) + 2 * (window - 1), np.uint32)
-    padded[window - 1 : window - 1 + len(minima)] = minima
-    # A value is no less than the minimum of any window around it; it is one of them if it is the largest of those.
-    return np.flatnonzero(values == _sliding(np.maximum, padded, window))
-
-
-def _sliding(reduce: np.ufunc, values: NDArray[np.uint32], window: int) -> NDArray[np.uint32]:
-    """Reduce every window of `values` with an idempotent ufunc in O(log window) passes."""
-    size = 1
-    while 2 * size <= window:
-        values = reduce(values[:-size], values[size:])
-        size *= 2
-    rest = window - size
-    return reduce(values[: len(values) - rest], values[rest:]) if rest else values
 
 
 def _thin_repeats(hashes: Hashes, positions: Positions) -> Anchors:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvgraft.donors.verify import Verifier
 
 _MERGE_GAP = 4 * WINDOW_GRAMS
-"""Anchors of one diagonal at most this far apart are verified as one interval."""
+"""Anchors of one diagonal no farther apart are verified as one interval."""
 
 _SLOTS_PER_HASH = 16
 
@@ -39,8 +39,10 @@ def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena,
     Returns:
         Runs of at least a k-gram, in no order; one run may appear more than once.
     """
-    is_first = _first_of_hash(hashes)[hits.query]
     positions = targets[hits.query]
+    is_first = _first_of_hash(hashes)[hits.query]
+    if is_first.all():
+        return verifier.runs_in(_proposals(positions, hits, arena))
     runs = verifier.runs_in(_proposals(positions[is_first], hits.where(is_first), arena))
     rest = np.flatnonzero(~is_first)
     rest = rest[~_covered(positions[rest], runs, verifier.num_tokens)]
@@ -50,29 +52,21 @@ def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena,
 
 
 def _first_of_hash(hashes: Hashes) -> NDArray[np.bool_]:
-    """Mark the first of equal hashes. Of unequal ones hardly any stays unmarked, whatever the hashes.
+    """Mark the first of equal hashes.
 
-    Two scatters instead of a sort: the first of every slot is marked, then the first of every slot among those that met
-    another hash in the first round.
+    Most are found by one scatter into slots, in which the first hash stays. Only what met another hash is sorted.
     """
-    first = _first_of_slot(hashes)
-    index = np.arange(len(hashes))
-    is_first: NDArray[np.bool_] = first == index
-    met_other = np.flatnonzero(hashes[first] != hashes)
-    if len(met_other):
-        shifted = hashes[met_other] >> np.uint64(32)
-        is_first[met_other] = _first_of_slot(shifted) == index[: len(met_other)]
-    return is_first
-
-
-def _first_of_slot(hashes: Hashes) -> Positions:
-    """For each hash, the index of the first one in the same slot of a table, whose index are the lower bits."""
     num_slots = 1 << (_SLOTS_PER_HASH * len(hashes)).bit_length()
     slots = (hashes & np.uint64(num_slots - 1)).view(np.int64)
-    first = np.empty(num_slots, np.int64)
-    # Of equal indices the last assignment stays.
-    first[slots[::-1]] = np.arange(len(hashes) - 1, -1, -1)
-    return first[slots]
+    index = np.arange(len(hashes), dtype=np.int32)
+    first = np.empty(num_slots, np.int32)
+    # Of equal slots the last assignment stays.
+    first[slots[::-1]] = index[::-1]
+    winner = first[slots]
+    is_first: NDArray[np.bool_] = winner == index
+    met_other = np.flatnonzero(hashes[winner] != hashes)
+    is_first[met_other[np.unique(hashes[met_other], return_index=True)[1]]] = True
+    return is_first
 
 
 def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:
@@ -83,9 +77,11 @@ def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:
     diagonals = arena.starts[hits.rows] + hits.positions - targets
     order = np.argsort(diagonals, kind="stable")
     targets, diagonals, rows = targets[order], diagonals[order], hits.rows[order]
-    breaks = (np.diff(diagonals) != 0) | (np.diff(rows) != 0) | (np.diff(targets) > _MERGE_GAP)
-    heads = np.flatnonzero(np.concatenate([[True], breaks])) if len(order) else order
-    tails = np.append(heads[1:], len(order)) - 1 if len(order) else order
+    heads = np.ones(len(order), np.bool_)
+    heads[1:] = diagonals[1:] != diagonals[:-1]
+    heads[1:] |= rows[1:] != rows[:-1]
+    heads[1:] |= targets[1:] - targets[:-1] > _MERGE_GAP
+    tails = np.append(heads[1:], True)[: len(order)]
     ends = targets[tails] + (GRAM_TOKENS + WINDOW_GRAMS)
     return Runs(targets[heads] - WINDOW_GRAMS, ends, diagonals[heads], rows[heads])
 

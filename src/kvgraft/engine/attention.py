@@ -18,14 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 _MIN_RUN_ROWS = 96
 """Shorter runs are cheaper as scattered rows than as a fused call with a band mask."""
 _RUN_BLOCK_ROWS = 256
 """Rows of a run that share one band mask; also the query block of PyTorch's CPU kernel."""
-_MAX_BLOCK_SCORES = 1 << 20
-"""Scores (heads x rows x keys) formed at once for scattered rows: 4 MiB in float32, about a core's share of L3."""
+_MAX_BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Scores (heads x rows x keys) formed at once for scattered rows: on a CPU 2 MiB of float32, which its cache holds."""
+_MAX_BLOCK_ROWS = 512
+"""Scattered rows in one block however few keys they see."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,15 +156,23 @@ class SequenceAttention:
         return self._bands[window]
 
     def _attend_scattered(self, block: RowBlock, layer: LayerInputs, output: Tensor) -> None:
-        num_heads = len(layer.query)
-        step = max(1, _MAX_BLOCK_SCORES // (num_heads * (block.last + 1)))
-        for start in range(block.start, block.stop, step):
-            rows = slice(start, min(start + step, block.stop))
+        for rows in self._small_blocks(block, len(layer.query)):
             keys = self._visible(rows, layer.window)
             weights = self._weights(layer, rows, keys)
             mixed = torch.bmm(weights.to(layer.values.dtype), layer.values[:, keys])
-            output[:, rows] = mixed.view(num_heads, rows.stop - rows.start, -1)
+            output[:, rows] = mixed.view(len(layer.query), rows.stop - rows.start, -1)
             self._observe(weights, rows, keys)
+
+    def _small_blocks(self, block: RowBlock, num_heads: int) -> Iterator[slice]:
+        """Cut `block` so that each part forms at most `_MAX_BLOCK_SCORES` scores, or is one row."""
+        limit = _MAX_BLOCK_SCORES[self.device.type]
+        start = block.start
+        while start < block.stop:
+            positions = self.positions[start : min(block.stop, start + _MAX_BLOCK_ROWS)]
+            scores = num_heads * np.arange(1, len(positions) + 1) * (positions + 1)
+            stop = start + max(1, int(np.searchsorted(scores, limit, side="right")))
+            yield slice(start, stop)
+            start = stop
 
     def _visible(self, rows: slice, window: int | None) -> slice:
         """Positions that at least one of `rows` sees."""

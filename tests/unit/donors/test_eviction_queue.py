@@ -16,6 +16,11 @@ def make_queue(**values):
     return queue
 
 
+def put_and_pop(queue, name):
+    queue.put(name, 1)
+    return queue.pop()
+
+
 def drain(queue):
     return [queue.pop() for _ in range(len(queue))]
 
@@ -37,10 +42,9 @@ def test_new_value_replaces_the_old_one():
 
 def test_value_ages_as_others_leave():
     queue = make_queue(popular=3)
-    for step in range(3):
-        queue.put(f"once-{step}", 1)
-        assert queue.pop() == ("popular" if step == 2 else f"once-{step}") or step == 2
-    assert len(queue) == 1
+    # Each newcomer is worth 1 more than the clock, which the one before has set: 1, 2, 3. At 3 the popular one is older.
+    assert [put_and_pop(queue, name) for name in "abc"] == ["a", "b", "popular"]
+    assert drain(queue) == ["c"]
 
 
 def test_iteration_is_the_order_of_leaving_and_changes_nothing():

@@ -1,0 +1,282 @@
+"""DonorCatalogue by example: adding, finding, evicting, pinning, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgraft.donors import DonorCatalogue
+from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
+from kvgraft.types import Match, Namespace
+
+NAMESPACE = Namespace("model")
+
+
+def make_text(length, *, seed=0):
+    return np.random.default_rng(seed).integers(0, 30_000, length)
+
+
+def make_catalogue(*texts, capacity=10_000, **options):
+    """A catalogue and the ids of `texts`."""
+    catalogue = DonorCatalogue(capacity, **options)
+    return catalogue, [catalogue.add(NAMESPACE, text, f"kv-{i}").donor.donor_id for i, text in enumerate(texts)]
+
+
+def ids(donors):
+    return [donor.donor_id for donor in donors]
+
+
+def test_empty_catalogue_finds_nothing():
+    catalogue = DonorCatalogue(100)
+    assert catalogue.find(NAMESPACE, make_text(100)) == []
+    assert (len(catalogue), catalogue.num_tokens, list(catalogue), list(catalogue.victims())) == (0, 0, [], [])
+    assert catalogue.evict(10) == []
+    catalogue.check()
+
+
+def test_shifted_text_is_found_with_donor_and_offset():
+    catalogue, (donor_id,) = make_catalogue(make_text(500))
+    prompt = np.concatenate([make_text(33, seed=1), make_text(500)[100:400], make_text(20, seed=2)])
+    assert catalogue.find(NAMESPACE, prompt) == [Match(33, donor_id, 100, 300)]
+
+
+def test_added_donor_keeps_what_it_was_given():
+    catalogue = DonorCatalogue(1_000)
+    text = make_text(50)
+    kv = object()
+    donor, evicted = catalogue.add(NAMESPACE, text, kv, generation=2, start_position=9, context=b"before")
+    assert (donor.namespace, donor.kv, donor.generation, donor.start_position, donor.context) == (
+        NAMESPACE,
+        kv,
+        2,
+        9,
+        b"before",
+    )
+    assert evicted == ()
+    assert donor.num_tokens == 50
+    assert catalogue.get(donor.donor_id) is donor
+    before = text.copy()
+    text[:] = 0
+    assert donor.token_ids.tolist() == before.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        donor.token_ids[0] = 1
+
+
+def test_matches_are_clipped_to_start():
+    catalogue, (donor_id,) = make_catalogue(make_text(300))
+    assert catalogue.find(NAMESPACE, make_text(300), start=200) == [Match(200, donor_id, 200, 100)]
+    assert catalogue.find(NAMESPACE, make_text(300), start=284) == [Match(284, donor_id, 284, 16)]
+    assert catalogue.find(NAMESPACE, make_text(300), start=285) == []
+    assert catalogue.find(NAMESPACE, make_text(300), start=300) == []
+
+
+def test_clipped_rest_of_a_long_run_is_found_for_every_start():
+    catalogue, (donor_id,) = make_catalogue(make_text(200))
+    prompt = np.concatenate([make_text(200), make_text(50, seed=1)])
+    for start in range(185):
+        assert catalogue.find(NAMESPACE, prompt, start=start) == [Match(start, donor_id, start, 200 - start)]
+
+
+def test_namespaces_do_not_see_each_other():
+    catalogue, _ = make_catalogue(make_text(200))
+    other = Namespace("model", tenant_salt="b")
+    assert catalogue.find(other, make_text(200)) == []
+    theirs = catalogue.add(other, make_text(200), None).donor
+    assert {match.donor_id for match in catalogue.find(other, make_text(200))} == {theirs.donor_id}
+
+
+def test_donors_above_max_generation_are_not_used():
+    catalogue = DonorCatalogue(1_000)
+    old = catalogue.add(NAMESPACE, make_text(200), None, generation=3).donor
+    assert catalogue.find(NAMESPACE, make_text(200), max_generation=2) == []
+    assert ids_of(catalogue.find(NAMESPACE, make_text(200), max_generation=3)) == [old.donor_id]
+    exact = catalogue.add(NAMESPACE, make_text(200), None).donor
+    assert ids_of(catalogue.find(NAMESPACE, make_text(200))) == [exact.donor_id]
+
+
+def ids_of(matches):
+    return [match.donor_id for match in matches]
+
+
+def test_min_run_bounds_every_match():
+    catalogue, _ = make_catalogue(make_text(500), min_run=64)
+    prompt = np.concatenate([make_text(500)[:63], make_text(9, seed=1), make_text(500)[100:164]])
+    assert [match.length for match in catalogue.find(NAMESPACE, prompt)] == [64]
+
+
+def test_text_below_a_gram_is_no_donor_and_changes_nothing():
+    catalogue, _ = make_catalogue(make_text(90), capacity=100)
+    assert catalogue.add(NAMESPACE, make_text(15), None) == (None, ())
+    assert catalogue.num_tokens == 90
+
+
+def test_removed_donor_is_gone_and_its_id_is_not_given_again():
+    catalogue, (first,) = make_catalogue(make_text(200))
+    removed = catalogue.remove(first)
+    assert removed.kv == "kv-0"
+    assert catalogue.get(first) is None
+    assert catalogue.find(NAMESPACE, make_text(200)) == []
+    second = catalogue.add(NAMESPACE, make_text(200), None).donor.donor_id
+    assert second != first
+    assert catalogue.get(first) is None
+    for use in (catalogue.remove, catalogue.pin, catalogue.unpin, lambda donor_id: catalogue.rebind(donor_id, None)):
+        with pytest.raises(CorruptCacheError, match="no donor"):
+            use(first)
+    catalogue.record_hit(first, 10)
+    catalogue.check()
+
+
+def test_first_in_is_first_out_without_hits():
+    catalogue, donors = make_catalogue(*(make_text(100, seed=seed) for seed in range(3)), capacity=300)
+    result = catalogue.add(NAMESPACE, make_text(150, seed=9), None)
+    assert ids(result.evicted) == donors[:2]
+    assert catalogue.num_tokens == 250
+
+
+def test_tokens_saved_per_token_held_decide_who_stays():
+    catalogue, (small, large, unused) = make_catalogue(make_text(50), make_text(200, seed=1), make_text(50, seed=2))
+    catalogue.record_hit(small, 50)
+    catalogue.record_hit(large, 100)
+    assert ids(catalogue.victims()) == [unused, large, small]
+    assert ids(catalogue.evict(1)) == [unused]
+    assert ids(catalogue.evict(1_000)) == [large, small]
+    assert len(catalogue) == 0
+
+
+def test_pinned_donor_stays_until_the_last_unpin():
+    catalogue, (pinned, other) = make_catalogue(make_text(100), make_text(100, seed=1), capacity=200)
+    catalogue.pin(pinned)
+    catalogue.pin(pinned)
+    assert catalogue.is_pinned(pinned)
+    assert ids(catalogue.evict(1_000)) == [other]
+    catalogue.unpin(pinned)
+    assert catalogue.evict(1_000) == []
+    catalogue.unpin(pinned)
+    assert not catalogue.is_pinned(pinned)
+    assert ids(catalogue.evict(1)) == [pinned]
+    catalogue.check()
+
+
+def test_unpin_without_pin_is_refused():
+    catalogue, (donor_id,) = make_catalogue(make_text(100))
+    with pytest.raises(CorruptCacheError, match="not pinned"):
+        catalogue.unpin(donor_id)
+
+
+def test_pinned_donor_can_be_removed():
+    catalogue, (donor_id,) = make_catalogue(make_text(100), capacity=100)
+    catalogue.pin(donor_id)
+    catalogue.remove(donor_id)
+    assert catalogue.add(NAMESPACE, make_text(100), None).donor is not None
+    catalogue.check()
+
+
+def test_text_that_cannot_fit_is_refused_and_evicts_nothing():
+    catalogue, (pinned, _) = make_catalogue(make_text(100), make_text(50, seed=1), capacity=200)
+    catalogue.pin(pinned)
+    for length in (101, 201):
+        with pytest.raises(CapacityError, match="raise its capacity"):
+            catalogue.add(NAMESPACE, make_text(length, seed=2), None)
+    assert len(catalogue) == 2
+    assert catalogue.add(NAMESPACE, make_text(100, seed=2), None).donor is not None
+
+
+def test_rebind_changes_the_handle_and_nothing_else():
+    catalogue, (donor_id,) = make_catalogue(make_text(100))
+    before = catalogue.get(donor_id)
+    catalogue.rebind(donor_id, "elsewhere")
+    after = catalogue.get(donor_id)
+    assert (after.kv, before.kv) == ("elsewhere", "kv-0")
+    assert after.token_ids is before.token_ids
+    assert catalogue.remove(donor_id).kv == "elsewhere"
+
+
+def test_reset_returns_all_and_ids_stay_invalid():
+    catalogue, donors = make_catalogue(make_text(100), make_text(100, seed=1))
+    catalogue.pin(donors[0])
+    assert ids(catalogue.reset()) == donors
+    assert (len(catalogue), catalogue.num_tokens, catalogue.num_anchors) == (0, 0, 0)
+    catalogue.check()
+    again = catalogue.add(NAMESPACE, make_text(100), None).donor.donor_id
+    assert again not in donors
+    assert ids_of(catalogue.find(NAMESPACE, make_text(100))) == [again]
+    catalogue.check()
+
+
+def test_find_changes_nothing():
+    catalogue, donors = make_catalogue(*(make_text(100, seed=seed) for seed in range(5)))
+    before = (ids(catalogue.victims()), ids(catalogue), catalogue.num_anchors)
+    catalogue.find(NAMESPACE, make_text(100))
+    assert (ids(catalogue.victims()), ids(catalogue), catalogue.num_anchors) == before
+    assert before[0] == donors
+
+
+def test_removal_leaves_no_anchor_of_its_own_and_all_of_others():
+    catalogue, (first, second) = make_catalogue(make_text(1_000), make_text(1_000, seed=1))
+    before = catalogue.num_anchors
+    catalogue.remove(first)
+    only = make_catalogue(make_text(1_000, seed=1))[0]
+    assert catalogue.num_anchors == only.num_anchors < before
+    assert ids_of(catalogue.find(NAMESPACE, make_text(1_000, seed=1))) == [second]
+
+
+@pytest.mark.parametrize("text", [[[1, 2]], [1.5] * 20, ["a"] * 20, 5])
+def test_what_is_no_token_sequence_is_refused(text):
+    catalogue, _ = make_catalogue(make_text(100))
+    with pytest.raises(ConfigError, match="integers"):
+        catalogue.find(NAMESPACE, text)
+    with pytest.raises(ConfigError, match="integers"):
+        catalogue.add(NAMESPACE, text, None)
+
+
+@pytest.mark.parametrize("token", [2**31, 2**32 + 5, -(2**31) - 1])
+def test_token_that_would_wrap_is_refused(token):
+    catalogue = DonorCatalogue(100)
+    catalogue.add(NAMESPACE, np.full(20, token & 0xFF), None)
+    with pytest.raises(ConfigError, match="32 bits"):
+        catalogue.find(NAMESPACE, np.full(20, token))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.uint16, list])
+def test_any_integer_sequence_is_accepted(dtype):
+    text = make_text(100).tolist() if dtype is list else make_text(100).astype(dtype)
+    catalogue, _ = make_catalogue(text)
+    assert [match.length for match in catalogue.find(NAMESPACE, text)] == [100]
+    assert catalogue.find(NAMESPACE, []) == []
+
+
+@pytest.mark.parametrize("options", [{"capacity_tokens": 15}, {"capacity_tokens": 100, "min_run": 15}])
+def test_sizes_below_a_gram_are_refused(options):
+    with pytest.raises(ConfigError, match="at least 16"):
+        DonorCatalogue(**options)
+
+
+def test_catalogue_survives_being_refilled_many_times():
+    catalogue = DonorCatalogue(2_000)
+    rng = np.random.default_rng(0)
+    for step in range(400):
+        text = make_text(int(rng.integers(16, 700)), seed=step)
+        donor = catalogue.add(NAMESPACE, text, None).donor
+        assert catalogue.find(NAMESPACE, text) == [Match(0, donor.donor_id, 0, len(text))]
+        if step % 40 == 0:
+            catalogue.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c, i: c._arena.remove(i[0]), "lost|rows in use"),
+        (lambda c, i: c._index.remove(0, c._entries[i[0]].keys) and c._free_rows.append(0), "free and in use"),
+        (lambda c, i: c._queue.discard(i[0]), "waiting for eviction"),
+        (lambda c, i: setattr(c, "_num_tokens", 5), "tokens"),
+        (lambda c, i: c._generations.__setitem__(0, 4), "generation"),
+        (lambda c, i: c._epochs.__setitem__(0, 4), "is not the one"),
+        (lambda c, i: c._arena.get(0).__setitem__(3, -1), "have changed"),
+        (lambda c, i: setattr(c._tenants[NAMESPACE], "num_donors", 9), "do not sum up"),
+    ],
+)
+def test_check_finds_damage(damage, message):
+    catalogue, donors = make_catalogue(make_text(100), make_text(100, seed=1))
+    damage(catalogue, donors)
+    with pytest.raises(CorruptCacheError, match=message):
+        catalogue.check()

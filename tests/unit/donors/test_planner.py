@@ -1,0 +1,120 @@
+"""plan_graft: spans only where they pay, the last token and everything unmatched computed, a reason for every miss."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvgraft.donors import CostModel, plan_graft
+from kvgraft.errors import ConfigError
+from kvgraft.types import GraftPlan, Match, Miss, MissReason
+
+FREE = CostModel(copy_per_token=0, per_span=0)
+
+
+def make_match(start, length, donor_start=0, donor_id=7):
+    return Match(start, donor_id, donor_start, length)
+
+
+def plan(num_tokens, exact_len, *matches, cost_model=None, min_run=16):
+    return plan_graft(num_tokens, exact_len, list(matches), cost_model, min_run=min_run)
+
+
+def reason(*args, **kwargs):
+    miss = plan(*args, **kwargs)
+    assert isinstance(miss, Miss)
+    assert miss.detail
+    return miss.reason
+
+
+def test_spans_and_computed_positions_are_a_partition_behind_the_prefix():
+    planned = plan(200, 30, make_match(50, 40, 5), make_match(100, 60, 1))
+    assert isinstance(planned, GraftPlan)
+    assert planned.spans == (make_match(50, 40, 5), make_match(100, 60, 1))
+    assert planned.compute.tolist() == [*range(30, 50), *range(90, 100), *range(160, 200)]
+    assert planned.compute.dtype == "int64"
+    assert planned.reused_len == 100
+
+
+def test_last_token_is_cut_off_a_span_and_computed():
+    planned = plan(100, 0, make_match(0, 100, 3))
+    assert planned.spans == (make_match(0, 99, 3),)
+    assert planned.compute.tolist() == [99]
+
+
+def test_shortest_match_at_the_very_end_is_used_without_its_last_token():
+    assert plan(100, 0, make_match(84, 16)).spans == (make_match(84, 15),)
+
+
+def test_exact_prefix_is_cut_off_a_span():
+    assert plan(200, 60, make_match(40, 80, 10)).spans == (make_match(60, 60, 30),)
+
+
+def test_span_that_the_prefix_leaves_too_little_of_is_not_reused():
+    assert reason(200, 60, make_match(40, 30)) is MissReason.NOT_WORTH_IT
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((100, 0), MissReason.NO_MATCH),
+        ((100, 99, make_match(0, 100)), MissReason.COVERED_BY_PREFIX),
+        ((100, 100), MissReason.COVERED_BY_PREFIX),
+        ((100, 50, make_match(0, 50)), MissReason.COVERED_BY_PREFIX),
+        ((1, 0), MissReason.COVERED_BY_PREFIX),
+        ((0, 0), MissReason.COVERED_BY_PREFIX),
+        ((100, 0, make_match(10, 15)), MissReason.NOT_WORTH_IT),
+    ],
+)
+def test_miss_names_its_reason(args, expected):
+    assert reason(*args) is expected
+
+
+def test_min_run_is_the_shortest_span():
+    matches = (make_match(0, 31), make_match(40, 32))
+    assert plan(100, 0, *matches, min_run=32).spans == matches[1:]
+
+
+def test_span_is_kept_only_where_it_saves_more_than_it_costs():
+    costs = CostModel(compute_per_token=1, attention_per_key=0, copy_per_token=0.25, per_span=10, recompute_ratio=0.25)
+    assert costs.saving(0, 20) == 0
+    assert reason(100, 0, make_match(0, 20), cost_model=costs) is MissReason.NOT_WORTH_IT
+    assert plan(100, 0, make_match(0, 21), cost_model=costs).spans == (make_match(0, 21),)
+
+
+def test_attention_makes_late_positions_worth_more():
+    costs = CostModel(attention_per_key=1e-3, per_span=30)
+    assert costs.saving(0, 20) < 0 < costs.saving(20_000, 20_020)
+    assert costs.compute_cost(0, 3) == pytest.approx(3 + 1e-3 * (1 + 2 + 3))
+
+
+def test_recomputing_everything_is_never_worth_it():
+    costs = dataclasses.replace(FREE, recompute_ratio=1.0)
+    assert reason(1_000, 0, make_match(0, 900), cost_model=costs) is MissReason.NOT_WORTH_IT
+
+
+def test_default_costs_keep_the_shortest_run():
+    assert isinstance(plan(100, 0, make_match(0, 16)), GraftPlan)
+
+
+@pytest.mark.parametrize("values", [{"per_span": -1}, {"recompute_ratio": 1.5}, {"copy_per_token": float("nan")}])
+def test_cost_model_refuses_impossible_values(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        CostModel(**values)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (100, 101),
+        (100, -1),
+        (100, 0, make_match(50, 51)),
+        (100, 0, make_match(50, 20), make_match(10, 20)),
+        (100, 0, make_match(0, 20), make_match(19, 20)),
+        (100, 0, make_match(0, 0)),
+    ],
+)
+def test_contradicting_arguments_are_refused(args):
+    with pytest.raises(ConfigError):
+        plan(*args)
