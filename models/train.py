@@ -24,6 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from card import model_card
 from kvgraft.demo.documents import INSTRUCTIONS, Module, Passage, ask, passages, prompt, stdlib_modules
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ def train(args: argparse.Namespace) -> None:
         "loss_curve": log,
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / "README.md").write_text(model_card(record))
 
 
 def main() -> None:

@@ -46,6 +46,14 @@ def test_greedy_output_without_reuse_is_the_models_own(family, rng):
     assert llm.generate(prompt, GREEDY, "off")[0].token_ids == stock_greedy(llm, prompt, 8)
 
 
+def test_bf16_model_is_served_with_reuse(rng, document):
+    llm = LLM(adopt_model("llama", tiny_model("llama", dtype=torch.bfloat16), None), num_slots=1_000)
+    llm.generate(document, GREEDY)
+    output = llm.generate(behind(rng, document), GREEDY)[0]
+    assert output.report.shifted_tokens + output.report.recomputed_tokens == 200
+    assert llm.adapter.pool.dtype == torch.bfloat16
+
+
 def test_repeated_prompt_is_an_exact_prefix_and_gives_the_same_tokens(rng):
     llm = make_llm()
     prompt = rng.integers(3, VOCABULARY, 100)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WAYS = 8
-"""Entries per bucket: eight 64-bit keys are one cache line."""
+"""Entries per bucket: eight 32-bit tags are half a cache line."""
 
 MAX_POSTINGS = 4
 """Entries per key. Text that thousands of donors share is found in a few of the newest."""
@@ -22,6 +22,7 @@ _ANCHORS_PER_TOKEN = 2 / (WINDOW_GRAMS + 1)
 _TARGET_LOAD = 3.0
 """Mean entries per bucket at full capacity; of Poisson-distributed buckets 0.4 % then overflow."""
 
+_TAG_BITS = 32
 _POSITION_BITS = 32
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
 _NEVER = np.iinfo(np.int64).max
@@ -48,17 +49,18 @@ class Hits(NamedTuple):
 class AnchorIndex:
     """Maps anchor hashes to the donors that have them.
 
-    A key lives in one bucket of `WAYS` entries and nowhere else: a lookup reads one cache line per anchor and a miss
-    ends there. What is inserted takes a free way or displaces the oldest entry of its bucket, so the table never grows,
-    never rebuilds and leaves no tombstones. A displaced anchor makes a donor harder to find, never wrong.
+    A key lives in one bucket of `WAYS` entries and nowhere else: a lookup reads half a cache line per anchor and a miss
+    ends there. Of the key an entry keeps 32 bits other than those that chose the bucket; what little that confuses costs
+    a comparison of tokens, nothing else. What is inserted takes a free way or displaces the oldest entry of its bucket,
+    so the table never grows, never rebuilds and leaves no tombstones. A displaced anchor makes a donor harder to find,
+    never wrong.
 
     Invariants (verified by `check`):
-        - A way is in use if and only if its key is not 0, and then its age is not 0.
-        - A key is in the bucket of its lower bits, at most `MAX_POSTINGS` times.
-        - No two entries agree in key, row and position.
+        - A way is in use if and only if its tag is not 0, and then its age is not 0.
+        - A tag is in a bucket at most `MAX_POSTINGS` times, and not twice with the same row and position.
         - `len(self)` entries are in use.
 
-    Complexity: `lookup`, `insert` and `remove` are O(anchors given), vectorised. Memory is 24 bytes per way, reserved
+    Complexity: `lookup`, `insert` and `remove` are O(anchors given), vectorised. Memory is 20 bytes per way, reserved
     at once and committed by the system as it is touched.
     """
 
@@ -67,7 +69,7 @@ class AnchorIndex:
         assert num_buckets > 0
         assert num_buckets & (num_buckets - 1) == 0
         self._mask = np.uint64(num_buckets - 1)
-        self._keys = np.zeros((num_buckets, WAYS), np.uint64)
+        self._tags = np.zeros((num_buckets, WAYS), np.uint32)
         self._postings = np.zeros((num_buckets, WAYS), np.int64)
         self._ages = np.zeros((num_buckets, WAYS), np.int64)
         self._clock = 0
@@ -87,8 +89,8 @@ class AnchorIndex:
     def lookup(self, hashes: Hashes) -> Hits:
         """Find all entries of `hashes`."""
         buckets = self._buckets(hashes)
-        found = np.flatnonzero(self._keys.take(buckets, axis=0) == hashes[:, None])
-        query, way = found // WAYS, found % WAYS
+        found = np.flatnonzero(self._tags.take(buckets, axis=0) == _tags(hashes)[:, None])
+        query, way = np.divmod(found, WAYS)
         postings = self._postings.reshape(-1).take(buckets[query] * WAYS + way)
         return Hits(query, postings >> _POSITION_BITS, postings & _POSITION_MASK)
 
@@ -107,25 +109,21 @@ class AnchorIndex:
 
     def remove(self, row: int, keys: Hashes) -> int:
         """Clear the entries of `row` under `keys`, as `insert` returned them; return how many there were."""
-        buckets = self._buckets(keys)
-        rows = self._postings.take(buckets, axis=0) >> _POSITION_BITS
-        own = (self._keys.take(buckets, axis=0) == keys[:, None]) & (rows == row)
-        index, way = np.nonzero(own)
-        at = buckets[index], way
-        self._keys[at] = 0
-        self._ages[at] = 0
-        self._num_entries -= len(way)
-        return len(way)
+        own = self._own(row, keys)
+        self._tags[own] = 0
+        self._ages[own] = 0
+        self._num_entries -= len(own[0])
+        return len(own[0])
+
+    def count(self, row: int, keys: Hashes) -> int:
+        """Count the entries of `row` under `keys`; fewer than were inserted if newer ones displaced some."""
+        return len(self._own(row, keys)[0])
 
     def clear(self) -> None:
         """Forget all entries."""
         # Fresh zeros give the committed memory back, which overwriting would not.
-        self._keys, self._ages = np.zeros_like(self._keys), np.zeros_like(self._ages)
+        self._tags, self._ages = np.zeros_like(self._tags), np.zeros_like(self._ages)
         self._num_entries = 0
-
-    def rows_in_use(self) -> Positions:
-        """Distinct donor rows that have an entry. Reads the whole table."""
-        return np.unique(self._postings[self._keys != 0] >> _POSITION_BITS)
 
     def check(self) -> None:
         """Verify the invariants. Reads the whole table.
@@ -133,39 +131,50 @@ class AnchorIndex:
         Raises:
             CorruptCacheError: The first one that does not hold.
         """
-        used = self._keys != 0
+        used = self._tags != 0
         if np.count_nonzero(used) != self._num_entries:
             raise CorruptCacheError(f"{np.count_nonzero(used)} anchors are in use, {self._num_entries} are counted")
         if ((self._ages != 0) != used).any():
             raise CorruptCacheError("a free anchor has an age, or one in use has none")
         buckets, ways = np.nonzero(used)
-        keys = self._keys[buckets, ways]
-        if (self._buckets(keys) != buckets).any():
-            raise CorruptCacheError("an anchor is in the bucket of another hash")
+        keys = buckets << _TAG_BITS | self._tags[buckets, ways]
         if len(keys) and np.unique(keys, return_counts=True)[1].max() > MAX_POSTINGS:
             raise CorruptCacheError(f"a hash has more than {MAX_POSTINGS} postings")
-        entries = np.stack([keys.view(np.int64), self._postings[buckets, ways]])
-        if len(np.unique(entries, axis=1).T) != len(keys):
+        order = np.lexsort((self._postings[buckets, ways], keys))
+        keys, postings = keys[order], self._postings[buckets, ways][order]
+        if ((keys[1:] == keys[:-1]) & (postings[1:] == postings[:-1])).any():
             raise CorruptCacheError("an anchor of a donor is listed twice")
 
     def _buckets(self, hashes: Hashes) -> Positions:
         return (hashes & self._mask).view(np.int64)
 
+    def _own(self, row: int, keys: Hashes) -> tuple[Positions, Positions]:
+        """Bucket and way of the entries of `row` under distinct `keys`."""
+        buckets = self._buckets(keys)
+        rows = self._postings.take(buckets, axis=0) >> _POSITION_BITS
+        index, way = np.nonzero((self._tags.take(buckets, axis=0) == _tags(keys)[:, None]) & (rows == row))
+        return buckets[index], way
+
     def _insert_distinct(self, row: int, hashes: Hashes, positions: Positions) -> None:
         """Insert anchors that all belong to different buckets."""
         buckets = self._buckets(hashes)
-        keys, ages = self._keys.take(buckets, axis=0), self._ages.take(buckets, axis=0)
-        same = keys == hashes[:, None]
+        tags, ages = self._tags.take(buckets, axis=0), self._ages.take(buckets, axis=0)
+        same = tags == _tags(hashes)[:, None]
         is_full = np.count_nonzero(same, axis=1) >= MAX_POSTINGS
         # A free way has age 0 and is therefore the oldest.
         way = np.where(is_full[:, None] & ~same, _NEVER, ages).argmin(axis=1)
         at = buckets, way
-        num_free = int(np.count_nonzero(self._keys[at] == 0))
+        num_free = int(np.count_nonzero(self._tags[at] == 0))
         self._num_entries += num_free
         self.num_displaced -= num_free
-        self._keys[at] = hashes
+        self._tags[at] = _tags(hashes)
         self._postings[at] = row << _POSITION_BITS | positions
         self._ages[at] = self._clock
+
+
+def _tags(hashes: Hashes) -> NDArray[np.uint32]:
+    """Upper halves, never 0."""
+    return np.maximum((hashes >> np.uint64(_TAG_BITS)).astype(np.uint32), np.uint32(1))
 
 
 def _first_and_last(anchors: Anchors) -> Anchors:

@@ -74,7 +74,7 @@ class DonorCatalogue:
     Invariants (verified by `check`):
         - `num_tokens` is the sum of the donors' lengths and at most `capacity_tokens`.
         - Every donor has a row with its tokens in the arena, and every row in use has a donor.
-        - Every entry of the index belongs to a donor.
+        - Every entry of the index is an anchor of a donor.
         - A donor waits for eviction if and only if it is not pinned.
 
     Complexity: `find` is O(n log n) in the length of the prompt, whatever is registered; `add` and `remove` are O(n) in
@@ -350,8 +350,9 @@ class DonorCatalogue:
             raise CorruptCacheError("rows are lost, or free and in use at once")
         for row, donor in rows.items():
             self._check_donor(row, donor)
-        if not set(self._index.rows_in_use().tolist()) <= set(rows):
-            raise CorruptCacheError("the index has anchors of a donor that is gone")
+        owned = sum(self._index.count(donor_id & _ROW_MASK, entry.keys) for donor_id, entry in self._entries.items())
+        if owned != len(self._index):
+            raise CorruptCacheError(f"the index has {len(self._index)} anchors, of which donors have {owned}")
         pinned = {donor_id for donor_id, entry in self._entries.items() if entry.num_pins}
         if set(self._queue) != set(self._entries) - pinned:
             raise CorruptCacheError("donors waiting for eviction are not those without a pin")

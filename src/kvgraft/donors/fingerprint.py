@@ -85,7 +85,8 @@ class Fingerprinter:
         """
         if _BUFFERS.words.shape[1] < len(token_ids):
             _BUFFERS.reserve(len(token_ids))
-        hashes, spare = _BUFFERS.words[:, : len(token_ids)]
+        hashes: Hashes = _BUFFERS.words[0, : len(token_ids)]
+        spare: Hashes = _BUFFERS.words[1, : len(token_ids)]
         hashes[:] = token_ids
         hashes ^= self._whiten
         hashes *= self._mix_1

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 _MERGE_GAP = 4 * WINDOW_GRAMS
 """Anchors of one diagonal no farther apart are verified as one interval."""
 
-_SLOTS_PER_HASH = 16
+_WORK_PER_TOKEN = 8
+"""Token pairs per prompt token up to which everything that is proposed is verified at once."""
 
 
 def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena, verifier: Verifier) -> Runs:
     """Verify what the index proposes.
 
     A k-gram that a prompt repeats proposes every occurrence with every posting, quadratically many diagonals for text
-    that is periodic. So the first occurrence goes first, and a later one only where no run was found.
+    that is periodic. Where that would be too much work, the first occurrence goes first, and a later one only where no
+    run was found.
 
     Args:
         hashes: Hash of each anchor of the prompt.
@@ -40,33 +42,15 @@ def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena,
         Runs of at least a k-gram, in no order; one run may appear more than once.
     """
     positions = targets[hits.query]
-    is_first = _first_of_hash(hashes)[hits.query]
-    if is_first.all():
-        return verifier.runs_in(_proposals(positions, hits, arena))
-    runs = verifier.runs_in(_proposals(positions[is_first], hits.where(is_first), arena))
-    rest = np.flatnonzero(~is_first)
-    rest = rest[~_covered(positions[rest], runs, verifier.num_tokens)]
-    if not len(rest):
-        return runs
-    return runs.joined(verifier.runs_in(_proposals(positions[rest], hits.where(rest), arena)))
-
-
-def _first_of_hash(hashes: Hashes) -> NDArray[np.bool_]:
-    """Mark the first of equal hashes.
-
-    Most are found by one scatter into slots, in which the first hash stays. Only what met another hash is sorted.
-    """
-    num_slots = 1 << (_SLOTS_PER_HASH * len(hashes)).bit_length()
-    slots = (hashes & np.uint64(num_slots - 1)).view(np.int64)
-    index = np.arange(len(hashes), dtype=np.int32)
-    first = np.empty(num_slots, np.int32)
-    # Of equal slots the last assignment stays.
-    first[slots[::-1]] = index[::-1]
-    winner = first[slots]
-    is_first: NDArray[np.bool_] = winner == index
-    met_other = np.flatnonzero(hashes[winner] != hashes)
-    is_first[met_other[np.unique(hashes[met_other], return_index=True)[1]]] = True
-    return is_first
+    proposals = _proposals(positions, hits, arena)
+    if proposals.num_tokens <= _WORK_PER_TOKEN * verifier.num_tokens:
+        return verifier.runs_in(proposals)
+    is_first = np.zeros(len(hashes), np.bool_)
+    is_first[np.unique(hashes, return_index=True)[1]] = True
+    later = ~is_first[hits.query]
+    runs = verifier.runs_in(_proposals(positions[~later], hits.where(~later), arena))
+    later[later] = ~_covered(positions[later], runs, verifier.num_tokens)
+    return runs.joined(verifier.runs_in(_proposals(positions[later], hits.where(later), arena)))
 
 
 def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:

@@ -37,6 +37,11 @@ class Runs(NamedTuple):
         """Number of runs."""
         return len(self.starts)
 
+    @property
+    def num_tokens(self) -> int:
+        """Length of all runs together."""
+        return int((self.ends - self.starts).sum())
+
     def take(self, index: Positions | NDArray[np.bool_]) -> Runs:
         """Return the runs chosen by indices or a mask."""
         return Runs(*(attribute[index] for attribute in self))

@@ -9,18 +9,25 @@ from kvgraft.donors.anchors import MAX_POSTINGS, WAYS, AnchorIndex
 from kvgraft.donors.fingerprint import Anchors
 from kvgraft.errors import CorruptCacheError
 
+SPREAD = 2**32 + 1
+"""Makes of a small number a hash whose lower half chooses the bucket and whose upper half is the tag."""
 
-def make_anchors(hashes, positions=None):
-    hashes = np.array(hashes, np.uint64)
+
+def make_anchors(numbers, positions=None):
+    hashes = np.array(numbers, np.uint64) * np.uint64(SPREAD)
     return Anchors(hashes, np.arange(len(hashes)) if positions is None else np.array(positions, np.int64))
 
 
 def random_anchors(count, *, seed=0):
-    return make_anchors(np.random.default_rng(seed).integers(1, 2**63, count, dtype=np.uint64))
+    return Anchors(np.random.default_rng(seed).integers(1, 2**63, count, dtype=np.uint64), np.arange(count))
 
 
-def found(index, *hashes):
-    hits = index.lookup(np.array(hashes, np.uint64))
+def found(index, *numbers):
+    return hits_of(index, np.array(numbers, np.uint64) * np.uint64(SPREAD))
+
+
+def hits_of(index, hashes):
+    hits = index.lookup(hashes)
     return list(zip(hits.query.tolist(), hits.rows.tolist(), hits.positions.tolist(), strict=True))
 
 
@@ -42,7 +49,7 @@ def test_repeated_hash_of_one_donor_lists_the_first_and_the_last():
     keys = index.insert(0, make_anchors([9] * 100, range(100)))
     assert found(index, 9) == [(0, 0, 0), (0, 0, 99)]
     assert index.num_displaced == 98
-    assert keys.tolist() == [9]
+    assert keys.tolist() == [9 * SPREAD]
 
 
 def test_hash_of_many_donors_keeps_the_newest_postings():
@@ -84,10 +91,10 @@ def test_removal_clears_exactly_the_own_entries():
     index = AnchorIndex(256)
     shared, own = random_anchors(40, seed=1), random_anchors(200, seed=2)
     first = index.insert(1, shared)
-    second = index.insert(2, make_anchors(np.concatenate([shared.hashes, own.hashes])))
+    second = index.insert(2, Anchors(np.concatenate([shared.hashes, own.hashes]), np.arange(240)))
     assert index.remove(2, second) == 240
     assert len(index) == 40
-    assert {row for _, row, _ in found(index, *shared.hashes.tolist())} == {1}
+    assert {row for _, row, _ in hits_of(index, shared.hashes)} == {1}
     assert index.remove(1, first) == 40
     assert len(index) == 0
     index.check()
@@ -122,18 +129,24 @@ def test_random_operations_agree_with_a_dictionary(seed):
             assert index.remove(gone, keys[gone]) == len(expected.pop(gone))
         index.check()
     assert index.num_displaced == 0
-    assert index.rows_in_use().tolist() == sorted(expected)
+    assert len(index) == sum(index.count(row, keys[row]) for row in expected)
     for row, entries in expected.items():
         for anchor, position in entries.items():
-            assert (0, row, position) in found(index, anchor)
+            assert (0, row, position) in hits_of(index, np.array([anchor], np.uint64))
+
+
+def twice(index):
+    index._tags[0, :2] = index._ages[0, :2] = 1
+    index._num_entries = 2
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda index: setattr(index, "_num_entries", 9), "are counted"),
-        (lambda index: index._ages.__setitem__(np.nonzero(index._keys), 0), "has none"),
-        (lambda index: index._keys.__setitem__(np.nonzero(index._keys), 2), "another hash"),
+        (lambda index: index._ages.__setitem__(np.nonzero(index._tags), 0), "has none"),
+        (lambda index: (index._tags.fill(7), index._ages.fill(1), setattr(index, "_num_entries", 64)), "more than 4"),
+        (lambda index: (index._postings.fill(3), index._tags.fill(0), index._ages.fill(0), twice(index)), "twice"),
     ],
 )
 def test_check_finds_damage(damage, message):

@@ -267,6 +267,7 @@ def test_catalogue_survives_being_refilled_many_times():
     [
         (lambda c, i: c._arena.remove(i[0]), "lost|rows in use"),
         (lambda c, i: c._index.remove(0, c._entries[i[0]].keys) and c._free_rows.append(0), "free and in use"),
+        (lambda c, i: setattr(c._entries[i[0]], "keys", c._entries[i[1]].keys), "of which donors have"),
         (lambda c, i: c._queue.discard(i[0]), "waiting for eviction"),
         (lambda c, i: setattr(c, "_num_tokens", 5), "tokens"),
         (lambda c, i: c._generations.__setitem__(0, 4), "generation"),

@@ -32,7 +32,7 @@ def test_text_of_a_gram_or_more_has_an_anchor(length):
 
 def test_gram_hash_depends_on_its_tokens_alone():
     text = make_text(200)
-    hashes = Fingerprinter(KEY).gram_hashes(text)
+    hashes = Fingerprinter(KEY).gram_hashes(text).copy()
     assert len(hashes) == 200 - GRAM_TOKENS + 1
     for start in (0, 1, 77, 184):
         assert Fingerprinter(KEY).gram_hashes(text[start : start + GRAM_TOKENS]).tolist() == [hashes[start]]
