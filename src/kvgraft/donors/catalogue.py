@@ -85,7 +85,7 @@ class DonorCatalogue:
         """Build an empty catalogue.
 
         Args:
-            capacity_tokens: Tokens that all donors may have together; about 20 bytes of host memory each.
+            capacity_tokens: Tokens that all donors may have together; about 30 bytes of host memory each.
             min_run: Shortest match that `find` gives.
 
         Raises:

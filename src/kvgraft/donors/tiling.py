@@ -82,7 +82,10 @@ def _pieces(runs: Runs, min_run: int) -> Runs:
 
 
 def _pieces_given_way(runs: Runs, min_run: int) -> Runs:
-    """Trim overlaps such that pieces that would get too short take tokens from those before, or are left out."""
+    """Trim overlaps such that a piece that would get too short takes tokens from those before.
+
+    Where they have none to spare, it replaces the one before if that covers more, or is left out.
+    """
     run_starts = runs.starts.tolist()
     pieces: list[_Piece] = []
     for run, (start, end) in enumerate(zip(run_starts, runs.ends.tolist(), strict=True)):
@@ -90,23 +93,28 @@ def _pieces_given_way(runs: Runs, min_run: int) -> Runs:
         lacking = min_run - (end - begin)
         if lacking <= 0 or _give_way(pieces, run_starts, lacking, min_run):
             pieces.append(_Piece(begin - max(lacking, 0), end, run))
+            continue
+        begin = max(start, pieces[-2].end) if len(pieces) > 1 else start
+        if end - begin > pieces[-1].end - pieces[-1].start:
+            pieces[-1] = _Piece(begin, end, run)
     starts, ends, index = np.array(pieces, np.int64).reshape(-1, 3).T
     return Runs(starts, ends, runs.diagonals[index], runs.rows[index])
 
 
 def _give_way(pieces: list[_Piece], run_starts: list[int], num_tokens: int, min_run: int) -> bool:
-    """Move the end of the last piece `num_tokens` to the left, pushing those before it where it would get too short.
+    """Move the end of the last piece `num_tokens` to the left, and pieces before it as far as it takes.
 
-    False, and nothing changed, if no piece that can be reached has tokens to spare.
+    False, and nothing changed, if they do not have so many tokens to spare.
     """
-    for index in range(len(pieces) - 1, -1, -1):
-        piece = pieces[index]
-        if piece.end - piece.start >= min_run + num_tokens:
-            pieces[index] = piece._replace(end=piece.end - num_tokens)
-            for moved in range(index + 1, len(pieces)):
-                old = pieces[moved]
-                pieces[moved] = old._replace(start=old.start - num_tokens, end=old.end - num_tokens)
+    moved: list[_Piece] = []
+    for piece in reversed(pieces):
+        spare = piece.end - piece.start - min_run
+        lacking = max(0, num_tokens - spare)
+        moved.append(piece._replace(start=piece.start - lacking, end=piece.end - num_tokens))
+        if not lacking:
+            pieces[-len(moved) :] = reversed(moved)
             return True
-        if not index or pieces[index - 1].end < piece.start or run_starts[piece.run] > piece.start - num_tokens:
+        if moved[-1].start < run_starts[piece.run]:
             return False
+        num_tokens = lacking
     return False

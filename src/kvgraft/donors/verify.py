@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _COLUMNS = np.arange(BLOCK_TOKENS)
 
+_BATCH_BLOCKS = 512
+"""Blocks gathered at a time: 64 KiB, which stay in the processor's cache and in the allocator's."""
+
 _FIRST_STEP = 64
 """Tokens by which a run is extended in the first round; rounds double it."""
 
@@ -88,13 +91,21 @@ class Verifier:
         interval = np.repeat(np.arange(len(starts)), num_blocks)
         skipped = (np.arange(all_blocks) - first_block[interval]) * BLOCK_TOKENS
         target = starts[interval] + skipped
-        differs = self._blocks[target] != self._arena.blocks[target + diagonals[interval]]
+        differs = self._differs(target, target + diagonals[interval])
         # The last block of an interval reaches behind its end.
         room = lengths[interval] - skipped
         last = np.flatnonzero(room < BLOCK_TOKENS)
         differs[last] &= room[last, None] > _COLUMNS
         block, column = np.divmod(np.flatnonzero(differs), BLOCK_TOKENS)
         return offsets, total, (offsets[interval] + skipped)[block] + column
+
+    def _differs(self, target: Positions, source: Positions) -> NDArray[np.bool_]:
+        """Compare the blocks from prompt positions `target` and arena indices `source` on: (blocks, BLOCK_TOKENS)."""
+        differs = np.empty((len(target), BLOCK_TOKENS), np.bool_)
+        for first in range(0, len(target), _BATCH_BLOCKS):
+            batch = slice(first, first + _BATCH_BLOCKS)
+            np.not_equal(self._blocks[target[batch]], self._arena.blocks[source[batch]], out=differs[batch])
+        return differs
 
     def _extend(self, runs: Runs, open_left: NDArray[np.bool_], open_right: NDArray[np.bool_]) -> None:
         """Lengthen runs in place to the first unequal token on the open sides."""

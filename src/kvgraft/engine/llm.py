@@ -135,7 +135,7 @@ class LLM:
         reuse: ReuseMode | str = ReuseMode.GRAFT,
         *,
         cache_salt: str = "",
-        selection: str | None = None,
+        selection: str | SelectionPolicy | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt in order; later prompts reuse what earlier ones computed.
 
@@ -144,13 +144,13 @@ class LLM:
             sampling: How to generate; greedy by default.
             reuse: `graft` (exact prefixes and matches at any offset), `exact`, or `off`.
             cache_salt: Requests with different salts never share K/V.
-            selection: Selection policy for these requests instead of the configured one.
+            selection: Selection policy, or its name, for these requests instead of the configured one.
 
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
         """
         requests = [self._request(p, sampling, reuse, cache_salt) for p in _as_list(prompts)]
-        policy = self.policy if selection is None else self._make_policy(selection)
+        policy = self._policy(selection)
         outputs = []
         for request in requests:
             *_, last = self._run(request, policy)
@@ -165,10 +165,10 @@ class LLM:
         reuse: ReuseMode | str = ReuseMode.GRAFT,
         *,
         cache_salt: str = "",
-        selection: str | None = None,
+        selection: str | SelectionPolicy | None = None,
     ) -> Iterator[StreamPart]:
         """Generate for one prompt, a part per token; closing the iterator early cancels the request."""
-        policy = self.policy if selection is None else self._make_policy(selection)
+        policy = self._policy(selection)
         return self._run(self._request(prompt, sampling, reuse, cache_salt), policy)
 
     def score(
@@ -178,7 +178,7 @@ class LLM:
         reuse: ReuseMode | str = ReuseMode.GRAFT,
         *,
         cache_salt: str = "",
-        selection: str | None = None,
+        selection: str | SelectionPolicy | None = None,
     ) -> Score:
         """Return the logits of a fixed continuation behind `prompt`; the cache is left as it was.
 
@@ -189,7 +189,7 @@ class LLM:
         request = self._request(prompt, SamplingParams(len(token_ids)), reuse, cache_salt)
         if len(request.token_ids) + len(token_ids) > self.max_model_len:
             raise ConfigError(f"prompt and continuation exceed the model length {self.max_model_len}; shorten them")
-        policy = self.policy if selection is None else self._make_policy(selection)
+        policy = self._policy(selection)
         return score(self._adapter, self._manager, request, policy, token_ids, max_rows=self.config.max_rows)
 
     def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
@@ -256,6 +256,11 @@ class LLM:
             sampling = replace(sampling, max_new_tokens=longest - len(token_ids))
         namespace = Namespace(self.loaded.fingerprint, tenant_salt=cache_salt)
         return Request(f"r{next(self._numbers)}", token_ids, sampling, _reuse_mode(reuse), namespace)
+
+    def _policy(self, selection: str | SelectionPolicy | None) -> SelectionPolicy:
+        if selection is None:
+            return self.policy
+        return self._make_policy(selection) if isinstance(selection, str) else selection
 
     def _make_policy(self, name: str) -> SelectionPolicy:
         parameters: dict[str, dict[str, float]] = {

@@ -78,6 +78,15 @@ def test_short_rest_pushes_a_neighbour_that_has_none_to_spare():
     assert pieces == [(0, 28), (28, 44), (44, 60)]
 
 
+def test_short_rest_takes_a_little_from_several():
+    pieces = intervals_of(tiled(make_runs((0, 27), (3, 55), (31, 56))))
+    assert pieces == [(0, 24), (24, 40), (40, 56)]
+
+
+def test_short_rest_replaces_what_cannot_give_and_covers_less():
+    assert intervals_of(tiled(make_runs((0, 16), (4, 30)))) == [(4, 30)]
+
+
 def test_short_rest_is_left_out_where_nothing_can_give():
     assert intervals_of(tiled(make_runs((0, 20), (10, 27)))) == [(0, 20)]
 
