@@ -19,7 +19,7 @@ from kvgraft.prefix import RadixKey
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -195,24 +195,26 @@ class CacheManager:
             known = donors.find(namespace, token_ids, max_generation=0)
             if any(match.length == len(token_ids) for match in known):
                 return
-            for match in known:
-                donor = donors.get(match.donor_id)
-                if (
-                    donor is not None
-                    and match.target_start == donor.start_position == 0
-                    and match.length == len(donor.token_ids)
-                ):
-                    self.space.remove_donor(donor.donor_id)
+            self._remove_superseded(known)
             self._add(cache, token_ids, 0, len(token_ids), 0)
             return
         generations = {donor.donor_id: donor.generation for donor in cache.donors}
         attended = 0
-        start = 0
+        start = cache.plan.exact_len  # what the prefix cache gave came from a request that registered it
         for match in cache.plan.spans:
             self._add(cache, token_ids, start, match.target_start, attended)
             attended = max(attended, 1 + generations[match.donor_id])
             start = match.target_end
         self._add(cache, token_ids, start, len(token_ids), attended)
+
+    def _remove_superseded(self, matches: Sequence[Match]) -> None:
+        """Drop donors that the sequence about to be registered begins with, where nobody else grafts from them."""
+        for match in matches:
+            donor = self.space.donors.get(match.donor_id)
+            if donor is None or self.space.donors.is_pinned(donor.donor_id):
+                continue
+            if match.target_start == donor.start_position == 0 and match.length == donor.num_tokens:
+                self.space.remove_donor(donor.donor_id)
 
     def _add(self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int) -> None:
         if stop - start < self._min_run or generation > self._max_generation:
