@@ -26,7 +26,7 @@ A small language model that ships with kvgraft so that its demo, tests and bench
 
 ## Held-out loss
 
-Mean cross-entropy (nats per token) of the last 64 tokens of 24 windows of held-out modules, with the whole context and
+Mean cross-entropy (nats per token) of the last 64 tokens of 96 windows of held-out modules, with the whole context and
 with only the 64 tokens in front of each target. The difference is what the context is worth.
 
 | context | whole context | last 64 tokens only | gain |

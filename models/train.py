@@ -150,7 +150,7 @@ def mean_loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, context: int, windows: int = 24) -> dict[str, float]:
+def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, context: int, windows: int = 96) -> dict[str, float]:
     """Mean loss of the last 64 tokens of `windows` held-out windows: with the whole context and with only 64 tokens of it."""
     starts = np.linspace(0, len(stream) - context - 2, windows).astype(int)
     full, short = [], []
@@ -228,7 +228,7 @@ def train(args: argparse.Namespace) -> None:
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "log": log}
             torch.save({**state, "step": step + 1, "rng": corpus._rng.getstate()}, args.checkpoint)
     model.eval()
-    losses = [held_out_losses(model, held_out._stream, context) for context in (512, 2_048, 4_096)]
+    losses = [held_out_losses(model, held_out._stream, context) for context in (512, 1_024, 2_048, 4_096)]
     print(json.dumps(losses, indent=1))
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
