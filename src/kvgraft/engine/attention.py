@@ -87,6 +87,23 @@ class LayerInputs:
     softcap: float | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScatteredPart:
+    """Rows that form their scores together, and which of the scores are hidden.
+
+    Attributes:
+        rows: Rows of the query.
+        keys: Positions that at least one of them sees.
+        first_masked: Index in `keys` from which on some rows see less than others.
+        hidden: bool (num_rows, 1, keys behind `first_masked`).
+    """
+
+    rows: slice
+    keys: slice
+    first_masked: int
+    hidden: Tensor
+
+
 @dataclass(slots=True, eq=False)
 class SequenceAttention:
     """Attention of one sequence's rows for every layer of one forward pass.
@@ -103,6 +120,7 @@ class SequenceAttention:
     mass: Tensor | None = None
     _positions: Tensor = field(init=False)
     _blocks: dict[int, list[RowBlock]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int | None], list[_ScatteredPart]] = field(default_factory=dict)
     _bands: dict[int | None, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,15 +174,29 @@ class SequenceAttention:
         return self._bands[window]
 
     def _attend_scattered(self, block: RowBlock, layer: LayerInputs, output: Tensor) -> None:
-        for rows in self._small_blocks(block, len(layer.query)):
-            keys = self._visible(rows, layer.window)
-            weights = self._weights(layer, rows, keys)
-            mixed = torch.bmm(weights.to(layer.values.dtype), layer.values[:, keys])
-            output[:, rows] = mixed.view(len(layer.query), rows.stop - rows.start, -1)
-            self._observe(weights, rows, keys)
+        num_heads, head_dim = len(layer.query), layer.query.shape[-1]
+        num_kv_heads = len(layer.keys)
+        group = num_heads // num_kv_heads
+        # Heads that share keys lie side by side per row, so that any stretch of rows is one matrix without a copy.
+        scaled = layer.query[:, block.start : block.stop] * layer.scale
+        query = scaled.view(num_kv_heads, group, -1, head_dim).transpose(1, 2).contiguous()
+        mixed = torch.empty_like(query)
+        for part in self._scattered_parts(block, num_heads, layer.window):
+            rows = slice(part.rows.start - block.start, part.rows.stop - block.start)
+            weights = _weights(query[:, rows].flatten(1, 2), layer, part, group)
+            values = torch.bmm(weights.to(layer.values.dtype), layer.values[:, part.keys])
+            mixed[:, rows] = values.view(num_kv_heads, -1, group, head_dim)
+            self._observe(weights, part, group)
+        output[:, block.start : block.stop] = mixed.transpose(1, 2).reshape(num_heads, -1, head_dim)
+
+    def _scattered_parts(self, block: RowBlock, num_heads: int, window: int | None) -> list[_ScatteredPart]:
+        """Cut `block` so that each part forms at most `_MAX_BLOCK_SCORES` scores, or is one row; the same in every layer."""
+        place = block.start, window
+        if place not in self._parts:
+            self._parts[place] = [self._scattered_part(rows, window) for rows in self._small_blocks(block, num_heads)]
+        return self._parts[place]
 
     def _small_blocks(self, block: RowBlock, num_heads: int) -> Iterator[slice]:
-        """Cut `block` so that each part forms at most `_MAX_BLOCK_SCORES` scores, or is one row."""
         limit = _MAX_BLOCK_SCORES[self.device.type]
         start = block.start
         while start < block.stop:
@@ -174,34 +206,39 @@ class SequenceAttention:
             yield slice(start, stop)
             start = stop
 
+    def _scattered_part(self, rows: slice, window: int | None) -> _ScatteredPart:
+        keys = self._visible(rows, window)
+        positions = self._positions[rows, None]
+        # Keys in front of the first row are seen by all rows, unless a window hides them.
+        masked = slice(int(self.positions[rows.start]) + 1 if window is None else keys.start, keys.stop)
+        columns = torch.arange(masked.start, masked.stop, device=self.device)
+        hidden = columns > positions
+        if window is not None:
+            hidden |= columns <= positions - window
+        return _ScatteredPart(rows, keys, masked.start - keys.start, hidden[:, None])
+
     def _visible(self, rows: slice, window: int | None) -> slice:
         """Positions that at least one of `rows` sees."""
         low = 0 if window is None else max(0, int(self.positions[rows.start]) - window + 1)
         return slice(low, int(self.positions[rows.stop - 1]) + 1)
 
-    def _weights(self, layer: LayerInputs, rows: slice, keys: slice) -> Tensor:
-        """Softmax weights, float32 (num_kv_heads, group * rows, keys)."""
-        num_kv_heads = len(layer.keys)
-        query = (layer.query[:, rows] * layer.scale).reshape(num_kv_heads, -1, layer.query.shape[-1])
-        scores = torch.bmm(query, layer.keys[:, keys].transpose(1, 2)).float()
-        if layer.softcap is not None:
-            scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
-        positions = self._positions[rows, None]
-        by_row = scores.view(num_kv_heads, -1, rows.stop - rows.start, keys.stop - keys.start)
-        first = int(self.positions[rows.start])
-        behind = torch.arange(first, keys.stop, device=self.device) > positions
-        by_row[..., first - keys.start :].masked_fill_(behind, -math.inf)
-        if layer.window is not None:
-            outside = torch.arange(keys.start, keys.stop, device=self.device) <= positions - layer.window
-            by_row.masked_fill_(outside, -math.inf)
-        return torch.softmax(scores, dim=-1)
+    def _observe(self, weights: Tensor, part: _ScatteredPart, group: int) -> None:
+        """Add the attention of those rows of `part` that are observed."""
+        first = max(part.rows.start, len(self.positions) - self.observed_rows)
+        if self.mass is not None and first < part.rows.stop:
+            observed = weights[:, (first - part.rows.start) * group :]
+            self.mass[part.keys] += observed.sum(dim=(0, 1))
 
-    def _observe(self, weights: Tensor, rows: slice, keys: slice) -> None:
-        """Add the attention of those of `rows` that are observed."""
-        first = max(rows.start, len(self.positions) - self.observed_rows)
-        if self.mass is not None and first < rows.stop:
-            by_row = weights.view(len(weights), -1, rows.stop - rows.start, keys.stop - keys.start)
-            self.mass[keys] += by_row[:, :, first - rows.start :].sum(dim=(0, 1, 2))
+
+def _weights(query: Tensor, layer: LayerInputs, part: _ScatteredPart, group: int) -> Tensor:
+    """Softmax weights of scaled queries (num_kv_heads, rows * group, head_dim), float32 over the keys of `part`."""
+    scores = torch.bmm(query, layer.keys[:, part.keys].transpose(1, 2)).float()
+    if layer.softcap is not None:
+        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+    if part.hidden.shape[-1]:
+        by_row = scores.view(len(scores), -1, group, scores.shape[-1])
+        by_row[..., part.first_masked :].masked_fill_(part.hidden, -math.inf)
+    return torch.softmax(scores, dim=-1)
 
 
 def _fused(layer: LayerInputs, rows: slice, keys: slice, mask: Tensor | None) -> Tensor:
