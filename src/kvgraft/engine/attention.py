@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MIN_RUN_ROWS = 96
 """Shorter runs are cheaper as scattered rows than as a fused call with a band mask."""
+_MIN_RUN_PER_PADDING = 4
+"""A run that begins at position p is padded to a causal square if it has this many times p rows."""
 _RUN_BLOCK_ROWS = 256
 """Rows of a run that share one band mask; also the query block of PyTorch's CPU kernel."""
 _MAX_BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -147,8 +149,12 @@ class SequenceAttention:
         return output
 
     def _attend_run(self, run: RowBlock, layer: LayerInputs, output: Tensor) -> None:
-        if run.first == 0 and (layer.window is None or layer.window > run.last):
-            output[:, run.start : run.stop] = _fused(layer, slice(run.start, run.stop), slice(0, run.last + 1), None)
+        query = layer.query[:, run.start : run.stop]
+        sees_all = layer.window is None or layer.window > run.last
+        if sees_all and run.first * _MIN_RUN_PER_PADDING <= run.stop - run.start:
+            # Empty rows in front make it a causal square, which the kernel handles faster than a mask.
+            padded = F.pad(query, (0, 0, run.first, 0))
+            output[:, run.start : run.stop] = _fused(padded, layer, slice(0, run.last + 1), None)[:, run.first :]
             return
         for start in range(run.start, run.stop, _RUN_BLOCK_ROWS):
             rows = slice(start, min(start + _RUN_BLOCK_ROWS, run.stop))
@@ -156,7 +162,7 @@ class SequenceAttention:
             shift = self.num_keys - int(self.positions[start])
             band = self._band(layer.window, layer.query.dtype)
             mask = band[: rows.stop - start, shift + keys.start : shift + keys.stop]
-            output[:, rows] = _fused(layer, rows, keys, mask)
+            output[:, rows] = _fused(layer.query[:, rows], layer, keys, mask)
 
     def _band(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask that, moved by a block's first position, is the causal (and window) mask of that block.
@@ -241,14 +247,14 @@ def _weights(query: Tensor, layer: LayerInputs, part: _ScatteredPart, group: int
     return torch.softmax(scores, dim=-1)
 
 
-def _fused(layer: LayerInputs, rows: slice, keys: slice, mask: Tensor | None) -> Tensor:
-    """PyTorch's attention of `rows` over `keys`; causal from the first key where there is no mask."""
+def _fused(query: Tensor, layer: LayerInputs, keys: slice, mask: Tensor | None) -> Tensor:
+    """PyTorch's attention of `query` over `keys`; causal from the first key where there is no mask."""
     return F.scaled_dot_product_attention(
-        layer.query[None, :, rows],
+        query[None],
         layer.keys[None, :, keys],
         layer.values[None, :, keys],
         attn_mask=mask,
         is_causal=mask is None,
         scale=layer.scale,
-        enable_gqa=len(layer.query) != len(layer.keys),
+        enable_gqa=len(query) != len(layer.keys),
     )[0]
