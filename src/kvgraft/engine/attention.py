@@ -124,6 +124,7 @@ class SequenceAttention:
     _blocks: dict[int, list[RowBlock]] = field(default_factory=dict)
     _parts: dict[tuple[int, int | None], list[_ScatteredPart]] = field(default_factory=dict)
     _bands: dict[int | None, Tensor] = field(default_factory=dict)
+    _scratch: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._positions = torch.from_numpy(self.positions).to(self.device)
@@ -189,7 +190,7 @@ class SequenceAttention:
         mixed = torch.empty_like(query)
         for part in self._scattered_parts(block, num_heads, layer.window):
             rows = slice(part.rows.start - block.start, part.rows.stop - block.start)
-            weights = _weights(query[:, rows].flatten(1, 2), layer, part, group)
+            weights = self._weights(query[:, rows].flatten(1, 2), layer, part, group)
             values = torch.bmm(weights.to(layer.values.dtype), layer.values[:, part.keys])
             mixed[:, rows] = values.view(num_kv_heads, -1, group, head_dim)
             self._observe(weights, part, group)
@@ -228,23 +229,37 @@ class SequenceAttention:
         low = 0 if window is None else max(0, int(self.positions[rows.start]) - window + 1)
         return slice(low, int(self.positions[rows.stop - 1]) + 1)
 
+    def _weights(self, query: Tensor, layer: LayerInputs, part: _ScatteredPart, group: int) -> Tensor:
+        """Softmax weights of scaled queries (num_kv_heads, rows * group, head_dim), float32 over the keys of `part`.
+
+        The next call overwrites them.
+        """
+        keys = layer.keys[:, part.keys].transpose(1, 2)
+        shape = (len(query), query.shape[1], keys.shape[2])
+        scores, weights = (buffer[: math.prod(shape)].view(shape) for buffer in self._buffers(math.prod(shape)))
+        if query.dtype == torch.float32:
+            torch.bmm(query, keys, out=scores)
+        else:
+            scores.copy_(torch.bmm(query, keys))
+        if layer.softcap is not None:
+            scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+        if part.hidden.shape[-1]:
+            by_row = scores.view(len(scores), -1, group, scores.shape[-1])
+            by_row[..., part.first_masked :].masked_fill_(part.hidden, -math.inf)
+        return torch.softmax(scores, dim=-1, out=weights)
+
+    def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
+        """Two float32 buffers of at least `size`, kept for the whole pass: fresh memory costs page faults every time."""
+        if self._scratch is None or len(self._scratch[0]) < size:
+            self._scratch = (torch.empty(size, device=self.device), torch.empty(size, device=self.device))
+        return self._scratch
+
     def _observe(self, weights: Tensor, part: _ScatteredPart, group: int) -> None:
         """Add the attention of those rows of `part` that are observed."""
         first = max(part.rows.start, len(self.positions) - self.observed_rows)
         if self.mass is not None and first < part.rows.stop:
             observed = weights[:, (first - part.rows.start) * group :]
             self.mass[part.keys] += observed.sum(dim=(0, 1))
-
-
-def _weights(query: Tensor, layer: LayerInputs, part: _ScatteredPart, group: int) -> Tensor:
-    """Softmax weights of scaled queries (num_kv_heads, rows * group, head_dim), float32 over the keys of `part`."""
-    scores = torch.bmm(query, layer.keys[:, part.keys].transpose(1, 2)).float()
-    if layer.softcap is not None:
-        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
-    if part.hidden.shape[-1]:
-        by_row = scores.view(len(scores), -1, group, scores.shape[-1])
-        by_row[..., part.first_masked :].masked_fill_(part.hidden, -math.inf)
-    return torch.softmax(scores, dim=-1)
 
 
 def _fused(query: Tensor, layer: LayerInputs, keys: slice, mask: Tensor | None) -> Tensor:
