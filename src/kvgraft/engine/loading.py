@@ -146,4 +146,6 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
 
 def _load_failure(name: str, error: Exception) -> str:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"cannot load model {name}: {first_line[:200]}; check the directory or hub id, or try 'graft-tiny'"
+    return (
+        f"cannot load model {name}: {first_line[:200].rstrip('.')}; check the directory or hub id, or try 'graft-tiny'"
+    )
