@@ -133,6 +133,7 @@ def test_demo_json_compares_the_modes(capsys, model_dir):
         (["generate", "--model", "MODEL_DIR", ""], ["empty"]),
         (["generate", "--model", "MODEL_DIR", "--num-slots", "100", "word " * 500], ["tokens and 99 fit", "num_slots"]),
         (["generate", "--model", "MODEL_DIR", "--temperature", "-1", "x"], ["temperature"]),
+        (["generate", "--model", "MODEL_DIR", "--num-slots", "10", "x"], ["num_slots", "64"]),
         (["generate", "--model", "MODEL_DIR", "--selection", "best", "x"], ["query_seam"]),
         (["generate", "--model", "MODEL_DIR", "--dtype", "int3", "x"], ["float32"]),
         (["generate", "--file", "no-such-file"], ["no-such-file"]),

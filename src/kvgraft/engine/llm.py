@@ -20,7 +20,7 @@ from kvgraft.engine.loading import LoadedModel, load_model
 from kvgraft.engine.request import Request, RequestOutput
 from kvgraft.engine.sampling import Sampler, SamplingParams
 from kvgraft.engine.scoring import Score, score
-from kvgraft.engine.self_check import SelfCheckReport, self_check
+from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
 from kvgraft.engine.text import OutputText
 from kvgraft.errors import ConfigError
 from kvgraft.graft.select import SelectionPolicy, selection_policy
@@ -72,6 +72,10 @@ class LLM:
             ModelError: The model cannot be loaded or fails the self-check.
         """
         self.config = (config or EngineConfig.from_env()).updated(settings)
+        if 0 < self.config.num_slots < PROBE_SLOTS:
+            raise ConfigError(
+                f"num_slots must be at least {PROBE_SLOTS}, or 0 to choose by memory, not {self.config.num_slots}"
+            )
         self.policy = self._make_policy(self.config.selection)
         self.loaded = (
             model
@@ -82,7 +86,7 @@ class LLM:
         self._adapter = TransformersAdapter.create(
             self.loaded.model, num_slots=self.config.num_slots, kv_bytes=self.config.kv_bytes
         )
-        self.self_check: SelfCheckReport = self_check(self._adapter, np.arange(min(64, self._adapter.pool.num_slots)))
+        self.self_check: SelfCheckReport = self_check(self._adapter, np.arange(PROBE_SLOTS))
         self.space = KVSpace(
             self._adapter.pool,
             host_bytes=self.config.host_bytes,

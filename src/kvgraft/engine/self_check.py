@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """RoPE types whose frequencies do not depend on the length of the prompt, so that a delta rotation is right."""
 
+PROBE_SLOTS = 64
+"""K/V slots that the self-check needs; a smaller pool serves no useful prompt either."""
 _PROMPT_TOKENS = 40
 _PROBE_POSITIONS = (0, 1, 7, 130, 1_021)
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -50,7 +52,7 @@ class SelfCheckReport:
 
 
 def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfCheckReport:
-    """Run the proofs in the slots `kv_indices` (at least 48) and set `adapter.rope`.
+    """Run the proofs in the slots `kv_indices` (`PROBE_SLOTS` of them) and set `adapter.rope`.
 
     Raises:
         ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
