@@ -73,9 +73,8 @@ class SessionRunner:
         self._advance = advance
         self._references: list[_Reference] = []
         self._sampling = SamplingParams(CONTINUATION_TOKENS, ignore_eos=True)
-        llm.generate(
-            self._prompts[0][:64], SamplingParams(2), "off"
-        )  # first call of torch's kernels is not a request's cost
+        # The first call of torch's kernels is not a request's cost.
+        llm.generate(self._prompts[0][:64], SamplingParams(2), "off")
 
     def full_prefill(self) -> ModeResult:
         """Run with reuse off and keep the references that other modes are compared with."""

@@ -28,8 +28,10 @@ _MIN_RUN_PER_PADDING = 4
 """A run that begins at position p is padded to a causal square if it has this many times p rows."""
 _RUN_BLOCK_ROWS = 256
 """Rows of a run that share one band mask; also the query block of PyTorch's CPU kernel."""
-_MAX_BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Scores (heads x rows x keys) formed at once for scattered rows: on a CPU 2 MiB of float32, which its cache holds."""
+_MAX_CPU_BLOCK_SCORES = 1 << 19
+"""Scores (heads x rows x keys) formed at once for scattered rows: 2 MiB of float32, which a CPU's cache holds."""
+_MAX_BLOCK_SCORES = 1 << 26
+"""The same on other devices, where only memory bounds it: 256 MiB."""
 _MAX_BLOCK_ROWS = 512
 """Scattered rows in one block however few keys they see."""
 
@@ -122,7 +124,7 @@ class SequenceAttention:
     mass: Tensor | None = None
     _positions: Tensor = field(init=False)
     _blocks: dict[int, list[RowBlock]] = field(default_factory=dict)
-    _parts: dict[tuple[int, int | None], list[_ScatteredPart]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, int | None], list[_ScatteredPart]] = field(default_factory=dict)
     _bands: dict[int | None, Tensor] = field(default_factory=dict)
     _scratch: tuple[Tensor, Tensor] | None = None
 
@@ -197,14 +199,14 @@ class SequenceAttention:
         output[:, block.start : block.stop] = mixed.transpose(1, 2).reshape(num_heads, -1, head_dim)
 
     def _scattered_parts(self, block: RowBlock, num_heads: int, window: int | None) -> list[_ScatteredPart]:
-        """Cut `block` so that each part forms at most `_MAX_BLOCK_SCORES` scores, or is one row; the same in every layer."""
-        place = block.start, window
+        """Cut `block` so that each part forms a bounded number of scores, or is one row; the same in every layer."""
+        place = block.start, block.stop, window
         if place not in self._parts:
             self._parts[place] = [self._scattered_part(rows, window) for rows in self._small_blocks(block, num_heads)]
         return self._parts[place]
 
     def _small_blocks(self, block: RowBlock, num_heads: int) -> Iterator[slice]:
-        limit = _MAX_BLOCK_SCORES[self.device.type]
+        limit = _MAX_CPU_BLOCK_SCORES if self.device.type == "cpu" else _MAX_BLOCK_SCORES
         start = block.start
         while start < block.stop:
             positions = self.positions[start : min(block.stop, start + _MAX_BLOCK_ROWS)]

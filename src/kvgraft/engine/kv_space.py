@@ -155,7 +155,7 @@ class KVSpace:
         if donor is None:
             return False
         assert isinstance(donor.kv, SlotKV)
-        if self._make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token, donor):
+        if self._make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token):
             self.host.put(donor.donor_id, self.pool.export(self.pool.index(donor.kv.slots)))
             self.donors.rebind(donor.donor_id, HostKV())
             self.num_spilled += 1
@@ -165,13 +165,13 @@ class KVSpace:
         self.allocator.release(donor.kv.slots, Owner.DONOR)
         return True
 
-    def _make_host_room(self, num_bytes: int, newcomer: Donor) -> bool:
-        """Drop less valuable host donors until `num_bytes` fit; False if only more valuable ones are left."""
+    def _make_host_room(self, num_bytes: int) -> bool:
+        """Drop host donors, the least valuable first, until `num_bytes` fit; False if they cannot."""
         if num_bytes > self.host.budget_bytes:
             return False
         while not self.host.fits(num_bytes):
             victim = next((d for d in self.donors.victims() if isinstance(d.kv, HostKV)), None)
-            if victim is None or victim.donor_id == newcomer.donor_id:
+            if victim is None:
                 return False
             self.remove_donor(victim.donor_id)
             self.num_dropped += 1

@@ -48,7 +48,7 @@ def score(
     cache = manager.begin(request, policy)
     try:
         manager.graft(cache)
-        outcome = prefill(adapter, cache, policy, max_rows=max_rows)
+        outcome = _prefill(adapter, cache, policy, max_rows=max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
             logits.append(_feed(adapter, manager, cache, continuation[:-1]))
@@ -57,7 +57,7 @@ def score(
         manager.abort(cache)
 
 
-def prefill(adapter: ModelAdapter, cache: RequestCache, policy: SelectionPolicy, *, max_rows: int) -> PrefillOutcome:
+def _prefill(adapter: ModelAdapter, cache: RequestCache, policy: SelectionPolicy, *, max_rows: int) -> PrefillOutcome:
     """Run a sparse prefill to its end."""
     steps = sparse_prefill(cache.request.token_ids, cache.plan, cache.kv_indices, policy, max_rows=max_rows)
     rows = next(steps)

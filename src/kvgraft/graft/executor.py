@@ -54,7 +54,7 @@ def copy_spans(model: ModelAdapter, copies: Sequence[SpanCopy], kv_indices: NDAr
     Raises:
         ModelError: The model refuses shifting and a span would have to be shifted.
 
-    Complexity: O(num_layers * tokens), one gather, one rotation and one scatter per layer whatever the number of spans.
+    Complexity: O(num_layers * tokens); per layer one read per span, then one rotation and one write for all.
     """
     if not copies:
         return

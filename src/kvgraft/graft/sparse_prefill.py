@@ -33,12 +33,10 @@ class PrefillOutcome:
     Attributes:
         logits: float32 (vocab_size,) behind the last prompt token.
         computed: int64, ascending positions whose K/V were computed for this request.
-        num_rows: Rows that were run, repeated ones counted again.
     """
 
     logits: Tensor
     computed: NDArray[np.int64]
-    num_rows: int
 
     def recomputed(self, plan: GraftPlan) -> int:
         """How many reused tokens were computed again."""
@@ -86,7 +84,6 @@ def sparse_prefill(
     """
     computed = np.zeros(plan.num_tokens, dtype=bool)
     logits: Tensor | None = None
-    num_rows = 0
     steps = policy.steps(selection_context(plan))
     step: Recompute | None = next(steps)
     while step is not None:
@@ -95,14 +92,13 @@ def sparse_prefill(
         if len(rows):
             mass, logits = yield from _run(token_ids, rows, kv_indices, step.observe_query, max_rows)
             computed[rows] = True
-            num_rows += len(rows)
         assert logits is not None
         try:
             step = steps.send(Observation(logits, mass))
         except StopIteration:
             step = None
     assert logits is not None
-    return PrefillOutcome(logits, np.flatnonzero(computed), num_rows)
+    return PrefillOutcome(logits, np.flatnonzero(computed))
 
 
 def _rows_of(step: Recompute, plan: GraftPlan, computed: NDArray[np.bool_]) -> NDArray[np.int64]:
