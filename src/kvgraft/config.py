@@ -31,6 +31,10 @@ class EngineConfig:
         max_generation: Highest generation of a donor: 0 is text computed behind exact K/V only, g + 1 text computed behind
             donors of generation g.
         max_rows: Rows of one forward pass; longer prefills run in pieces.
+        max_running: Requests that are computed at the same time.
+        max_waiting: Requests that may wait for their turn; more are refused.
+        stream_slowdown: How much slower running streams may get while prompts are computed; 0.2 is 20 %.
+        attention: Attention backend: `auto`, `sdpa` or `flex`.
     """
 
     dtype: str = "auto"
@@ -46,13 +50,19 @@ class EngineConfig:
     min_run: int = 16
     max_generation: int = 2
     max_rows: int = 16_384
+    max_running: int = 64
+    max_waiting: int = 1024
+    stream_slowdown: float = 0.2
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
-        lowest = {"kv_bytes": 1, "donor_tokens": 1, "min_run": 16, "max_rows": 1, "first_k": 1}
+        lowest = {"kv_bytes": 1, "donor_tokens": 1, "min_run": 16, "max_rows": 1, "first_k": 1, "max_running": 1, "max_waiting": 1}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and value < lowest.get(field.name, 0):
                 raise ConfigError(f"{field.name} must be at least {lowest.get(field.name, 0)}, not {value}")
+        if not self.stream_slowdown > 0:
+            raise ConfigError(f"stream_slowdown must be above 0, not {self.stream_slowdown}; 0.2 allows 20 %")
         if not 0 < self.recompute_ratio <= 1:
             raise ConfigError(
                 f"recompute_ratio must be above 0 and at most 1, not {self.recompute_ratio}; "

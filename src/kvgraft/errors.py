@@ -15,6 +15,14 @@ class CapacityError(KVGraftError):
     """More KV slots, tokens or bytes were asked for than can be had, even after eviction."""
 
 
+class OverloadedError(KVGraftError):
+    """The server has as many requests waiting as it accepts, or is shutting down; try again later."""
+
+
+class RequestError(KVGraftError):
+    """The engine failed while it computed a request; others go on."""
+
+
 class ModelError(KVGraftError):
     """A model cannot be loaded, or the self-check does not accept it."""
 

@@ -22,6 +22,7 @@ class SamplingParams:
         seed: Makes the draw of one request reproducible; None draws from torch's global generator.
         stop: Texts that end the output; they are cut off.
         ignore_eos: Go on behind an end-of-text token.
+        logprobs: Report the log-probability of each token and of this many most likely ones; None reports nothing.
     """
 
     max_new_tokens: int = 64
@@ -31,6 +32,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -41,6 +43,8 @@ class SamplingParams:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
             raise ConfigError(f"top_k must be 0 (all) or more, not {self.top_k}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ConfigError(f"logprobs must be 0 or more, not {self.logprobs}")
         if any(not text for text in self.stop):
             raise ConfigError("stop texts must not be empty; leave them out")
 

@@ -1,0 +1,1 @@
+"""The engine behind asyncio: one thread runs the model, callers stream from it."""

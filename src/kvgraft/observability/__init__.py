@@ -1,0 +1,5 @@
+"""What happened, told to whoever listens: records of requests and steps, and recorders that turn them into metrics."""
+
+from kvgraft.observability.recorder import NullRecorder, Recorder, RequestRecord, StepRecord
+
+__all__ = ["NullRecorder", "Recorder", "RequestRecord", "StepRecord"]
