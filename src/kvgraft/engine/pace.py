@@ -75,7 +75,7 @@ class Pace:
         if plain is None or self._since_plain >= _REFRESH:
             return 0.0
         earned = self.slowdown * max(1.0, lateness / _PATIENCE) * plain
-        self._credit = min(self._credit + earned, max(earned, _MIN_SECONDS))
+        self._credit = min(self._credit + earned, max(earned, 2 * _MIN_SECONDS))
         if self._credit < min(_MIN_SECONDS, plain):
             return 0.0
         return self._flops(self._beside, self._credit)
