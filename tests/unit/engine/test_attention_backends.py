@@ -59,6 +59,18 @@ def test_decode_rows_in_a_batch_are_exact_wherever_they_stand(family, rng):
         torch.testing.assert_close(output.logits[-1], logits, rtol=0, atol=1e-5 * float(logits.abs().max()))
 
 
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 40])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+def test_decode_rows_are_exact_however_their_slots_lie(family, num_runs, rng):
+    adapter = TransformersAdapter.create(tiny_model(family), num_slots=900)
+    prompt = rng.integers(3, VOCABULARY, 400)
+    pieces = [piece + 2 * i for i, piece in enumerate(np.array_split(np.arange(400), num_runs))]
+    slots = np.concatenate(pieces[::-1])
+    expected = adapter.forward([SequenceRows(prompt, np.arange(400), slots)])[0].logits[-1]
+    actual = adapter.forward([SequenceRows(prompt[-1:], np.array([399]), slots)])[0].logits[-1]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_auto_is_sdpa_on_a_cpu():
     choice = choose_attention("auto", SHAPE, 4, torch.float32, CPU)
     assert (choice.backend.name, choice.reason) == ("sdpa", "sdpa on cpu")
