@@ -5,9 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= pinned
-EXTRAS := torch,dev
+EXTRAS := torch,server,bench,dev
 
-.PHONY: venv demo test check format bench clean
+.PHONY: venv demo test check format bench soak clean
 
 venv: $(VENV)/.installed-$(TORCH)
 
@@ -41,6 +41,9 @@ format: venv
 bench: venv
 	$(BIN)/kvgraft bench ttft --lengths 1024,4096,8192
 	$(BIN)/python benchmarks/bench_lookup.py
+
+soak: venv
+	$(BIN)/python benchmarks/soak.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -102,4 +102,5 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero every token outside the smallest set that holds `top_p`. Source: https://arxiv.org/abs/1904.09751."""
     ordered, order = probabilities.sort(descending=True)
     outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    outside[0] = False  # a top_p that float32 rounds to 0 still leaves the most likely token
     return probabilities.index_fill(0, order[outside], 0.0)
