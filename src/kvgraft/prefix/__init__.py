@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from kvgraft.prefix.base import EvictResult, InsertResult, MatchResult, PrefixCache, PrefixHandle, SlotArray
-from kvgraft.prefix.eviction import EvictionKey, EvictionPolicy, least_recently_used
+from kvgraft.prefix.base import (
+    EvictResult,
+    FidelitySpan,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PrefixCache,
+    PrefixHandle,
+    SlotArray,
+)
+from kvgraft.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVEvent
+from kvgraft.prefix.eviction import EVICTION_POLICIES, EvictionKey, EvictionPolicy, make_eviction_policy
 from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.radix import RadixCache
+from kvgraft.prefix.request import CacheRequest
+from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
 
 __all__ = [
+    "EVICTION_POLICIES",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheRequest",
+    "EventLog",
     "EvictResult",
     "EvictionKey",
     "EvictionPolicy",
+    "FidelitySpan",
     "InsertResult",
+    "KVEvent",
+    "MatchPrefixParams",
     "MatchResult",
     "PrefixCache",
     "PrefixHandle",
     "RadixCache",
     "RadixKey",
+    "SemanticPrefixProvider",
+    "SemanticPrefixResult",
     "SlotArray",
-    "least_recently_used",
+    "make_eviction_policy",
 ]
