@@ -18,6 +18,9 @@ from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.radix import RadixCache
 from kvgraft.prefix.request import CacheRequest
 from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.prefix.swa import SWAInsertResult, SWAMatchResult, SWARadixCache
+from kvgraft.prefix.swa_lifecycle import swa_frontier
+from kvgraft.prefix.swa_node import SWALock
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -38,8 +41,13 @@ __all__ = [
     "PrefixHandle",
     "RadixCache",
     "RadixKey",
+    "SWAInsertResult",
+    "SWALock",
+    "SWAMatchResult",
+    "SWARadixCache",
     "SemanticPrefixProvider",
     "SemanticPrefixResult",
     "SlotArray",
     "make_eviction_policy",
+    "swa_frontier",
 ]

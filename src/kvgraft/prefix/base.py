@@ -137,6 +137,11 @@ class MatchResult:
             self._joined = join_slots(self._parts)[: self.prefix_len]
         return self._joined
 
+    @property
+    def swa_indices(self) -> SlotArray:
+        """Slots of the sliding-window pool by position; empty for caches without one."""
+        return NO_SLOTS
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InsertResult:

@@ -85,11 +85,13 @@ class CacheRequest:
             handle: What `inc_lock_ref(match.handle)` returned.
         """
         self.kv_indices = np.array(match.kv_indices, dtype=np.int64)
+        self.swa_indices = np.array(match.swa_indices, dtype=np.int64)
         self.handle = handle
         self.protected_len = 0 if match.owned else match.prefix_len
         self.num_inserted = 0 if match.substituted else match.prefix_len
         self.skip_insert = self.skip_insert or match.skip_insert
 
-    def grow(self, kv_indices: SlotArray) -> None:
-        """Append slots of positions that are computed next. Complexity: O(row)."""
+    def grow(self, kv_indices: SlotArray, swa_indices: SlotArray = NO_SLOTS) -> None:
+        """Append slots of positions that are computed next; those of windows for a hybrid cache. Complexity: O(row)."""
         self.kv_indices = np.concatenate([self.kv_indices, kv_indices])
+        self.swa_indices = np.concatenate([self.swa_indices, swa_indices])
