@@ -159,9 +159,13 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         for node in path:
             node.last_access = now
         node = path[-1]
+        self._requeue(node)
+        return path, node
+
+    def _requeue(self, node: Node) -> None:
+        """Restore the order of eviction after the facts about a node changed."""
         if node.queue_index >= 0:
             self._queue.update(node)
-        return path, node
 
     def _divide(self, node: Node, length: int) -> Node:
         return self._tree.divide(node, length)
@@ -219,9 +223,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
                 node.hit_count += 1
             node.priority = max(node.priority, priority)
             node.reach = max(node.reach, total_len)
-        last = path[-1] if path else start
-        if last.queue_index >= 0:
-            self._queue.update(last)
+        self._requeue(path[-1] if path else start)
 
     def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
         """Elements whose slots the cache had already; `path` was walked by an insert that offers `slots`."""
