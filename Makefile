@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= pinned
-EXTRAS := torch,dev
+EXTRAS := torch,router,dev
 
 .PHONY: venv demo test check format bench clean
 
