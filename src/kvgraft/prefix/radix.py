@@ -325,10 +325,16 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
 
         Complexity: O(log n) per dropped node plus O(tokens freed).
         """
+        return self._evict_leaves(num_tokens, trim=False)
+
+    def _evict_leaves(self, num_tokens: int, *, trim: bool) -> EvictResult:
         dropped: list[SlotArray] = []
         num_freed = 0
         while num_freed < num_tokens and self._queue:
             leaf = self._queue.pop()
+            wanted = -(-(num_tokens - num_freed) // self._page_size) * self._page_size
+            if trim and wanted < len(leaf):
+                self._divide(leaf, len(leaf) - wanted)
             num_freed += len(leaf)
             dropped.append(leaf.kv_indices)
             self._drop_leaf(leaf)
@@ -444,3 +450,15 @@ class RadixCache(BaseRadixCache[RadixNode]):
     """A radix tree on one pool of slots; namespaces part at the root's children. Not thread-safe."""
 
     _node_class = RadixNode
+
+    def evict(self, num_tokens: int, *, trim: bool = False) -> EvictResult:
+        """Drop unlocked leaves in the order of the policy until `num_tokens` are freed or nothing unlocked is left.
+
+        Args:
+            num_tokens: Tokens to free.
+            trim: Cut the last leaf, so that no page is dropped beyond what is asked for; otherwise nodes go whole,
+                which is cheaper and leaves fewer fragments.
+
+        Complexity: O(log n) per dropped node plus O(tokens freed), with `trim` O(tokens of the last leaf) more.
+        """
+        return self._evict_leaves(num_tokens, trim=trim)

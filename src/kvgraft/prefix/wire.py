@@ -7,7 +7,6 @@ newer engines are understood as far as they are known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from kvgraft.errors import IntegrationError
 from kvgraft.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
 SEQUENCE_BYTES = 8

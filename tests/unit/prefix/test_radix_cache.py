@@ -225,6 +225,15 @@ def test_evict_of_nothing_drops_nothing():
     assert cache.evict(5).num_tokens == 2
 
 
+@pytest.mark.parametrize(("page_size", "num_tokens", "expected"), [(1, 3, 3), (4, 3, 4), (4, 5, 8), (4, 99, 16)])
+def test_trimming_drops_no_page_beyond_what_is_asked_for(page_size, num_tokens, expected):
+    cache = RadixCache(page_size)
+    cache.insert(make_key(*range(16)), np.arange(16))
+    assert sorted(cache.evict(num_tokens, trim=True).freed.tolist()) == list(range(16 - expected, 16))
+    cache.check()
+    assert cache.match_prefix(make_key(*range(16))).prefix_len == 16 - expected
+
+
 def test_giving_back_a_lock_is_no_access():
     cache = RadixCache()
     old = put(cache, 1).handle
