@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 8
 """Bytes of one token id (int64)."""
 
+_INT64 = np.dtype(np.int64)
+_NO_BYTES = memoryview(b"")
+
 _FIRST_BLOCK = 1024
 """Tokens compared first: most mismatches are near, and one numpy call costs more than comparing a thousand ids."""
 _BLOCK_GROWTH = 8
@@ -49,16 +52,16 @@ class RadixKey:
     _view: memoryview = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        token_ids = np.asarray(self.token_ids)
-        if token_ids.ndim != 1 or (token_ids.dtype.kind not in "iu" and token_ids.size):
-            raise ConfigError(f"token_ids must be 1-D integers, not {token_ids.ndim}-D {token_ids.dtype}")
-        token_ids = np.ascontiguousarray(token_ids, dtype=np.int64)
+        token_ids = self.token_ids
+        if type(token_ids) is not np.ndarray or token_ids.dtype is not _INT64 or token_ids.strides != (TOKEN_BYTES,):
+            token_ids = _as_token_ids(token_ids)
         if self.limit is not None:
             if self.limit < 0:
                 raise ConfigError(f"limit must be at least 0 or None, not {self.limit}")
             token_ids = token_ids[: self.limit]
-        object.__setattr__(self, "token_ids", token_ids)
-        object.__setattr__(self, "_view", token_ids.data.cast("B") if len(token_ids) else memoryview(b""))
+        if token_ids is not self.token_ids:
+            object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "_view", token_ids.data.cast("B") if token_ids.size else _NO_BYTES)
 
     def __len__(self) -> int:
         return max(len(self.token_ids) - self.is_bigram, 0)
@@ -104,6 +107,14 @@ class RadixKey:
             raise ConfigError("keys of different extra_key, cache_salt or mode cannot be compared")
         run = common_prefix_len(self.token_ids[start:], other.token_ids) - self.is_bigram
         return max(run, 0) // page_size * page_size
+
+
+def _as_token_ids(token_ids: object) -> TokenArray:
+    """Return 1-D integers as a contiguous int64 array; raises `ConfigError` for anything else."""
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ConfigError(f"token_ids must be 1-D integers, not {array.ndim}-D {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def common_prefix_len(left: TokenArray, right: TokenArray) -> int:
