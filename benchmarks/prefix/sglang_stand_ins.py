@@ -13,7 +13,6 @@ import warnings
 from unittest.mock import MagicMock
 
 
-
 class _AnyAttribute(type):
     """Classes taken from a stand-in may be subclassed and have any attribute."""
 
@@ -49,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._names = names
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] not in self._names or _is_probed():
+        if name.split(".", maxsplit=1)[0] not in self._names or _is_probed():
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
