@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= pinned
 EXTRAS := torch,router,dev
 
-.PHONY: venv demo test check format bench clean
+.PHONY: venv demo test check format bench soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH)
 
@@ -41,6 +41,10 @@ format: venv
 bench: venv
 	$(BIN)/kvgraft bench ttft --lengths 1024,4096,8192
 	$(BIN)/python benchmarks/bench_lookup.py
+
+# One million random operations on the prefix caches beside their oracles; about ten minutes.
+soak-prefix: venv
+	$(BIN)/python benchmarks/prefix/soak.py --operations 1000000
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

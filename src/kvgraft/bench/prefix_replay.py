@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from kvgraft.prefix import RadixCache, RadixKey
+from kvgraft.prefix import RadixCache, RadixKey, make_eviction_policy
+from kvgraft.prefix.eviction import TLRU
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvgraft.bench.block_traces import BlockRequest, BlockTrace
+    from kvgraft.prefix import EvictionPolicy
 
 OPTIMUM = "optimum"
 """Name under which Belady's optimum is reported."""
@@ -51,7 +53,9 @@ def replay(
 
     One block is one element of the cache. A partly filled last block counts as far as it is filled.
     """
-    cache = RadixCache.create_simulated(policy=policy, policy_config=dict(policy_config or {}))
+    cache = RadixCache.create_simulated(
+        policy=_in_blocks(make_eviction_policy(policy, policy_config), trace.block_size)
+    )
     limit = None if capacity is None else capacity // trace.block_size
     hit_tokens = 0
     started = time.perf_counter()
@@ -65,6 +69,13 @@ def replay(
     seconds = time.perf_counter() - started
     us_per_request = seconds / max(len(trace.requests), 1) * 1e6
     return ReplayResult(trace.name, policy, capacity, trace.num_tokens, hit_tokens, us_per_request)
+
+
+def _in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
+    """Convert the parameters of a policy that count tokens: here one element of the cache is a block."""
+    if not isinstance(policy, TLRU):
+        return policy
+    return TLRU(max(policy.threshold // block_size, 1), -(-policy.next_prompt_estimate // block_size))
 
 
 def replay_optimum(trace: BlockTrace, capacity: int | None) -> ReplayResult:
