@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +66,10 @@ def by_length(build: Callable[[], Tree], num_tokens: int, repeats: int) -> dict[
     split = [build() for _ in range(few)]
     for tree in split:
         tree.insert(tokens, native)
+    warm = [build() for _ in range(few)]
+    for tree in warm:  # memory that a long-running process has touched before
+        tree.insert(tokens, native)
+    del warm, tree
     fresh = [build() for _ in range(few)]
     path = chain.match(tokens)
     return {
@@ -94,29 +99,44 @@ def prompts_for(num_nodes: int, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def large(build: Callable[[], Tree], num_nodes: int, repeats: int) -> dict[str, float]:
-    """A tree of `num_nodes` leaves: insert, match, evict little and much; bytes per node."""
+    """A tree of `num_nodes` leaves: insert, match, evict little and much."""
     rng = np.random.default_rng(SEED)
     tree = build()
     prompts = prompts_for(num_nodes + repeats, rng)
     native = [tree.prepare(p, np.arange(len(p)) + 1000 * i) for i, p in enumerate(prompts)]
-    gc.collect()
-    before = resident_bytes()
+    del prompts
     for tokens, slots in native[:num_nodes]:
         tree.insert(tokens, slots)
-    gc.collect()
-    per_node = (resident_bytes() - before) / num_nodes
-    del prompts
     order = rng.permutation(num_nodes)
-    insert = median_us(lambda index: tree.insert(*native[num_nodes + index]), repeats)
-    match = median_us(lambda index: tree.match(native[order[index % num_nodes]][0]), repeats)
     few = max(repeats // 10, 5)
     return {
-        "insert": insert,
-        "match": match,
+        "insert": median_us(lambda index: tree.insert(*native[num_nodes + index]), repeats),
+        "match": median_us(lambda index: tree.match(native[order[index % num_nodes]][0]), repeats),
         "evict 64": median_us(lambda _: tree.evict(64), few),
         "evict 200000": median_us(lambda _: tree.evict(200_000), 3),
-        "bytes per node": round(per_node),
     }
+
+
+def bytes_per_node(build: Callable[[], Tree], num_nodes: int) -> int:
+    """Resident memory per leaf of 192 tokens; to be called once in a process of its own."""
+    rng = np.random.default_rng(SEED)
+    tree = build()
+    prompts = prompts_for(num_nodes, rng)
+    heads = [tree.prepare(p, np.arange(len(p))) for p in prompts[:40]]
+    for tokens, slots in heads:  # imports and first allocations
+        tree.insert(tokens, slots)
+    gc.collect()
+    before = resident_bytes()
+    for index, prompt in enumerate(prompts[40:]):
+        tree.insert(*tree.prepare(prompt, np.arange(len(prompt)) + 1000 * index))
+    gc.collect()
+    return round((resident_bytes() - before) / (num_nodes - 40))
+
+
+def bytes_per_node_apart(name: str, page_size: int, num_nodes: int) -> int:
+    """`bytes_per_node` in a new process."""
+    command = [sys.executable, __file__, "--memory", f"{name},{page_size},{num_nodes}"]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def resident_bytes() -> int:
@@ -124,7 +144,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(build: Callable[[int], Tree], pages: list[int], nodes: list[int], *, quick: bool) -> dict[str, Any]:
+def measure(
+    name: str, build: Callable[[int], Tree], pages: list[int], nodes: list[int], *, quick: bool
+) -> dict[str, Any]:
     """All figures of one tree."""
     repeats = 30 if quick else 101
     result: dict[str, Any] = {}
@@ -136,6 +158,7 @@ def measure(build: Callable[[int], Tree], pages: list[int], nodes: list[int], *,
         figures: dict[str, Any] = {name: by_length(make, length, repeats) for name, length in LENGTHS.items()}
         figures["128K in chunks of 512, ms"] = chunked(make, 3)
         figures |= {f"{num_nodes} nodes": large(make, num_nodes, repeats) for num_nodes in nodes}
+        figures["bytes per node of 192 tokens"] = bytes_per_node_apart(name, page_size, 20_000)
         result[f"page {page_size}"] = figures
     return result
 
@@ -155,14 +178,19 @@ def main() -> None:
     parser.add_argument("--pages", default="1,16")
     parser.add_argument("--trees", default="", help="names, comma-separated; default all that are there")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--memory", default="", metavar="TREE,PAGE,NODES", help="print bytes per node and end")
     args = parser.parse_args()
+    if args.memory:
+        name, page_size, num_nodes = args.memory.split(",")
+        print(bytes_per_node(lambda: available_trees()[name](int(page_size)), int(num_nodes)))
+        return
     pages, nodes = ([int(part) for part in text.split(",") if part] for text in (args.pages, args.nodes))
     trees = available_trees()
     names = args.trees.split(",") if args.trees else list(trees)
     result = {}
     for name in names:
         print(f"measuring {name}", file=sys.stderr)
-        result[name] = measure(trees[name], pages, nodes, quick=args.quick)
+        result[name] = measure(name, trees[name], pages, nodes, quick=args.quick)
     versions = {package: installed(package) for package in ("numpy", "sglang", "torch")}
     print(json.dumps({"seed": SEED, "versions": versions, "trees": result}, indent=1))
 

@@ -79,56 +79,36 @@ class MatchResult:
         prefix_len: Tokens matched on the device, a multiple of the page size.
         handle: The stored prefix that was matched; what to lock.
         host_hit_len: Further tokens behind `prefix_len` that a host tier holds (`load_back` brings them).
-        host_handle: Where those end; equals `handle` if there are none.
         substituted: Whether the KV belongs to other tokens (semantic fallback). Such a request is never inserted.
+        skip_insert: Whether the request must not be inserted.
         owned: Whether `kv_indices` are copies that the caller owns and frees; otherwise the cache goes on owning them.
         spans: For a substituted match, fidelity by position.
-        skip_insert: Whether the request must not be inserted.
         source_id: Name that the semantic provider gave its donor.
     """
 
-    __slots__ = (
-        "_joined",
-        "_parts",
-        "handle",
-        "host_handle",
-        "host_hit_len",
-        "owned",
-        "prefix_len",
-        "skip_insert",
-        "source_id",
-        "spans",
-        "substituted",
-    )
+    __slots__ = ("_joined", "_parts", "handle", "prefix_len")
 
-    def __init__(
-        self,
-        parts: list[SlotArray],
-        prefix_len: int,
-        handle: PrefixHandle,
-        *,
-        host_hit_len: int = 0,
-        host_handle: PrefixHandle | None = None,
-        substituted: bool = False,
-        owned: bool = False,
-        spans: tuple[FidelitySpan, ...] = (),
-        source_id: str = "",
-    ) -> None:
+    host_hit_len: int = 0
+    substituted: bool = False
+    skip_insert: bool = False
+    owned: bool = False
+    spans: tuple[FidelitySpan, ...] = ()
+    source_id: str = ""
+
+    def __init__(self, parts: list[SlotArray], prefix_len: int, handle: PrefixHandle) -> None:
         self._parts = parts
         self._joined: SlotArray | None = None
         self.prefix_len = prefix_len
         self.handle = handle
-        self.host_hit_len = host_hit_len
-        self.host_handle = handle if host_handle is None else host_handle
-        self.substituted = substituted
-        self.skip_insert = substituted
-        self.owned = owned
-        self.spans = spans
-        self.source_id = source_id
 
     def __repr__(self) -> str:
         kind = "substituted " if self.substituted else ""
         return f"MatchResult({kind}prefix_len={self.prefix_len}, host_hit_len={self.host_hit_len})"
+
+    @property
+    def host_handle(self) -> PrefixHandle:
+        """Where the host part ends; `handle` if there is none."""
+        return self.handle
 
     @property
     def kv_indices(self) -> SlotArray:

@@ -99,6 +99,22 @@ class HierNode(RadixNode):
         self.length = 0
 
 
+class TieredMatchResult(MatchResult):
+    """A match of a device part and, behind it, a host part."""
+
+    __slots__ = ("_host_handle", "host_hit_len")
+
+    def __init__(self, parts: list[SlotArray], device: HierNode, host: HierNode) -> None:
+        super().__init__(parts, device.end, device)
+        self._host_handle = host
+        self.host_hit_len = host.end - device.end
+
+    @property
+    def host_handle(self) -> PrefixHandle:
+        """Where the host part ends."""
+        return self._host_handle
+
+
 @dataclass(slots=True, eq=False)
 class LoadBack:
     """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort.
@@ -201,7 +217,7 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
         device = [node for node in path if node.on_device]
         end = device[-1] if device else root
         parts = [node.kv_indices for node in device]
-        return MatchResult(parts, end.end, end, host_hit_len=last.end - end.end, host_handle=last)
+        return TieredMatchResult(parts, end, last)
 
     def insert(
         self,

@@ -84,6 +84,30 @@ class SemanticCounters:
     timeouts: int = 0
 
 
+class SubstitutedMatchResult(MatchResult):
+    """A match whose KV belongs to other tokens."""
+
+    __slots__ = ("owned", "source_id", "spans")
+
+    substituted = True
+    skip_insert = True
+
+    def __init__(
+        self,
+        parts: list[SlotArray],
+        prefix_len: int,
+        handle: PrefixHandle,
+        *,
+        owned: bool,
+        spans: tuple[FidelitySpan, ...],
+        source_id: str,
+    ) -> None:
+        super().__init__(parts, prefix_len, handle)
+        self.owned = owned
+        self.spans = spans
+        self.source_id = source_id
+
+
 class SemanticFallback:
     """Turns a provider's proposal into a sound match of one cache.
 
@@ -154,7 +178,7 @@ class SemanticFallback:
                 return miss
             slots, handle = copied, miss.handle
         source_id = proposal.source_id
-        return MatchResult([slots], length, handle, substituted=True, owned=owned, spans=spans, source_id=source_id)
+        return SubstitutedMatchResult([slots], length, handle, owned=owned, spans=spans, source_id=source_id)
 
     def _copy(self, cache: BaseRadixCache[Any], handle: PrefixHandle, slots: SlotArray) -> SlotArray | None:
         """Let the owner copy; the donor is locked meanwhile, because making room may evict."""
