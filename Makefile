@@ -5,9 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= pinned
-EXTRAS := torch,router,dev
+EXTRAS := torch,server,router,bench,dev
 
-.PHONY: venv demo test check format bench soak-prefix clean
+.PHONY: venv demo test check format bench soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH)
 
@@ -41,6 +41,9 @@ format: venv
 bench: venv
 	$(BIN)/kvgraft bench ttft --lengths 1024,4096,8192
 	$(BIN)/python benchmarks/bench_lookup.py
+
+soak: venv
+	$(BIN)/python benchmarks/soak.py
 
 # One million random operations on the prefix caches beside their oracles; about ten minutes.
 soak-prefix: venv

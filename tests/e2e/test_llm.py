@@ -208,10 +208,21 @@ def test_closed_stream_releases_its_slots(rng):
     llm = make_llm()
     stream = llm.stream(rng.integers(3, VOCABULARY, 100), SamplingParams(50, ignore_eos=True))
     next(stream)
-    assert llm.usage().request == 101
+    assert llm.usage().request == 100 + 32  # the prompt and room for the first tokens
     stream.close()
-    assert llm.usage().free == llm.usage().total
+    usage = llm.usage()
+    assert usage.request == 0
+    assert usage.free == usage.total - 100  # the prompt was computed and stays for others
     llm.check()
+
+
+def test_streams_that_are_open_together_run_side_by_side(rng):
+    llm = make_llm()
+    prompts = [rng.integers(3, VOCABULARY, n) for n in (30, 45)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    parts = list(zip(*streams, strict=True))
+    for prompt, own in zip(prompts, zip(*parts, strict=True), strict=True):
+        assert own[-1].output.token_ids == tuple(part.token_id for part in own) == stock_greedy(llm, prompt, 8)
 
 
 def test_stream_parts_add_up_to_the_output(rng):

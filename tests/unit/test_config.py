@@ -1,9 +1,32 @@
+"""Settings: values, sources, precedence, the command that shows them."""
+
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 
-from kvgraft.config import EngineConfig
+from kvgraft.cli import main
+from kvgraft.config import EngineConfig, ServerConfig, file_errors, resolve, settings_table
 from kvgraft.errors import ConfigError
+
+DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text, name="server.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write_file
+
+
+def test_there_are_few_settings():
+    assert len(ServerConfig.rules()) <= 26
 
 
 def test_environment_sets_typed_values():
@@ -11,16 +34,239 @@ def test_environment_sets_typed_values():
     assert (config.num_slots, config.recompute_ratio) == (128, 0.2)
 
 
+def test_engine_ignores_variables_of_the_server():
+    assert EngineConfig.from_env(environ={"KVGRAFT_PORT": "1"}) == EngineConfig()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_slot": 1}, "unknown setting 'num_slot'"),
-        ({"num_slots": "many"}, "num_slots must be a int"),
+        ({"num_slot": 1}, "unknown setting 'num_slot'; did you mean 'num_slots'"),
+        ({"zzz": 1}, "unknown setting 'zzz'; known are api_key, "),
+        ({"num_slots": "many"}, "num_slots must be a whole number, not 'many'"),
+        ({"num_slots": "1.5"}, "whole number"),
+        ({"num_slots": 1.5}, "whole number, not 1.5"),
+        ({"num_slots": True}, "whole number, not True"),
+        ({"num_slots": None}, "whole number, not nothing"),
+        ({"num_slots": [1]}, "whole number"),
+        ({"num_slots": "9" * 5000}, "whole number"),
         ({"num_slots": -1}, "at least 0"),
-        ({"recompute_ratio": 0.0}, "recompute_ratio"),
+        ({"num_slots": "4GiB"}, "whole number"),
+        ({"kv_bytes": "4GB"}, "whole number or a size such as 4GiB"),
+        ({"recompute_ratio": 0.0}, "recompute_ratio must be above 0"),
+        ({"recompute_ratio": 1.1}, "at most 1"),
+        ({"recompute_ratio": float("nan")}, "must be a number, not nan"),
+        ({"recompute_ratio": "inf"}, "must be a number"),
+        ({"recompute_ratio": True}, "must be a number, not True"),
+        ({"stream_slowdown": 0}, "above 0"),
         ({"min_run": 4}, "at least 16"),
+        ({"dtype": "int3"}, "unknown dtype 'int3'; choose auto, float32"),
+        ({"dtype": 16}, "must be text"),
+        ({"device": "gpu 1"}, "choose auto, cpu, cuda"),
+        ({"selection": "best"}, "choose none, first_k, query_seam"),
+        ({"attention": "fast"}, "choose auto, sdpa, flex"),
+        ({"reuse": "yes"}, "choose off, exact, graft"),
+        ({"log_format": "xml"}, "choose text, json"),
+        ({"port": 65_536}, "at most 65535"),
+        ({"port": "tcp://10.0.0.1:80"}, "whole number"),
+        ({"host": ""}, "host must not be empty"),
+        ({"model": ""}, "model must not be empty"),
+        ({"max_body_bytes": 0}, "at least 1"),
+        ({"shutdown_grace_s": -1}, "at least 0"),
+        ({"api_key": ""}, "leave it out for none"),
+        ({"api_key": "a,,b"}, "not empty"),
+        ({"api_key": ["a b"]}, "without blanks"),
+        ({"api_key": [1]}, "a text or a list of texts"),
     ],
 )
-def test_bad_value_is_refused(values, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig.from_dict(values)
+def test_bad_value_is_refused_in_one_line(values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        ServerConfig.from_dict(values)
+    assert "\n" not in str(error.value)
+
+
+def test_refused_key_is_not_told():
+    with pytest.raises(ConfigError) as error:
+        ServerConfig.from_dict({"api_key": {"my-secret": 1}})
+    assert "my-secret" not in str(error.value)
+
+
+def test_values_given_in_code_are_held_to_the_same_rules():
+    with pytest.raises(ConfigError, match="at least 16"):
+        EngineConfig(min_run=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "expected"),
+    [
+        ({"kv_bytes": "2GiB"}, "kv_bytes", 2 << 30),
+        ({"kv_bytes": " 512 MiB "}, "kv_bytes", 512 << 20),
+        ({"recompute_ratio": 1}, "recompute_ratio", 1.0),
+        ({"shutdown_grace_s": "0"}, "shutdown_grace_s", 0.0),
+        ({"api_key": "a, b"}, "api_key", ("a", "b")),
+        ({"api_key": ["a", "b"]}, "api_key", ("a", "b")),
+        ({"api_key": []}, "api_key", ()),
+        ({"device": "cuda:1"}, "device", "cuda:1"),
+        ({"served_model_name": ""}, "served_model_name", ""),
+    ],
+)
+def test_value_is_read(values, name, expected):
+    assert getattr(ServerConfig.from_dict(values), name) == expected
+
+
+def test_key_is_not_in_the_repr():
+    assert "hidden" not in repr(ServerConfig.from_dict({"api_key": "hidden"}))
+
+
+def test_names_match_those_of_the_code_that_uses_them():
+    from kvgraft.engine.attention.choose import ATTENTION_BACKENDS
+    from kvgraft.engine.loading import DTYPES
+    from kvgraft.graft.select import SELECTION_POLICIES
+    from kvgraft.server.options import SELECTIONS
+    from kvgraft.types import ReuseMode
+
+    rules = ServerConfig.rules()
+    assert rules["dtype"].choices == ("auto", *DTYPES)
+    assert rules["selection"].choices == SELECTIONS == tuple(SELECTION_POLICIES)
+    assert rules["reuse"].choices == tuple(ReuseMode)
+    assert set(rules["attention"].choices) == {"auto", *ATTENTION_BACKENDS}
+
+
+class TestPrecedence:
+    def test_flags_win_over_environment_over_file_over_defaults(self, write):
+        file = write("port: 1\nhost: ::1\nreuse: exact\n")
+        environ = {"KVGRAFT_PORT": "2", "KVGRAFT_HOST": "::2", "KVGRAFT_CONFIG": "unused"}
+        resolved = resolve({"port": "3"}, file, environ)
+        config = resolved.config
+        assert (config.port, config.host, config.reuse, config.log_format) == (3, "::2", "exact", "text")
+        origins = [resolved.origins[name] for name in ("port", "host", "reuse", "log_format")]
+        assert origins == ["--port", "KVGRAFT_HOST", file, "default"]
+
+    def test_variable_names_the_file_where_no_flag_does(self, write):
+        assert resolve({}, None, {"KVGRAFT_CONFIG": write("port: 7")}).config.port == 7
+
+    @pytest.mark.parametrize(
+        ("flags", "environ", "beginning"),
+        [
+            ({"max_model_len": "x"}, {}, "--max-model-len: max_model_len must be"),
+            ({}, {"KVGRAFT_PORT": "x"}, "KVGRAFT_PORT: port must be"),
+        ],
+    )
+    def test_error_begins_with_where_the_value_came_from(self, flags, environ, beginning):
+        with pytest.raises(ConfigError, match=f"^{beginning}"):
+            resolve(flags, None, environ)
+
+    def test_misspelt_variable_is_warned_of(self):
+        environ = {"KVGRAFT_MAX_RUNING": "1", "KVGRAFT_SOMETHING_ELSE": "1", "KVGRAFT_CONFIG": ""}
+        assert resolve({}, None, environ).warnings == (
+            "KVGRAFT_MAX_RUNING is no setting and was ignored; did you mean KVGRAFT_MAX_RUNNING?",
+        )
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("text", "name"), [("", "a.yaml"), ("# nothing\n", "a.yml"), ("", "a.json"), ("{}", "a.json")]
+    )
+    def test_empty_file_is_all_defaults(self, write, text, name):
+        assert resolve({}, write(text, name), {}).config == ServerConfig()
+
+    def test_json_is_read(self, write):
+        assert resolve({}, write('{"port": 5, "api_key": ["k"]}', "a.JSON"), {}).config.port == 5
+
+    def test_yaml_keys_may_be_a_list(self, write):
+        assert resolve({}, write("api_key:\n  - a\n  - b\n"), {}).config.api_key == ("a", "b")
+
+    @pytest.mark.parametrize(
+        ("text", "name", "words"),
+        [
+            ("port: [", "a.yaml", "line 1 is not valid YAML"),
+            ("port: 1\nport: 2", "a.yaml", "given twice"),
+            ("- port", "a.yaml", "must hold settings"),
+            ("just text", "a.yaml", "must hold settings"),
+            ("1: 2", "a.yaml", "unknown setting 1"),
+            ("prot: 1", "a.yaml", "did you mean 'port'"),
+            ("port: yes", "a.yaml", "whole number, not True"),
+            ("port:", "a.yaml", "not nothing"),
+            ("recompute_ratio: .nan", "a.yaml", "must be a number"),
+            ("model: 2024-01-01", "a.yaml", "must be text"),
+            ("port: !!python/object:os.system 1", "a.yaml", "not valid YAML"),
+            ("[" * 2_000, "a.yaml", "not valid YAML"),
+            ("{", "a.json", "not valid JSON"),
+            ('{"port": 1, "port": 2}', "a.json", "given twice"),
+            ("[" * 100_000, "a.json", "not valid JSON"),
+        ],
+    )
+    def test_wrong_file_is_one_line(self, write, text, name, words):
+        (error,) = file_errors(write(text, name))
+        assert words in error
+        assert "\n" not in error
+
+    def test_file_that_is_not_there_is_named(self):
+        assert "no-such.yaml" in file_errors("no-such.yaml")[0]
+
+    def test_file_that_is_no_text_is_refused(self, tmp_path):
+        path = tmp_path / "a.yaml"
+        path.write_bytes(b"\xff\xfe")
+        assert "UTF-8" in file_errors(str(path))[0]
+
+    def test_every_error_is_told(self, write):
+        assert len(file_errors(write("port: x\nprot: 1\nhost: h\nmin_run: 1\n"))) == 3
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _bare_environment(self, monkeypatch):
+        for name in ServerConfig.rules():
+            monkeypatch.delenv("KVGRAFT_" + name.upper(), raising=False)
+        monkeypatch.delenv("KVGRAFT_CONFIG", raising=False)
+
+    def run(self, capsys, *argv):
+        code = main(["config", *argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    def test_show_prints_values_and_origins(self, capsys, monkeypatch, write):
+        monkeypatch.setenv("KVGRAFT_API_KEY", "hidden,second")
+        code, out, _ = self.run(capsys, "show", "--config", write("reuse: exact"), "--port", "0", "--format", "json")
+        shown = json.loads(out)
+        assert code == 0
+        assert list(shown) == list(ServerConfig.rules())
+        assert shown["port"] == {"value": 0, "from": "--port"}
+        assert shown["api_key"] == {"value": ["***", "***"], "from": "KVGRAFT_API_KEY"}
+        assert shown["reuse"]["from"].endswith("server.yaml")
+        assert "hidden" not in out
+
+    def test_show_prints_yaml_that_can_be_read_again(self, capsys, write):
+        _, out, _ = self.run(capsys, "show", "--kv-bytes", "2GiB", "--host", "::1")
+        assert re.search(r'^host: "::1" +# --host$', out, re.MULTILINE)
+        config = resolve({}, write(out), {}).config
+        assert (config.kv_bytes, config.host) == (2 << 30, "::1")
+
+    def test_show_refuses_in_one_line(self, capsys):
+        code, out, err = self.run(capsys, "show", "--port", "99999")
+        assert (code, out) == (2, "")
+        assert err == "kvgraft: --port: port must be at most 65535, not 99999\n"
+
+    def test_validate_says_ok(self, capsys, write):
+        file = write("port: 5")
+        assert self.run(capsys, "validate", file) == (0, f"{file}: ok\n", "")
+
+    def test_validate_prints_a_line_per_error(self, capsys, write):
+        code, out, err = self.run(capsys, "validate", write("port: x\nprot: 1"))
+        assert (code, out) == (2, "")
+        assert [line.startswith("kvgraft: ") for line in err.splitlines()] == [True, True]
+
+
+def test_serve_help_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    out = capsys.readouterr().out
+    for words in ("example:", "cache and reuse:", "scheduling:", "server:", "--port N", "KVGRAFT_API_KEY"):
+        assert words in out
+    for name in ServerConfig.rules():
+        assert "--" + name.replace("_", "-") in out
+
+
+def test_docs_hold_the_table_of_settings():
+    text = DOCS.read_text(encoding="utf-8")
+    assert settings_table() in text, "paste the output of kvgraft.config.settings_table() into docs/configuration.md"

@@ -5,7 +5,7 @@ A pack is one of
                            `{"doc": id, "text": s}`; the prompt is the parts joined by an empty line
     `NAME.jsonl`           `{"input": s}` per line
     `NAME.pairs.jsonl`     `{"a": s, "b": s, "question": s}` per line: near-duplicates, `question` optional
-each possibly with `.gz`; other keys are ignored.
+each possibly with `.gz`. `"t"` is the arrival in seconds, in every line of a pack or in none; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class Session:
     Attributes:
         cached: Prompts that are there before measuring begins.
         requests: Prompts in order of arrival.
+        times: Their arrivals in seconds, or None where the pack does not tell.
     """
 
     cached: tuple[str, ...]
     requests: tuple[str, ...]
+    times: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,12 @@ def load_pack(prefix: str) -> list[Workload]:
     name = path.name.removesuffix(".gz").removesuffix(ending)
     if ending == _PAIRS:
         return _load_pairs(path, name + ".pairs")
+    records = list(_records(path))
     if ending == _REQUESTS:
-        return [_single_session(name, _load_requests(path, name))]
-    return [_single_session(name, [_text(record, "input", line) for line, record in _records(path)])]
+        prompts = _request_prompts(records, path, name)
+    else:
+        prompts = [_text(record, "input", line) for line, record in records]
+    return [Workload(name, (Session((), tuple(prompts), _times(records)),))]
 
 
 def _locate(prefix: str) -> tuple[Path, str]:
@@ -95,10 +100,6 @@ def _with_ending(prefix: Path, ending: str) -> Path | None:
     return None
 
 
-def _single_session(name: str, prompts: list[str]) -> Workload:
-    return Workload(name, (Session((), tuple(prompts)),))
-
-
 def _load_pairs(path: Path, name: str) -> list[Workload]:
     there, back = [], []
     for line, record in _records(path):
@@ -109,7 +110,20 @@ def _load_pairs(path: Path, name: str) -> list[Workload]:
     return [Workload(f"{name} a->b", tuple(there)), Workload(f"{name} b->a", tuple(back))]
 
 
-def _load_requests(path: Path, name: str) -> list[str]:
+def _times(records: list[tuple[str, dict[str, object]]]) -> tuple[float, ...] | None:
+    """Return the arrivals, or None where no record has one; a pack that tells some only is refused."""
+    if not any("t" in record for _, record in records):
+        return None
+    times = []
+    for line, record in records:
+        time = record.get("t")
+        if not isinstance(time, int | float) or isinstance(time, bool):
+            raise ConfigError(f'{line}: "t" is missing or no number, and other requests have it; give all or none')
+        times.append(float(time))
+    return tuple(times)
+
+
+def _request_prompts(records: list[tuple[str, dict[str, object]]], path: Path, name: str) -> list[str]:
     docs_path = _with_ending(path.with_name(name), ".docs.jsonl")
     documents = {} if docs_path is None else _load_documents(docs_path)
     docs_name = docs_path or path.with_name(name + ".docs.jsonl")
@@ -124,7 +138,7 @@ def _load_requests(path: Path, name: str) -> list[str]:
             raise ConfigError(f"{line}: document {part['doc']!r} is not in {docs_name}; add it or correct the id")
         return document
 
-    return [_PART_SEPARATOR.join(_parts(record, line, part_text)) for line, record in _records(path)]
+    return [_PART_SEPARATOR.join(_parts(record, line, part_text)) for line, record in records]
 
 
 def _parts(record: dict[str, object], line: str, part_text: Callable[[object, str], str]) -> list[str]:

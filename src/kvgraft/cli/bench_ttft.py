@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--repeat and --shift must be at least 1")
     if min(args.lengths) < args.shift + 64:
         raise ConfigError(f"--lengths must be at least --shift + 64 = {args.shift + 64}")
-    llm = load_llm(args, engine_config(args))
+    llm = load_llm(engine_config(args))
     from kvgraft.bench.ttft import measure_ttft
 
     with progress(len(args.lengths) * args.repeat, "rounds") as advance:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.demo.session import rag_session
 
     session = rag_session(args.requests, args.documents, args.seed)
-    llm = load_llm(args, engine_config(args))
+    llm = load_llm(engine_config(args))
     if llm.graft_refusal is not None:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; choose another --model")
     results = _run_modes(llm, [request.prompt for request in session])

@@ -30,7 +30,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Check and report."""
-    llm = load_llm(args, engine_config(args))
+    llm = load_llm(engine_config(args))
     import torch
 
     check = llm.self_check

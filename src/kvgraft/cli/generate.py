@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
 from kvgraft.errors import ConfigError
+from kvgraft.observability.report import report_as_dict
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts."""
     prompts = _prompts(args)
-    llm = load_llm(args, engine_config(args))
+    llm = load_llm(engine_config(args))
     from kvgraft.engine import SamplingParams
 
     sampling = SamplingParams(
@@ -111,5 +111,5 @@ def _as_json(output: RequestOutput) -> dict[str, object]:
         "finish_reason": output.finish_reason,
         "ttft_s": output.ttft_s,
         "total_s": output.total_s,
-        "report": dataclasses.asdict(output.report),
+        "report": report_as_dict(output.report),
     }

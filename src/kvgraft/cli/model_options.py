@@ -1,56 +1,73 @@
-"""Options of commands that load a model, and their way into an `EngineConfig`."""
+"""Options of commands that load a model: flags made from settings, and their way into a `ServerConfig`."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 from typing import TYPE_CHECKING
 
-from kvgraft.config import EngineConfig
+from kvgraft.config import ServerConfig, default_text, grouped_settings, resolve
+from kvgraft.config.setting import rule_of
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Collection
 
+    from kvgraft.config import Resolved
     from kvgraft.engine import LLM
 
-_SETTINGS = ("dtype", "device", "num_slots", "max_model_len", "selection", "recompute_ratio")
+_MODEL_SETTINGS = ("model", "dtype", "device", "num_slots", "max_model_len", "selection", "recompute_ratio")
+_FORMS = {int: "N", float: "X", str: "TEXT", tuple: "KEY,KEY"}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--model` and the engine settings that a command line needs; others come from `KVGRAFT_*`."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default="graft-tiny", metavar="NAME", help="graft-tiny, a Hugging Face directory or a hub id"
+    """Add the settings that a command with a model needs on its command line; others come from elsewhere."""
+    add_settings(parser, _MODEL_SETTINGS)
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Add `--config` and a flag per setting, all of them or those of `names`, under their headings."""
+    for heading, fields in grouped_settings().items():
+        chosen = [field for field in fields if names is None or field.name in names]
+        group = parser.add_argument_group(heading) if chosen else parser
+        for field in chosen:
+            rule = rule_of(field)
+            default = "" if field.default in ("", ()) else f" (default {default_text(field)})"
+            group.add_argument(
+                "--" + field.name.replace("_", "-"),
+                metavar="|".join(rule.choices) or ("SIZE" if rule.size else _FORMS[type(field.default)]),
+                help=(rule.help + default).replace("%", "%%"),
+                default=argparse.SUPPRESS,
+                dest=f"setting_{field.name}",
+            )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML or JSON file of settings (flags and KVGRAFT_* variables override it)"
     )
-    group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--device", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--num-slots", type=int, metavar="N", help="KV slots (tokens) on the device; default by memory")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus output")
-    group.add_argument(
-        "--selection", metavar="POLICY", help="reused tokens to compute again: none, first_k, query_seam"
-    )
-    group.add_argument(
-        "--recompute-ratio", type=float, metavar="R", help="share that query_seam computes again (default 0.05)"
-    )
 
 
-def engine_config(args: argparse.Namespace, **defaults: object) -> EngineConfig:
-    """Settings by precedence: command line, then environment, then `defaults`, then the built-in ones."""
-    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name, None) is not None}
-    return EngineConfig().updated(defaults).updated_from_env().updated(given)
+def resolve_settings(args: argparse.Namespace) -> Resolved:
+    """Merge flags, environment, file and defaults, in this precedence."""
+    given = vars(args)
+    flags = {name: given[f"setting_{name}"] for name in ServerConfig.rules() if f"setting_{name}" in given}
+    return resolve(flags, args.config)
 
 
-def load_llm(args: argparse.Namespace, config: EngineConfig) -> LLM:
-    """Load the model of the command line, quietly."""
+def engine_config(args: argparse.Namespace) -> ServerConfig:
+    """Return the effective settings of a command."""
+    return resolve_settings(args).config
+
+
+def load_llm(config: ServerConfig) -> LLM:
+    """Load the model that the settings name, quietly."""
     from kvgraft.engine import LLM
 
-    _silence_libraries()
-    return LLM(args.model, config)
+    silence_libraries()
+    logging.getLogger("kvgraft").setLevel(logging.ERROR)
+    return LLM(config.model, config)
 
 
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     """Keep progress bars and warnings of libraries out of what commands print."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("kvgraft").setLevel(logging.ERROR)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 try:
-    from kvgraft.engine.llm import LLM, StreamPart
+    from kvgraft.engine.async_llm import AsyncLLM, EngineSnapshot
+    from kvgraft.engine.llm import LLM
 except ModuleNotFoundError as error:
     if error.name in {"torch", "transformers", "tokenizers", "safetensors"}:
         raise ImportError(
             f"kvgraft.engine needs {error.name}: pip install 'kvgraft[torch]'", name=error.name
         ) from error
     raise
-from kvgraft.engine.request import FinishReason, RequestOutput
-from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.request import FinishReason, Request, RequestOutput, StreamPart
+from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
 from kvgraft.engine.scoring import Score
 
-__all__ = ["LLM", "FinishReason", "RequestOutput", "SamplingParams", "Score", "StreamPart"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EngineSnapshot",
+    "FinishReason",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "StreamPart",
+    "TokenLogprobs",
+]

@@ -1,158 +1,171 @@
-"""A running request: which rows it needs next, and what it does with their output. It runs nothing itself."""
+"""A request on its way: which rows it needs next, and what it does with their output. It runs nothing itself."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.engine.request import FinishReason, RequestCache, RequestOutput
+from kvgraft.engine.report import graft_report
+from kvgraft.engine.request import FinishReason, Request, RequestCache, RequestOutput, StreamPart
 from kvgraft.graft.model import SequenceOutput, SequenceRows
-from kvgraft.graft.sparse_prefill import PrefillOutcome, sparse_prefill
-from kvgraft.types import Fidelity, GraftReport, SpanReport
+from kvgraft.graft.sparse_prefill import SparsePrefill
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
-    from kvgraft.engine.cache_manager import CacheManager
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.sampling import Sampler
     from kvgraft.engine.text import OutputText
-    from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.types import TokenArray
+    from kvgraft.types import GraftReport, TokenArray
 
 
 class ActiveRequest:
-    """Prefill, then decode, one forward pass at a time.
+    """From waiting through prefill and decode to its end; it may be suspended and started again on the way.
 
-    Call `next_rows`, run them, hand the output to `receive`, until `finish_reason` is set; then `close`. The loop may run
-    rows of many requests in one pass.
+    Attributes:
+        request: What was asked for.
+        cache: Its K/V; None while it waits.
+        output_ids: Tokens generated so far.
+        finish_reason: Set when nothing more is to be generated.
+        report: What was reused; set when the prompt is computed for the first time.
+        num_preemptions: How often it was suspended.
     """
 
     def __init__(
         self,
-        cache: RequestCache,
-        manager: CacheManager,
-        policy: SelectionPolicy,
+        request: Request,
         text: OutputText,
         sampler: Sampler,
         *,
+        flops: ModelFlops,
         eos_token_ids: frozenset[int],
-        max_rows: int,
         max_model_len: int,
-        admitted: float,
     ) -> None:
-        self.cache = cache
+        self.request = request
+        self.cache: RequestCache | None = None
         self.output_ids: list[int] = []
-        self.text = text
         self.finish_reason: FinishReason | None = None
-        self.prefill_outcome: PrefillOutcome | None = None
-        self._manager = manager
-        self._policy = policy
+        self.report: GraftReport | None = None
+        self.num_preemptions = 0
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self._text = text
         self._sampler = sampler
+        self._flops = flops
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
-        self._admitted = admitted
-        self._first_token: float | None = None
-        request = cache.request
-        self._steps = sparse_prefill(request.token_ids, cache.plan, cache.kv_indices, policy, max_rows=max_rows)
-        self._rows = next(self._steps)
+        self._prefill: SparsePrefill | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.token_ids) + len(self.output_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Slots that it can come to need: the last token drawn needs none."""
+        return min(len(self.request.token_ids) + self.request.sampling.max_new_tokens, self._max_model_len) - 1
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the prompt is not computed yet."""
-        return self.prefill_outcome is None
+        """Whether there are positions to compute before the next token can be drawn from one row."""
+        return self._prefill is not None
 
-    def next_rows(self) -> SequenceRows:
-        """Rows of the next forward pass."""
-        return self._rows
+    @property
+    def remaining(self) -> NDArray[np.int64]:
+        """Positions that the present prefill pass still computes."""
+        assert self._prefill is not None
+        return self._prefill.remaining
 
-    def receive(self, output: SequenceOutput) -> str:
-        """Take the output of `next_rows`; returns the text that became certain by it."""
-        if self.prefill_outcome is None:
-            try:
-                self._rows = self._steps.send(output)
-            except StopIteration as done:
-                self.prefill_outcome = done.value
-            else:
-                return ""
-            logits = self.prefill_outcome.logits
-        else:
-            logits = output.logits[-1]
-        return self._take(self._sampler.sample(logits))
+    @property
+    def known_token_ids(self) -> TokenArray:
+        """Tokens whose K/V exist once the prompt is computed: all but the last one drawn."""
+        return np.concatenate([self.request.token_ids, np.asarray(self.output_ids[:-1], np.int64)])
 
-    def _take(self, token_id: int) -> str:
-        if self._first_token is None:
-            self._first_token = time.perf_counter()
+    def sequence(self) -> Request:
+        """What has to be in the cache before the next token: the prompt, or after a preemption the output too.
+
+        Once tokens are out, the sequence is computed again without a graft: what was reported stays true then.
+        """
+        if not self.output_ids:
+            return self.request
+        token_ids = np.concatenate([self.request.token_ids, np.asarray(self.output_ids, np.int64)])
+        reuse = ReuseMode.OFF if self.request.reuse is ReuseMode.OFF else ReuseMode.EXACT
+        return replace(self.request, token_ids=token_ids, reuse=reuse)
+
+    def start(self, cache: RequestCache) -> None:
+        """Begin to compute `sequence()`, whose reused K/V lie in the slots of `cache`."""
+        self.cache = cache
+        self._prefill = SparsePrefill(cache.request.token_ids, cache.plan, cache.kv_indices, cache.request.policy)
+        if self.admitted_at is None:
+            self.admitted_at = time.perf_counter()
+
+    def suspend(self) -> TokenArray:
+        """Go back to waiting; returns the tokens whose K/V exist in full, none if it was in the middle of its prefill."""
+        known = self.request.token_ids[:0] if self.is_prefilling else self.known_token_ids
+        self.cache = self._prefill = None
+        self.num_preemptions += 1
+        return known
+
+    def next_rows(self, limit: int = 1) -> SequenceRows:
+        """Rows of the next forward pass, at most `limit` of them."""
+        if self._prefill is not None:
+            return self._prefill.next_rows(limit)
+        assert self.cache is not None
+        position = self.num_tokens - 1
+        return SequenceRows(np.asarray(self.output_ids[-1:]), np.asarray([position]), self.cache.kv_indices)
+
+    def receive(self, output: SequenceOutput) -> StreamPart | None:
+        """Take the output of `next_rows`; returns the token that came of it, if the prompt is computed."""
+        logits = output.logits[-1] if len(output.logits) else None
+        if self._prefill is not None:
+            outcome = self._prefill.receive(output)
+            if outcome is None:
+                return None
+            assert self.cache is not None
+            if self.report is None:
+                self.report = graft_report(self.cache, outcome, self._flops)
+            self._prefill, logits = None, outcome.logits
+        assert logits is not None
+        token_id = self._sampler.sample(logits)
+        return self._take(token_id, logits)
+
+    def _take(self, token_id: int, logits: Tensor) -> StreamPart:
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
         self.output_ids.append(token_id)
-        request = self.cache.request
-        is_eos = token_id in self._eos_token_ids and not request.sampling.ignore_eos
-        delta = "" if is_eos else self.text.push(token_id)
-        length = len(request.token_ids) + len(self.output_ids)
-        if is_eos or self.text.stopped:
+        sampling = self.request.sampling
+        is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
+        delta = "" if is_eos else self._text.push(token_id)
+        if is_eos or self._text.stopped:
             self.finish_reason = FinishReason.STOP
-        elif len(self.output_ids) >= request.sampling.max_new_tokens or length >= self._max_model_len:
+        elif len(self.output_ids) >= sampling.max_new_tokens or self.num_tokens >= self._max_model_len:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None:
-            return delta + self.text.flush()
-        self._manager.grow(self.cache)
-        position = length - 1
-        self._rows = SequenceRows(np.asarray([token_id]), np.asarray([position]), self.cache.kv_indices)
-        return delta
+            delta += self._text.flush()
+        return StreamPart(delta, token_id, logprobs=self._sampler.logprobs(logits, token_id))
 
-    def close(self) -> RequestOutput:
-        """Publish what the request computed, release its slots and report."""
-        assert self.prefill_outcome is not None
+    def output(self) -> RequestOutput:
+        """The result of a finished request."""
         assert self.finish_reason is not None
-        assert self._first_token is not None
-        finished = time.perf_counter()
-        request = self.cache.request
-        report = graft_report(self.cache, self.prefill_outcome, self._policy.name, self._manager.flops)
-        known: TokenArray = np.concatenate([request.token_ids, np.asarray(self.output_ids[:-1], np.int64)])
-        self._manager.finish(self.cache, known)
+        assert self.report is not None
+        assert self.first_token_at is not None
+        assert self.admitted_at is not None
+        arrival = self.request.arrival
         return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.token_ids,
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.token_ids,
             token_ids=tuple(self.output_ids),
-            text=self.text.text,
+            text=self._text.text,
             finish_reason=self.finish_reason,
-            report=report,
-            ttft_s=self._first_token - self._admitted,
-            total_s=finished - self._admitted,
+            report=self.report,
+            ttft_s=self.first_token_at - arrival,
+            total_s=time.perf_counter() - arrival,
+            queue_s=self.admitted_at - arrival,
+            num_preemptions=self.num_preemptions,
         )
-
-    def abort(self) -> None:
-        """Release the request's slots; nothing of it is kept."""
-        self._steps.close()
-        self.finish_reason = FinishReason.ABORT
-        self._manager.abort(self.cache)
-
-
-def graft_report(cache: RequestCache, outcome: PrefillOutcome, policy: str, flops: ModelFlops) -> GraftReport:
-    """Say what was reused for a request whose prompt is computed."""
-    plan = cache.plan
-    recomputed = outcome.recomputed(plan)
-    spans = tuple(
-        SpanReport(
-            target_start=match.target_start,
-            length=match.length,
-            donor_id=match.donor_id,
-            donor_start=match.donor_start,
-            position_delta=match.target_start - donor.start_position - match.donor_start,
-            fidelity=Fidelity.SHIFTED,
-            generation=donor.generation,
-        )
-        for match, donor in zip(plan.spans, cache.donors, strict=True)
-    )
-    return GraftReport(
-        num_tokens=plan.num_tokens,
-        exact_tokens=plan.exact_len,
-        shifted_tokens=plan.reused_len - recomputed,
-        recomputed_tokens=recomputed,
-        computed_tokens=len(outcome.computed),
-        spans=spans,
-        policy=policy if spans else "none",
-        timings_ms=dict(cache.timings_ms),
-        miss=cache.miss,
-        computed_flops=flops.of_positions(outcome.computed),
-        full_flops=flops.of_positions(np.arange(plan.num_tokens)),
-    )

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvgraft.engine.attention import LayerInputs, SequenceAttention
+from kvgraft.engine.attention import AttentionChoice, BatchAttention, LayerQuery, choose_attention
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool
@@ -25,6 +25,7 @@ from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from kvgraft.graft.rope import RopeSpec
@@ -33,38 +34,36 @@ ATTENTION_NAME = "kvgraft"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PackedSequence:
-    rows: slice
-    slots: SlotIndex
-    attention: SequenceAttention
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _PackedBatch:
-    """One forward pass: where each row's K/V goes, and which keys each sequence's rows see."""
+    """One forward pass: where each row's K/V goes, and which keys each row sees."""
 
     pool: SlotPool
     target: SlotIndex
-    sequences: tuple[_PackedSequence, ...]
+    attention: BatchAttention
 
 
 class TransformersAdapter:
     """A `ModelAdapter` over a transformers decoder and a pool of slots. Not thread-safe.
 
     Attributes:
+        attention: The attention backend and why it was chosen.
         rope: Per layer how keys rotate; set by the self-check, None while shifting is refused.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: SlotPool) -> None:
+    def __init__(self, model: PreTrainedModel, pool: SlotPool, attention: AttentionChoice) -> None:
         self._model = model
         self.pool = pool
+        self.attention = attention
         self.rope: Sequence[RopeSpec | None] | None = None
 
     @classmethod
-    def create(cls, model: PreTrainedModel, *, num_slots: int = 0, kv_bytes: int = 0) -> TransformersAdapter:
+    def create(
+        cls, model: PreTrainedModel, *, num_slots: int = 0, kv_bytes: int = 0, attention: str = "auto"
+    ) -> TransformersAdapter:
         """Take `model` over (evaluation mode, kvgraft's attention) and allocate `num_slots`, or what `kv_bytes` hold.
 
         Raises:
+            ConfigError: There is no attention backend of that name.
             ModelError: Its K/V are not slots of keys and values, or it does not use transformers' attention interface.
         """
         unsupported = unsupported_attention(model)
@@ -79,7 +78,9 @@ class TransformersAdapter:
                 f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model"
             )
         per_token = sum(2 * s.num_kv_heads * s.head_dim for s in shapes) * model.dtype.itemsize
-        return cls(model, SlotPool(shapes, num_slots or max(64, kv_bytes // per_token), model.dtype, model.device))
+        pool = SlotPool(shapes, num_slots or max(64, kv_bytes // per_token), model.dtype, model.device)
+        num_heads = model.config.get_text_config(decoder=True).num_attention_heads
+        return cls(model, pool, choose_attention(attention, shapes[0], num_heads, model.dtype, pool.device))
 
     @property
     def num_layers(self) -> int:
@@ -103,35 +104,28 @@ class TransformersAdapter:
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
         """Compute `batch` in one pass; writes the K/V of its rows into their slots."""
-        packed = self._pack(batch)
+        target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
+        attention = self.attention.backend.plan(batch, self.pool)
+        packed = _PackedBatch(self.pool, self.pool.index(target), attention)
         token_ids = np.concatenate([rows.token_ids for rows in batch])
         positions = np.concatenate([rows.positions for rows in batch])
         device = self.pool.device
-        kept = [
-            s.rows.stop - rows.num_logits + i
-            for s, rows in zip(packed.sequences, batch, strict=True)
-            for i in range(rows.num_logits)
-        ]
         output = self._model(
             input_ids=torch.from_numpy(token_ids).to(device)[None],
             position_ids=torch.from_numpy(positions).to(device)[None],
             past_key_values=_PoolCache(packed),
             use_cache=True,
-            logits_to_keep=torch.tensor(kept, dtype=torch.int64, device=device),
+            logits_to_keep=torch.from_numpy(_rows_with_logits(batch)).to(device),
             kvgraft_batch=packed,
         )
         logits = output.logits[0].float().split([rows.num_logits for rows in batch])
-        return [SequenceOutput(part, s.attention.mass) for part, s in zip(logits, packed.sequences, strict=True)]
+        return [SequenceOutput(part, mass) for part, mass in zip(logits, attention.masses, strict=True)]
 
-    def _pack(self, batch: Sequence[SequenceRows]) -> _PackedBatch:
-        sequences, start = [], 0
-        for rows in batch:
-            attention = SequenceAttention(rows.positions, self.pool.device, rows.observed_rows)
-            slots = self.pool.index(rows.kv_indices[: attention.num_keys])
-            sequences.append(_PackedSequence(slice(start, start + len(rows.positions)), slots, attention))
-            start += len(rows.positions)
-        target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
-        return _PackedBatch(self.pool, self.pool.index(target), tuple(sequences))
+
+def _rows_with_logits(batch: Sequence[SequenceRows]) -> NDArray[np.int64]:
+    """Numbers, in the packed batch, of the rows whose logits are asked for."""
+    ends = np.cumsum([len(rows.positions) for rows in batch])
+    return np.concatenate([np.arange(end - rows.num_logits, end) for rows, end in zip(batch, ends, strict=True)])
 
 
 def unsupported_attention(model: PreTrainedModel) -> str | None:
@@ -234,14 +228,7 @@ def _attend(  # noqa: PLR0917 - transformers' interface
     assert isinstance(layer, int)
     window = sliding_window or getattr(module, "sliding_window", None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    pool = kvgraft_batch.pool
-    pool_keys, pool_values = pool.keys(layer).transpose(0, 1), pool.values(layer).transpose(0, 1)
-    outputs = []
-    for sequence in kvgraft_batch.sequences:
-        keys, values = pool_keys[:, sequence.slots], pool_values[:, sequence.slots]
-        inputs = LayerInputs(query[0, :, sequence.rows], keys, values, scale, window, softcap)
-        outputs.append(sequence.attention.attend(inputs))
-    mixed = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    mixed = kvgraft_batch.attention.attend(layer, LayerQuery(query[0], scale, window, softcap))
     return mixed.transpose(0, 1)[None].contiguous(), None
 
 

@@ -1,4 +1,4 @@
-"""The K/V side of a request's life: match, plan, pin, allocate; graft; grow; publish, register donors, release."""
+"""The K/V side of a request's life: match, plan, pin, allocate; graft; grow; publish prefixes and donors; release."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.types import TokenArray
+    from kvgraft.types import DonorId, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,12 @@ class CacheManager:
         self._max_generation = max_generation
         self._refusal = refusal
 
-    def begin(self, request: Request, policy: SelectionPolicy) -> RequestCache:
-        """Match, plan for `policy`, pin and allocate; raises `CapacityError`, holding nothing, if slots run out."""
+    def begin(self, request: Request, *, headroom: int = 0) -> RequestCache:
+        """Match, plan, pin and allocate the prompt's slots and `headroom` more.
+
+        Raises:
+            CapacityError: There are not enough slots, even after eviction; the request holds nothing.
+        """
         timings: dict[str, float] = {}
         num_tokens = len(request.token_ids)
         prefix_slots, handle = np.empty(0, np.int64), None
@@ -73,13 +77,13 @@ class CacheManager:
                 prefix_slots, handle = match.kv_indices, match.handle
                 self.space.prefix.inc_lock_ref(handle)
                 self.space.allocator.retain(prefix_slots, Owner.REQUEST)
-            planned, donors = self._plan(request, len(prefix_slots), policy)
+            planned, donors = self._plan(request, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
         cache = RequestCache(request, plan, miss, prefix_slots, handle, donors, timings)
         self._pin(cache)
         try:
-            fresh = self._allocate_prompt(cache)
+            fresh = self._allocate_prompt(cache, headroom)
         except BaseException:
             self._release(cache)
             raise
@@ -102,21 +106,52 @@ class CacheManager:
                 self._give_up_graft(cache, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
         self._unpin(cache)
 
-    def grow(self, cache: RequestCache) -> None:
-        """Add a slot for one more token; raises `CapacityError` if there is none."""
-        slot = self.space.allocate(1, after=int(cache.kv_indices[-1]))
-        cache.kv_indices = np.concatenate([cache.kv_indices, slot])
+    def grow(self, cache: RequestCache, num_tokens: int, *, headroom: int = 0) -> None:
+        """See to it that `num_tokens` positions have slots, and add up to `headroom` more if slots run out otherwise.
 
-    def finish(self, cache: RequestCache, token_ids: TokenArray) -> None:
-        """Publish exact K/V, register donors, release the request.
+        Raises:
+            CapacityError: There are not enough slots, even after eviction; the request keeps what it has.
+        """
+        missing = num_tokens - len(cache.kv_indices)
+        if missing <= 0:
+            return
+        after = int(cache.kv_indices[-1])
+        count = min(missing + headroom, max(missing, self.space.available))
+        slots = self.space.allocate(count, after=after)
+        cache.kv_indices = np.concatenate([cache.kv_indices, slots])
+
+    def publish(self, cache: RequestCache, token_ids: TokenArray) -> None:
+        """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
+
+        May be called again when there is more. A failure is logged and counted; the request is not harmed by it.
 
         Args:
             cache: As `begin` returned it.
-            token_ids: Tokens of the positions whose K/V exist: the prompt and all generated tokens but the last.
+            token_ids: Tokens of the positions whose K/V exist: the prompt, then all generated tokens but the last.
         """
         try:
-            self._publish(cache, token_ids)
+            self._publish_prefix(cache, token_ids)
             self._register(cache, token_ids)
+        except Exception:
+            self.num_errors += 1
+            logger.exception("K/V of request %s is not kept for others", cache.request.request_id)
+
+    def finish(self, cache: RequestCache, token_ids: TokenArray) -> None:
+        """Publish and release the request; arguments as for `publish`."""
+        try:
+            self.publish(cache, token_ids)
+        finally:
+            self._release(cache)
+
+    def suspend(self, cache: RequestCache, token_ids: TokenArray) -> None:
+        """Release a request that will be begun again; what it computed exactly stays cached while there is room.
+
+        Args:
+            cache: As `begin` returned it.
+            token_ids: Tokens of the positions whose K/V exist.
+        """
+        try:
+            self._publish_prefix(cache, token_ids)
         finally:
             self._release(cache)
 
@@ -124,9 +159,7 @@ class CacheManager:
         """Release the request; nothing of it is kept."""
         self._release(cache)
 
-    def _plan(
-        self, request: Request, exact_len: int, policy: SelectionPolicy
-    ) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
+    def _plan(self, request: Request, exact_len: int) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
         if request.reuse is not ReuseMode.GRAFT:
             return Miss(MissReason.REUSE_OFF), ()
         if self._refusal is not None:
@@ -139,7 +172,7 @@ class CacheManager:
                 request.namespace, request.token_ids, start=exact_len, max_generation=self._max_generation
             )
             planned = plan_graft(
-                len(request.token_ids), exact_len, matches, self._cost_model(policy), min_run=self._min_run
+                len(request.token_ids), exact_len, matches, self._cost_model(request.policy), min_run=self._min_run
             )
             if isinstance(planned, Miss):
                 return planned, ()
@@ -150,14 +183,14 @@ class CacheManager:
             logger.exception("lookup for request %s failed; it is computed instead", request.request_id)
             return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"), ()
 
-    def _allocate_prompt(self, cache: RequestCache) -> NDArray[np.int64]:
+    def _allocate_prompt(self, cache: RequestCache, headroom: int) -> NDArray[np.int64]:
         """Slots behind the exact prefix. Where the donors themselves take the room, the prompt is computed instead."""
-        num_tokens = cache.plan.num_tokens - len(cache.kv_indices)
+        num_tokens = cache.plan.num_tokens - len(cache.kv_indices) + headroom
         after = int(cache.kv_indices[-1]) if len(cache.kv_indices) else None
         try:
             return self.space.allocate(num_tokens, after=after)
         except CapacityError:
-            if not cache.pinned:
+            if not cache.pinned or num_tokens > self.space.available:
                 raise
             self._give_up_graft(cache, Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
             return self.space.allocate(num_tokens, after=after)
@@ -181,9 +214,9 @@ class CacheManager:
         source_start = donor.start_position + match.donor_start
         return SpanCopy(self.space.source(donor, match), source_start, match.target_start, match.length)
 
-    def _publish(self, cache: RequestCache, token_ids: TokenArray) -> None:
+    def _publish_prefix(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Give the exact prefix cache what a full prefill would have computed too: everything in front of the first graft."""
-        exact_len = min(cache.exact_end, len(token_ids))
+        exact_len = cache.exact_len(len(token_ids))
         slots = cache.kv_indices[:exact_len]
         result = self.space.prefix.insert(RadixKey(token_ids[:exact_len], cache.request.namespace.key), slots)
         self.space.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
@@ -202,10 +235,23 @@ class CacheManager:
         attended = 0
         start = cache.plan.exact_len  # what the prefix cache gave came from a request that registered it
         for match in cache.plan.spans:
-            self._add(cache, token_ids, start, match.target_start, attended)
+            self._add_once(cache, token_ids, start, match.target_start, attended)
             attended = max(attended, 1 + generations[match.donor_id])
             start = match.target_end
-        self._add(cache, token_ids, start, len(token_ids), attended)
+        self._add_once(cache, token_ids, start, len(token_ids), attended)
+
+    def _add_once(self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int) -> None:
+        """Register a piece of a grafted request; a longer version replaces what was registered from the same start."""
+        known = cache.registered.get(start)
+        if known is not None:
+            donor = self.space.donors.get(known)
+            if donor is not None and donor.num_tokens == stop - start:
+                return
+            if donor is not None and not self.space.donors.is_pinned(known):
+                self.space.remove_donor(known)
+        donor_id = self._add(cache, token_ids, start, stop, generation)
+        if donor_id is not None:
+            cache.registered[start] = donor_id
 
     def _remove_superseded(self, matches: Sequence[Match]) -> None:
         """Drop donors that the sequence about to be registered begins with, where nobody else grafts from them."""
@@ -216,11 +262,13 @@ class CacheManager:
             if match.target_start == donor.start_position == 0 and match.length == donor.num_tokens:
                 self.space.remove_donor(donor.donor_id)
 
-    def _add(self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int) -> None:
+    def _add(
+        self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int
+    ) -> DonorId | None:
         if stop - start < self._min_run or generation > self._max_generation:
-            return
+            return None
         context = hashlib.blake2b(token_ids[:start].tobytes(), digest_size=16).digest() if start else b""
-        self.space.add_donor(
+        return self.space.add_donor(
             cache.request.namespace,
             token_ids[start:stop],
             cache.kv_indices[start:stop].copy(),

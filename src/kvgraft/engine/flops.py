@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
@@ -41,3 +42,7 @@ class ModelFlops:
     def of_positions(self, positions: NDArray[np.int64]) -> float:
         """Operations to compute `positions` of one sequence, each seeing all positions up to its own."""
         return self.per_token * len(positions) + self.per_visible_key * float((positions + 1).sum())
+
+    def by_position(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Operations of each of `positions`, float64."""
+        return np.asarray(self.per_token + self.per_visible_key * (positions + 1.0), np.float64)

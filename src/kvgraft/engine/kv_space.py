@@ -81,8 +81,20 @@ class KVSpace:
         """Slots by holder."""
         return self.allocator.usage()
 
+    @property
+    def available(self) -> int:
+        """Slots that no running request holds: free ones, and what eviction can free if no donor is pinned."""
+        usage = self.usage()
+        return usage.total - usage.request
+
     def allocate(self, num_tokens: int, *, after: int | None = None) -> NDArray[np.int64]:
-        """Give a request `num_tokens` slots, making room where needed; raises `CapacityError` if there is none to make."""
+        """Give a request `num_tokens` slots, making room where needed.
+
+        Raises:
+            CapacityError: There is no room to make. Nothing is evicted in vain unless pinned donors are in the way.
+        """
+        if num_tokens > self.available:
+            raise self._shortage(num_tokens)
         if num_tokens > self.allocator.free_size:
             self._make_room(num_tokens)
         return self.allocator.allocate(num_tokens, after=after)
@@ -144,10 +156,13 @@ class KVSpace:
             if self.allocator.free_size >= num_tokens:
                 return
             if not self._spill_donor() and not len(freed):
-                raise CapacityError(
-                    f"{num_tokens} KV slots are needed and {self.allocator.free_size} of {self.allocator.num_slots} can "
-                    "be freed; shorten the prompt or raise num_slots"
-                )
+                raise self._shortage(num_tokens)
+
+    def _shortage(self, num_tokens: int) -> CapacityError:
+        return CapacityError(
+            f"{num_tokens} KV slots are needed and {self.available} of {self.allocator.num_slots} are not in use by running "
+            "requests; shorten the prompt or raise num_slots"
+        )
 
     def _spill_donor(self) -> bool:
         """Move the least valuable donor that holds slots to the host, or drop it; False if there is none."""

@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine.active import ActiveRequest
-from kvgraft.engine.adapter import TransformersAdapter
-from kvgraft.engine.cache_manager import CacheManager
-from kvgraft.engine.flops import ModelFlops
-from kvgraft.engine.kv_space import KVSpace
-from kvgraft.engine.loading import LoadedModel, load_model
-from kvgraft.engine.request import Request, RequestOutput
-from kvgraft.engine.sampling import Sampler, SamplingParams
+from kvgraft.engine.core import Engine, StepEvent
+from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.scoring import Score, score
-from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
-from kvgraft.engine.text import OutputText
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select import SelectionPolicy, selection_policy
-from kvgraft.types import Namespace, ReuseMode, TokenArray
+from kvgraft.types import ReuseMode, TokenArray
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvgraft.engine.adapter import TransformersAdapter
+    from kvgraft.engine.kv_space import KVSpace
+    from kvgraft.engine.loading import LoadedModel
+    from kvgraft.engine.request import Request, RequestOutput, StreamPart
+    from kvgraft.engine.request_builder import Prompt
+    from kvgraft.engine.self_check import SelfCheckReport
+    from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
-
-Prompt = str | Sequence[int] | TokenArray
-"""Text (needs a tokenizer) or token ids."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPart:
-    """One step of a streamed request.
-
-    Attributes:
-        text: Text that became certain.
-        token_id: Token drawn in this step.
-        output: The whole result; set in the last part only.
-    """
-
-    text: str
-    token_id: int
-    output: RequestOutput | None = None
 
 
 class LLM:
-    """A model that reuses the K/V of everything it has read. Requests run one after another; not thread-safe.
+    """A model that reuses the K/V of everything it has read. Not thread-safe.
+
+    Prompts of `generate` run one after another, so that later ones reuse earlier ones; streams that are open at the same
+    time run side by side.
 
     Example:
         >>> llm = LLM("graft-tiny")
@@ -71,66 +55,57 @@ class LLM:
             ConfigError: A setting or the model's name is wrong.
             ModelError: The model cannot be loaded or fails the self-check.
         """
-        self.config = (config or EngineConfig.from_env()).updated(settings)
-        if 0 < self.config.num_slots < PROBE_SLOTS:
-            raise ConfigError(
-                f"num_slots must be at least {PROBE_SLOTS}, or 0 to choose by memory, not {self.config.num_slots}"
-            )
-        self.policy = self._make_policy(self.config.selection)
-        self.loaded = (
-            model
-            if isinstance(model, LoadedModel)
-            else load_model(model, dtype=self.config.dtype, device=self.config.device)
-        )
-        self.max_model_len = self.config.max_model_len or self.loaded.max_model_len
-        self._adapter = TransformersAdapter.create(
-            self.loaded.model, num_slots=self.config.num_slots, kv_bytes=self.config.kv_bytes
-        )
-        self.self_check: SelfCheckReport = self_check(self._adapter, np.arange(PROBE_SLOTS))
-        self.space = KVSpace(
-            self._adapter.pool,
-            host_bytes=self.config.host_bytes,
-            donor_tokens=self.config.donor_tokens,
-            min_run=self.config.min_run,
-        )
-        self._manager = CacheManager(
-            self._adapter,
-            self.space,
-            flops=ModelFlops.of_model(self.loaded.model),
-            min_run=self.config.min_run,
-            max_generation=self.config.max_generation,
-            refusal=self.self_check.refusal,
-        )
-        self._numbers = itertools.count(1)
+        self._engine = Engine(model, (config or EngineConfig.from_env()).updated(settings))
+        self._events: dict[str, deque[StepEvent]] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings."""
+        return self._engine.config
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model as loaded."""
+        return self._engine.loaded
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output."""
+        return self._engine.builder.max_model_len
+
+    @property
+    def policy(self) -> SelectionPolicy:
+        """The configured selection policy."""
+        return self._engine.builder.policy
+
+    @property
+    def self_check(self) -> SelfCheckReport:
+        """What was proved for the model."""
+        return self._engine.self_check
+
+    @property
+    def space(self) -> KVSpace:
+        """All K/V."""
+        return self._engine.space
 
     @property
     def graft_refusal(self) -> str | None:
         """Why this model's K/V cannot be moved (`reuse="graft"` then behaves like `"exact"`), or None."""
-        return self.self_check.refusal
+        return self._engine.self_check.refusal
 
     @property
     def num_errors(self) -> int:
         """Lookups and grafts that failed and became misses."""
-        return self._manager.num_errors
+        return self._engine.manager.num_errors
 
     @property
     def adapter(self) -> TransformersAdapter:
         """The model as kvgraft runs it."""
-        return self._adapter
+        return self._engine.adapter
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
         """Turn a prompt into int64 token ids, with the tokenizer's special tokens; ids are checked and copied."""
-        if isinstance(prompt, str):
-            if self.loaded.tokenizer is None:
-                raise ConfigError(f"model {self.loaded.name} has no tokenizer; give token ids")
-            prompt = self.loaded.tokenizer(prompt)["input_ids"]
-        token_ids = np.array(prompt, dtype=np.int64)
-        if token_ids.ndim != 1 or not len(token_ids):
-            raise ConfigError("the prompt is empty; give at least one token")
-        vocabulary = self.loaded.vocab_size
-        if token_ids.min() < 0 or token_ids.max() >= vocabulary:
-            raise ConfigError(f"token ids must lie in [0, {vocabulary}); was the prompt tokenised for another model?")
-        return token_ids
+        return self._engine.builder.tokenize(prompt)
 
     def generate(
         self,
@@ -153,11 +128,13 @@ class LLM:
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
         """
-        requests = [self._request(p, sampling, reuse, cache_salt) for p in _as_list(prompts)]
-        policy = self._policy(selection)
+        build = self._engine.builder.build
+        requests = [
+            build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection) for prompt in _as_list(prompts)
+        ]
         outputs = []
         for request in requests:
-            *_, last = self._run(request, policy)
+            *_, last = self._run(request)
             assert last.output is not None
             outputs.append(last.output)
         return outputs
@@ -172,8 +149,9 @@ class LLM:
         selection: str | SelectionPolicy | None = None,
     ) -> Iterator[StreamPart]:
         """Generate for one prompt, a part per token; closing the iterator early cancels the request."""
-        policy = self._policy(selection)
-        return self._run(self._request(prompt, sampling, reuse, cache_salt), policy)
+        return self._run(
+            self._engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        )
 
     def score(
         self,
@@ -190,15 +168,18 @@ class LLM:
             ConfigError: Prompt and continuation together are too long, or an argument is wrong.
         """
         token_ids = self.tokenize(continuation)
-        request = self._request(prompt, SamplingParams(len(token_ids)), reuse, cache_salt)
-        if len(request.token_ids) + len(token_ids) > self.max_model_len:
-            raise ConfigError(f"prompt and continuation exceed the model length {self.max_model_len}; shorten them")
-        policy = self._policy(selection)
-        return score(self._adapter, self._manager, request, policy, token_ids, max_rows=self.config.max_rows)
+        sampling = SamplingParams(len(token_ids))
+        request = self._engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        if request.sampling.max_new_tokens < len(token_ids):
+            raise ConfigError(
+                f"prompt and continuation exceed the {self._engine.builder.longest} tokens that fit; shorten them"
+            )
+        engine = self._engine
+        return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
 
     def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
         """Raise `ConfigError` if `generate` would refuse the prompt."""
-        self._request(prompt, sampling, ReuseMode.OFF, "")
+        self._engine.builder.build(prompt, sampling, request_id="validated")
 
     def usage(self) -> SlotUsage:
         """K/V slots by holder."""
@@ -212,74 +193,26 @@ class LLM:
         """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`."""
         self.space.check()
 
-    def _run(self, request: Request, policy: SelectionPolicy) -> Iterator[StreamPart]:
-        active = self._start(request, policy)
+    def _run(self, request: Request) -> Iterator[StreamPart]:
+        """Step the engine until `request` ends; what steps give to other open streams waits for them."""
+        request = replace(request, arrival=time.perf_counter())
+        events = self._events[request.request_id] = deque()
+        self._engine.add(request)
         try:
-            text = self._advance(active)
-            while active.finish_reason is None:
-                if not active.is_prefilling:
-                    yield StreamPart(text, active.output_ids[-1])
-                text = self._advance(active)
-            output = active.close()
-        except BaseException:
-            active.abort()
-            raise
-        yield StreamPart(text, output.token_ids[-1], output)
-
-    def _advance(self, active: ActiveRequest) -> str:
-        return active.receive(self._adapter.forward([active.next_rows()])[0])
-
-    def _start(self, request: Request, policy: SelectionPolicy) -> ActiveRequest:
-        admitted = time.perf_counter()
-        cache = self._manager.begin(request, policy)
-        self._manager.graft(cache)
-        return ActiveRequest(
-            cache,
-            self._manager,
-            policy,
-            OutputText(self.loaded.tokenizer, request.sampling.stop),
-            Sampler(request.sampling, self._adapter.pool.device),
-            eos_token_ids=self._eos_token_ids(),
-            max_rows=self.config.max_rows,
-            max_model_len=self.max_model_len,
-            admitted=admitted,
-        )
-
-    def _request(
-        self, prompt: Prompt, sampling: SamplingParams | None, reuse: ReuseMode | str, cache_salt: str
-    ) -> Request:
-        token_ids = self.tokenize(prompt)
-        sampling = sampling or SamplingParams()
-        longest = min(self.max_model_len, self._adapter.pool.num_slots)
-        if len(token_ids) + 1 > longest:
-            raise ConfigError(
-                f"the prompt has {len(token_ids)} tokens and {longest - 1} fit (model length {self.max_model_len}, "
-                f"{self._adapter.pool.num_slots} KV slots); shorten it or raise num_slots"
-            )
-        if len(token_ids) + sampling.max_new_tokens > longest:
-            sampling = replace(sampling, max_new_tokens=longest - len(token_ids))
-        namespace = Namespace(self.loaded.fingerprint, tenant_salt=cache_salt)
-        return Request(f"r{next(self._numbers)}", token_ids, sampling, _reuse_mode(reuse), namespace)
-
-    def _policy(self, selection: str | SelectionPolicy | None) -> SelectionPolicy:
-        if selection is None:
-            return self.policy
-        return self._make_policy(selection) if isinstance(selection, str) else selection
-
-    def _make_policy(self, name: str) -> SelectionPolicy:
-        parameters: dict[str, dict[str, float]] = {
-            "query_seam": {"ratio": self.config.recompute_ratio},
-            "first_k": {"k": self.config.first_k},
-        }
-        return selection_policy(name, **parameters.get(name, {}))
-
-    def _eos_token_ids(self) -> frozenset[int]:
-        configured = self.loaded.model.generation_config.eos_token_id if self.loaded.model.generation_config else None
-        if configured is None and self.loaded.tokenizer is not None:
-            configured = self.loaded.tokenizer.eos_token_id
-        if configured is None:
-            return frozenset()
-        return frozenset(configured if isinstance(configured, list) else [configured])
+            while True:
+                while not events:
+                    for event in self._engine.step():
+                        self._events[event.request_id].append(event)
+                event = events.popleft()
+                if event.error is not None:
+                    raise event.error
+                assert event.part is not None
+                yield event.part
+                if event.part.output is not None:
+                    return
+        finally:
+            del self._events[request.request_id]
+            self._engine.cancel(request.request_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -291,10 +224,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _reuse_mode(reuse: ReuseMode | str) -> ReuseMode:
-    try:
-        return ReuseMode(reuse)
-    except ValueError as error:
-        raise ConfigError(f"unknown reuse mode {reuse!r}; choose {', '.join(ReuseMode)}") from error

@@ -1,7 +1,8 @@
-"""A request and what the engine knows of it while it runs."""
+"""A request, what the engine knows of it while it runs, and what comes of it."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -11,9 +12,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
-    from kvgraft.engine.sampling import SamplingParams
+    from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
+    from kvgraft.graft.select import SelectionPolicy
     from kvgraft.prefix import PrefixHandle
-    from kvgraft.types import GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
+    from kvgraft.types import DonorId, GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
 
 
 class FinishReason(StrEnum):
@@ -32,11 +34,13 @@ class Request:
     """What somebody asked for.
 
     Attributes:
-        request_id: Name in reports and logs.
+        request_id: Name in reports and logs; unique among unfinished requests.
         token_ids: int64 prompt.
         sampling: How to generate.
         reuse: What may be reused for it.
         namespace: Whose K/V it may read and whose its own will be.
+        policy: Chooses reused tokens to compute again.
+        arrival: `time.perf_counter()` when it arrived.
     """
 
     request_id: str
@@ -44,20 +48,23 @@ class Request:
     sampling: SamplingParams
     reuse: ReuseMode
     namespace: Namespace
+    policy: SelectionPolicy
+    arrival: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True, eq=False)
 class RequestCache:
-    """The K/V side of a running request: its slots, its plan, and what it pins.
+    """The K/V side of an admitted request: its slots, its plan, and what it pins.
 
     Attributes:
         request: The request.
         plan: Which prompt positions are reused and computed; without a graft everything behind the exact prefix is computed.
         miss: Why nothing is grafted, or None.
-        kv_indices: int64, slot of each position whose K/V exist or are about to; all of them held by the request.
+        kv_indices: int64, slot of each position; there may be more than tokens so far. All of them are held by the request.
         handle: Lock on the exact prefix.
         donors: Donors of the plan's spans, by span.
         pinned: Those of them that cannot be evicted at present.
+        registered: Donors made of a grafted request's own text, by the position where they start.
     """
 
     request: Request
@@ -68,11 +75,11 @@ class RequestCache:
     donors: tuple[Donor, ...]
     timings_ms: dict[str, float] = field(default_factory=dict)
     pinned: tuple[Donor, ...] = ()
+    registered: dict[int, DonorId] = field(default_factory=dict)
 
-    @property
-    def exact_end(self) -> int:
-        """First position whose K/V is not what a full prefill would give; the end of the sequence if all is exact."""
-        return self.plan.spans[0].target_start if self.plan.spans else len(self.kv_indices)
+    def exact_len(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` positions have the K/V that a full prefill would give."""
+        return min(num_tokens, self.plan.spans[0].target_start) if self.plan.spans else num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +93,10 @@ class RequestOutput:
         text: Decoded output without special tokens and stop text; empty if the model has no tokenizer.
         finish_reason: Why it ended.
         report: What was reused and at what cost.
-        ttft_s: Seconds from admission to the first token.
-        total_s: Seconds from admission to the end.
+        ttft_s: Seconds from arrival to the first token.
+        total_s: Seconds from arrival to the end.
+        queue_s: Seconds from arrival to its first admission; part of `ttft_s`.
+        num_preemptions: How often it lost its slots and was computed again.
     """
 
     request_id: str
@@ -98,3 +107,22 @@ class RequestOutput:
     report: GraftReport
     ttft_s: float
     total_s: float
+    queue_s: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPart:
+    """One token of a streamed request.
+
+    Attributes:
+        text: Text that became certain.
+        token_id: Token drawn in this step.
+        output: The whole result; set in the last part only.
+        logprobs: Log-probabilities at this token, if the request asked for them.
+    """
+
+    text: str
+    token_id: int
+    output: RequestOutput | None = None
+    logprobs: TokenLogprobs | None = None

@@ -49,6 +49,21 @@ class SamplingParams:
             raise ConfigError("stop texts must not be empty; leave them out")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a generated token was, and which were most likely in its place.
+
+    Attributes:
+        token_id: The token drawn.
+        logprob: Its natural log-probability under the model, before temperature, top-k and top-p.
+        top: The most likely tokens and their log-probabilities, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 class Sampler:
     """Draws tokens for one request; holds its random state."""
 
@@ -63,7 +78,8 @@ class Sampler:
         params = self._params
         if params.temperature == 0:
             return int(logits.argmax())
-        scaled = logits / params.temperature
+        # A temperature near 0 must sharpen towards the largest logit, not overflow to inf - inf.
+        scaled = (logits - logits.max()) / params.temperature
         if params.top_k and params.top_k < len(scaled):
             scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
         probabilities = scaled.softmax(dim=-1)
@@ -71,9 +87,20 @@ class Sampler:
             probabilities = _nucleus(probabilities, params.top_p)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
+    def logprobs(self, logits: Tensor, token_id: int) -> TokenLogprobs | None:
+        """Say how likely `token_id` was under float32 (vocab_size,) logits; None unless the request asks."""
+        if self._params.logprobs is None:
+            return None
+        logprobs = logits.log_softmax(dim=-1)
+        values, ids = logprobs.topk(min(self._params.logprobs, len(logprobs)))
+        return TokenLogprobs(
+            token_id, float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        )
+
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero every token outside the smallest set that holds `top_p`. Source: https://arxiv.org/abs/1904.09751."""
     ordered, order = probabilities.sort(descending=True)
     outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    outside[0] = False  # a top_p that float32 rounds to 0 still leaves the most likely token
     return probabilities.index_fill(0, order[outside], 0.0)

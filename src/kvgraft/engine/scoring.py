@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.engine.active import graft_report
+from kvgraft.engine.report import graft_report
 from kvgraft.graft.model import SequenceRows
-from kvgraft.graft.sparse_prefill import PrefillOutcome, sparse_prefill
+from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvgraft.engine.cache_manager import CacheManager
     from kvgraft.engine.request import Request, RequestCache
     from kvgraft.graft.model import ModelAdapter
-    from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import GraftReport, TokenArray
 
 
@@ -39,41 +38,36 @@ def score(
     adapter: ModelAdapter,
     manager: CacheManager,
     request: Request,
-    policy: SelectionPolicy,
     continuation: TokenArray,
     *,
     max_rows: int,
 ) -> Score:
     """Prefill `request` as its reuse mode says, then feed `continuation` and collect the logits."""
-    cache = manager.begin(request, policy)
+    cache = manager.begin(request)
     try:
         manager.graft(cache)
-        outcome = _prefill(adapter, cache, policy, max_rows=max_rows)
+        outcome = _prefill(adapter, cache, max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
             logits.append(_feed(adapter, manager, cache, continuation[:-1]))
-        return Score(torch.cat(logits), graft_report(cache, outcome, policy.name, manager.flops))
+        return Score(torch.cat(logits), graft_report(cache, outcome, manager.flops))
     finally:
         manager.abort(cache)
 
 
-def _prefill(adapter: ModelAdapter, cache: RequestCache, policy: SelectionPolicy, *, max_rows: int) -> PrefillOutcome:
+def _prefill(adapter: ModelAdapter, cache: RequestCache, max_rows: int) -> PrefillOutcome:
     """Run a sparse prefill to its end."""
-    steps = sparse_prefill(cache.request.token_ids, cache.plan, cache.kv_indices, policy, max_rows=max_rows)
-    rows = next(steps)
-    while True:
-        output = adapter.forward([rows])[0]
-        try:
-            rows = steps.send(output)
-        except StopIteration as done:
-            outcome: PrefillOutcome = done.value
-            return outcome
+    request = cache.request
+    prefill = SparsePrefill(request.token_ids, cache.plan, cache.kv_indices, request.policy)
+    outcome = None
+    while outcome is None:
+        outcome = prefill.receive(adapter.forward([prefill.next_rows(max_rows)])[0])
+    return outcome
 
 
 def _feed(adapter: ModelAdapter, manager: CacheManager, cache: RequestCache, token_ids: TokenArray) -> Tensor:
     start = len(cache.kv_indices)
-    for _ in token_ids:
-        manager.grow(cache)
+    manager.grow(cache, start + len(token_ids))
     positions = np.arange(start, start + len(token_ids))
     rows = SequenceRows(token_ids, positions, cache.kv_indices, num_logits=len(token_ids))
     return adapter.forward([rows])[0].logits

@@ -1,7 +1,7 @@
 """Sparse prefill: compute the gaps of a grafted prompt and the reused tokens a policy chooses, and nothing else.
 
-`sparse_prefill` decides, it runs nothing: a generator that yields `SequenceRows` for somebody to compute and receives the
-`SequenceOutput`. So a scheduler can put the rows of several requests into one forward pass, in pieces of bounded size.
+`SparsePrefill` decides, it runs nothing: it names `SequenceRows` for somebody to compute and receives the `SequenceOutput`.
+So a scheduler can put the rows of several requests into one forward pass, in pieces as small as it likes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.select.base import Observation, Recompute, SelectionContext, SelectionPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -70,35 +68,66 @@ def _continues(previous: Match, span: Match) -> bool:
     )
 
 
-def sparse_prefill(
-    token_ids: TokenArray,
-    plan: GraftPlan,
-    kv_indices: NDArray[np.int64],
-    policy: SelectionPolicy,
-    *,
-    max_rows: int,
-) -> Generator[SequenceRows, SequenceOutput, PrefillOutcome]:
-    """Yield the rows to compute for `plan`, at most `max_rows` at a time; return logits and counts.
+class SparsePrefill:
+    """The prefill of one prompt: rows to compute, in passes that its policy asks for and pieces that its caller cuts.
 
-    The reused K/V must lie in their slots before the first row is computed. The caller runs the rows in the order given.
+    Take `next_rows`, run them, hand the output to `receive`; in that order, until it returns an outcome. Reused K/V must lie
+    in their slots before the first row is computed.
     """
-    computed = np.zeros(plan.num_tokens, dtype=bool)
-    logits: Tensor | None = None
-    steps = policy.steps(selection_context(plan))
-    step: Recompute | None = next(steps)
-    while step is not None:
-        rows = _rows_of(step, plan, computed)
-        mass: NDArray[np.float32] | None = None
-        if len(rows):
-            mass, logits = yield from _run(token_ids, rows, kv_indices, step.observe_query, max_rows)
-            computed[rows] = True
-        assert logits is not None
-        try:
-            step = steps.send(Observation(logits, mass))
-        except StopIteration:
-            step = None
-    assert logits is not None
-    return PrefillOutcome(logits, np.flatnonzero(computed))
+
+    def __init__(
+        self, token_ids: TokenArray, plan: GraftPlan, kv_indices: NDArray[np.int64], policy: SelectionPolicy
+    ) -> None:
+        self._token_ids = token_ids
+        self._plan = plan
+        self._kv_indices = kv_indices
+        self._computed = np.zeros(plan.num_tokens, dtype=bool)
+        self._steps = policy.steps(selection_context(plan))
+        self._done = 0
+        self._pending = 0
+        self._begin_pass(next(self._steps))
+
+    @property
+    def remaining(self) -> NDArray[np.int64]:
+        """Positions that the present pass still has to compute, at least one; later passes may follow."""
+        return self._rows[self._done :]
+
+    def next_rows(self, limit: int) -> SequenceRows:
+        """The next rows of the present pass, at most `limit`; the same until `receive` is called."""
+        start, stop = self._done, min(self._done + limit, len(self._rows))
+        self._pending = stop
+        observed = max(0, stop - max(start, len(self._rows) - QUERY_ROWS)) if self._mass is not None else 0
+        part = self._rows[start:stop]
+        is_last = stop == len(self._rows)
+        return SequenceRows(
+            self._token_ids[part], part, self._kv_indices, num_logits=int(is_last), observed_rows=observed
+        )
+
+    def receive(self, output: SequenceOutput) -> PrefillOutcome | None:
+        """Take the output of `next_rows`; returns the outcome when the prompt is computed."""
+        if self._mass is not None and output.attention_mass is not None:
+            seen = output.attention_mass.cpu().numpy()
+            self._mass[: len(seen)] += seen
+        self._done = self._pending
+        if self._done < len(self._rows):
+            return None
+        logits = output.logits[-1]
+        self._computed[self._rows] = True
+        mass = self._mass
+        while True:
+            try:
+                step = self._steps.send(Observation(logits, mass))
+            except StopIteration:
+                return PrefillOutcome(logits, np.flatnonzero(self._computed))
+            self._begin_pass(step)
+            if len(self._rows):
+                return None
+            mass = None  # a step that chose nothing new is answered with what is known
+
+    def _begin_pass(self, step: Recompute) -> None:
+        self._rows = _rows_of(step, self._plan, self._computed)
+        self._mass = np.zeros(self._plan.num_tokens, np.float32) if step.observe_query else None
+        self._done = self._pending = 0
 
 
 def _rows_of(step: Recompute, plan: GraftPlan, computed: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -112,19 +141,3 @@ def _rows_of(step: Recompute, plan: GraftPlan, computed: NDArray[np.bool_]) -> N
         return new
     query = plan.compute[-QUERY_ROWS:]
     return np.union1d(new, query[query > new[0]])
-
-
-def _run(
-    token_ids: TokenArray, rows: NDArray[np.int64], kv_indices: NDArray[np.int64], observe: bool, max_rows: int
-) -> Generator[SequenceRows, SequenceOutput, tuple[NDArray[np.float32] | None, Tensor]]:
-    mass = np.zeros(int(rows[-1]) + 1, np.float32) if observe else None
-    for start in range(0, len(rows), max_rows):
-        stop = min(start + max_rows, len(rows))
-        observed = max(0, stop - max(start, len(rows) - QUERY_ROWS)) if observe else 0
-        part = rows[start:stop]
-        last = stop == len(rows)
-        output = yield SequenceRows(token_ids[part], part, kv_indices, num_logits=int(last), observed_rows=observed)
-        if mass is not None and output.attention_mass is not None:
-            seen = output.attention_mass.cpu().numpy()
-            mass[: len(seen)] += seen
-    return mass, output.logits[-1]

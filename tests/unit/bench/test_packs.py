@@ -56,6 +56,21 @@ def test_prompt_only_pack(tmp_path, name, with_ending):
     assert prompts(workload) == ["zwölf", ""]
 
 
+def test_arrivals_are_read_where_the_pack_has_them(tmp_path):
+    write(tmp_path / "a.requests.jsonl", {"parts": [{"text": "x"}], "t": 0.5}, {"parts": [{"text": "y"}], "t": 2})
+    write(tmp_path / "b.jsonl", {"input": "x", "t": 1.5})
+    assert load_pack(str(tmp_path / "a"))[0].sessions[0].times == (0.5, 2.0)
+    assert load_pack(str(tmp_path / "b"))[0].sessions[0].times == (1.5,)
+    write(tmp_path / "b.jsonl", {"input": "x"})
+    assert load_pack(str(tmp_path / "b"))[0].sessions[0].times is None
+
+
+@pytest.mark.parametrize("second", [{"input": "y"}, {"input": "y", "t": "soon"}, {"input": "y", "t": True}])
+def test_arrivals_of_some_requests_only_are_refused(tmp_path, second):
+    write(tmp_path / "x.jsonl", {"input": "x", "t": 1.5}, second)
+    assert_refused(tmp_path / "x", "x.jsonl:2", '"t"')
+
+
 @pytest.mark.parametrize("given", ["adversarial.pairs", "adversarial.pairs.jsonl", "adversarial"])
 def test_pairs_are_two_workloads_each_pair_with_a_cache_of_its_own(tmp_path, given):
     write(tmp_path / "adversarial.pairs.jsonl", {"a": "A", "b": "B", "question": "Q"}, {"a": "C", "b": "D"})

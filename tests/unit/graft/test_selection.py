@@ -17,7 +17,7 @@ from kvgraft.graft.select import (
     SelectionPolicy,
     selection_policy,
 )
-from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context, sparse_prefill
+from kvgraft.graft.sparse_prefill import QUERY_ROWS, SparsePrefill, selection_context
 from kvgraft.types import DonorId, GraftPlan, Match
 
 
@@ -33,19 +33,18 @@ def make_plan(num_tokens=100, exact_len=4, spans=((10, 1, 0, 30), (50, 2, 5, 40)
 
 def run_prefill(plan, policy, mass=None, max_rows=1_000):
     """Drive a prefill with made-up outputs; returns the rows of each forward pass and the outcome."""
-    steps = sparse_prefill(np.arange(plan.num_tokens), plan, np.arange(plan.num_tokens), policy, max_rows=max_rows)
-    passes, rows = [], next(steps)
-    while True:
+    prefill = SparsePrefill(np.arange(plan.num_tokens), plan, np.arange(plan.num_tokens), policy)
+    passes, outcome = [], None
+    while outcome is None:
+        rows = prefill.next_rows(max_rows)
+        assert rows.positions.tolist() == prefill.remaining[:max_rows].tolist()
         passes.append(rows)
         seen = None
         if rows.observed_rows:
             full = np.zeros(plan.num_tokens, np.float32) if mass is None else mass
             seen = torch.from_numpy(full[: rows.positions[-1] + 1])
-        output = SequenceOutput(torch.full((rows.num_logits, 3), float(len(passes))), seen)
-        try:
-            rows = steps.send(output)
-        except StopIteration as done:
-            return passes, done.value
+        outcome = prefill.receive(SequenceOutput(torch.full((rows.num_logits, 3), float(len(passes))), seen))
+    return passes, outcome
 
 
 def test_context_measures_the_distance_from_each_seam():

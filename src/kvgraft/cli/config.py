@@ -1,0 +1,81 @@
+"""`kvgraft config`: effective settings, and whether a file is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from kvgraft.cli.model_options import add_settings, resolve_settings
+from kvgraft.config import ServerConfig, file_errors
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvgraft.config import Resolved
+
+_MASK = "***"
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("config", help="show or check settings", description="Show or check settings.")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = actions.add_parser(
+        "show",
+        help="print the effective settings and where each comes from",
+        description="Print the settings that `kvgraft serve` with the same options would have. Flags win over KVGRAFT_* "
+        "variables, variables over the file, the file over defaults. API keys are masked.",
+    )
+    show.add_argument("--format", choices=("yaml", "json"), default="yaml", help="how to print (default yaml)")
+    add_settings(show)
+    show.set_defaults(run=run_show)
+    validate = actions.add_parser(
+        "validate",
+        help="check a file",
+        description="Check a YAML or JSON file of settings; prints each error in one line. Exit code 2 if there are any.",
+    )
+    validate.add_argument("file", metavar="FILE")
+    validate.set_defaults(run=run_validate)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print the settings."""
+    resolved = resolve_settings(args)
+    for warning in resolved.warnings:
+        print(f"kvgraft: {warning}", file=sys.stderr)
+    print(_as_json(resolved) if args.format == "json" else _as_yaml(resolved))
+    return 0
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    """Check the file."""
+    errors = file_errors(args.file)
+    for error in errors:
+        print(f"kvgraft: {error}", file=sys.stderr)
+    if errors:
+        return 2
+    print(f"{args.file}: ok")
+    return 0
+
+
+def _values(resolved: Resolved) -> dict[str, object]:
+    """Return all values, secrets masked."""
+    values = dataclasses.asdict(resolved.config)
+    for name, rule in ServerConfig.rules().items():
+        if rule.secret:
+            values[name] = [_MASK] * len(values[name])
+    return values
+
+
+def _as_json(resolved: Resolved) -> str:
+    return json.dumps(
+        {name: {"value": value, "from": resolved.origins[name]} for name, value in _values(resolved).items()}, indent=1
+    )
+
+
+def _as_yaml(resolved: Resolved) -> str:
+    lines = {name: f"{name}: {json.dumps(value)}" for name, value in _values(resolved).items()}
+    width = max(map(len, lines.values()))
+    return "\n".join(f"{line:{width}s}  # {resolved.origins[name]}" for name, line in lines.items())

@@ -1,0 +1,152 @@
+"""What `kvgraft bench serve` prints while and after it measures, and its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.rates import SustainedRate
+    from kvgraft.bench.serve import LoadTest, Target
+    from kvgraft.bench.summary import RunSummary
+
+_PACKAGES = ("kvgraft", "numpy", "torch", "transformers", "starlette", "uvicorn", "aiohttp")
+_LATE_MS = 50.0
+_SHORT_SECONDS = 10.0
+
+
+class LoadReport:
+    """Writes a table line by line as runs end.
+
+    Args:
+        test: Gives workload and settings.
+        out: Where the table goes.
+    """
+
+    def __init__(self, test: LoadTest, out: TextIO) -> None:
+        self._test = test
+        self._out = out
+
+    def print_head(self, target: Target) -> None:
+        """Say what is about to be measured."""
+        workload, settings = self._test.workload, self._test.settings
+        arrivals = "a Poisson process" if workload.times is None else "the pack's arrivals, scaled to the rate"
+        self._line(
+            f"{workload.name}: {len(workload.prompts)} prompts, {arrivals}, {settings.max_tokens} output tokens each"
+        )
+        self._line(f"{target.description}; {settings.warmup} requests sent before measuring\n")
+        self._line(
+            f"{'rate':>6s}  {'mode':6s}{'requests':>9s}{'done/s':>8s}{'tok/s':>8s}{'TTFT p50':>11s}{'p95':>10s}"
+            f"{'TPOT p50':>11s}{'p95':>10s}{'reused':>8s}{'kept up':>9s}{'lag p99':>10s}"
+        )
+
+    def print_run(self, run: RunSummary) -> None:
+        """Print the line of a run."""
+        times = (
+            f"{_ms(run.ttft_ms, 'p50'):>11s}{_ms(run.ttft_ms, 'p95'):>10s}"
+            f"{_ms(run.tpot_ms, 'p50', 1):>11s}{_ms(run.tpot_ms, 'p95', 1):>10s}"
+        )
+        self._line(
+            f"{run.rate:>6.3g}  {run.mode:6s}{run.planned:>9d}{run.requests_per_s:>8.2f}{run.tokens_per_s:>8.0f}{times}"
+            f"{run.reused_share:>8.0%}{run.kept_up:>9.0%}{_ms(run.client_lag_ms, 'p99', 1):>10s}{_remarks(run)}"
+        )
+
+    def print_result(
+        self,
+        runs: Sequence[RunSummary],
+        sustained: Sequence[SustainedRate],
+        slo_ttft_ms: float | None,
+        *,
+        is_given: bool,
+    ) -> None:
+        """Print what every mode sustains, and what makes the figures less than certain."""
+        if slo_ttft_ms is None:
+            self._line(
+                "\nno limit of time to first token: off was stable at no rate; begin lower or give --slo-ttft-ms"
+            )
+        else:
+            origin = "given" if is_given else "what off shows at the highest rate at which it is stable"
+            self._line(f"\nsustained with p95 TTFT within {slo_ttft_ms:.0f} ms ({origin}):")
+        for mode in sustained:
+            self._line(_sustained_line(mode))
+        for note in self._notes(runs):
+            self._line(f"note: {note}")
+
+    def as_dict(
+        self,
+        settings: Mapping[str, object],
+        target: Target,
+        runs: Sequence[RunSummary],
+        sustained: Sequence[SustainedRate],
+        slo_ttft_ms: float | None,
+    ) -> dict[str, object]:
+        """Return everything that was measured and what is needed to repeat it."""
+        workload = self._test.workload
+        return {
+            "settings": dict(settings),
+            "workload": {
+                "name": workload.name,
+                "prompts": len(workload.prompts),
+                "skipped": workload.skipped,
+                "recorded_arrivals": workload.times is not None,
+            },
+            "target": target.description,
+            "server": self._test.server,
+            "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+            "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
+            "slo_ttft_ms": slo_ttft_ms,
+            "sustained": [dataclasses.asdict(mode) for mode in sustained],
+            "runs": [dataclasses.asdict(run) | {"stable": run.stable} for run in runs],
+            "rows": self._test.rows,
+        }
+
+    def _notes(self, runs: Sequence[RunSummary]) -> list[str]:
+        notes = []
+        workload = self._test.workload
+        if workload.skipped:
+            notes.append(f"{workload.skipped} prompts were left out because they are too long")
+        late = [run for run in runs if run.client_lag_ms.get("p99", 0.0) > _LATE_MS]
+        if late:
+            notes.append(f"the client sent late in {len(late)} runs (p99 above {_LATE_MS:.0f} ms); it was short of CPU")
+        short = [run for run in runs if run.planned > 1 and run.arrival_s < _SHORT_SECONDS]
+        if short:
+            notes.append(
+                f"{len(short)} runs have less than {_SHORT_SECONDS:.0f} s of arrivals; "
+                "a growing queue may not show: raise --duration or take a larger pack"
+            )
+        return notes
+
+    def _line(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+
+def _sustained_line(mode: SustainedRate) -> str:
+    if not mode.rate:
+        return f"  {mode.mode:6s} none of the measured rates"
+    least = "at least " if mode.at_least else ""
+    ratio = "" if mode.ratio is None else f", {mode.ratio:.2f}x off"
+    irregular = "  (though not a lower one: repeat, or longer runs)" if mode.irregular else ""
+    return f"  {mode.mode:6s} {least}{mode.rate:.3g} requests/s{ratio}, p95 TTFT {mode.p95_ttft_ms:.0f} ms{irregular}"
+
+
+def _remarks(run: RunSummary) -> str:
+    remarks = [f"{count} {kind}" for kind, count in run.failures.items()]
+    if run.gave_up is not None:
+        remarks.append(f"saturated: {run.gave_up}")
+    return "  " + "; ".join(remarks) if remarks else ""
+
+
+def _ms(times: Mapping[str, float], name: str, digits: int = 0) -> str:
+    return f"{times[name]:.{digits}f} ms" if name in times else "-"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,82 @@
+"""`kvgraft serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import TYPE_CHECKING
+
+from kvgraft import __version__
+from kvgraft.cli.model_options import add_settings, resolve_settings, silence_libraries
+
+if TYPE_CHECKING:
+    from kvgraft.config import ServerConfig
+    from kvgraft.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_DESCRIPTION = """\
+Serve a model over HTTP as OpenAI's API does. Works without any option: the bundled model
+graft-tiny on http://127.0.0.1:8000/v1. The port opens when the model is ready.
+"""
+_EPILOG = """\
+example:
+  kvgraft serve --model ./my-model --port 8000
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+       -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+Every option is also a key of the --config file and a variable such as KVGRAFT_PORT. Flags win over
+variables, variables over the file. `kvgraft config show` prints what is in effect. Give API keys by
+KVGRAFT_API_KEY: other users of the machine can read command lines. More: docs/server.md
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        usage="kvgraft serve [--model NAME] [--port N] [OPTION ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_settings(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    resolved = resolve_settings(args)
+    config = resolved.config
+    from kvgraft.server import bind, create_app, serve
+
+    listener = bind(config.host, config.port)
+    with listener:
+        from kvgraft.engine.async_llm import AsyncLLM
+        from kvgraft.observability.log_format import configure_logging
+        from kvgraft.observability.prometheus import PrometheusRecorder
+        from kvgraft.server.context import model_id
+
+        silence_libraries()
+        configure_logging(config.log_format)
+        for warning in resolved.warnings:
+            logger.warning("%s", warning)
+        metrics = PrometheusRecorder(config.served_model_name or model_id(config.model))
+        engine = AsyncLLM(config.model, config, metrics)
+        app = create_app(engine, config, metrics)
+        serve(
+            app,
+            listener,
+            grace_s=config.shutdown_grace_s,
+            on_ready=lambda url: print(_ready_line(url, app.state.context.model_id, engine, config), flush=True),
+        )
+    return 0
+
+
+def _ready_line(url: str, model_id: str, engine: AsyncLLM, config: ServerConfig) -> str:
+    reuse = f"reuse {config.reuse}"
+    if config.reuse == "graft" and engine.graft_refusal is not None:
+        reuse = f"reuse exact (graft is refused: {engine.graft_refusal})"
+    slots = engine.snapshot().usage.total
+    return f"kvgraft {__version__} serves {model_id} at {url}/v1 with {slots:,} K/V slots, {reuse}; Ctrl+C stops it"

@@ -1,0 +1,36 @@
+"""Settings of the server: those of the engine, and how it is reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvgraft.config.engine import CACHE, MODEL, EngineConfig
+from kvgraft.config.setting import setting
+
+SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig(EngineConfig):
+    """Everything that `kvgraft serve` can be told."""
+
+    model: str = setting("graft-tiny", "graft-tiny, a Hugging Face directory or a hub id", MODEL)
+    served_model_name: str = setting(
+        "", "name of the model in the API; empty takes the directory's name or the hub id", MODEL, may_be_empty=True
+    )
+    reuse: str = setting(
+        "graft",
+        "what requests may reuse unless they say otherwise: nothing, exact prefixes, or text at any offset",
+        CACHE,
+        choices=("off", "exact", "graft"),
+    )
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network", SERVER)
+    port: int = setting(8000, "port to listen on; 0 takes a free one", SERVER, low=0, high=65_535)
+    api_key: tuple[str, ...] = setting(
+        (), "keys that clients may present, separated by commas; none lets everybody in", SERVER, secret=True
+    )
+    max_body_bytes: int = setting(4 << 20, "largest request body; more is refused with 413", SERVER, low=1, size=True)
+    shutdown_grace_s: float = setting(
+        30.0, "seconds that running requests may go on after SIGTERM", SERVER, low=0, high=86_400
+    )
+    log_format: str = setting("text", "form of log lines", SERVER, choices=("text", "json"))

@@ -1,0 +1,112 @@
+"""From a prompt as the user gives it to a checked `Request`. Touches no engine state: any thread may use it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.engine.request import Request
+from kvgraft.engine.sampling import SamplingParams
+from kvgraft.errors import ConfigError
+from kvgraft.graft.select import SelectionPolicy, selection_policy
+from kvgraft.types import Namespace, ReuseMode, TokenArray
+
+if TYPE_CHECKING:
+    from kvgraft.config import EngineConfig
+    from kvgraft.engine.loading import LoadedModel
+
+Prompt = str | Sequence[int] | TokenArray
+"""Text (needs a tokenizer) or token ids."""
+
+
+class RequestBuilder:
+    """Tokenises and validates for one model and one pool.
+
+    Attributes:
+        longest: Tokens that prompt and output may have together.
+        policy: The configured selection policy.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, num_slots: int) -> None:
+        self.max_model_len = config.max_model_len or loaded.max_model_len
+        self.longest = min(self.max_model_len, num_slots)
+        self._loaded = loaded
+        self._config = config
+        self._num_slots = num_slots
+        self.policy = self._named_policy(config.selection)
+        self._numbers = itertools.count(1)
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenArray:
+        """Turn a prompt into int64 token ids; ids are checked and copied.
+
+        Raises:
+            ConfigError: It is empty, not made of token ids, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self._loaded.tokenizer is None:
+                raise ConfigError(f"model {self._loaded.name} has no tokenizer; give token ids")
+            prompt = self._loaded.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+        vocabulary = self._loaded.vocab_size
+        try:
+            token_ids = np.array(prompt, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"a prompt is text or a list of token ids in [0, {vocabulary})") from error
+        if token_ids.ndim != 1 or not len(token_ids):
+            raise ConfigError("the prompt is empty; give at least one token")
+        if token_ids.min() < 0 or token_ids.max() >= vocabulary:
+            raise ConfigError(f"token ids must lie in [0, {vocabulary}); was the prompt tokenised for another model?")
+        return token_ids
+
+    def build(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        reuse: ReuseMode | str = ReuseMode.GRAFT,
+        *,
+        cache_salt: str = "",
+        selection: str | SelectionPolicy | None = None,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Return a request whose output is cut to what fits behind its prompt.
+
+        Raises:
+            ConfigError: The prompt is empty or too long, or an argument is wrong.
+        """
+        token_ids = self.tokenize(prompt, add_special_tokens=add_special_tokens)
+        sampling = sampling or SamplingParams()
+        if len(token_ids) + 1 > self.longest:
+            raise ConfigError(
+                f"the prompt has {len(token_ids)} tokens and {self.longest - 1} fit (model length {self.max_model_len}, "
+                f"{self._num_slots} KV slots); shorten it or raise num_slots"
+            )
+        if len(token_ids) + sampling.max_new_tokens > self.longest:
+            sampling = replace(sampling, max_new_tokens=self.longest - len(token_ids))
+        namespace = Namespace(self._loaded.fingerprint, tenant_salt=cache_salt)
+        name = request_id or f"r{next(self._numbers)}"
+        return Request(name, token_ids, sampling, reuse_mode(reuse), namespace, self.selection(selection))
+
+    def selection(self, selection: str | SelectionPolicy | None) -> SelectionPolicy:
+        """The policy meant by a name or by None, the configured one."""
+        if selection is None:
+            return self.policy
+        return self._named_policy(selection) if isinstance(selection, str) else selection
+
+    def _named_policy(self, name: str) -> SelectionPolicy:
+        parameters: dict[str, dict[str, float]] = {
+            "query_seam": {"ratio": self._config.recompute_ratio},
+            "first_k": {"k": self._config.first_k},
+        }
+        return selection_policy(name, **parameters.get(name, {}))
+
+
+def reuse_mode(reuse: ReuseMode | str) -> ReuseMode:
+    """Parse a reuse mode; raises `ConfigError` that lists what exists."""
+    try:
+        return ReuseMode(reuse)
+    except ValueError as error:
+        raise ConfigError(f"unknown reuse mode {reuse!r}; choose {', '.join(ReuseMode)}") from error

@@ -1,0 +1,200 @@
+"""Continuous batching: which requests run, and which of their rows the next forward pass computes. Runs nothing itself.
+
+A step carries one row of every stream (a request that is past its prompt) and as much prefill as `Pace` allows. Prompts are
+admitted as late as possible, when a step has room for their first rows: whatever finishes before that can still be reused.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.engine.fair_queue import FairQueue
+from kvgraft.errors import CapacityError
+
+if TYPE_CHECKING:
+    from kvgraft.engine.active import ActiveRequest
+    from kvgraft.engine.cache_manager import CacheManager
+    from kvgraft.engine.pace import Pace
+    from kvgraft.graft.model import SequenceRows
+
+_HEADROOM = 32
+"""Slots that a request gets beyond what it needs now, so that its output lies in few runs."""
+_MIN_ROWS = 16
+"""A piece of prefill is not cut smaller than this; the pace makes up for it later."""
+_MAX_LONG_PREFILLS = 4
+"""So many long prompts are computed side by side at most; a short one need not wait for them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What the next forward pass computes.
+
+    Attributes:
+        parts: Requests and their rows; those of streams first.
+        num_streams: How many of them are streams.
+        prefill_flops: Operations of the other rows.
+        failed: Waiting requests that cannot be admitted, and why; the caller removes them.
+    """
+
+    parts: list[tuple[ActiveRequest, SequenceRows]]
+    num_streams: int
+    prefill_flops: float
+    failed: list[tuple[ActiveRequest, Exception]]
+
+    @property
+    def prefill_rows(self) -> int:
+        """Prompt positions among the rows."""
+        return sum(len(rows.positions) for _, rows in self.parts[self.num_streams :])
+
+
+class Scheduler:
+    """Queues, admits, batches and preempts. Not thread-safe.
+
+    Preemption takes the request that arrived last; it goes back to the head of the queue and is computed again.
+    """
+
+    def __init__(self, manager: CacheManager, pace: Pace, *, max_running: int, max_rows: int) -> None:
+        self.waiting: FairQueue[ActiveRequest] = FairQueue()
+        self.running: list[ActiveRequest] = []
+        self.num_preemptions = 0
+        self._manager = manager
+        self._pace = pace
+        self._max_running = max_running
+        self._max_rows = max_rows
+        self._is_blocked = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would return rows or failures."""
+        return bool(self.running or len(self.waiting))
+
+    def add(self, active: ActiveRequest) -> None:
+        """Queue a new request behind those of its tenant."""
+        request = active.request
+        self.waiting.push(active, request.namespace.tenant_salt, len(request.token_ids))
+
+    def remove(self, active: ActiveRequest) -> None:
+        """Forget a request, waiting or running; its slots are the caller's to release."""
+        self._is_blocked = False
+        if active in self.running:
+            self.running.remove(active)
+        else:
+            self.waiting.remove(active)
+
+    def schedule(self) -> Step:
+        """Choose the rows of the next forward pass; grows streams, preempts and admits on the way."""
+        streams = self._grow_streams()
+        parts = [(active, active.next_rows()) for active in streams]
+        failed: list[tuple[ActiveRequest, Exception]] = []
+        budget = self._pace.prefill_flops(len(streams), self._lateness())
+        prefill_flops = self._add_prefills(parts, budget, failed)
+        return Step(parts, len(streams), prefill_flops, failed)
+
+    def _grow_streams(self) -> list[ActiveRequest]:
+        """Give every stream the slot of its next token; who arrived last is preempted where there are none."""
+        for active in [active for active in self.running if not active.is_prefilling]:
+            while active in self.running and not self._grow(active):
+                self._preempt(max(self.running, key=lambda running: running.request.arrival))
+        return [active for active in self.running if not active.is_prefilling]
+
+    def _grow(self, active: ActiveRequest) -> bool:
+        assert active.cache is not None
+        headroom = min(_HEADROOM, active.max_tokens - active.num_tokens)
+        try:
+            self._manager.grow(active.cache, active.num_tokens, headroom=headroom)
+        except CapacityError:
+            return False
+        return True
+
+    def _preempt(self, active: ActiveRequest) -> None:
+        cache = active.cache
+        assert cache is not None
+        self._manager.suspend(cache, active.suspend())
+        self.running.remove(active)
+        self.waiting.push_front(active)
+        self.num_preemptions += 1
+        # Nobody is admitted until a request ends, or the victim would be back at once and be preempted again.
+        self._is_blocked = True
+
+    def _add_prefills(
+        self,
+        parts: list[tuple[ActiveRequest, SequenceRows]],
+        budget: float,
+        failed: list[tuple[ActiveRequest, Exception]],
+    ) -> float:
+        """Append rows of prompts, the most urgent first, for at most about `budget` operations; returns how many."""
+        room = self._max_rows - len(parts)
+        pending = sorted((a for a in self.running if a.is_prefilling), key=self._urgency)
+        spent = 0.0
+        while room > 0 and spent < budget:
+            if not failed and self._may_admit(pending):
+                admitted = self._admit(failed)
+                if admitted is not None:
+                    pending = sorted([*pending, admitted], key=self._urgency)
+            if not pending:
+                break
+            active = pending.pop(0)
+            costs = np.cumsum(self._manager.flops.by_position(active.remaining))
+            count = int(np.searchsorted(costs, budget - spent, side="right"))
+            count = min(max(count, _MIN_ROWS), room, len(costs))
+            parts.append((active, active.next_rows(count)))
+            spent += float(costs[count - 1])
+            room -= count
+        return spent
+
+    def _may_admit(self, pending: list[ActiveRequest]) -> bool:
+        """Whether the next prompt should join: nothing else is left to compute, or only prompts that take long."""
+        if self._is_blocked and self.running:
+            return False
+        if not len(self.waiting) or len(self.running) >= self._max_running:
+            return False
+        return len(pending) < _MAX_LONG_PREFILLS and all(self._is_long(active) for active in pending)
+
+    def _admit(self, failed: list[tuple[ActiveRequest, Exception]]) -> ActiveRequest | None:
+        """Give the next waiting request its slots and its graft; None if it has to wait or cannot run at all."""
+        active = self.waiting.peek()
+        sequence = active.sequence()
+        headroom = min(_HEADROOM, active.max_tokens - len(sequence.token_ids))
+        try:
+            cache = self._manager.begin(sequence, headroom=headroom)
+            self._manager.graft(cache)
+            active.start(cache)
+        except CapacityError as error:
+            if self.running:
+                self._is_blocked = True
+            else:
+                failed.append((active, error))
+            return None
+        except Exception as error:  # noqa: BLE001 - one request must not stop the others
+            failed.append((active, error))
+            return None
+        self.waiting.pop()
+        self.running.append(active)
+        return active
+
+    def _is_long(self, active: ActiveRequest) -> bool:
+        flops = self._manager.flops.of_positions(active.remaining)
+        return flops > self._pace.prefill_flops_alone
+
+    def _urgency(self, active: ActiveRequest) -> float:
+        """When the prompt would be computed at the promised pace: short prompts overtake long ones, but not for ever."""
+        promised = self._pace.promised_s(self._manager.flops.of_positions(active.remaining))
+        return active.request.arrival + promised
+
+    def _lateness(self) -> float:
+        """How many times longer than promised the most urgent prompt has waited."""
+        now = time.perf_counter()
+        prompts = [active for active in self.running if active.is_prefilling]
+        if len(self.waiting):
+            prompts.append(self.waiting.peek())
+        return max((self._pace.lateness(now - a.request.arrival, self._prompt_flops(a)) for a in prompts), default=0.0)
+
+    def _prompt_flops(self, active: ActiveRequest) -> float:
+        """Operations that the prompt takes in all, as far as known: a waiting one is not planned yet."""
+        if active.cache is not None:
+            return self._manager.flops.of_positions(active.cache.plan.compute)
+        return self._manager.flops.of_positions(np.arange(active.num_tokens))

@@ -1,0 +1,52 @@
+"""API keys: `Authorization: Bearer KEY` on everything but /health and /metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING
+
+from kvgraft.server.access_log import note_error
+from kvgraft.server.errors import APIError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+
+class BearerAuth:
+    """Middleware that lets requests with a known key pass, and all of them if there are no keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode("ascii")) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] != "http" or not self._digests or scope["path"] in _OPEN_PATHS or self._accepts(scope):
+            await self._app(scope, receive, send)
+            return
+        error = APIError(
+            401,
+            "a valid API key is needed; send it as 'Authorization: Bearer KEY'",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+        note_error(scope, error)
+        await error.response()(scope, receive, send)
+
+    def _accepts(self, scope: Scope) -> bool:
+        """Compare digests with every key, in time that does not depend on which one fits or how much of it."""
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,118 @@
+"""Read typed fields of a JSON object; what does not fit is a 400 that names the field. `null` means absent."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kvgraft.server.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Fields:
+    """A JSON object and the path that leads to it."""
+
+    def __init__(self, values: dict[str, object], path: str = "") -> None:
+        self.values = values
+        self._path = path
+
+    def name(self, key: str) -> str:
+        """Return the full name of a field, as in `messages[0].role`."""
+        return f"{self._path}.{key}" if self._path else key
+
+    def error(self, key: str, problem: str) -> BadRequestError:
+        """Return the error of a field."""
+        return BadRequestError(f"{self.name(key)} {problem}", param=self.name(key))
+
+    def has(self, key: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.values.get(key) is not None
+
+    def text(self, key: str, default: str = "", *, max_chars: int | None = None) -> str:
+        """Return a text."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, not {kind_of(value)}")
+        if max_chars is not None and len(value) > max_chars:
+            raise self.error(key, f"must have at most {max_chars} characters")
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {kind_of(value)}")
+        return value
+
+    def integer(self, key: str, default: int, low: int, high: int) -> int:
+        """Return a whole number between `low` and `high`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"must be a whole number, not {kind_of(value)}")
+        if not low <= value <= high:
+            raise self.error(key, f"must be between {low} and {high}")
+        return value
+
+    def number(self, key: str, default: float, low: float, high: float) -> float:
+        """Return a number between `low` and `high`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, not {kind_of(value)}")
+        if not low <= value <= high or not math.isfinite(value):
+            raise self.error(key, f"must be between {low:g} and {high:g}")
+        return float(value)
+
+    def choice(self, key: str, default: str, allowed: Iterable[str]) -> str:
+        """Return one of a few words."""
+        value, words = self._get(key, default), list(allowed)
+        if value not in words and value != default:
+            raise self.error(key, f"must be one of {', '.join(words)}")
+        assert isinstance(value, str)
+        return value
+
+    def texts(self, key: str, *, max_items: int, max_chars: int) -> tuple[str, ...]:
+        """Return one text or a list of texts as a tuple; none of them empty."""
+        value = self._get(key, [])
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise self.error(key, f"must be a string or a list of strings, not {kind_of(value)}")
+        if len(texts) > max_items:
+            raise self.error(key, f"must have at most {max_items} items")
+        if not all(0 < len(text) <= max_chars for text in texts):
+            raise self.error(key, f"must hold texts of 1 to {max_chars} characters")
+        return tuple(texts)
+
+    def section(self, key: str, *, known: frozenset[str] | None = None) -> Fields:
+        """Return an object, empty if absent; with `known`, other keys are refused."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, not {kind_of(value)}")
+        for name in value if known is not None else ():
+            if name not in (known or ()):
+                raise BadRequestError(
+                    f"{self.name(key)} has the unknown key {name[:60]!r}; known are {', '.join(sorted(known or ()))}",
+                    param=self.name(key),
+                )
+        return Fields(value, self.name(key))
+
+    def sections(self, key: str) -> list[Fields]:
+        """Return a list of objects, empty if absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, f"must be a list, not {kind_of(value)}")
+        for number, item in enumerate(value):
+            if not isinstance(item, dict):
+                raise self.error(f"{key}[{number}]", f"must be an object, not {kind_of(item)}")
+        return [Fields(item, self.name(f"{key}[{number}]")) for number, item in enumerate(value)]
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        return default if value is None else value
+
+
+def kind_of(value: object) -> str:
+    """Name the JSON type of a value."""
+    kinds: dict[type, str] = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+    return kinds.get(type(value), "null" if value is None else "an object")

@@ -1,0 +1,83 @@
+"""Is the engine well: its thread runs, and no K/V slot is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvgraft.errors import KVGraftError
+
+if TYPE_CHECKING:
+    from kvgraft.server.context import ServerContext
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 1.0
+"""Checks walk all caches; more often would cost steps."""
+_PATIENCE_S = 2.0
+"""How long an answer waits for a check; it runs between two steps, and a step can be long."""
+_STUCK_S = 60.0
+"""A check that waits longer means that the engine no longer makes steps."""
+
+
+class HealthMonitor:
+    """Runs `AsyncLLM.check` at most once a second, however often it is asked."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._check: asyncio.Task[None] | None = None
+        self._started = 0.0
+        self._problem: str | None = None
+
+    async def report(self) -> dict[str, object]:
+        """Return the health as JSON values; `status` is `ok` or a word for what is wrong."""
+        snapshot = self._context.engine.snapshot()
+        if snapshot.is_alive and not self._context.draining:
+            await self._refresh()
+        usage = snapshot.usage
+        return {
+            "status": self._status(is_alive=snapshot.is_alive),
+            "invariant": self._problem or "ok",
+            "slots": {
+                "free": int(usage.free),
+                "request": int(usage.request),
+                "cached": int(usage.cached),
+                "donor": int(usage.donor),
+                "total": int(usage.total),
+            },
+            "requests": {"running": snapshot.num_running, "waiting": snapshot.num_waiting},
+            "donors": snapshot.num_donors,
+            "donor_host_bytes": int(snapshot.host_bytes),
+            "graft_errors": snapshot.num_errors,
+            "preemptions": snapshot.num_preemptions,
+        }
+
+    def _status(self, *, is_alive: bool) -> str:
+        if self._context.draining:
+            return "shutting_down"
+        if not is_alive:
+            return "engine_dead"
+        if self._problem is not None:
+            return "invariant_broken"
+        if self._check is not None and time.monotonic() - self._started > _STUCK_S:
+            return "engine_stuck"
+        return "ok"
+
+    async def _refresh(self) -> None:
+        if self._check is None and time.monotonic() - self._started >= CHECK_INTERVAL_S:
+            self._started = time.monotonic()
+            self._check = asyncio.create_task(self._run())
+        if self._check is not None:
+            await asyncio.wait({self._check}, timeout=_PATIENCE_S)
+
+    async def _run(self) -> None:
+        try:
+            await self._context.engine.check()
+            self._problem = None
+        except KVGraftError as error:
+            self._problem = str(error)
+            logger.error("the cache's invariant is broken: %s", error)  # noqa: TRY400 - the message says it all
+        finally:
+            self._check = None

@@ -1,0 +1,159 @@
+"""The process around the app: socket, protocol timeouts, signals, orderly shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvgraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from starlette.applications import Starlette
+
+logger = logging.getLogger(__name__)
+
+HEADER_TIMEOUT_S = 20.0
+"""A connection that does not send a whole request head in this time is closed."""
+KEEP_ALIVE_S = 30
+_FLUSH_S = 5
+"""How long connections may take to receive what was written to them before the process ends."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket that does not listen yet, so that a port in use is known before a model is loaded.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(listener.close)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            on_error.pop_all()
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def serve(app: Starlette, listener: socket.socket, *, grace_s: float, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    Args:
+        app: What `create_app` made.
+        listener: What `bind` made; closed when this returns.
+        grace_s: Seconds that running requests may go on after the first signal.
+        on_ready: Called with the URL as soon as requests are accepted.
+    """
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        GracefulServer(app, grace_s, lambda: on_ready(url)).run(sockets=[listener])
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+class GracefulServer(uvicorn.Server):
+    """Drains before it stops: new requests get 503, running ones finish or fail within the grace time."""
+
+    def __init__(self, app: Starlette, grace_s: float, on_ready: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=TimedH11Protocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+        super().__init__(config)
+        self._app = app
+        self._grace_s = grace_s
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Run; see `uvicorn.Server.serve`."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second. Not told to uvicorn, which would raise it again at the end."""
+        if self._stopping or self._loop is None:
+            os._exit(128 + sig)
+        self._stopping = True
+        self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
+
+    def _start_draining(self, name: str) -> None:
+        logger.info("%s: no more requests are taken; running ones may go on for %.0f s", name, self._grace_s)
+        self._drain_task = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._app.state.context.close(self._grace_s)
+        except Exception:
+            logger.exception("the engine did not close cleanly")
+        finally:
+            self.should_exit = True
+
+
+class TimedH11Protocol(H11Protocol):
+    """Closes connections that are slow to send a request's head; uvicorn itself waits for ever."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the clock while a request is handled, start it at the first bytes of the next."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_clock()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    remedy = "choose another --port" if getattr(error, "errno", None) == errno.EADDRINUSE else "check --host and --port"
+    return ConfigError(f"cannot listen on {host} port {port}: {reason}; {remedy}")

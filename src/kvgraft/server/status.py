@@ -1,0 +1,103 @@
+"""Endpoints that tell about the server: index, models, health, metrics, tokenize."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from kvgraft import __version__
+from kvgraft.server.body import read_object
+from kvgraft.server.completions import parse_prompts
+from kvgraft.server.context import context_of
+from kvgraft.server.errors import APIError
+from kvgraft.server.fields import Fields
+from kvgraft.server.json_io import json_response
+from kvgraft.server.options import check_model
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from kvgraft.server.context import ServerContext
+
+ENDPOINTS = {
+    "POST /v1/completions": "continue text or token ids",
+    "POST /v1/chat/completions": "answer a conversation",
+    "GET /v1/models": "the model that is served",
+    "POST /tokenize": "token ids of a text",
+    "GET /health": "state of the server",
+    "GET /metrics": "metrics in the Prometheus format",
+}
+
+
+async def index(_request: Request) -> Response:
+    """Say what this is."""
+    return json_response({"name": "kvgraft", "version": __version__, "endpoints": ENDPOINTS})
+
+
+async def list_models(request: Request) -> Response:
+    """Return the one model."""
+    return json_response({"object": "list", "data": [_model(context_of(request))]})
+
+
+async def get_model(request: Request) -> Response:
+    """Return the model, or 404 for another name."""
+    context = context_of(request)
+    check_model(Fields({"model": request.path_params["id"]}), context.model_id)
+    return json_response(_model(context))
+
+
+async def health(request: Request) -> Response:
+    """Return 200 if requests will be answered, else 503, and the state in both cases."""
+    context = context_of(request)
+    report = await context.health.report()
+    refusal = context.engine.graft_refusal
+    facts = {
+        "version": __version__,
+        "model": context.model_id,
+        "reuse": context.config.reuse,
+        "attention": context.engine.snapshot().attention,
+        "graft": "accepted" if refusal is None else f"refused: {refusal}",
+    }
+    return json_response(report | facts, 200 if report["status"] == "ok" else 503)
+
+
+async def metrics(request: Request) -> Response:
+    """Return all metrics."""
+    context = context_of(request)
+    recorder = context.metrics
+    if recorder is None:
+        raise APIError(404, "this server keeps no metrics", code="not_found")
+    snapshot = context.engine.snapshot()
+    usage = snapshot.usage
+    recorder.set_load(snapshot.num_running, snapshot.num_waiting)
+    recorder.set_memory(
+        (usage.free, usage.request, usage.cached, usage.donor), snapshot.num_donors, snapshot.host_bytes
+    )
+    recorder.set_errors(snapshot.num_errors)
+    return Response(recorder.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of one prompt, as vLLM's endpoint of the same name does."""
+    context = context_of(request)
+    fields = Fields(await read_object(request, context.config.max_body_bytes))
+    check_model(fields, context.model_id)
+    prompts = parse_prompts(fields, context.engine.loaded.vocab_size)
+    if len(prompts) != 1:
+        raise fields.error("prompt", "must be one prompt")
+    prepared = await context.engine.prepare(
+        prompts[0], None, "off", add_special_tokens=fields.flag("add_special_tokens", default=True)
+    )
+    tokens = [int(token) for token in prepared.token_ids]
+    return json_response({"count": len(tokens), "max_model_len": int(context.engine.max_model_len), "tokens": tokens})
+
+
+def _model(context: ServerContext) -> dict[str, object]:
+    return {
+        "id": context.model_id,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "kvgraft",
+        "max_model_len": int(context.engine.max_model_len),
+    }

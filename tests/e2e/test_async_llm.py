@@ -1,0 +1,272 @@
+"""Continuous batching: what many concurrent requests get is what each would get alone, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.engine import LLM, AsyncLLM, FinishReason, SamplingParams
+from kvgraft.engine.loading import adopt_model
+from kvgraft.errors import ConfigError, OverloadedError, RequestError
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+
+def make(family="llama", **settings):
+    settings = {"num_slots": 2_000, "selection": "none"} | settings
+    return AsyncLLM(adopt_model(family, tiny_model(family), None), **settings)
+
+
+async def run(llm, prompt, sampling, reuse="off", **options):
+    request = await llm.prepare(prompt, sampling, reuse, **options)
+    return [part async for part in llm.stream(request)]
+
+
+def greedy_alone(family, prompts, lengths, num_slots=4_000):
+    """Tokens and the margin between the two largest logits at each, one request at a time."""
+    llm = LLM(adopt_model(family, tiny_model(family), None), num_slots=num_slots)
+    results = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        sampling = SamplingParams(length, ignore_eos=True, logprobs=2)
+        parts = list(llm.stream(prompt, sampling, "off"))
+        margins = [part.logprobs.top[0][1] - part.logprobs.top[1][1] for part in parts]
+        results.append(([part.token_id for part in parts], margins))
+    return results
+
+
+def assert_same_up_to_ties(token_ids, alone):
+    """A difference is allowed only where the two likeliest tokens were within 1e-4; what follows it is another text."""
+    expected, margins = alone
+    for got, want, margin in zip(token_ids, expected, margins, strict=True):
+        if got != want:
+            assert margin < 1e-4
+            return
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("reuse", ["off", "exact"])
+def test_concurrent_greedy_text_is_that_of_single_runs_though_slots_run_out(family, reuse, rng):
+    """32 requests whose slots are three times what the pool holds: preempted ones are computed again."""
+    lengths = rng.integers(20, 90, 32)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in rng.integers(5, 120, 32)]
+    alone = greedy_alone(family, prompts, lengths)
+    need = sum(len(prompt) + int(length) for prompt, length in zip(prompts, lengths, strict=True))
+
+    async def main():
+        llm = make(family, num_slots=need // 3)
+        tasks = [
+            run(llm, prompt, SamplingParams(int(length), ignore_eos=True), reuse)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        results = await asyncio.gather(*tasks)
+        await llm.check()
+        snapshot = llm.snapshot()
+        await llm.close()
+        return results, snapshot
+
+    results, snapshot = asyncio.run(main())
+    assert snapshot.num_preemptions > 0
+    assert (snapshot.usage.request, snapshot.num_running, snapshot.num_waiting) == (0, 0, 0)
+    for parts, expected, length in zip(results, alone, lengths, strict=True):
+        assert len(parts) == length
+        assert parts[-1].output.finish_reason is FinishReason.LENGTH
+        assert_same_up_to_ties([part.token_id for part in parts], expected)
+
+
+def test_disconnects_and_cancellations_at_every_stage_leak_nothing(rng):
+    document = rng.integers(3, VOCABULARY, 150)
+
+    async def client(llm, number, generator):
+        prompt = np.concatenate([generator.integers(3, VOCABULARY, int(generator.integers(1, 60))), document])
+        reuse = ("off", "exact", "graft")[number % 3]
+        stream = llm.stream(await llm.prepare(prompt, SamplingParams(40, ignore_eos=True), reuse))
+        stop_after = int(generator.integers(0, 45))
+        if stop_after == 0:
+            task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(float(generator.random()) * 0.05)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return None
+        count = 0
+        async with contextlib.aclosing(stream):
+            async for part in stream:
+                count += 1
+                if count >= stop_after or part.output is not None:
+                    break
+        return count
+
+    async def main():
+        llm = make(num_slots=1_200)
+        generator = np.random.default_rng(5)
+        counts = await asyncio.gather(*(client(llm, i, generator) for i in range(48)))
+        for _ in range(200):
+            await llm.check()
+            snapshot = llm.snapshot()
+            if not snapshot.num_running and not snapshot.num_waiting:
+                break
+            await asyncio.sleep(0.01)
+        await llm.close()
+        return counts, snapshot
+
+    counts, snapshot = asyncio.run(main())
+    assert snapshot.usage.request == 0
+    assert snapshot.num_running == snapshot.num_waiting == snapshot.num_errors == 0
+    assert any(count == 40 for count in counts)
+
+
+def test_prompt_is_reusable_as_soon_as_it_is_computed(rng):
+    """A stream that still runs is a donor already."""
+    document = rng.integers(3, VOCABULARY, 200)
+
+    async def main():
+        llm = make()
+        long = llm.stream(await llm.prepare(document, SamplingParams(500, ignore_eos=True), "off"))
+        await anext(long)
+        shifted = np.concatenate([rng.integers(3, VOCABULARY, 30), document, rng.integers(3, VOCABULARY, 5)])
+        grafted = (await run(llm, shifted, SamplingParams(2), "graft"))[-1].output
+        exact = (await run(llm, document, SamplingParams(2), "exact"))[-1].output
+        assert llm.snapshot().num_running == 1
+        await long.aclose()
+        await llm.close()
+        return grafted.report, exact.report
+
+    grafted, exact = asyncio.run(main())
+    assert grafted.shifted_tokens == 200
+    assert exact.exact_tokens == 199
+
+
+def test_preempted_graft_is_computed_again_without_one_and_says_what_was_grafted(rng):
+    document = rng.integers(3, VOCABULARY, 120)
+
+    async def main():
+        llm = make(num_slots=850)
+        await run(llm, document, SamplingParams(2), "off")
+        prompts = [np.concatenate([rng.integers(3, VOCABULARY, 20), document]) for _ in range(4)]
+        results = await asyncio.gather(
+            *(run(llm, prompt, SamplingParams(150, ignore_eos=True), "graft") for prompt in prompts)
+        )
+        await llm.check()
+        await llm.close()
+        return [parts[-1].output for parts in results]
+
+    outputs = asyncio.run(main())
+    assert sum(output.num_preemptions for output in outputs) > 0
+    assert all(len(output.token_ids) == 150 for output in outputs)
+    assert all(output.report.shifted_tokens >= 119 for output in outputs)
+
+
+def test_engine_failure_ends_one_request_and_no_other(rng, monkeypatch):
+    async def main():
+        llm = make()
+        adapter = llm._engine.adapter
+        forward = adapter.forward
+
+        def failing(batch):
+            if any(7 in rows.token_ids and 8 in rows.token_ids for rows in batch):
+                raise RuntimeError("out of memory")
+            return forward(batch)
+
+        monkeypatch.setattr(adapter, "forward", failing)
+        good = rng.integers(10, VOCABULARY, 30)
+        results = await asyncio.gather(
+            run(llm, good, SamplingParams(20, ignore_eos=True)),
+            run(llm, np.array([7, 8, 9]), SamplingParams(20)),
+            run(llm, good[:7], SamplingParams(20, ignore_eos=True)),
+            return_exceptions=True,
+        )
+        await llm.check()
+        usage = llm.snapshot().usage
+        await llm.close()
+        return results, usage
+
+    (first, failed, second), usage = asyncio.run(main())
+    assert isinstance(failed, RequestError)
+    assert "out of memory" in str(failed)
+    assert len(first) == len(second) == 20
+    assert usage.request == 0
+
+
+def test_too_many_waiting_requests_are_refused(rng):
+    async def main():
+        llm = make(max_running=1, max_waiting=2)
+        prompts = [rng.integers(3, VOCABULARY, 20) for _ in range(8)]
+        results = await asyncio.gather(
+            *(run(llm, prompt, SamplingParams(30, ignore_eos=True)) for prompt in prompts), return_exceptions=True
+        )
+        await llm.close()
+        return results
+
+    results = asyncio.run(main())
+    refused = [result for result in results if isinstance(result, OverloadedError)]
+    assert 0 < len(refused) < 8
+    assert all(len(result) == 30 for result in results if not isinstance(result, OverloadedError))
+
+
+def test_close_lets_streams_finish_within_grace_and_fails_the_rest(rng):
+    async def main(grace_s, length):
+        llm = make()
+        task = asyncio.ensure_future(run(llm, rng.integers(3, VOCABULARY, 20), SamplingParams(length, ignore_eos=True)))
+        while not llm.snapshot().num_running:
+            await asyncio.sleep(0.005)
+        await llm.close(grace_s)
+        with pytest.raises(OverloadedError):
+            await run(llm, [5], SamplingParams(1))
+        snapshot = llm.snapshot()
+        assert (snapshot.is_alive, snapshot.usage.request) == (False, 0)
+        return await asyncio.gather(task, return_exceptions=True)
+
+    assert len(asyncio.run(main(30.0, 40))[0]) == 40
+    assert isinstance(asyncio.run(main(0.0, 1_500))[0], OverloadedError)
+
+
+def test_bad_prompts_are_refused_before_they_reach_the_engine():
+    async def main():
+        llm = make()
+        for prompt in ([], [VOCABULARY], [-1], [[1, 2]], list(range(10)) * 300, ["x"]):
+            with pytest.raises(ConfigError):
+                await llm.prepare(prompt)
+        await llm.close()
+
+    asyncio.run(main())
+
+
+def test_logprobs_are_those_of_the_model(rng):
+    prompt = rng.integers(3, VOCABULARY, 40)
+
+    async def main():
+        llm = make()
+        parts = await run(llm, prompt, SamplingParams(3, ignore_eos=True, logprobs=3))
+        await llm.close()
+        return llm, parts
+
+    llm, parts = asyncio.run(main())
+    with llm._engine.adapter.stock() as model, torch.inference_mode():
+        logits = model(torch.from_numpy(prompt)[None], use_cache=False).logits[0, -1]
+    expected = logits.log_softmax(-1)
+    first = parts[0].logprobs
+    assert [token for token, _ in first.top] == expected.topk(3).indices.tolist()
+    assert first.logprob == pytest.approx(float(expected[first.token_id]), abs=1e-4)
+
+
+def test_fairness_a_tenant_with_many_requests_does_not_starve_another(rng):
+    async def main():
+        llm = make(max_running=1)
+        order = []
+
+        async def client(tenant):
+            await run(llm, rng.integers(3, VOCABULARY, 40), SamplingParams(4, ignore_eos=True), cache_salt=tenant)
+            order.append(tenant)
+
+        tasks = [asyncio.ensure_future(client("greedy")) for _ in range(10)]
+        while llm.snapshot().num_waiting < 9:
+            await asyncio.sleep(0.001)
+        tasks.append(asyncio.ensure_future(client("modest")))
+        await asyncio.gather(*tasks)
+        await llm.close()
+        return order
+
+    assert asyncio.run(main()).index("modest") < 8

@@ -1,0 +1,114 @@
+"""The engine under random arrivals, cancellations and steps in a pool that is too small: conserved slots, right tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvgraft.config import EngineConfig
+from kvgraft.engine import SamplingParams
+from kvgraft.engine.core import Engine
+from kvgraft.engine.loading import adopt_model
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+
+class BatchingMachine(RuleBasedStateMachine):
+    """Requests share documents; at most a few fit at once."""
+
+    @initialize(seed=st.integers(0, 2**31), slots=st.integers(150, 400), max_rows=st.sampled_from([17, 64, 4096]))
+    def start(self, seed, slots, max_rows):
+        torch.manual_seed(0)
+        self.rng = np.random.default_rng(seed)
+        config = EngineConfig(num_slots=slots, host_bytes=300_000, max_rows=max_rows, max_running=6, max_waiting=20)
+        self.engine = Engine(adopt_model("llama", tiny_model("llama"), None), config, max_step_s=0.01)
+        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 60))) for _ in range(4)]
+        self.open = {}
+
+    @rule(
+        chosen=st.lists(st.integers(0, 3), max_size=2),
+        new=st.integers(1, 20),
+        length=st.integers(1, 60),
+        reuse=st.sampled_from(["off", "exact", "graft"]),
+        salt=st.sampled_from(["", "x"]),
+        selection=st.sampled_from(["none", "first_k", "query_seam"]),
+    )
+    def add(self, chosen, new, length, reuse, salt, selection):  # noqa: PLR0917 - hypothesis passes rules by keyword
+        if len(self.open) >= 15:
+            return
+        prompt = np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:140]
+        request = self.engine.builder.build(
+            prompt, SamplingParams(length, ignore_eos=True), reuse, cache_salt=salt, selection=selection
+        )
+        self.engine.add(request)
+        self.open[request.request_id] = (request, [])
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        for _ in range(count):
+            for event in self.engine.step():
+                assert event.error is None
+                request, tokens = self.open[event.request_id]
+                tokens.append(event.part.token_id)
+                if event.part.output is not None:
+                    self.finished(request, tokens, event.part.output)
+                    del self.open[event.request_id]
+
+    def finished(self, request, tokens, output):
+        assert output.token_ids == tuple(tokens)
+        assert len(tokens) == request.sampling.max_new_tokens
+        report = output.report
+        assert report.num_tokens == len(request.token_ids) == report.reused_tokens + report.computed_tokens
+        if request.reuse == "off":
+            assert report.reused_tokens == 0
+        if report.shifted_tokens == 0 and report.recomputed_tokens == 0:
+            self.assert_greedy(request.token_ids, tokens)
+
+    @torch.inference_mode()
+    def assert_greedy(self, prompt, tokens):
+        ids = torch.from_numpy(np.concatenate([prompt, tokens]))[None]
+        with self.engine.adapter.stock() as model:
+            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float((logits.max(dim=1).values - chosen).max()) < 1e-4
+
+    @rule(index=st.integers(0, 14))
+    def cancel(self, index):
+        if index < len(self.open):
+            name = list(self.open)[index]
+            assert self.engine.cancel(name)
+            assert not self.engine.cancel(name)
+            del self.open[name]
+
+    @rule()
+    def forget_everything_cached(self):
+        self.engine.space.reset()
+
+    @rule()
+    def run_dry(self):
+        steps = 0
+        while self.engine.has_work:
+            self.step(1)
+            steps += 1
+            assert steps < 5_000
+        assert not self.open
+        assert self.engine.space.usage().request == 0
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.space.check()
+        assert self.engine.manager.num_errors == 0
+        scheduler = self.engine.scheduler
+        assert len(scheduler.running) + len(scheduler.waiting) == len(self.open)
+        assert len(scheduler.running) <= 6
+        held = sum(len(active.cache.kv_indices) for active in scheduler.running)
+        assert self.engine.space.usage().request <= held
+        assert all(not self.engine.space.donors.is_pinned(donor.donor_id) for donor in self.engine.space.donors)
+
+
+BatchingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestBatching = BatchingMachine.TestCase

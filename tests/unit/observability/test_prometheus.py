@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvgraft.observability import RequestRecord, StepRecord
+from kvgraft.observability.prometheus import PrometheusRecorder, token_outcome
+from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
+
+SPAN = SpanReport(0, 50, DonorId(1), 10, -10, Fidelity.SHIFTED, 0)
+
+
+def samples(recorder):
+    """Values by name and labels other than the model's."""
+    return {
+        (sample.name, *sorted(value for name, value in sample.labels.items() if name != "model_name")): sample.value
+        for family in text_string_to_metric_families(recorder.exposition().decode())
+        for sample in family.samples
+    }
+
+
+def make_report(**changes):
+    values = {
+        "num_tokens": 100,
+        "exact_tokens": 20,
+        "shifted_tokens": 50,
+        "recomputed_tokens": 5,
+        "computed_tokens": 30,
+        "spans": (SPAN,),
+        "timings_ms": {"lookup": 0.2, "graft": 3.0},
+    }
+    return GraftReport(**values | changes)
+
+
+def make_record(**changes):
+    values = {
+        "request_id": "secret-id",
+        "outcome": "stop",
+        "prompt_tokens": 100,
+        "output_tokens": 11,
+        "report": make_report(),
+        "queue_s": 0.1,
+        "ttft_s": 0.5,
+        "total_s": 1.5,
+        "num_preemptions": 2,
+    }
+    return RequestRecord(**values | changes)
+
+
+def test_request_is_counted_by_kind_of_token():
+    recorder = PrometheusRecorder("m")
+    recorder.record_request(make_record())
+    found = samples(recorder)
+    kinds = {"prefix": 20, "segment": 50, "recomputed": 5, "fresh": 25}
+    assert {kind: found["kvgraft:prompt_tokens_total", "approx", kind] for kind in kinds} == kinds
+    assert found["kvgraft:generation_tokens_total",] == 11
+    assert found["kvgraft:requests_total", "stop"] == 1
+    assert found["kvgraft:num_preemptions_total",] == 2
+
+
+def test_times_go_into_histograms():
+    recorder = PrometheusRecorder("m")
+    recorder.record_request(make_record())
+    found = samples(recorder)
+    assert found["kvgraft:time_to_first_token_seconds_sum",] == 0.5
+    assert found["kvgraft:time_per_output_token_seconds_sum",] == pytest.approx(0.1)
+    assert found["kvgraft:e2e_request_latency_seconds_sum",] == 1.5
+    assert found["kvgraft:request_queue_time_seconds_sum",] == 0.1
+    assert found["kvgraft:lookup_seconds_sum",] == pytest.approx(2e-4)
+    assert found["kvgraft:graft_seconds_sum",] == pytest.approx(3e-3)
+    assert found["kvgraft:time_to_first_token_seconds_bucket", "0.001"] == 0
+
+
+def test_request_that_never_ran_leaves_times_out():
+    recorder = PrometheusRecorder("m")
+    recorder.record_request(make_record(outcome="abort", report=None, queue_s=None, ttft_s=None, output_tokens=0))
+    found = samples(recorder)
+    assert found["kvgraft:requests_total", "abort"] == 1
+    assert found["kvgraft:time_to_first_token_seconds_count",] == 0
+    assert found["kvgraft:request_queue_time_seconds_count",] == 0
+
+
+def test_step_sets_the_state():
+    recorder = PrometheusRecorder("m")
+    recorder.record_step(StepRecord(0.01, 100, 3, 4, 5, 60, 10, 20, 10, 7, 8))
+    found = samples(recorder)
+    holders = {"free": 60, "request": 10, "cached": 20, "donor": 10}
+    assert {holder: found["kvgraft:kv_slots", holder] for holder in holders} == holders
+    assert (found["kvgraft:num_requests_running",], found["kvgraft:num_requests_waiting",]) == (4, 5)
+    assert (found["kvgraft:step_rows_total", "prefill"], found["kvgraft:step_rows_total", "decode"]) == (100, 3)
+    assert (found["kvgraft:donors",], found["kvgraft:donor_host_bytes",]) == (7, 8)
+
+
+def test_error_count_follows_the_engine_s():
+    recorder = PrometheusRecorder("m")
+    for count in (2, 2, 5):
+        recorder.set_errors(count)
+    assert samples(recorder)["kvgraft:graft_errors_total",] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "approx"),
+        ({"shifted_tokens": 0, "substituted_tokens": 1}, "approx"),
+        ({"shifted_tokens": 0, "miss": Miss(MissReason.ERROR)}, "fallback"),
+        ({"shifted_tokens": 0, "miss": Miss(MissReason.NOT_WORTH_IT)}, "rejected"),
+        ({"shifted_tokens": 0, "miss": Miss(MissReason.NO_DONORS)}, "exact"),
+        ({"shifted_tokens": 0}, "exact"),
+    ],
+)
+def test_outcome_says_how_tokens_relate_to_full_prefill(changes, outcome):
+    assert token_outcome(make_report(**changes)) == outcome
+
+
+def test_miss_is_counted_by_reason():
+    recorder = PrometheusRecorder("m")
+    recorder.record_request(make_record(report=make_report(miss=Miss(MissReason.NO_ROOM, "full"))))
+    assert samples(recorder)["kvgraft:graft_misses_total", "no_room"] == 1
+
+
+def test_names_and_labels_are_ours_and_tell_no_ids():
+    recorder = PrometheusRecorder("m")
+    recorder.record_request(make_record())
+    text = recorder.exposition().decode()
+    assert "secret-id" not in text
+    assert "_created" not in text
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(line.startswith("kvgraft:") and 'model_name="m"' in line for line in lines)

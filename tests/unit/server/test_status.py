@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvgraft.errors import CorruptCacheError
+from kvgraft.server import health
+from kvgraft.server.context import model_id
+
+
+def test_index_lists_what_is_there(server):
+    endpoints = server.get("/").json["endpoints"]
+    for endpoint in endpoints:
+        method, path = endpoint.split()
+        assert server.call(method, path).status in {200, 415}
+
+
+def test_models_lists_the_one_model(server):
+    (model,) = server.get("/v1/models").json["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 2_000)
+    assert server.get("/v1/models/fake").json == model
+
+
+def test_model_names_may_have_slashes(make_server):
+    assert make_server(served_model_name="org/name").get("/v1/models/org/name").json["id"] == "org/name"
+
+
+def test_directory_is_named_by_its_last_part(tmp_path):
+    assert model_id(str(tmp_path)) == tmp_path.name
+    assert model_id("org/name") == "org/name"
+
+
+def test_health_says_who_holds_slots(server):
+    reply = server.get("/health")
+    report = reply.json
+    assert reply.status == 200
+    assert report["status"] == report["invariant"] == "ok"
+    assert report["slots"] == {"free": 60, "request": 10, "cached": 20, "donor": 10, "total": 100}
+    assert report["requests"] == {"running": 1, "waiting": 2}
+    assert (report["model"], report["graft"]) == ("fake", "accepted")
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"is_alive": False}, "engine_dead"),
+        ({"check_error": CorruptCacheError("a slot is lost")}, "invariant_broken"),
+    ],
+)
+def test_health_is_503_when_the_engine_is_not_well(server, change, status):
+    vars(server.engine).update(change)
+    reply = server.get("/health")
+    assert (reply.status, reply.json["status"]) == (503, status)
+
+
+def test_health_is_503_while_shutting_down(server):
+    asyncio.run(server.app.state.context.close(0))
+    reply = server.get("/health")
+    assert (reply.status, reply.json["status"]) == (503, "shutting_down")
+
+
+def test_checks_run_at_most_once_a_second(server):
+    for _ in range(5):
+        server.get("/health")
+    assert server.engine.num_checks == 1
+
+
+def test_a_repaired_invariant_is_seen(server, monkeypatch):
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.0)
+    server.engine.check_error = CorruptCacheError("a slot is lost")
+    assert server.get("/health").json["invariant"] == "a slot is lost"
+    server.engine.check_error = None
+    assert server.get("/health").status == 200
+
+
+def test_check_that_never_ends_is_reported_as_stuck(server, monkeypatch):
+    monkeypatch.setattr(health, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(health, "_STUCK_S", 0.0)
+    server.engine.check = asyncio.Event().wait
+    assert server.get("/health").json["status"] == "engine_stuck"
+
+
+def test_slow_check_does_not_hold_the_answer(server, monkeypatch):
+    monkeypatch.setattr(health, "_PATIENCE_S", 0.01)
+    server.engine.check = asyncio.Event().wait
+    assert server.get("/health").json["status"] == "ok"
+
+
+def test_refusal_of_graft_is_told(server):
+    server.engine.graft_refusal = "learned positions"
+    assert server.get("/health").json["graft"] == "refused: learned positions"
+
+
+def test_metrics_show_the_engine_and_the_responses(server):
+    server.complete()
+    server.get("/made/up/by/a/client")
+    reply = server.get("/metrics")
+    lines = reply.body.decode().splitlines()
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'kvgraft:kv_slots{holder="free",model_name="fake"} 60.0' in lines
+    assert 'kvgraft:num_requests_waiting{model_name="fake"} 2.0' in lines
+    assert 'kvgraft:graft_errors_total{model_name="fake"} 5.0' in lines
+    assert 'kvgraft:http_responses_total{endpoint="/v1/completions",model_name="fake",status="200"} 1.0' in lines
+    assert 'kvgraft:http_responses_total{endpoint="other",model_name="fake",status="404"} 1.0' in lines
+
+
+def test_tokenize_returns_ids(server):
+    reply = server.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})
+    assert reply.json == {"count": 2, "max_model_len": 2_000, "tokens": [97, 98]}
+    assert server.engine.calls[0].add_special_tokens is False
+
+
+def test_tokenize_takes_one_prompt(server):
+    assert server.post("/tokenize", {"prompt": ["a", "b"]}).status == 400
