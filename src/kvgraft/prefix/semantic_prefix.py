@@ -134,7 +134,7 @@ class SemanticFallback:
 
     def on_miss(self, cache: BaseRadixCache[Any], key: RadixKey, rid: str, miss: MatchResult) -> MatchResult:
         """Ask the provider; returns a substituted match, or `miss`."""
-        token_ids = _read_only(key.token_ids)
+        token_ids = self._handed_out(key.token_ids)
         proposal = self._call(lambda: self.provider.on_prefix_miss(rid=rid, token_ids=token_ids))
         match = miss if proposal is None else self._realise(cache, key, proposal, miss)
         if match is miss:
@@ -147,8 +147,14 @@ class SemanticFallback:
 
     def on_cached(self, rid: str, token_ids: TokenArray) -> None:
         """Tell the provider what was stored."""
-        known = _read_only(token_ids if self._deadline_s is None else token_ids.copy())
+        known = self._handed_out(token_ids)
         self._call(lambda: self.provider.on_request_cached(rid=rid, token_ids=known))
+
+    def _handed_out(self, token_ids: TokenArray) -> TokenArray:
+        """Tokens for the provider, read-only; a copy where it may go on reading when the caller has gone on."""
+        view = token_ids.view() if self._deadline_s is None else token_ids.copy()
+        view.flags.writeable = False
+        return view
 
     def _realise(
         self,
@@ -221,12 +227,6 @@ class SemanticFallback:
             self.counters.errors += 1
             logger.exception("semantic provider failed; counted as a miss")
         return None
-
-
-def _read_only(token_ids: TokenArray) -> TokenArray:
-    view = token_ids.view()
-    view.flags.writeable = False
-    return view
 
 
 def _fidelity(query: TokenArray, donor: TokenArray) -> tuple[FidelitySpan, ...]:
