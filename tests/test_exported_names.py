@@ -12,7 +12,11 @@ import pytest
         "kvgraft.donors",
         "kvgraft.memory",
         "kvgraft.graft.select",
+        "kvgraft.config",
         "kvgraft.engine",
+        "kvgraft.engine.attention",
+        "kvgraft.observability",
+        "kvgraft.server",
         "kvgraft.fidelity",
     ],
 )

@@ -31,7 +31,8 @@ def run(capsys, *argv):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["generate"], ["doctor"], ["bench"], ["bench", "reuse"], ["bench", "ttft"]]
+    "command",
+    [[], ["demo"], ["generate"], ["serve"], ["config"], ["doctor"], ["bench"], ["bench", "reuse"], ["bench", "serve"]],
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:

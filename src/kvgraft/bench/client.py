@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 DONE = "[DONE]"
 """Data of the event that ends a stream."""
 
+GONE = frozenset({"timeout", "no connection"})
+"""Failures after which there is no use in sending more."""
+
 _READ_SECONDS = 120.0
 """Silence of a server after which a request has failed."""
 

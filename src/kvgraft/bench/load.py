@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.bench.client import Exchange
+from kvgraft.bench.client import GONE, Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -130,7 +130,7 @@ class _OpenLoop:
 async def run_closed_loop(
     send: Send, bodies: Sequence[bytes], clients: int, advance: Callable[[], object] = lambda: None
 ) -> list[Exchange]:
-    """Send `bodies` in order from `clients` clients, each with one request at a time."""
+    """Send `bodies` in order from `clients` clients, each with one request at a time; all stop when the server is gone."""
     exchanges: list[Exchange] = []
     waiting = iter(bodies)
 
@@ -140,6 +140,8 @@ async def run_closed_loop(
             exchanges.append(exchange)
             await send(body, exchange)
             advance()
+            if exchange.failure in GONE:
+                break
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return exchanges

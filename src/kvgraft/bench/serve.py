@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgraft.bench.arrivals import arrival_times
-from kvgraft.bench.client import CompletionsClient, completion_body
+from kvgraft.bench.client import GONE, CompletionsClient, completion_body
 from kvgraft.bench.load import run_closed_loop, run_open_loop
 from kvgraft.bench.rates import RateSearch, default_slo_ms
 from kvgraft.bench.server_process import ServerProcess
@@ -157,6 +157,11 @@ class LoadTest:
             recorded = None if self.workload.times is None else self.workload.times[warmup:]
             arrivals = arrival_times(recorded, count, rate, self.settings.seed).tolist()
             warm = await run_closed_loop(client.stream, bodies[:warmup], _WARM_UP_CLIENTS)
+            gone = next((exchange.failure for exchange in warm if exchange.failure in GONE), None)
+            if gone is not None:
+                raise ConfigError(
+                    f"the server stopped answering in the warm-up ({gone}); see its log, or start it by hand"
+                )
             result = await run_open_loop(
                 client.stream, bodies[warmup:], arrivals, give_up_s=self.settings.give_up_s, advance=advance
             )

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         "layers": llm.adapter.num_layers,
         "kv_bytes_per_token": llm.adapter.pool.bytes_per_token,
         "num_slots": llm.adapter.pool.num_slots,
+        "attention": llm.adapter.attention.reason,
         "sparse_forward_error": check.forward_error,
         "rope": ", ".join(sorted(pairings)) or "-",
         "rope_error": check.rope_error,

@@ -2,8 +2,8 @@
 
 While streams run, prefill lives on credit: every step earns `slowdown` times the duration of a step without prefill, and
 a step with prefill spends what it took longer. So streams get slower by `slowdown` on average, whatever the machine and
-the model. Prompts that wait much longer than this share promises them get more: a saturated server would otherwise spend
-its time on small decode batches while its queue grows.
+the model. Prompts that wait longer than this share promises them get more: a saturated server would otherwise spend its time
+on small decode batches while its queue grows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ _REMEMBERED = 5
 """Durations per batch size whose median counts; stalls of the machine drop out."""
 _REFRESH = 16
 """Steps with prefill after which one without measures the pace of streams again."""
-_PATIENCE = 2.0
-"""Prompts may take this many times what their share promises before they get more."""
 _MIN_SECONDS = 1.5e-3
 """Less prefill than this in one step is not worth its bookkeeping; credit is saved up."""
 _MAX_DEBT = 20.0
@@ -74,7 +72,7 @@ class Pace:
         plain = self.stream_step_s(num_streams)
         if plain is None or self._since_plain >= _REFRESH:
             return 0.0
-        earned = self.slowdown * max(1.0, lateness / _PATIENCE) * plain
+        earned = self.slowdown * max(1.0, lateness) * plain
         self._credit = min(self._credit + earned, max(earned, 2 * _MIN_SECONDS))
         if self._credit < min(_MIN_SECONDS, plain):
             return 0.0
@@ -85,8 +83,13 @@ class Pace:
         """Operations of prefill that a step carries when no stream runs."""
         return self._flops(self._alone, self.max_step_s)
 
+    def alone_s(self, flops: float) -> float:
+        """Seconds that a prompt of `flops` operations takes if it has the machine to itself; 0 while nothing is known."""
+        speed = self._alone.value or self._beside.value
+        return flops / speed if speed else 0.0
+
     def promised_s(self, flops: float) -> float:
-        """Seconds that a prompt of `flops` operations takes beside streams, if it has their share to itself."""
+        """Seconds that a prompt of `flops` operations takes beside streams with all that they leave to prompts."""
         speed = self._beside.value or self._alone.value
         return flops / speed * (1.0 + 1.0 / self.slowdown) if speed else 0.0
 

@@ -181,9 +181,9 @@ class Scheduler:
         return flops > self._pace.prefill_flops_alone
 
     def _urgency(self, active: ActiveRequest) -> float:
-        """When the prompt would be computed at the promised pace: short prompts overtake long ones, but not for ever."""
-        promised = self._pace.promised_s(self._manager.flops.of_positions(active.remaining))
-        return active.request.arrival + promised
+        """When the prompt could be done if it had been alone: short prompts overtake long ones, but not for ever."""
+        alone = self._pace.alone_s(self._manager.flops.of_positions(active.remaining))
+        return active.request.arrival + alone
 
     def _lateness(self) -> float:
         """How many times longer than promised the most urgent prompt has waited."""

@@ -178,6 +178,12 @@ def test_closed_loop_sends_in_order_and_one_at_a_time_per_client(fake):
     assert all(exchange.succeeded for exchange in exchanges)
 
 
+def test_closed_loop_stops_when_the_server_is_gone():
+    url = f"http://127.0.0.1:{closed_port()}"
+    exchanges = with_client(url, lambda client: run_closed_loop(client.stream, [BODY] * 50, 4))
+    assert [exchange.failure for exchange in exchanges] == ["no connection"] * 4
+
+
 def test_client_loads_no_torch():
     modules = "kvgraft.bench.serve, kvgraft.bench.serve_workload, kvgraft.bench.plot"
     code = f"import sys, {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
