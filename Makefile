@@ -5,9 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= pinned
-EXTRAS := torch,server,bench,dev
+EXTRAS := torch,server,router,bench,dev
 
-.PHONY: venv demo test check format bench soak clean
+.PHONY: venv demo test check format bench soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH)
 
@@ -44,6 +44,10 @@ bench: venv
 
 soak: venv
 	$(BIN)/python benchmarks/soak.py
+
+# One million random operations on the prefix caches beside their oracles; about ten minutes.
+soak-prefix: venv
+	$(BIN)/python benchmarks/prefix/soak.py --operations 1000000
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import PrefixHandle, RadixCache, RadixKey
+from kvgraft.prefix import EVICTION_POLICIES, PrefixHandle, RadixCache, RadixKey
+from kvgraft.testing.radix_walk import RadixModel
 
 EXTRA_KEYS = (None, b"", b"tenant-a", "tenant-a", ("adapter", 1))
 
@@ -214,3 +215,11 @@ TestPageSize1 = machine(1)
 TestPageSize2 = machine(2)
 TestPageSize4 = machine(4)
 TestPageSize16 = machine(16)
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_long_walk_agrees_with_the_oracle_under_every_policy(policy, page_size):
+    model = RadixModel(page_size, page_size, policy)
+    for _ in range(600):
+        model.step()

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvgraft import __version__
-from kvgraft.cli import bench_reuse, bench_serve, bench_ttft, config, demo, doctor, generate, serve
+from kvgraft.cli import bench_prefix, bench_reuse, bench_serve, bench_ttft, config, demo, doctor, generate, serve
 from kvgraft.errors import KVGraftError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.register(commands)
     bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    bench_prefix.register(benchmarks)
     bench_reuse.register(benchmarks)
     bench_ttft.register(benchmarks)
     bench_serve.register(benchmarks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from kvgraft.types import TokenArray
+
+TOKEN_BYTES = 8
+"""Bytes of one token id (int64)."""
+
+_INT64 = np.dtype(np.int64)
+_NO_BYTES = memoryview(b"")
 
 _FIRST_BLOCK = 1024
 """Tokens compared first: most mismatches are near, and one numpy call costs more than comparing a thousand ids."""
@@ -26,27 +32,89 @@ class RadixKey:
     Any 1-D integer array-like is taken and kept as int64; an int64 array is not copied, so the caller does not write
     to it while the key is in use. Caches copy what they store.
 
+    A bigram view (speculative decoding with EAGLE) has one element per pair of neighbouring tokens, so `len` is one
+    less, and neighbouring slices share a token.
+
     Attributes:
         token_ids: int64 `(num_tokens,)`.
-        extra_key: What must be equal besides the tokens, for example `Namespace.key`. Keys with different values never
-            share anything; None is a namespace like any other.
+        extra_key: What must be equal besides the tokens, for example `Namespace.key` or a LoRA name. Keys with
+            different values never share anything; None is a namespace like any other.
+        cache_salt: A second part of the namespace, for a tenant.
+        is_bigram: Whether elements are pairs of tokens. Views of both kinds never share anything.
+        limit: Only the first `limit` token ids count; nothing is copied.
     """
 
     token_ids: TokenArray
     extra_key: Hashable = None
+    cache_salt: Hashable = None
+    is_bigram: bool = False
+    limit: int | None = None
+    _view: memoryview = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        token_ids = np.asarray(self.token_ids)
-        if token_ids.ndim != 1 or (token_ids.dtype.kind not in "iu" and token_ids.size):
-            raise ConfigError(f"token_ids must be 1-D integers, not {token_ids.ndim}-D {token_ids.dtype}")
-        object.__setattr__(self, "token_ids", np.ascontiguousarray(token_ids, dtype=np.int64))
+        token_ids = self.token_ids
+        if type(token_ids) is not np.ndarray or token_ids.dtype is not _INT64 or token_ids.strides != (TOKEN_BYTES,):
+            token_ids = _as_token_ids(token_ids)
+        if self.limit is not None:
+            if self.limit < 0:
+                raise ConfigError(f"limit must be at least 0 or None, not {self.limit}")
+            token_ids = token_ids[: self.limit]
+        if token_ids is not self.token_ids:
+            object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "_view", token_ids.data.cast("B") if token_ids.size else _NO_BYTES)
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return max(len(self.token_ids) - self.is_bigram, 0)
+
+    @property
+    def namespace(self) -> tuple[Hashable, Hashable, bool]:
+        """What must be equal besides the tokens."""
+        return self.extra_key, self.cache_salt, self.is_bigram
 
     def aligned_len(self, page_size: int) -> int:
-        """Length in whole pages, counted in tokens."""
-        return len(self.token_ids) // page_size * page_size
+        """Length in whole pages, counted in elements."""
+        return len(self) // page_size * page_size
+
+    def page_aligned(self, page_size: int) -> RadixKey:
+        """Return the key in whole pages; nothing is copied."""
+        length = self.aligned_len(page_size)
+        limit = length + self.is_bigram if length else 0
+        return RadixKey(self.token_ids, self.extra_key, self.cache_salt, self.is_bigram, limit)
+
+    def slice_bytes(self, start: int, stop: int) -> memoryview:
+        """Raw bytes of elements `[start, stop)`, without a copy; of a bigram view one token more."""
+        return self._view[start * TOKEN_BYTES : (stop + self.is_bigram) * TOKEN_BYTES]
+
+    def child_key(self, page_size: int) -> tuple[Hashable, bytes]:
+        """Under what a tree files the key below its root: the namespace and the first page."""
+        return self.namespace, bytes(self.slice_bytes(0, page_size))
+
+    def match(self, other: RadixKey, page_size: int = 1) -> int:
+        """Count leading elements that both keys share, in whole pages.
+
+        Raises:
+            ConfigError: The namespaces differ.
+        """
+        return self.match_at(other, 0, page_size)
+
+    def match_at(self, other: RadixKey, start: int, page_size: int = 1) -> int:
+        """Count elements from `start` on that equal the beginning of `other`, in whole pages.
+
+        Raises:
+            ConfigError: The namespaces differ.
+        """
+        if self.namespace != other.namespace:
+            raise ConfigError("keys of different extra_key, cache_salt or mode cannot be compared")
+        run = common_prefix_len(self.token_ids[start:], other.token_ids) - self.is_bigram
+        return max(run, 0) // page_size * page_size
+
+
+def _as_token_ids(token_ids: object) -> TokenArray:
+    """Return 1-D integers as a contiguous int64 array; raises `ConfigError` for anything else."""
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ConfigError(f"token_ids must be 1-D integers, not {array.ndim}-D {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def common_prefix_len(left: TokenArray, right: TokenArray) -> int:

@@ -2,47 +2,93 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.base import EvictResult, InsertResult, MatchResult, PrefixCache, PrefixHandle, SlotArray
-from kvgraft.prefix.eviction import EvictionPolicy, EvictionQueue, least_recently_used
+from kvgraft.prefix.base import (
+    NO_SLOTS,
+    NOTHING_FREED,
+    EvictResult,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PrefixCache,
+    PrefixHandle,
+    SlotArray,
+    as_slots,
+)
+from kvgraft.prefix.eviction import EvictionPolicy, EvictionQueue, make_eviction_policy
 from kvgraft.prefix.invariants import check_tree
-from kvgraft.prefix.key import RadixKey, common_prefix_len
-from kvgraft.prefix.node import EMPTY, RadixNode, frozen_copy
+from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.lifecycle import store_finished, store_unfinished
+from kvgraft.prefix.node import RadixNode
+from kvgraft.prefix.semantic_prefix import SemanticFallback, SemanticPrefixProvider, SlotCopier
+from kvgraft.prefix.tree import RadixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from kvgraft.prefix.events import EventLog
+    from kvgraft.prefix.request import CacheRequest
 
-    from kvgraft.types import TokenArray
+Node = TypeVar("Node", bound=RadixNode)
 
 
-class RadixCache(PrefixCache):
-    """A radix tree; namespaces part at the root's children.
+class BaseRadixCache(PrefixCache, Generic[Node]):
+    """What radix caches of one lock and one eviction order share; `RadixCache` is the plain one.
 
     Invariants (verified by `check`):
-        - A node holds whole pages and one slot per token; no slot is stored twice.
+        - A node holds whole pages and one slot per element; no slot is stored twice.
         - `children` keys are the first page of the child, so no two children share a first page.
-        - `lock_ref` is the node's `handle_locks` plus the `lock_ref` of its children; the root counts as locked.
-        - A parent was accessed no earlier than its children.
+        - `lock_ref` is the node's `handle_locks` plus its children with `lock_ref > 0`; the root counts as locked.
         - The eviction queue holds the unlocked leaves and nothing else.
-        - `evictable_size` and `protected_size` are the tokens of nodes with `lock_ref == 0` and `> 0`.
+        - `evictable_size` and `protected_size` are the elements of nodes with `lock_ref == 0` and `> 0`.
 
     A split makes a new node of the upper part; the lower part stays the same node, so handles and locks keep meaning
     the same prefix.
     """
 
-    def __init__(self, page_size: int = 1, *, policy: EvictionPolicy = least_recently_used) -> None:
-        if page_size < 1:
-            raise ConfigError(f"page_size must be at least 1, not {page_size}")
+    _node_class: type[Node]
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        policy: EvictionPolicy | str = "lru",
+        policy_config: dict[str, int] | None = None,
+        events: EventLog | None = None,
+        disabled: bool = False,
+        simulated: bool = False,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            policy: Name in `EVICTION_POLICIES`, or a policy.
+            policy_config: Parameters for a policy given by name.
+            events: Where stored and removed pages are recorded; None records nothing.
+            disabled: Store and match nothing.
+            simulated: Without a pool: an insert without slots takes the token ids as slots, and slots may repeat.
+        """
+        if isinstance(policy, str):
+            policy = make_eviction_policy(policy, policy_config)
+        elif policy_config:
+            raise ConfigError("policy_config goes with a policy's name; give the parameters to the policy itself")
+        self.policy = policy
+        self._tree: RadixTree[Node] = RadixTree(page_size, self._node_class)
         self._page_size = page_size
-        self._clock = 0
+        self._queue: EvictionQueue[Node] = EvictionQueue(policy)
         self._evictable_size = 0
         self._protected_size = 0
-        self._queue = EvictionQueue(policy)
-        self._root = _new_root()
+        self._events = events
+        self._disabled = disabled
+        self._simulated = simulated
+        self._semantic: SemanticFallback | None = None
+
+    @classmethod
+    def create_simulated(cls, page_size: int = 1, **options: object) -> Self:
+        """Make a cache without a pool, for simulation and tests: `insert(key)` takes the token ids as slots."""
+        return cls(page_size, simulated=True, **options)  # type: ignore[arg-type]
 
     @property
     def page_size(self) -> int:
@@ -59,31 +105,218 @@ class RadixCache(PrefixCache):
         """Stored tokens under at least one lock."""
         return self._protected_size
 
-    def match_prefix(self, key: RadixKey) -> MatchResult:
-        """Find the longest stored prefix of `key` in whole pages and mark it as used now.
+    @property
+    def disabled(self) -> bool:
+        """Whether the cache never stores anything."""
+        return self._disabled
 
-        Splits the node in which the match ends, so that the handle covers exactly what was matched.
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the tree, the root not counted. Complexity: O(nodes)."""
+        return sum(1 for _ in self._tree.root.subtree()) - 1
 
-        Complexity: O(matched tokens), vectorised, plus O(nodes on the path).
+    @property
+    def root_handle(self) -> PrefixHandle:
+        """Handle of the empty prefix."""
+        return self._tree.root
+
+    # lookup
+
+    def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
+        """Find the longest stored prefix in whole pages and mark it as used now.
+
+        Splits the node in which the match ends, so that the handle covers exactly what was matched. On a miss on
+        behalf of a request the semantic provider is asked, if one is set.
+
+        Complexity: O(matched tokens) at the speed of `memcmp`, plus O(nodes on the path).
         """
-        node, prefix_len = self._walk(key, key.aligned_len(self._page_size))
-        return MatchResult(_path_indices(node), prefix_len, node)
+        if isinstance(params, RadixKey):
+            return self._match_prefix_exact(params)
+        result = self._match_prefix_exact(params.key)
+        if self._semantic is None or params.req is None or result.prefix_len or result.host_hit_len:
+            return result
+        return self._semantic.on_miss(self, params.key, params.req.rid, result)
 
-    def insert(self, key: RadixKey, kv_indices: SlotArray) -> InsertResult:
+    def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
+        """Match without ever asking the semantic provider."""
+        if self._disabled:
+            return MatchResult([], 0, self._tree.root)
+        path, node = self._walk(key, self._tree.root, key.aligned_len(self._page_size))
+        return MatchResult([step.kv_indices for step in path], node.end, node)
+
+    def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
+        """Follow `key` from `start` as far as it is stored, split where it ends and mark all of it as used now.
+
+        Returns the nodes behind `start` and the last one.
+        """
+        tree = self._tree
+        now = tree.tick()
+        path, partial, run = tree.descend(key, start, length)
+        if partial is not None:
+            path.append(self._divide(partial, run))
+        if not path:
+            return path, start
+        for node in path:
+            node.last_access = now
+        node = path[-1]
+        self._requeue(node)
+        return path, node
+
+    def _requeue(self, node: Node) -> None:
+        """Restore the order of eviction after the facts about a node changed."""
+        if node.queue_index >= 0:
+            self._queue.update(node)
+
+    def _divide(self, node: Node, length: int) -> Node:
+        return self._tree.divide(node, length)
+
+    # insert
+
+    def insert(
+        self,
+        key: RadixKey,
+        kv_indices: SlotArray | None = None,
+        *,
+        after: PrefixHandle | None = None,
+        priority: int = 0,
+        counted_len: int = 0,
+    ) -> InsertResult:
         """Store `key` in whole pages; the part that is not stored yet takes its slots from `kv_indices`.
 
-        Complexity: O(tokens of `key`), vectorised, plus O(nodes on the path).
+        Args:
+            key: Tokens and namespace; copied.
+            kv_indices: One slot per element of `key`; copied. A simulated cache takes the token ids if there are none.
+            after: Handle of a stored prefix with which `key` begins; only what follows is compared and stored.
+            priority: For the `priority` policy; the path keeps the largest it has seen.
+            counted_len: Nodes up to here were counted as hit by the same request before.
+
+        Complexity: O(tokens of `key` behind `after`) plus O(nodes on the way there).
 
         Raises:
-            ConfigError: `kv_indices` are not integers, one per token.
+            ConfigError: `kv_indices` are not integers, one per element, or `after` is no prefix of `key`.
+            CorruptCacheError: `after` is of a dropped prefix or of another cache.
         """
-        kv_indices = _as_slots(kv_indices, len(key))
+        slots = self._offered(key, kv_indices)
+        tree = self._tree
+        if self._disabled:
+            return InsertResult(0, 0, tree.root)
+        start = tree.root if after is None else tree.resolve_prefix(key, after)
         total_len = key.aligned_len(self._page_size)
-        node, prefix_len = self._walk(key, total_len)
-        if prefix_len < total_len:
-            edge = self._edge(node, key.token_ids, prefix_len, key.extra_key)
-            node = self._add_leaf(node, edge, key.token_ids[prefix_len:total_len], kv_indices[prefix_len:total_len])
-        return InsertResult(prefix_len, total_len, node)
+        path, node = self._walk(key, start, total_len)
+        self._credit(start, path, total_len, priority, counted_len)
+        prefix_len = self._stored_len(node, path, slots)
+        if node.end < total_len:
+            node = self._add_leaf(node, key, slots, total_len, priority)
+        return InsertResult(prefix_len, max(total_len, start.end), node)
+
+    def _offered(self, key: RadixKey, kv_indices: SlotArray | None) -> SlotArray:
+        if kv_indices is not None:
+            return as_slots(kv_indices, len(key))
+        if not self._simulated:
+            raise ConfigError("insert needs kv_indices, one slot per token; create_simulated() makes a cache without")
+        return key.token_ids[: len(key)]
+
+    def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
+        """Count hits, raise priorities and remember the length of the sequence along the path of an insert."""
+        for node in path:
+            if node.end > counted_len:
+                node.hit_count += 1
+            node.priority = max(node.priority, priority)
+            node.reach = max(node.reach, total_len)
+        self._requeue(path[-1] if path else start)
+
+    def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
+        """Elements whose slots the cache had already; `path` was walked by an insert that offers `slots`."""
+        return node.end
+
+    def _add_leaf(self, parent: Node, key: RadixKey, slots: SlotArray, total_len: int, priority: int) -> Node:
+        if parent.queue_index >= 0:
+            self._queue.remove(parent)
+        leaf = self._tree.add_leaf(parent, key, slots, parent.end, total_len, priority=priority)
+        self._evictable_size += len(leaf)
+        self._queue.add(leaf)
+        if self._events is not None:
+            self._events.stored(leaf, self._page_size)
+        return leaf
+
+    def split_prompt(self, handle: PrefixHandle, req: CacheRequest) -> None:
+        """Cut the last node of a finished request at the end of its prompt, whose part gets one more priority.
+
+        Outputs are seldom asked for again, so they can then be evicted without the prompt.
+        """
+        node = self._tree.resolve(handle)
+        if req.prompt_len is None:
+            return
+        boundary = req.prompt_len - req.is_bigram
+        boundary -= boundary % self._page_size
+        if node.start < boundary < node.end:
+            upper = self._divide(node, boundary - node.start)
+            upper.priority = max(upper.priority, req.priority) + 1
+
+    # locks
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
+        """Keep the prefix of `handle` from eviction until as many `dec_lock_ref` follow; returns `handle`.
+
+        Complexity: O(nodes that were not protected before) plus O(log n) for a leaf.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        """
+        node = self._tree.resolve(handle)
+        if node.parent is None:
+            return handle
+        node.handle_locks += 1
+        step: Node = node
+        while True:
+            step.lock_ref += 1
+            if step.lock_ref > 1 or step.parent is None:
+                break
+            self._protect(step)
+            step = step.parent
+        return handle
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Give back one lock of `handle`. Does not count as an access; never frees anything here.
+
+        Complexity: O(nodes that are not protected any more) plus O(log n) for a leaf.
+
+        Raises:
+            CorruptCacheError: The handle holds no lock here. Nothing has changed then.
+        """
+        node = self._tree.resolve(handle)
+        if node.parent is None:
+            return NOTHING_FREED
+        if not node.handle_locks:
+            raise CorruptCacheError("dec_lock_ref without inc_lock_ref on the same handle")
+        node.handle_locks -= 1
+        step: Node = node
+        while True:
+            step.lock_ref -= 1
+            if step.lock_ref or step.parent is None:
+                break
+            self._unprotect(step)
+            step = step.parent
+        return NOTHING_FREED
+
+    def _protect(self, node: Node) -> None:
+        num_tokens = len(node.kv_indices)
+        self._evictable_size -= num_tokens
+        self._protected_size += num_tokens
+        if node.queue_index >= 0:
+            self._queue.remove(node)
+
+    def _unprotect(self, node: Node) -> None:
+        num_tokens = len(node.kv_indices)
+        self._evictable_size += num_tokens
+        self._protected_size -= num_tokens
+        self._queue_if_candidate(node)
+
+    def _queue_if_candidate(self, node: Node) -> None:
+        if not node.children and not node.lock_ref:
+            self._queue.add(node)
+
+    # eviction
 
     def evict(self, num_tokens: int) -> EvictResult:
         """Drop unlocked leaves in the order of the policy until `num_tokens` are freed or nothing unlocked is left.
@@ -92,68 +325,111 @@ class RadixCache(PrefixCache):
 
         Complexity: O(log n) per dropped node plus O(tokens freed).
         """
+        return self._evict_leaves(num_tokens, trim=False)
+
+    def _evict_leaves(self, num_tokens: int, *, trim: bool) -> EvictResult:
         dropped: list[SlotArray] = []
         num_freed = 0
         while num_freed < num_tokens and self._queue:
             leaf = self._queue.pop()
+            wanted = -(-(num_tokens - num_freed) // self._page_size) * self._page_size
+            if trim and wanted < len(leaf):
+                self._divide(leaf, len(leaf) - wanted)
             num_freed += len(leaf)
             dropped.append(leaf.kv_indices)
             self._drop_leaf(leaf)
         self._evictable_size -= num_freed
-        return EvictResult(np.concatenate(dropped) if dropped else np.empty(0, dtype=np.int64))
+        return EvictResult(np.concatenate(dropped) if dropped else NO_SLOTS)
 
-    def inc_lock_ref(self, handle: PrefixHandle) -> None:
-        """Keep the prefix of `handle` from eviction until as many `dec_lock_ref` follow.
+    def _drop_leaf(self, leaf: Node) -> None:
+        """Take an unqueued leaf out of the tree; its parent may become a candidate.
 
-        Complexity: O(nodes on the path) plus O(log n) for a leaf.
-
-        Raises:
-            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        The parent learns when it was last used through the leaf: a continued insert touches only what is new.
         """
-        path = self._path(handle)
-        for node in path:
-            node.lock_ref += 1
-            if node.lock_ref == 1:
-                self._evictable_size -= len(node)
-                self._protected_size += len(node)
-        if path:
-            path[0].handle_locks += 1
-            if path[0].is_queued:
-                self._queue.remove(path[0])
-
-    def dec_lock_ref(self, handle: PrefixHandle) -> None:
-        """Give back one lock of `handle`. Does not count as an access.
-
-        Complexity: O(nodes on the path) plus O(log n) for a leaf.
-
-        Raises:
-            CorruptCacheError: The handle holds no lock here. Nothing has changed then.
-        """
-        path = self._path(handle)
-        if path and not path[0].handle_locks:
-            raise CorruptCacheError("dec_lock_ref without inc_lock_ref on the same handle")
-        for node in path:
-            node.lock_ref -= 1
-            if not node.lock_ref:
-                self._evictable_size += len(node)
-                self._protected_size -= len(node)
-        if path:
-            path[0].handle_locks -= 1
-            self._queue_if_candidate(path[0])
+        if self._events is not None:
+            self._events.removed(leaf)
+        parent = self._tree.remove_leaf(leaf)
+        parent.last_access = max(parent.last_access, leaf.last_access)
+        parent.reach = max(parent.reach, leaf.reach)
+        self._queue_if_candidate(parent)
 
     def reset(self) -> SlotArray:
         """Forget everything, locked or not, and return every slot for the caller to free. Handles become stale.
 
         Complexity: O(stored tokens).
         """
-        nodes = list(self._root.subtree())
-        freed = np.concatenate([node.kv_indices for node in nodes])
         self._queue.clear()
+        nodes = self._tree.clear()
+        freed = np.concatenate([NO_SLOTS, *(node.kv_indices for node in nodes)])
         for node in nodes:
-            _detach(node)
-        self._root = _new_root()
+            node.detach()
         self._evictable_size = self._protected_size = 0
+        if self._events is not None:
+            self._events.cleared()
         return freed
+
+    # requests
+
+    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
+        """Store what `req` has computed so far; see `lifecycle.store_unfinished`."""
+        return store_unfinished(self, req)
+
+    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
+        """Store what `req` has computed, release it and return what the caller frees.
+
+        The semantic provider hears of it unless nothing was inserted.
+        """
+        announce = self._semantic is not None and is_insert and not req.skip_insert and not self._disabled
+        token_ids = req.token_ids[: req.committed_len]
+        result = store_finished(self, req, is_insert=is_insert)
+        if announce and self._semantic is not None:
+            self._semantic.on_cached(req.rid, token_ids)
+        return result
+
+    def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """Slots of positions `[start, end)` of a stored prefix. Complexity: O(slots + nodes that hold them).
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        """
+        return self._tree.path_slots(self._tree.resolve(handle), start)
+
+    # semantic fallback
+
+    @property
+    def semantic(self) -> SemanticFallback | None:
+        """The active semantic fallback with its counters, or None."""
+        return self._semantic
+
+    @property
+    def _semantic_provider(self) -> SemanticPrefixProvider | None:
+        return None if self._semantic is None else self._semantic.provider
+
+    def set_semantic_provider(
+        self,
+        provider: SemanticPrefixProvider | None,
+        *,
+        copy_slots: SlotCopier | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Ask `provider` where an exact lookup on behalf of a request finds nothing; None asks nobody any more.
+
+        Args:
+            provider: Its `on_init` is called once, here.
+            copy_slots: Copies the KV of given slots into new ones and returns those, or None if there is no room. A
+                hit then hands out slots that the caller owns. Without it a hit refers to the donor's slots, read-only
+                and under the donor's lock.
+            deadline_s: Seconds that a call may take; a call that raises or takes longer is a counted miss. None calls
+                directly and lets exceptions through.
+        """
+        if self._semantic is not None:
+            self._semantic.close()
+        self._semantic = None
+        if provider is not None:
+            self._semantic = SemanticFallback(provider, copy_slots=copy_slots, deadline_s=deadline_s)
+            provider.on_init()
+
+    # invariants
 
     def check(self) -> None:
         """Verify every invariant; for tests and idle time.
@@ -164,113 +440,25 @@ class RadixCache(PrefixCache):
             CorruptCacheError: The first one that does not hold.
         """
         self._queue.check()
-        sizes = check_tree(self._root, self._page_size, set(self._queue))
+        sizes = check_tree(self._tree.root, self._page_size, set(self._queue), unique_slots=not self._simulated)
         if sizes != (self._evictable_size, self._protected_size):
             counted = (self._evictable_size, self._protected_size)
             raise CorruptCacheError(f"evictable and protected tokens are {sizes}, counted as {counted}")
 
-    def _walk(self, key: RadixKey, length: int) -> tuple[RadixNode, int]:
-        """Follow the first `length` tokens of `key` as far as they are stored; whole pages.
 
-        Marks the path as accessed and splits the node in which the walk ends. Returns the last node and the tokens
-        matched. A walk that ends inside a node needs no case of its own: no child continues it.
+class RadixCache(BaseRadixCache[RadixNode]):
+    """A radix tree on one pool of slots; namespaces part at the root's children. Not thread-safe."""
+
+    _node_class = RadixNode
+
+    def evict(self, num_tokens: int, *, trim: bool = False) -> EvictResult:
+        """Drop unlocked leaves in the order of the policy until `num_tokens` are freed or nothing unlocked is left.
+
+        Args:
+            num_tokens: Tokens to free.
+            trim: Cut the last leaf, so that no page is dropped beyond what is asked for; otherwise nodes go whole,
+                which is cheaper and leaves fewer fragments.
+
+        Complexity: O(log n) per dropped node plus O(tokens freed), with `trim` O(tokens of the last leaf) more.
         """
-        self._clock += 1
-        node, matched = self._root, 0
-        node.last_access = self._clock
-        while matched < length:
-            child = node.children.get(self._edge(node, key.token_ids, matched, key.extra_key))
-            if child is None:
-                break
-            run = common_prefix_len(child.token_ids, key.token_ids[matched:length])
-            run -= run % self._page_size
-            node = child if run == len(child) else self._split(child, run)
-            node.last_access = self._clock
-            matched += run
-        if node.is_queued:
-            self._queue.update(node)
-        return node, matched
-
-    def _edge(self, parent: RadixNode, token_ids: TokenArray, start: int, extra_key: Hashable) -> Hashable:
-        """Key of the child of `parent` that begins with the page at `start`."""
-        page = token_ids[start : start + self._page_size].tobytes()
-        return (extra_key, page) if parent is self._root else page
-
-    def _split(self, node: RadixNode, length: int) -> RadixNode:
-        """Cut `node` after `length` tokens, whole pages; return the new upper node.
-
-        Both halves are copies: a view would keep the other half alive after its eviction.
-        """
-        parent = node.parent
-        assert parent is not None, "the root holds no tokens and is never split"
-        upper = RadixNode(
-            parent, node.edge, frozen_copy(node.token_ids[:length]), frozen_copy(node.kv_indices[:length]), self._clock
-        )
-        upper.lock_ref = node.lock_ref
-        parent.children[node.edge] = upper
-        node.token_ids = frozen_copy(node.token_ids[length:])
-        node.kv_indices = frozen_copy(node.kv_indices[length:])
-        node.parent = upper
-        node.edge = node.token_ids[: self._page_size].tobytes()
-        upper.children[node.edge] = node
-        return upper
-
-    def _add_leaf(self, parent: RadixNode, edge: Hashable, token_ids: TokenArray, kv_indices: SlotArray) -> RadixNode:
-        """Hang copies of the given tokens and slots below `parent`."""
-        if parent.is_queued:
-            self._queue.remove(parent)
-        leaf = RadixNode(parent, edge, frozen_copy(token_ids), frozen_copy(kv_indices), self._clock)
-        parent.children[edge] = leaf
-        self._evictable_size += len(leaf)
-        self._queue.add(leaf)
-        return leaf
-
-    def _drop_leaf(self, leaf: RadixNode) -> None:
-        """Take an unqueued leaf out of the tree; its parent may become a candidate."""
-        parent = leaf.parent
-        assert parent is not None, "the root is never queued"
-        del parent.children[leaf.edge]
-        _detach(leaf)
-        self._queue_if_candidate(parent)
-
-    def _queue_if_candidate(self, node: RadixNode) -> None:
-        if not node.children and not node.lock_ref:
-            self._queue.add(node)
-
-    def _path(self, handle: PrefixHandle) -> list[RadixNode]:
-        """Nodes from `handle` up to the root, without the root."""
-        path = list(handle.up_to_root()) if isinstance(handle, RadixNode) else []
-        if not path or path.pop() is not self._root:
-            raise CorruptCacheError("the handle is of a dropped prefix or of another cache: match again")
-        return path
-
-
-def _new_root() -> RadixNode:
-    """Make an empty root: one lock keeps it from ever being a candidate."""
-    root = RadixNode(None, None, EMPTY, EMPTY, 0)
-    root.lock_ref = 1
-    return root
-
-
-def _detach(node: RadixNode) -> None:
-    """Let a dropped node hold nothing, however long somebody keeps its handle."""
-    node.parent = None
-    node.children.clear()
-    node.token_ids = node.kv_indices = EMPTY
-
-
-def _path_indices(node: RadixNode) -> SlotArray:
-    """Slots of the prefix that ends with `node`; read-only, and without a copy where one node holds it all."""
-    parts = [step.kv_indices for step in node.up_to_root()]
-    if len(parts) <= 2:
-        return parts[0]
-    kv_indices = np.concatenate(parts[-2::-1])
-    kv_indices.flags.writeable = False
-    return kv_indices
-
-
-def _as_slots(kv_indices: SlotArray, num_tokens: int) -> SlotArray:
-    slots = np.asarray(kv_indices)
-    if slots.shape != (num_tokens,) or (slots.dtype.kind not in "iu" and num_tokens):
-        raise ConfigError(f"kv_indices must be {num_tokens} integers, one per token, not {slots.dtype} {slots.shape}")
-    return slots
+        return self._evict_leaves(num_tokens, trim=trim)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 
-from kvgraft.prefix.eviction import EvictionQueue, least_recently_used
-from kvgraft.prefix.node import EMPTY, NOT_QUEUED, RadixNode
+from kvgraft.prefix.base import NO_SLOTS
+from kvgraft.prefix.eviction import EvictionQueue, make_eviction_policy
+from kvgraft.prefix.node import NOT_QUEUED, RadixNode
 
 
 def make_node(last_access):
-    return RadixNode(None, None, EMPTY, EMPTY, last_access)
+    return RadixNode(None, None, None, b"", NO_SLOTS, end=0, now=last_access)
 
 
 def make_queue(times):
-    queue = EvictionQueue(least_recently_used)
+    queue = EvictionQueue(make_eviction_policy("lru"))
     for time in times:
         queue.add(make_node(time))
     return queue

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import PrefixCache, RadixCache, RadixKey
+from kvgraft.prefix import EvictionPolicy, PrefixCache, RadixCache, RadixKey
 
 
 def make_key(*token_ids, extra_key=None):
@@ -105,7 +105,7 @@ def test_a_dropped_namespace_leaves_nothing_behind():
     for tenant in range(100):
         put(cache, 1, 2, first_slot=2 * tenant, extra_key=tenant)
     assert len(freed(cache, 200)) == 200
-    assert not cache._root.children
+    assert not cache._tree.root.children
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1023, 1024, 1025, 9216, 9217, 100_000])
@@ -146,9 +146,9 @@ def test_split_halves_own_their_memory():
     handle = put(cache, *range(1000)).handle
     upper = cache.match_prefix(make_key(*range(10))).handle
     for node, length in ((upper, 10), (handle, 990)):
-        for array in (node.token_ids, node.kv_indices):
-            assert array.base is None
-            assert array.nbytes == 8 * length
+        assert len(node.tokens) == 8 * length
+        assert node.kv_indices.base is None
+        assert node.kv_indices.nbytes == 8 * length
 
 
 def test_handle_of_a_whole_page_prefix_covers_exactly_what_was_matched():
@@ -225,6 +225,15 @@ def test_evict_of_nothing_drops_nothing():
     assert cache.evict(5).num_tokens == 2
 
 
+@pytest.mark.parametrize(("page_size", "num_tokens", "expected"), [(1, 3, 3), (4, 3, 4), (4, 5, 8), (4, 99, 16)])
+def test_trimming_drops_no_page_beyond_what_is_asked_for(page_size, num_tokens, expected):
+    cache = RadixCache(page_size)
+    cache.insert(make_key(*range(16)), np.arange(16))
+    assert sorted(cache.evict(num_tokens, trim=True).freed.tolist()) == list(range(16 - expected, 16))
+    cache.check()
+    assert cache.match_prefix(make_key(*range(16))).prefix_len == 16 - expected
+
+
 def test_giving_back_a_lock_is_no_access():
     cache = RadixCache()
     old = put(cache, 1).handle
@@ -235,7 +244,11 @@ def test_giving_back_a_lock_is_no_access():
 
 
 def test_policy_decides_the_order():
-    cache = RadixCache(policy=lambda node: (len(node), -node.last_access))
+    class ShortestFirst(EvictionPolicy):
+        def __call__(self, node):
+            return (len(node), -node.last_access)
+
+    cache = RadixCache(policy=ShortestFirst())
     put(cache, 1, 1, 1)
     put(cache, 2, 2, first_slot=10)
     put(cache, 3, 3, first_slot=20)
@@ -367,11 +380,11 @@ def break_slots(cache, node):
 
 
 def break_view(cache, node):
-    node.token_ids = node.token_ids[:]
+    node.kv_indices = node.kv_indices[:]
 
 
 def break_parent(cache, node):
-    node.parent = cache._root
+    node.parent = cache._tree.root
 
 
 def break_edge(cache, node):

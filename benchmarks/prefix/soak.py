@@ -1,0 +1,77 @@
+"""Random operations on the prefix caches beside their oracles, `check()` after each; prints rate and memory as it goes.
+
+    PYTHONPATH=src python benchmarks/prefix/soak.py [--operations 1000000] [--seed N]
+
+Ends with 1 at the first difference or broken invariant, or if memory grew by more than `--max-growth-mb` after the first
+tenth. Prints one JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from kvgraft.prefix import EVICTION_POLICIES
+from kvgraft.testing.radix_walk import RadixModel
+from kvgraft.testing.swa_walk import random_walk
+
+PAGES, WINDOWS = (1, 2, 4, 16), (1, 2, 3, 5, 8, 16, 33, 64)
+WALK = 1_000
+"""Operations on one cache before the next one."""
+
+
+def resident_mb() -> float:
+    """Resident memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def walk(index: int, seed: int) -> None:
+    """One cache, alternating between plain and hybrid ones, over pages, windows and policies."""
+    page_size = PAGES[index // 2 % len(PAGES)]
+    if index % 2:
+        policies = sorted(EVICTION_POLICIES)
+        model = RadixModel(seed + index, page_size, policies[index // 2 // len(PAGES) % len(policies)])
+        for _ in range(WALK):
+            model.step()
+        return
+    window = WINDOWS[index // 2 // len(PAGES) % len(WINDOWS)]
+    random_walk(seed + index, WALK, page_size, window, leaf_cap=bool(index // 64 % 2))
+
+
+def main() -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--max-growth-mb", type=float, default=16)
+    args = parser.parse_args()
+    num_walks = -(-args.operations // WALK)
+    started, first_mb = time.perf_counter(), resident_mb()
+    for index in range(num_walks):
+        walk(index, args.seed)
+        if index == num_walks // 10:
+            first_mb = resident_mb()
+        if index % 50 == 49:
+            seconds = time.perf_counter() - started
+            print(f"{(index + 1) * WALK} operations, {seconds:.0f} s, {resident_mb():.1f} MB", file=sys.stderr)
+    growth = resident_mb() - first_mb
+    seconds = time.perf_counter() - started
+    result = {
+        "seed": args.seed,
+        "operations": num_walks * WALK,
+        "violations": 0,
+        "seconds": round(seconds),
+        "memory_growth_mb": round(growth, 2),
+    }
+    print(json.dumps(result, indent=1))
+    return int(growth > args.max_growth_mb)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""No reuse at all: the cache for engines whose prefix cache is switched off. Requests own all of their slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.base import (
+    NO_SLOTS,
+    NOTHING_FREED,
+    EvictResult,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PrefixCache,
+    PrefixHandle,
+    SlotArray,
+)
+from kvgraft.prefix.swa_lifecycle import swa_frontier
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.key import RadixKey
+    from kvgraft.prefix.request import CacheRequest
+
+
+class _EmptyPrefix(PrefixHandle):
+    """The only prefix that is ever stored."""
+
+    __slots__ = ()
+
+
+class ChunkCache(PrefixCache):
+    """Stores nothing; chunks of a prefill stay with their request. Every lookup is an empty match."""
+
+    def __init__(self, page_size: int = 1) -> None:
+        if page_size < 1:
+            raise ConfigError(f"page_size must be at least 1, not {page_size}")
+        self._page_size = page_size
+        self._handle = _EmptyPrefix()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._page_size
+
+    @property
+    def evictable_size(self) -> int:
+        """Nothing is stored."""
+        return 0
+
+    @property
+    def protected_size(self) -> int:
+        """Nothing is stored."""
+        return 0
+
+    @property
+    def disabled(self) -> bool:
+        """Always."""
+        return True
+
+    def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
+        """Return the empty match."""
+        return MatchResult([], 0, self._handle)
+
+    def insert(
+        self,
+        key: RadixKey,
+        kv_indices: SlotArray | None = None,
+        *,
+        after: PrefixHandle | None = None,
+        priority: int = 0,
+    ) -> InsertResult:
+        """Take nothing."""
+        return InsertResult(0, 0, self._handle)
+
+    def evict(self, num_tokens: int) -> EvictResult:
+        """Free nothing."""
+        return NOTHING_FREED
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
+        """Accept the empty prefix."""
+        if handle is not self._handle:
+            raise CorruptCacheError("the handle is of another cache: match again")
+        return handle
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Accept the empty prefix."""
+        self.inc_lock_ref(handle)
+        return NOTHING_FREED
+
+    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
+        """Leave everything with the request."""
+        return NOTHING_FREED
+
+    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
+        """Return every slot of the request."""
+        swa_freed = req.swa_indices[req.swa_evicted_len :]
+        result = EvictResult(req.kv_indices, swa_freed)
+        req.kv_indices = req.swa_indices = NO_SLOTS
+        req.handle, req.protected_len, req.swa_evicted_len = None, 0, 0
+        return result
+
+    def reset(self) -> SlotArray:
+        """Return nothing."""
+        return NO_SLOTS
+
+    def check(self) -> None:
+        """Hold always."""
+
+
+class SWAChunkCache(ChunkCache):
+    """Stores nothing, but frees window slots that a running request has left behind."""
+
+    def __init__(self, page_size: int = 1, *, sliding_window_size: int) -> None:
+        super().__init__(page_size)
+        if sliding_window_size < 1:
+            raise ConfigError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
+        self.sliding_window_size = sliding_window_size
+
+    def advance_window(self, req: CacheRequest) -> EvictResult:
+        """Return window slots below the frontier. Complexity: O(tokens freed)."""
+        frontier = swa_frontier(req.committed_len, self.sliding_window_size, self.page_size)
+        start = req.swa_evicted_len
+        if frontier <= start:
+            return NOTHING_FREED
+        freed = np.array(req.swa_indices[start:frontier])
+        req.swa_indices[start:frontier] = -1
+        req.swa_evicted_len = frontier
+        return EvictResult(NO_SLOTS, freed)

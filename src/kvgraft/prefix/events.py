@@ -1,0 +1,217 @@
+"""KV events: which pages a cache stores and removes, for routers and indexes outside.
+
+A page is named by a hash that chains over all pages in front of it and is seeded with its namespace and, if given, a
+secret key, so that nobody without the key can test whether another tenant's text is cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvgraft.prefix.key import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from kvgraft.prefix.node import RadixNode
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Pages were stored, each continuing the one in front.
+
+    Attributes:
+        block_hashes: One signed 64-bit hash per page.
+        parent_block_hash: Hash of the page in front of the first, None at the beginning of a sequence.
+        token_ids: Tokens of all pages.
+        block_size: Tokens per page.
+        lora_id: Adapter number, where the engine has one.
+        medium: Where the KV lies: `GPU`, `CPU_PINNED`, ...
+        cache_salt: The tenant's salt as text, if any.
+        session_id: Streaming session, if any.
+        lora_name: Adapter, if any.
+    """
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Pages are gone from `medium`."""
+
+    block_hashes: tuple[int, ...]
+    medium: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Nothing is stored any more."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Run:
+    """Stored pages that go on growing; lists, because appending to tuples would make a chunked prefill quadratic."""
+
+    __slots__ = ("_first", "_hashes", "_token_ids")
+
+    def __init__(self, event: BlockStored) -> None:
+        self._first = event
+        self._hashes = list(event.block_hashes)
+        self._token_ids = list(event.token_ids)
+
+    def accepts(self, event: BlockStored) -> bool:
+        """Whether `event` continues the run and differs in nothing else."""
+        names = ("block_size", "lora_id", "medium", "cache_salt", "session_id", "lora_name")
+        return event.parent_block_hash == self._hashes[-1] and all(
+            getattr(event, name) == getattr(self._first, name) for name in names
+        )
+
+    def append(self, event: BlockStored) -> None:
+        """Take the pages of an accepted event."""
+        self._hashes += event.block_hashes
+        self._token_ids += event.token_ids
+
+    def close(self) -> BlockStored:
+        """Return the run as one event."""
+        return replace(self._first, block_hashes=tuple(self._hashes), token_ids=tuple(self._token_ids))
+
+
+class EventLog:
+    """Records what a cache stores and removes until `take` fetches it; neighbouring events are merged.
+
+    Stored and removed hashes are the same sets over the life of a cache: a node keeps the digests of its pages, and a
+    split divides them. Not thread-safe.
+    """
+
+    def __init__(self, *, key: bytes = b"", medium: str | None = "GPU") -> None:
+        """Make an empty log.
+
+        Args:
+            key: Secret of up to 64 bytes that seeds every hash; empty for hashes that anyone can compute.
+            medium: Named in each event.
+        """
+        self._key = key
+        self._medium = medium
+        self._events: list[KVEvent] = []
+        self._open: _Run | None = None
+        self._seeds: dict[Hashable, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._events) + (self._open is not None)
+
+    def take(self) -> list[KVEvent]:
+        """Return and forget what was recorded. Complexity: O(1)."""
+        self._close_run()
+        events, self._events = self._events, []
+        return events
+
+    def stored(self, node: RadixNode, page_size: int, medium: str | None = None) -> None:
+        """Record a new node, computing the hashes of its pages. Complexity: O(tokens of the node), one SHA-256 per page."""
+        namespace, parent = self._above(node)
+        if not node.page_hashes:
+            node.page_hashes = self._chain(node, page_size, parent or self._seed(namespace))
+        salt = namespace[1] if isinstance(namespace, tuple) else None
+        self._append_stored(
+            BlockStored(
+                block_hashes=_short(node.page_hashes),
+                parent_block_hash=_short(parent)[0] if parent else None,
+                token_ids=tuple(node.token_ids[: len(node)].tolist()),
+                block_size=page_size,
+                medium=medium or self._medium,
+                cache_salt=None if salt is None else str(salt),
+                lora_name=_lora_name(namespace),
+            )
+        )
+
+    def removed(self, node: RadixNode, medium: str | None = None) -> None:
+        """Record that a node goes."""
+        self._close_run()
+        medium = medium or self._medium
+        hashes = _short(node.page_hashes)
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            self._events[-1] = BlockRemoved(last.block_hashes + hashes, medium)
+        else:
+            self._events.append(BlockRemoved(hashes, medium))
+
+    def cleared(self) -> None:
+        """Record that everything goes."""
+        self._close_run()
+        self._events.append(AllBlocksCleared())
+
+    def _append_stored(self, event: BlockStored) -> None:
+        """Record pages; they join the run in progress if they continue it and all else is equal."""
+        if self._open is not None and self._open.accepts(event):
+            self._open.append(event)
+            return
+        self._close_run()
+        self._open = _Run(event)
+
+    def _close_run(self) -> None:
+        if self._open is not None:
+            self._events.append(self._open.close())
+            self._open = None
+
+    def _above(self, node: RadixNode) -> tuple[Hashable, bytes]:
+        """Namespace of a node and the digest of the page in front of it, empty at the beginning."""
+        parent = node.parent
+        assert parent is not None, "the root is never recorded"
+        digest = parent.page_hashes[-DIGEST_BYTES:]
+        step = node
+        while step.parent is not None and step.parent.parent is not None:
+            step = step.parent
+        assert isinstance(step.edge, tuple), "children of the root carry their namespace"
+        return step.edge[0], digest
+
+    def _chain(self, node: RadixNode, page_size: int, previous: bytes) -> bytes:
+        tokens = node.tokens
+        overlap = len(tokens) // TOKEN_BYTES - len(node)
+        step, width = page_size * TOKEN_BYTES, (page_size + overlap) * TOKEN_BYTES
+        digests = []
+        for start in range(0, len(node) * TOKEN_BYTES, step):
+            previous = hashlib.sha256(previous + tokens[start : start + width]).digest()
+            digests.append(previous)
+        return b"".join(digests)
+
+    def _seed(self, namespace: Hashable) -> bytes:
+        """Digest that starts the chains of a namespace: fields with a presence byte and a length cannot run together."""
+        if namespace not in self._seeds:
+            fields = namespace if isinstance(namespace, tuple) else (namespace,)
+            raw = b"".join(_encode(part) for part in fields)
+            self._seeds[namespace] = hashlib.blake2b(
+                raw, digest_size=32, key=self._key, person=b"kvgraft.page"
+            ).digest()
+        return self._seeds[namespace]
+
+
+def _encode(part: Hashable) -> bytes:
+    if part is None:
+        return b"\0"
+    raw = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
+    kind = b"\1" if isinstance(part, bytes) else b"\2"
+    return kind + len(raw).to_bytes(8, "little") + raw
+
+
+def _lora_name(namespace: Hashable) -> str | None:
+    extra_key = namespace[0] if isinstance(namespace, tuple) else None
+    return extra_key if isinstance(extra_key, str) else None
+
+
+def _short(digests: bytes) -> tuple[int, ...]:
+    """First eight bytes of each digest as signed integers."""
+    return tuple(value for (value,) in struct.iter_unpack(">q24x", digests))

@@ -1,0 +1,554 @@
+"""Prefix cache over two tiers: device slots, and copies in host memory that outlive them.
+
+    device, no copy  --backup-->  device + host  --evict-->  host only  --load back-->  device + host
+                     --evict (no room on the host)-->  gone              --evict host-->  gone
+
+A matched prefix is a device part followed by a host part. The cache moves nothing itself: the owner of the pools does,
+through `TierTransfer`, and a transfer that fails leaves the tree as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.base import NO_SLOTS, EvictResult, InsertResult, MatchResult, PrefixHandle, SlotArray, join_slots
+from kvgraft.prefix.eviction import EvictionPolicy, EvictionQueue
+from kvgraft.prefix.invariants import check_structure, require, require_owned, require_unique
+from kvgraft.prefix.node import RadixNode, frozen_copy
+from kvgraft.prefix.radix import BaseRadixCache
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from kvgraft.prefix.events import EventLog
+    from kvgraft.prefix.key import RadixKey
+
+logger = logging.getLogger(__name__)
+
+HOST_MEDIUM = "CPU_PINNED"
+
+WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1, "write_through_selective": 2}
+"""Uses after which a node is copied to the host; None copies it when it leaves the device."""
+
+
+class TierTransfer(Protocol):
+    """What the owner of both pools does for the cache. On failure it keeps nothing allocated."""
+
+    def backup(self, kv_indices: SlotArray) -> SlotArray | None:
+        """Copy device slots to new host slots and return those; None if there is no room on the host."""
+
+    def load(self, host_indices: SlotArray) -> SlotArray | None:
+        """Copy host slots to new device slots and return those; None if there is no room on the device."""
+
+    def free_host(self, host_indices: SlotArray) -> None:
+        """Take back host slots."""
+
+
+class HierNode(RadixNode):
+    """A node of a two-tier tree.
+
+    Attributes:
+        length: Elements of the node, in whichever tier.
+        host_indices: Read-only host slots, one per element; empty without a copy.
+        host_locks: Load-backs that read the copy.
+        device_children: Children whose KV lies on the device.
+    """
+
+    __slots__ = ("device_children", "host_indices", "host_locks", "length")
+
+    def __init__(self, *args: object, **fields: object) -> None:
+        super().__init__(*args, **fields)  # type: ignore[arg-type]
+        self.length = len(self.kv_indices)
+        self.host_indices = NO_SLOTS
+        self.host_locks = 0
+        self.device_children = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the KV lies on the device."""
+        return len(self.kv_indices) > 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether there is a copy on the host."""
+        return len(self.host_indices) > 0
+
+    def divide(self, length: int, now: int, page_size: int) -> Self:
+        """Cut as any node, in both tiers."""
+        upper = super().divide(length, now, page_size)
+        upper.length, self.length = length, self.length - length
+        upper.host_locks = self.host_locks
+        upper.device_children = int(self.on_device)
+        if self.on_host:
+            upper.host_indices = frozen_copy(self.host_indices[:length])
+            self.host_indices = frozen_copy(self.host_indices[length:])
+        return upper
+
+    def detach(self) -> None:
+        """Let a dropped node hold nothing."""
+        super().detach()
+        self.host_indices = NO_SLOTS
+        self.length = 0
+
+
+class TieredMatchResult(MatchResult):
+    """A match of a device part and, behind it, a host part."""
+
+    __slots__ = ("_host_handle", "host_hit_len")
+
+    def __init__(self, parts: list[SlotArray], device: HierNode, host: HierNode) -> None:
+        super().__init__(parts, device.end, device)
+        self._host_handle = host
+        self.host_hit_len = host.end - device.end
+
+    @property
+    def host_handle(self) -> PrefixHandle:
+        """Where the host part ends."""
+        return self._host_handle
+
+
+@dataclass(slots=True, eq=False)
+class LoadBack:
+    """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort.
+
+    Attributes:
+        host_indices: Host slots to copy to the device.
+        start: First position of the host part.
+        node: Where it ends.
+        lock: Lock on the device part in front.
+        done: Whether it was committed or aborted.
+    """
+
+    host_indices: SlotArray
+    start: int
+    node: HierNode
+    lock: PrefixHandle
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadBackResult:
+    """The prefix after a load-back.
+
+    Attributes:
+        handle: The prefix that lies on the device now.
+        prefix_len: Its length.
+        freed: Device slots that were not needed, because another request brought the same KV meanwhile.
+    """
+
+    handle: PrefixHandle
+    prefix_len: int
+    freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+
+
+class HierarchicalRadixCache(BaseRadixCache[HierNode]):
+    """A radix cache whose evicted prefixes live on in host memory. Not thread-safe.
+
+    Invariants (verified by `check`), besides those of a radix tree:
+        - A node lies on the device, on the host, or both; the parent of a node on the device lies there too.
+        - The device queue holds the unlocked nodes on the device without children there, and nothing else.
+        - The host queue holds the childless nodes that lie on the host only and that no load-back reads.
+        - No slot of either tier is stored twice; `host_size` counts the copies.
+
+    Attributes:
+        num_failed_transfers: Transfers that raised; each left the tree as it was.
+    """
+
+    _node_class = HierNode
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        transfer: TierTransfer,
+        write_policy: str = "write_through",
+        policy: EvictionPolicy | str = "lru",
+        policy_config: dict[str, int] | None = None,
+        events: EventLog | None = None,
+        disabled: bool = False,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            transfer: Moves KV between the tiers.
+            write_policy: When copies are made: a name in `WRITE_POLICIES`.
+            policy: Order of eviction of both tiers, by name or as a policy.
+            policy_config: Parameters for a policy given by name.
+            events: Where stored and removed pages are recorded, by medium.
+            disabled: Store and match nothing.
+        """
+        if write_policy not in WRITE_POLICIES:
+            raise ConfigError(f"unknown write policy {write_policy!r}; there are {', '.join(WRITE_POLICIES)}")
+        super().__init__(page_size, policy=policy, policy_config=policy_config, events=events, disabled=disabled)
+        self.num_failed_transfers = 0
+        self._transfer = transfer
+        self._backup_after = WRITE_POLICIES[write_policy]
+        self._host_queue: EvictionQueue[HierNode] = EvictionQueue(self.policy)
+        self._host_size = 0
+
+    @property
+    def host_size(self) -> int:
+        """Tokens that have a copy on the host."""
+        return self._host_size
+
+    @property
+    def host_evictable_size(self) -> int:
+        """Tokens that lie on the host only and that no load-back reads. Complexity: O(nodes)."""
+        nodes = self._tree.root.subtree()
+        return sum(len(node) for node in nodes if node.on_host and not node.on_device and not node.host_locks)
+
+    # lookup and insert
+
+    def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
+        """Match the device part and say how much further the host reaches."""
+        root = self._tree.root
+        if self._disabled:
+            return MatchResult([], 0, root)
+        path, last = self._walk(key, root, key.aligned_len(self._page_size))
+        device = [node for node in path if node.on_device]
+        end = device[-1] if device else root
+        parts = [node.kv_indices for node in device]
+        return TieredMatchResult(parts, end, last)
+
+    def insert(
+        self,
+        key: RadixKey,
+        kv_indices: SlotArray | None = None,
+        *,
+        after: PrefixHandle | None = None,
+        priority: int = 0,
+        counted_len: int = 0,
+    ) -> InsertResult:
+        """Store as `RadixCache.insert`; what lies on the host only takes device slots from the insert.
+
+        Raises:
+            CorruptCacheError: `after` lies on the host only or was dropped.
+        """
+        if after is not None:
+            self._require_device(self._tree.resolve(after))
+        result = super().insert(key, kv_indices, after=after, priority=priority, counted_len=counted_len)
+        if self._backup_after is not None and not self._disabled:
+            self._write_through(self._tree.resolve(result.handle))
+        return result
+
+    def _stored_len(self, node: HierNode, path: list[HierNode], slots: SlotArray) -> int:
+        missing = [step for step in path if not step.on_device]
+        for step in missing:
+            self._revive(step, slots[step.start : step.end])
+        return missing[0].start if missing else node.end
+
+    def _revive(self, node: HierNode, kv_indices: SlotArray) -> None:
+        """Give a node that lies on the host only device slots again; its parent lies on the device."""
+        parent = node.parent
+        assert parent is not None, "the root is never on the host"
+        if node.queue_index >= 0:
+            self._host_queue.remove(node)
+        if parent.queue_index >= 0:
+            self._queue.remove(parent)
+        parent.device_children += 1
+        node.kv_indices = frozen_copy(kv_indices)
+        self._evictable_size += len(node)
+        self._queue_if_candidate(node)
+        if self._events is not None:
+            self._events.stored(node, self._page_size)
+
+    def _add_leaf(self, parent: HierNode, key: RadixKey, slots: SlotArray, total_len: int, priority: int) -> HierNode:
+        parent.device_children += 1
+        return super()._add_leaf(parent, key, slots, total_len, priority)
+
+    def _divide(self, node: HierNode, length: int) -> HierNode:
+        return self._tree.divide(node, length)
+
+    def _walk(self, key: RadixKey, start: HierNode, length: int) -> tuple[list[HierNode], HierNode]:
+        path, last = super()._walk(key, start, length)
+        for node in path:  # candidates have children here, those that lie on the host only
+            self._requeue(node)
+        return path, last
+
+    def _credit(self, start: HierNode, path: list[HierNode], total_len: int, priority: int, counted_len: int) -> None:
+        super()._credit(start, path, total_len, priority, counted_len)
+        for node in path:
+            self._requeue(node)
+
+    def _requeue(self, node: HierNode) -> None:
+        if node.queue_index >= 0:
+            (self._queue if node.on_device else self._host_queue).update(node)
+
+    def _queue_if_candidate(self, node: HierNode) -> None:
+        if node.queue_index >= 0 or node.parent is None:
+            return
+        if node.on_device:
+            if not node.device_children and not node.lock_ref:
+                self._queue.add(node)
+        elif not node.children and not node.host_locks:
+            self._host_queue.add(node)
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
+        """Keep a prefix on the device from eviction.
+
+        Raises:
+            CorruptCacheError: The handle is stale, or its prefix lies on the host only.
+        """
+        self._require_device(self._tree.resolve(handle))
+        return super().inc_lock_ref(handle)
+
+    def _require_device(self, node: HierNode) -> None:
+        if node.parent is not None and not node.on_device:
+            raise CorruptCacheError("the prefix lies on the host only: load it back first")
+
+    # copies on the host
+
+    def _write_through(self, last: HierNode) -> None:
+        """Copy the nodes up to `last` that were used often enough and have no copy yet."""
+        assert self._backup_after is not None
+        step: HierNode | None = last
+        while step is not None and step.parent is not None and not step.on_host:
+            if step.hit_count + 1 >= self._backup_after:
+                self._backup(step)
+            step = step.parent
+
+    def _backup(self, node: HierNode) -> bool:
+        """Copy a node to the host, making room there once; False, with nothing changed, if that fails."""
+        host_indices = self._try_backup(node)
+        if host_indices is None and self._evict_host(len(node)):
+            host_indices = self._try_backup(node)
+        if host_indices is None:
+            return False
+        if len(host_indices) != len(node):
+            raise ConfigError(f"backup returned {len(host_indices)} host slots for {len(node)}; one per slot or None")
+        node.host_indices = frozen_copy(host_indices)
+        self._host_size += len(node)
+        if self._events is not None:
+            self._events.stored(node, self._page_size, HOST_MEDIUM)
+        return True
+
+    def _try_backup(self, node: HierNode) -> SlotArray | None:
+        try:
+            return self._transfer.backup(node.kv_indices)
+        except Exception:
+            self.num_failed_transfers += 1
+            logger.exception("backup of %d tokens failed; they stay without a copy", len(node))
+            return None
+
+    def _evict_host(self, num_tokens: int) -> bool:
+        """Drop what lies on the host only until `num_tokens` are freed there; False if nothing could be."""
+        num_freed = 0
+        while num_freed < num_tokens and self._host_queue:
+            node = self._host_queue.pop()
+            num_freed += len(node)
+            self._drop_host_leaf(node)
+        return num_freed > 0
+
+    def _drop_host_leaf(self, node: HierNode) -> None:
+        """Take out an unqueued, childless node that lies on the host only."""
+        self._free_copy(node)
+        last_access, reach = node.last_access, node.reach
+        parent = self._tree.remove_leaf(node)
+        parent.last_access = max(parent.last_access, last_access)
+        parent.reach = max(parent.reach, reach)
+        self._requeue(parent)
+        self._queue_if_candidate(parent)
+
+    def _free_copy(self, node: HierNode) -> None:
+        if self._events is not None:
+            self._events.removed(node, HOST_MEDIUM)
+        self._host_size -= len(node)
+        self._transfer.free_host(node.host_indices)
+        node.host_indices = NO_SLOTS
+
+    # eviction
+
+    def evict(self, num_tokens: int) -> EvictResult:
+        """Free device slots; what has a copy on the host, or gets one now, stays there.
+
+        Complexity: O(log n) per node plus O(tokens freed), and what the transfers cost.
+        """
+        freed: list[SlotArray] = []
+        num_freed = 0
+        while num_freed < num_tokens and self._queue:
+            node = self._queue.pop()
+            num_freed += len(node)
+            freed.append(node.kv_indices)
+            self._leave_device(node)
+        return EvictResult(join_slots(freed))
+
+    def _leave_device(self, node: HierNode) -> None:
+        """Take an unqueued node without device children off the device."""
+        node.lock_ref += 1  # making room for the copy may drop children, which must not queue the node again
+        keeps_copy = node.on_host or self._backup(node)
+        node.lock_ref -= 1
+        parent = node.parent
+        assert parent is not None, "the root is never queued"
+        if self._events is not None:
+            self._events.removed(node)
+        self._evictable_size -= len(node)
+        node.kv_indices = NO_SLOTS
+        parent.device_children -= 1
+        if keeps_copy:
+            self._queue_if_candidate(node)
+        else:
+            self._drop_host_subtree(node)
+            self._tree.remove_leaf(node)
+        parent.last_access = max(parent.last_access, node.last_access)
+        parent.reach = max(parent.reach, node.reach)
+        self._queue_if_candidate(parent)
+
+    def _drop_host_subtree(self, top: HierNode) -> None:
+        """Drop what hangs on the host below a node that vanishes."""
+        for node in list(top.subtree())[:0:-1]:
+            if node.queue_index >= 0:
+                self._host_queue.remove(node)
+            self._free_copy(node)
+            self._tree.remove_leaf(node)
+
+    def reset(self) -> SlotArray:
+        """Forget both tiers; host slots are freed through the transfer, device slots are returned."""
+        copies = [node.host_indices for node in self._tree.root.subtree() if node.on_host]
+        self._host_queue.clear()
+        self._host_size = 0
+        freed = super().reset()
+        if copies:
+            self._transfer.free_host(np.concatenate(copies))
+        return freed
+
+    # load-back
+
+    def load_back(self, match: MatchResult) -> LoadBackResult:
+        """Bring the host part of a match to the device; if that fails the device part is all there is.
+
+        The caller makes room on the device beforehand or inside `TierTransfer.load`.
+        """
+        ticket = self.begin_load_back(match)
+        try:
+            device_slots = self._transfer.load(ticket.host_indices) if len(ticket.host_indices) else NO_SLOTS
+        except Exception:
+            self.num_failed_transfers += 1
+            logger.exception("load-back of %d tokens failed; they are computed instead", len(ticket.host_indices))
+            device_slots = None
+        if device_slots is None:
+            self.abort_load_back(ticket)
+            return LoadBackResult(match.handle, match.prefix_len)
+        return self.commit_load_back(ticket, device_slots)
+
+    def begin_load_back(self, match: MatchResult) -> LoadBack:
+        """Keep both parts of a match from eviction while the owner copies `host_indices` to the device.
+
+        Raises:
+            CorruptCacheError: The match is stale.
+        """
+        last = self._tree.resolve(match.host_handle)
+        nodes = self._host_part(last, match.prefix_len)
+        if any(not node.on_host for node in nodes):
+            raise CorruptCacheError("the host part of this match is gone: match again")
+        lock = self.inc_lock_ref(match.handle)
+        for node in nodes:
+            node.host_locks += 1
+            if node.queue_index >= 0 and not node.on_device:
+                self._host_queue.remove(node)
+        return LoadBack(join_slots([node.host_indices for node in nodes]), match.prefix_len, last, lock)
+
+    def commit_load_back(self, ticket: LoadBack, kv_indices: SlotArray) -> LoadBackResult:
+        """Take over device slots, one per host slot of the ticket; returns those that were not needed.
+
+        Raises:
+            ConfigError: There is not one slot per token. The load-back stays open.
+            CorruptCacheError: The cache was reset, or the load-back is done; the caller keeps the slots.
+        """
+        nodes = self._open_nodes(ticket)
+        if len(kv_indices) != len(ticket.host_indices):
+            raise ConfigError(f"{len(kv_indices)} device slots for {len(ticket.host_indices)} host slots; one for each")
+        freed: list[SlotArray] = []
+        for node in nodes:
+            slots = kv_indices[node.start - ticket.start : node.end - ticket.start]
+            if node.on_device:
+                freed.append(slots)
+            else:
+                self._revive(node, slots)
+        self._close(ticket, nodes)
+        return LoadBackResult(ticket.node, ticket.node.end, join_slots(freed))
+
+    def abort_load_back(self, ticket: LoadBack) -> None:
+        """Give up a load-back; the copies stay on the host. Nothing happens if the cache was reset since.
+
+        Raises:
+            CorruptCacheError: The load-back is done.
+        """
+        if ticket.node.tree is not self._tree.root.tree and not ticket.done:
+            ticket.done = True
+            return
+        self._close(ticket, self._open_nodes(ticket))
+
+    def _open_nodes(self, ticket: LoadBack) -> list[HierNode]:
+        if ticket.done:
+            raise CorruptCacheError("this load-back was committed or aborted before")
+        return self._host_part(self._tree.resolve(ticket.node), ticket.start)
+
+    def _host_part(self, last: HierNode, start: int) -> list[HierNode]:
+        """Nodes of `[start, last.end)`, top down; positions stay true through splits."""
+        nodes: list[HierNode] = []
+        step = last
+        while step.parent is not None and step.start >= start:
+            nodes.append(step)
+            step = step.parent
+        return nodes[::-1]
+
+    def _close(self, ticket: LoadBack, nodes: list[HierNode]) -> None:
+        ticket.done = True
+        for node in nodes:
+            node.host_locks -= 1
+            self._queue_if_candidate(node)
+        self.dec_lock_ref(ticket.lock)
+
+    # invariants
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle time.
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """
+        root = self._tree.root
+        check_structure(root, self._page_size)
+        nodes = list(root.subtree())[1:]
+        self._queue.check()
+        self._host_queue.check()
+        for node in nodes:
+            _check_tiers(node, root)
+        require_unique([node.kv_indices for node in nodes if node.on_device])
+        require_unique([node.host_indices for node in nodes if node.on_host])
+        device = {node for node in nodes if node.on_device and not node.device_children and not node.lock_ref}
+        require(device == set(self._queue), "the device queue does not hold exactly the unlocked device leaves")
+        host = {node for node in nodes if not node.on_device and not node.children and not node.host_locks}
+        require(host == set(self._host_queue), "the host queue does not hold exactly the unread host leaves")
+        self._check_sizes(nodes)
+
+    def _check_sizes(self, nodes: list[HierNode]) -> None:
+        evictable = sum(len(node) for node in nodes if node.on_device and not node.lock_ref)
+        protected = sum(len(node) for node in nodes if node.on_device and node.lock_ref)
+        host_size = sum(len(node) for node in nodes if node.on_host)
+        counted = (self._evictable_size, self._protected_size, self._host_size)
+        found = (evictable, protected, host_size)
+        require(found == counted, f"evictable, protected and host tokens are {found}, counted as {counted}")
+
+
+def _check_tiers(node: HierNode, root: HierNode) -> None:
+    require(node.on_device or node.on_host, "a node lies in no tier")
+    require(len(node.kv_indices) in (0, len(node)), "a node has not one device slot per token")
+    require(len(node.host_indices) in (0, len(node)), "a node has not one host slot per token")
+    assert node.parent is not None, "the root is not checked"
+    require(node.parent is root or not node.on_device or node.parent.on_device, "a node hangs on the device alone")
+    require(node.device_children == sum(child.on_device for child in node.children.values()), "device children differ")
+    require(node.on_device or not node.lock_ref, "a node on the host only is locked")
+    require(node.host_locks >= 0, "host_locks is negative")
+    for array in (node.kv_indices, node.host_indices):
+        if len(array):
+            require_owned(array)

@@ -1,0 +1,97 @@
+"""A running request as a prefix cache sees it: its row of slots, and how far the cache owns them.
+
+[0, protected_len)          the cache's slots, kept by the request's lock
+[protected_len, len(row))   the request's own slots
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.errors import ConfigError
+from kvgraft.prefix.base import NO_SLOTS, MatchResult, PrefixHandle, SlotArray
+from kvgraft.prefix.key import RadixKey
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from kvgraft.types import TokenArray
+
+
+@dataclass(slots=True, eq=False)
+class CacheRequest:
+    """State that the cache and the owner of a request share. The owner grows it, the cache repoints it.
+
+    Attributes:
+        rid: Name of the request.
+        token_ids: int64 tokens so far, at least as many as have KV.
+        kv_indices: int64 slot of each position whose KV exists. The cache writes to it: never an array that anything
+            else reads.
+        extra_key: First part of the namespace.
+        cache_salt: Second part of the namespace.
+        is_bigram: Whether the cache is keyed by pairs of tokens; the last position then has no element of its own.
+        prompt_len: Length of the prompt; at the end the node is cut there so that outputs may leave first.
+        priority: For the `priority` policy.
+        handle: Receipt of the lock on the cached prefix, or None.
+        protected_len: Positions whose slots the cache owns.
+        skip_insert: Never store this request (set by a substituted match).
+        session_id: Streaming session that the request belongs to.
+        num_inserted: Positions that earlier calls stored or found, for which no hit is counted again.
+        swa_indices: Slots of the sliding-window pool by position, -1 where there are none any more.
+        swa_evicted_len: Positions below it have lost their own sliding-window slots.
+    """
+
+    rid: str
+    token_ids: TokenArray
+    kv_indices: SlotArray
+    extra_key: Hashable = None
+    cache_salt: Hashable = None
+    is_bigram: bool = False
+    prompt_len: int | None = None
+    priority: int = 0
+    handle: PrefixHandle | None = None
+    protected_len: int = 0
+    skip_insert: bool = False
+    session_id: str | None = None
+    num_inserted: int = 0
+    swa_indices: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    swa_evicted_len: int = 0
+
+    def __post_init__(self) -> None:
+        if self.protected_len > len(self.kv_indices):
+            raise ConfigError(f"protected_len {self.protected_len} exceeds the {len(self.kv_indices)} slots of the row")
+
+    @property
+    def committed_len(self) -> int:
+        """Positions whose KV exists."""
+        return len(self.kv_indices)
+
+    def key(self, length: int | None = None) -> RadixKey:
+        """Key of the first `length` tokens (default: those whose KV exists); nothing is copied.
+
+        The last protected pair of a bigram view reaches into a token whose own KV need not exist yet.
+        """
+        limit = max(self.committed_len, self.protected_len + self.is_bigram) if length is None else length
+        return RadixKey(self.token_ids, self.extra_key, self.cache_salt, self.is_bigram, limit)
+
+    def adopt(self, match: MatchResult, handle: PrefixHandle | None) -> None:
+        """Start from a match: its slots become the beginning of the row.
+
+        Args:
+            match: Of this request's key. Slots that it hands over (`owned`) become the request's own.
+            handle: What `inc_lock_ref(match.handle)` returned.
+        """
+        self.kv_indices = np.array(match.kv_indices, dtype=np.int64)
+        self.swa_indices = np.array(match.swa_indices, dtype=np.int64)
+        self.handle = handle
+        self.protected_len = 0 if match.owned else match.prefix_len
+        self.num_inserted = 0 if match.substituted else match.prefix_len
+        self.skip_insert = self.skip_insert or match.skip_insert
+
+    def grow(self, kv_indices: SlotArray, swa_indices: SlotArray = NO_SLOTS) -> None:
+        """Append slots of positions that are computed next; those of windows for a hybrid cache. Complexity: O(row)."""
+        self.kv_indices = np.concatenate([self.kv_indices, kv_indices])
+        self.swa_indices = np.concatenate([self.swa_indices, swa_indices])

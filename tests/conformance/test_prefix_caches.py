@@ -1,0 +1,63 @@
+"""Every prefix cache against the suite that third parties run too."""
+
+from __future__ import annotations
+
+from kvgraft.prefix import (
+    ChunkCache,
+    HierarchicalRadixCache,
+    RadixCache,
+    StreamingSession,
+    SWAChunkCache,
+    SWARadixCache,
+)
+from kvgraft.testing.prefix_suite import PrefixCacheTests
+from kvgraft.testing.slots import CheckedSlots
+
+
+class Host:
+    def __init__(self):
+        self.slots = CheckedSlots(200)
+
+    def backup(self, kv_indices):
+        return self.slots.alloc(len(kv_indices))
+
+    def load(self, host_indices):
+        return None
+
+    def free_host(self, host_indices):
+        self.slots.free(host_indices)
+
+
+class TestRadixCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return RadixCache(page_size)
+
+
+class TestDisabledRadixCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return RadixCache(page_size, disabled=True)
+
+
+class TestSWARadixCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return SWARadixCache(page_size, sliding_window_size=7)
+
+
+class TestHierarchicalRadixCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return HierarchicalRadixCache(page_size, transfer=Host())
+
+
+class TestStreamingSession(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return StreamingSession(RadixCache(page_size))
+
+
+class TestChunkCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return ChunkCache(page_size)
+
+
+class TestSWAChunkCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return SWAChunkCache(page_size, sliding_window_size=7)

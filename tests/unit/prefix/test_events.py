@@ -1,0 +1,356 @@
+"""KV events: hashes that chain and survive splits, coalescing, and the wire format as vLLM's and SGLang's readers take it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, RadixCache, RadixKey, SWARadixCache
+
+msgspec = pytest.importorskip("msgspec")
+zmq = pytest.importorskip("zmq")
+
+from kvgraft.prefix.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber  # noqa: E402
+from kvgraft.prefix.wire import EventBatch, decode_batch, encode_batch  # noqa: E402
+
+
+def make_cache(page_size=1, **options):
+    log = EventLog(**options)
+    return RadixCache(page_size, events=log), log
+
+
+def put(cache, *token_ids, first_slot=0, **namespace):
+    return cache.insert(RadixKey(token_ids, **namespace), np.arange(first_slot, first_slot + len(token_ids)))
+
+
+# hashes
+
+
+def test_pages_are_named_by_a_chain_of_sha256():
+    cache, log = make_cache(2)
+    put(cache, 1, 2, 3, 4, 5)
+    (stored,) = log.take()
+    seed = log._seed((None, None, False))
+    first = hashlib.sha256(seed + struct.pack("<2q", 1, 2)).digest()
+    second = hashlib.sha256(first + struct.pack("<2q", 3, 4)).digest()
+    assert stored.block_hashes == tuple(struct.unpack(">q", digest[:8])[0] for digest in (first, second))
+    assert (stored.parent_block_hash, stored.token_ids, stored.block_size) == (None, (1, 2, 3, 4), 2)
+
+
+def test_a_continuation_names_its_parent():
+    cache, log = make_cache()
+    put(cache, 1, 2)
+    (first,) = log.take()
+    put(cache, 1, 2, 3)
+    (second,) = log.take()
+    assert second.parent_block_hash == first.block_hashes[-1]
+    assert second.token_ids == (3,)
+
+
+def hashes_of(key=b"", **namespace):
+    cache, log = make_cache(key=key)
+    put(cache, 1, 2, **namespace)
+    return log.take()[0].block_hashes
+
+
+def test_namespaces_and_keys_have_hashes_of_their_own():
+    namespaces = [{}, {"extra_key": "a"}, {"cache_salt": "a"}, {"extra_key": b"a"}, {"extra_key": ""}]
+    found = {hashes_of(**namespace) for namespace in namespaces} | {hashes_of(b"secret")}
+    assert len(found) == len(namespaces) + 1
+    assert hashes_of(b"secret", extra_key="a") == hashes_of(b"secret", extra_key="a")
+
+
+def test_splits_keep_the_hashes():
+    cache, log = make_cache(2)
+    put(cache, *range(8))
+    cache.match_prefix(RadixKey([0, 1, 2, 3, 99, 99]))
+    cache.check()
+    put(cache, 0, 1, 2, 3, 50, 51, first_slot=10)
+    cache.evict(100)
+    stored = [h for event in log.take() if isinstance(event, BlockStored) for h in event.block_hashes]
+    assert len(stored) == 5
+    fresh, other = make_cache(2)
+    put(fresh, 0, 1, 2, 3, 50, 51)
+    assert other.take()[0].block_hashes == (*stored[:2], stored[4])
+
+
+# coalescing
+
+
+def test_chunks_of_one_sequence_become_one_event():
+    cache, log = make_cache()
+    handle = None
+    for end in range(10, 51, 10):
+        handle = cache.insert(RadixKey(np.arange(end)), np.arange(end), after=handle).handle
+    (stored,) = log.take()
+    assert stored.token_ids == tuple(range(50))
+    assert len(log) == 0
+
+
+def test_unrelated_sequences_and_other_namespaces_stay_apart():
+    cache, log = make_cache()
+    put(cache, 1, 2)
+    put(cache, 3, 4, first_slot=10)
+    put(cache, 3, 4, 5, first_slot=20, cache_salt="s")
+    events = log.take()
+    assert [event.token_ids for event in events] == [(1, 2), (3, 4), (3, 4, 5)]
+    assert [event.cache_salt for event in events] == [None, None, "s"]
+
+
+def test_removals_become_one_event_and_order_is_kept():
+    cache, log = make_cache()
+    put(cache, 1, 2)
+    put(cache, 3, 4, first_slot=10)
+    cache.evict(4)
+    put(cache, 5, first_slot=20)
+    cache.reset()
+    events = log.take()
+    assert [type(event) for event in events] == [BlockStored, BlockStored, BlockRemoved, BlockStored, AllBlocksCleared]
+    assert events[2].block_hashes == events[0].block_hashes + events[1].block_hashes
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_replaying_the_events_gives_what_is_stored(page_size, hybrid):
+    rng = np.random.default_rng(1)
+    log = EventLog()
+    options = {"sliding_window_size": 6} if hybrid else {}
+    cache = (SWARadixCache if hybrid else RadixCache)(page_size, events=log, **options)
+    known, next_slot = set(), 0
+    for _ in range(400):
+        token_ids = np.repeat(rng.integers(0, 3, int(rng.integers(1, 9))), page_size)
+        slots = np.arange(next_slot, next_slot + len(token_ids))
+        next_slot += len(token_ids)
+        swa = {"swa_indices": slots} if hybrid else {}
+        cache.insert(RadixKey(token_ids), slots, **swa)
+        cache.match_prefix(RadixKey(token_ids[: len(token_ids) // 2]))
+        cache.evict(int(rng.integers(5)))
+        for event in log.take():
+            if isinstance(event, BlockStored):
+                assert not known & set(event.block_hashes)
+                known |= set(event.block_hashes)
+            else:
+                assert known >= set(event.block_hashes)
+                known -= set(event.block_hashes)
+        assert len(known) * page_size == cache.total_size
+        cache.check()
+
+
+# wire format
+
+
+class Event(msgspec.Struct, tag=True, omit_defaults=True):
+    """As both engines declare their events today: maps tagged by class name."""
+
+
+class ReaderBlockStored(Event, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    session_id: str | None = None
+
+
+class ReaderBlockRemoved(Event, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class ReaderAllBlocksCleared(Event, tag="AllBlocksCleared"):
+    pass
+
+
+class ReaderBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[ReaderBlockStored | ReaderBlockRemoved | ReaderAllBlocksCleared]
+    attn_dp_rank: int | None = None
+
+
+class SGLangBlockStored(Event, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
+class OldEvent(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
+    """As older vLLM: arrays that begin with the class name."""
+
+
+class OldBlockStored(OldEvent, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class OldBlockRemoved(OldEvent, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class OldAllBlocksCleared(OldEvent, tag="AllBlocksCleared"):
+    pass
+
+
+class OldBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
+    dp_rank: int | None = None
+
+
+EVENTS = (
+    BlockStored((1, -2), None, (5, 6), 1, medium="GPU", cache_salt="s", lora_name="l"),
+    BlockStored((3,), -2, (7,), 1, medium="GPU"),
+    BlockRemoved((3,), "GPU"),
+    AllBlocksCleared(),
+)
+BATCH = EventBatch(12.5, EVENTS, 3)
+
+
+def test_a_reader_of_vllm_takes_our_maps():
+    batch = msgspec.msgpack.decode(encode_batch(BATCH), type=ReaderBatch)
+    assert (batch.ts, batch.attn_dp_rank) == (12.5, 3)
+    assert [type(event).__name__ for event in batch.events] == [
+        "ReaderBlockStored",
+        "ReaderBlockStored",
+        "ReaderBlockRemoved",
+        "ReaderAllBlocksCleared",
+    ]
+    assert (batch.events[0].block_hashes, batch.events[0].parent_block_hash) == ([1, -2], None)
+    assert (batch.events[1].parent_block_hash, batch.events[0].lora_name) == (-2, "l")
+
+
+def test_a_reader_of_sglang_takes_our_maps():
+    batch = EventBatch(1.0, EVENTS[:2], 0)
+    payload = encode_batch(batch)
+    _, events, _ = msgspec.msgpack.decode(payload, type=tuple[float, list[SGLangBlockStored], int])
+    assert (events[0].cache_salt, events[0].medium) == ("s", "GPU")
+
+
+def test_a_reader_of_older_vllm_takes_our_arrays():
+    batch = msgspec.msgpack.decode(encode_batch(BATCH, as_arrays=True), type=OldBatch)
+    assert batch.events[1].token_ids == [7]
+    assert batch.events[2].medium == "GPU"
+
+
+@pytest.mark.parametrize("as_arrays", [False, True])
+def test_we_read_what_we_write(as_arrays):
+    decoded = decode_batch(encode_batch(BATCH, as_arrays=as_arrays))
+    assert decoded.timestamp == 12.5
+    assert decoded.dp_rank == 3
+    assert [type(event) for event in decoded.events] == [type(event) for event in EVENTS]
+    assert decoded.events[0].token_ids == (5, 6)
+    if not as_arrays:
+        assert decoded.events == EVENTS
+
+
+def test_we_read_both_engines_and_skip_what_is_unknown():
+    vllm = ReaderBatch(1.0, [ReaderBlockStored([b"\x01", 2], None, [5], 16, extra_keys=[["x"]], group_idx=0)])
+    old = OldBatch(1.0, [OldBlockStored([9], 8, [5], 16, None), OldAllBlocksCleared()])
+    assert decode_batch(msgspec.msgpack.encode(vllm)).events[0].block_hashes == (b"\x01", 2)
+    assert decode_batch(msgspec.msgpack.encode(old)).events == (BlockStored((9,), 8, (5,), 16), AllBlocksCleared())
+    unknown = msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}, {"type": "AllBlocksCleared"}], None])
+    assert decode_batch(unknown).events == (AllBlocksCleared(),)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode([1.0, [7]])])
+def test_nonsense_is_refused_in_one_line(payload):
+    with pytest.raises(IntegrationError, match="not a batch of KV events"):
+        decode_batch(payload)
+
+
+# publisher
+
+
+def receive(subscriber, num_batches, timeout_s=5):
+    batches, deadline = [], time.monotonic() + timeout_s
+    while len(batches) < num_batches and time.monotonic() < deadline:
+        batches += subscriber.receive(0.05)
+    return batches
+
+
+@pytest.fixture
+def endpoints(tmp_path):
+    return f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+
+
+def test_a_subscriber_gets_what_a_cache_publishes(endpoints):
+    cache, log = make_cache(2)
+    publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], topic="kv"))
+    subscriber = ZmqEventSubscriber(endpoints[0], topic="kv")
+    time.sleep(0.2)  # PUB drops what is sent before a subscription arrives
+    put(cache, 1, 2, 3, 4)
+    publisher.publish(log.take())
+    publisher.publish([])
+    cache.evict(4)
+    publisher.publish(log.take())
+    batches = receive(subscriber, 2)
+    publisher.close()
+    subscriber.close()
+    stored, removed = (batch.events[0] for batch in batches)
+    assert stored.token_ids == (1, 2, 3, 4)
+    assert removed.block_hashes == stored.block_hashes
+    assert subscriber.num_missed == 0
+
+
+def test_a_late_subscriber_is_told_what_it_missed(endpoints):
+    publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], endpoints[1], buffer_steps=3))
+    for index in range(5):
+        publisher.publish([BlockRemoved((index,))])
+    time.sleep(0.3)
+    subscriber = ZmqEventSubscriber(endpoints[0], replay_endpoint=endpoints[1])
+    time.sleep(0.2)
+    publisher.publish([BlockRemoved((5,))])
+    batches = receive(subscriber, 4)
+    publisher.close()
+    subscriber.close()
+    assert [batch.events[0].block_hashes for batch in batches] == [(3,), (4,), (5,)]
+    assert subscriber.num_missed == 3
+
+
+def test_a_full_queue_drops_and_counts(endpoints, monkeypatch, caplog):
+    monkeypatch.setattr(ZmqEventPublisher, "_send_next", lambda self: time.sleep(0.01) or True)
+    publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], max_queue_size=1))
+    for _ in range(3):
+        publisher.publish([AllBlocksCleared()])
+    assert publisher.num_dropped == 2
+    monkeypatch.setattr(ZmqEventPublisher, "_send_next", lambda self: False)
+    publisher.close(0.1)
+    assert "KV events are dropped" in caplog.text
+
+
+def test_bad_settings_and_endpoints_are_named(endpoints):
+    with pytest.raises(ConfigError, match="buffer_steps"):
+        PublisherConfig(buffer_steps=0)
+    with pytest.raises(IntegrationError, match="cannot open 'nonsense'"):
+        ZmqEventPublisher(PublisherConfig("nonsense"))
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    with pytest.raises(ImportError, match="pip install 'kvgraft\\[router\\]'"):
+        encode_batch(BATCH)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ImportError, match="pip install 'kvgraft\\[router\\]'"):
+        ZmqEventPublisher()

@@ -1,0 +1,77 @@
+"""Keys: limits, bigram views, namespaces, comparison in pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgraft.errors import ConfigError
+from kvgraft.prefix import RadixCache, RadixKey
+
+
+def test_limit_truncates_without_a_copy():
+    token_ids = np.arange(10)
+    key = RadixKey(token_ids, limit=4)
+    assert len(key) == 4
+    assert np.shares_memory(key.token_ids, token_ids)
+    cache = RadixCache()
+    cache.insert(RadixKey(token_ids), token_ids)
+    assert cache.match_prefix(key).prefix_len == 4
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 0), (2, 1), (5, 4)])
+def test_a_bigram_view_is_one_shorter(num_tokens, expected):
+    assert len(RadixKey(np.arange(num_tokens), is_bigram=True)) == expected
+
+
+def test_page_aligned_and_child_key():
+    key = RadixKey(np.arange(10), "a", "salt")
+    assert len(key.page_aligned(4)) == 8
+    assert key.child_key(4) == (("a", "salt", False), np.arange(4).tobytes())
+    bigram = RadixKey(np.arange(10), is_bigram=True)
+    assert len(bigram.page_aligned(4)) == 8
+    assert bigram.child_key(2)[1] == np.arange(3).tobytes()
+    assert len(RadixKey([1], is_bigram=True).page_aligned(1)) == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("is_bigram", [False, True])
+def test_match_counts_whole_pages(page_size, is_bigram):
+    left = RadixKey(np.arange(5000), is_bigram=is_bigram)
+    right = RadixKey(np.append(np.arange(3001), 7), is_bigram=is_bigram)
+    shared = 3001 - is_bigram
+    assert left.match(right, page_size) == shared // page_size * page_size
+    assert RadixKey(np.arange(10)).match_at(RadixKey([4, 5, 9]), 4) == 2
+
+
+@pytest.mark.parametrize("other", [RadixKey([1], "x"), RadixKey([1], None, "s"), RadixKey([1, 2], is_bigram=True)])
+def test_keys_of_different_namespaces_are_not_compared(other):
+    with pytest.raises(ConfigError, match="cannot be compared"):
+        RadixKey([1]).match(other)
+
+
+def test_salt_and_extra_key_are_separate_parts_of_the_namespace():
+    cache = RadixCache()
+    cache.insert(RadixKey([1, 2], "a", None), np.arange(2))
+    assert cache.match_prefix(RadixKey([1, 2], None, "a")).prefix_len == 0
+    assert cache.match_prefix(RadixKey([1, 2], "a")).prefix_len == 2
+
+
+def test_negative_limit_is_refused():
+    with pytest.raises(ConfigError, match="limit"):
+        RadixKey([1], limit=-1)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64])
+def test_bigram_splits_share_a_token_and_match_on(page_size):
+    cache = RadixCache(page_size)
+    token_ids = np.arange(400)
+    length = 399 // page_size * page_size
+    cache.insert(RadixKey(token_ids, is_bigram=True), np.arange(399))
+    for cut in (200, 100, 300):
+        changed = token_ids.copy()
+        changed[cut] = -5
+        assert cache.match_prefix(RadixKey(changed, is_bigram=True)).prefix_len == (cut - 1) // page_size * page_size
+        cache.check()
+    result = cache.match_prefix(RadixKey(token_ids, is_bigram=True))
+    assert result.kv_indices.tolist() == list(range(length))

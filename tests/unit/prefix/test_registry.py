@@ -1,0 +1,175 @@
+"""The registry of prefix caches: the behaviours of its specification, numbered as there."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.prefix import (
+    ChunkCache,
+    HierarchicalRadixCache,
+    RadixCache,
+    StreamingSession,
+    SWAChunkCache,
+    SWARadixCache,
+    TreeCacheBuildContext,
+    create_tree_cache,
+    default_radix_cache_factory,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+    registered_radix_cache_backends,
+    registry,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_FACTORIES", {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+
+
+def context(**fields):
+    return TreeCacheBuildContext(**fields)
+
+
+def test_01_a_registered_factory_is_returned_and_listed():
+    register_radix_cache_backend("mine", factory := lambda ctx: None)
+    assert get_radix_cache_factory("mine") is factory
+    assert registered_radix_cache_backends() == ["mine"]
+
+
+def test_02_an_unknown_name_is_none():
+    assert get_radix_cache_factory("nobody") is None
+
+
+@pytest.mark.parametrize("name", ["", "  ", "\t"])
+def test_03_04_empty_and_blank_names_are_refused(name):
+    with pytest.raises(ConfigError, match="not empty"):
+        register_radix_cache_backend(name, RadixCache)
+    assert registered_radix_cache_backends() == []
+
+
+def test_05_a_name_is_given_once():
+    register_radix_cache_backend("mine", first := lambda ctx: None)
+    with pytest.raises(ConfigError, match="'mine' is registered already"):
+        register_radix_cache_backend("mine", lambda ctx: None)
+    assert get_radix_cache_factory("mine") is first
+
+
+def test_06_a_named_factory_is_called_once_and_its_cache_returned_as_is():
+    calls, cache = [], RadixCache()
+    register_radix_cache_backend("mine", lambda ctx: calls.append(ctx) or cache)
+    ctx = context(backend="mine", options={"depth": 3})
+    assert create_tree_cache(ctx) is cache
+    assert calls == [ctx]
+
+
+def test_07_an_unknown_backend_is_told_what_there_is():
+    register_radix_cache_backend("mine", RadixCache)
+    with pytest.raises(ValueError, match=r"unknown prefix-cache backend 'yours'; registered are: mine\. Call register"):
+        create_tree_cache(context(backend="yours"))
+
+
+def test_08_without_a_name_the_default_is_called_once(monkeypatch):
+    calls, cache = [], RadixCache()
+    monkeypatch.setattr(registry, "default_radix_cache_factory", lambda ctx: calls.append(ctx) or cache)
+    assert create_tree_cache(ctx := context()) is cache
+    assert calls == [ctx]
+
+
+def test_09_a_cache_without_sessions_is_wrapped_where_they_are_asked_for():
+    cache = create_tree_cache(context(enable_streaming_session=True))
+    assert isinstance(cache, StreamingSession)
+    assert isinstance(cache.inner, RadixCache)
+
+
+def test_10_a_cache_with_sessions_is_not_wrapped():
+    class WithSessions(RadixCache):
+        def supports_streaming_session(self):
+            return True
+
+    cache = WithSessions()
+    register_radix_cache_backend("mine", lambda ctx: cache)
+    assert create_tree_cache(context(backend="mine", enable_streaming_session=True)) is cache
+
+
+CHUNKS = {"effective_chunked_prefill_size": 512, "disable_radix_cache": True}
+WINDOW = {"sliding_window_size": 128}
+
+
+class Transfer:
+    def backup(self, kv_indices):
+        return None
+
+    load = backup
+
+    def free_host(self, host_indices):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (CHUNKS, ChunkCache),  # 11
+        ({**CHUNKS, "is_hybrid_swa": True, **WINDOW}, SWAChunkCache),  # 12
+        ({**CHUNKS, "is_all_swa": True, **WINDOW}, SWAChunkCache),  # 13
+        ({**CHUNKS, "use_native_tree": True}, ChunkCache),  # order: disabled comes first
+        ({"use_unified_tree": True}, RadixCache),  # 15
+        ({"use_unified_tree": True, "is_hybrid_swa": True, **WINDOW}, SWARadixCache),
+        ({"enable_hierarchical_cache": True, "tier_transfer": Transfer()}, HierarchicalRadixCache),  # 16
+        ({"is_hybrid_swa": True, **WINDOW}, SWARadixCache),  # 20
+        ({"is_all_swa": True, **WINDOW}, SWARadixCache),  # 21
+        ({}, RadixCache),  # 24
+        ({"disable_radix_cache": True}, RadixCache),
+        ({"effective_chunked_prefill_size": 512}, RadixCache),
+    ],
+)
+def test_11_to_24_the_default_chain(fields, expected):
+    cache = default_radix_cache_factory(context(page_size=16, **fields))
+    assert type(cache) is expected
+    assert cache.page_size == 16
+    assert cache.disabled == fields.get("disable_radix_cache", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_native_tree": True}, "no tree in native code"),  # 14
+        ({"enable_hierarchical_cache": True, "is_hybrid_ssm": True}, "state-space"),  # 17
+        ({"enable_hierarchical_cache": True, "is_hybrid_swa": True, **WINDOW}, "full attention only"),  # 18
+        ({"is_hybrid_ssm": True}, "state-space layers have no prefix cache"),  # 22
+        ({"external_backend": "lmcache"}, "no external cache service 'lmcache'"),  # 23
+        ({"is_hybrid_swa": True}, "needs sliding_window_size"),
+        ({"enable_hierarchical_cache": True}, "needs tier_transfer"),
+        ({"eviction_policy": "random"}, "unknown eviction policy 'random'"),
+        ({"eviction_policy": "slru", "eviction_policy_config": {"x": 1}}, "no parameter 'x'"),
+    ],
+)
+def test_what_does_not_exist_is_named(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        default_radix_cache_factory(context(**fields))
+
+
+def test_settings_reach_the_cache():
+    cache = create_tree_cache(context(eviction_policy="slru", eviction_policy_config={"protected_threshold": 5}))
+    assert dataclasses.asdict(cache.policy) == {"protected_threshold": 5}
+    swa = create_tree_cache(context(is_hybrid_swa=True, sliding_window_size=77))
+    assert swa.sliding_window_size == 77
+
+
+def test_third_parties_come_through_entry_points(monkeypatch):
+    entry = EntryPoint("theirs", "kvgraft.prefix.registry:default_radix_cache_factory", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    assert isinstance(create_tree_cache(context(backend="theirs")), RadixCache)
+    assert registered_radix_cache_backends() == ["theirs"]
+    create_tree_cache(context(backend="theirs"))
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch):
+    entry = EntryPoint("broken", "kvgraft.nothing:factory", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    with pytest.raises(IntegrationError, match=r"'broken' .* cannot be loaded"):
+        create_tree_cache(context(backend="broken"))
