@@ -2,11 +2,12 @@
 
     python benchmarks/bench_streams.py --json
 
-Slow-down: `--streams` long streams run; a window of `--window` seconds alone and one in which a cold prompt of
-`--prefill-tokens` random tokens arrives every `--every` seconds take turns, the first one changing from round to round.
-Prompts without a first token when the window ends are cut off and counted. Scaling: one stream and `--streams` streams take
-turns. Medians over rounds. A gap is the time between two chunks of a stream; a chunk is a token, except where a character
-needs several.
+Slow-down: `--streams` streams of `--stream-tokens` tokens run to their ends, alone and while a cold prompt of
+`--prefill-tokens`
+random tokens arrives every `--every` seconds, the order changing from round to round. Both sides decode the same lengths,
+because a step takes longer the longer its sequences are. Prompts without a first token when the streams end are cut off
+and counted. Scaling: one stream and `--streams` streams take turns. Medians over rounds. A gap is the time between two
+chunks of a stream; a chunk is a token, except where a character needs several.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from kvgraft.bench.server_process import ServerProcess, end_on_sigterm
 from kvgraft.errors import KVGraftError
 
 _STREAM_PROMPT_TOKENS = 32
-_PAUSE_SECONDS = 0.3
+_SKIPPED_GAPS = 20
 _FIRST_TEXT_ID = 3
 
 
 @dataclass(frozen=True, slots=True)
-class WindowFigures:
-    """Streams within a window: mean over streams of their mean gap, and the p95 over all gaps; milliseconds."""
+class StreamFigures:
+    """Mean over streams of their mean gap, and the p95 over all gaps; milliseconds."""
 
     tpot_ms: float
     gap_p95_ms: float
@@ -43,10 +44,10 @@ class WindowFigures:
 
 @dataclass(frozen=True, slots=True)
 class SlowDownRound:
-    """One round; `prefill_ttft_ms` of the prompts that had a first token, `cut_off` of them had none within the window."""
+    """One round; prompts with a first token, and how many had none when the streams ended."""
 
-    alone: WindowFigures
-    loaded: WindowFigures
+    alone: StreamFigures
+    loaded: StreamFigures
     prefill_ttft_ms: list[float]
     cut_off: int
 
@@ -69,28 +70,26 @@ class StreamBench:
         self._rng = random.Random(args.seed)
 
     async def slow_down(self, number: int) -> SlowDownRound:
-        """Run the streams, and in one of two windows prompts beside them."""
-        prompts = [self._tokens(_STREAM_PROMPT_TOKENS) for _ in range(self._args.streams)]
-        exchanges, tasks = self._start([self._body(prompt, self._args.stream_tokens) for prompt in prompts])
-        windows: dict[str, WindowFigures] = {}
+        """Run the streams to their ends twice, once with prompts beside them."""
+        figures: dict[str, StreamFigures] = {}
         prefills: list[Exchange] = []
-        try:
+        for kind in ("alone", "loaded") if number % 2 == 0 else ("loaded", "alone"):
+            bodies = [
+                self._body(self._tokens(_STREAM_PROMPT_TOKENS), self._args.stream_tokens)
+                for _ in range(self._args.streams)
+            ]
+            exchanges, tasks = self._start(bodies)
             await _first_tokens(exchanges, tasks)
-            for kind in ("alone", "loaded") if number % 2 == 0 else ("loaded", "alone"):
-                await asyncio.sleep(_PAUSE_SECONDS)
-                start = time.perf_counter()
-                if kind == "loaded":
-                    prefills = await self._prefills()
-                else:
-                    await asyncio.sleep(self._args.window)
-                windows[kind] = _window_figures(exchanges, start, start + self._args.window)
-            if any(task.done() for task in tasks):
-                failures = {exchange.failure for exchange in exchanges if exchange.failure}
-                raise SystemExit(f"streams ended within the round ({failures or 'too short'}); raise --stream-tokens")
-        finally:
-            await _cancel(tasks)
+            sender = asyncio.ensure_future(self._prefills(prefills)) if kind == "loaded" else None
+            await asyncio.gather(*tasks)
+            if sender is not None:
+                await _cancel([sender])
+            figures[kind] = _stream_figures(exchanges)
+        failures = [exchange.failure for exchange in prefills if exchange.failure and exchange.failure != "cancelled"]
+        if failures:
+            raise SystemExit(f"a prompt failed: {failures[0]}")
         ttft_ms = [1e3 * exchange.ttft_s for exchange in prefills if exchange.ttft_s is not None]
-        return SlowDownRound(windows["alone"], windows["loaded"], ttft_ms, len(prefills) - len(ttft_ms))
+        return SlowDownRound(figures["alone"], figures["loaded"], ttft_ms, len(prefills) - len(ttft_ms))
 
     async def scaling(self) -> ScalingRound:
         """Run one stream, then all, to their ends."""
@@ -108,20 +107,17 @@ class StreamBench:
             rates.append(1 / exchange.tpot_s)
         return sum(rates)
 
-    async def _prefills(self) -> list[Exchange]:
-        """Send cold prompts for the length of the window."""
-        exchanges, tasks = [], []
-        end = time.perf_counter() + self._args.window
-        while (left := end - time.perf_counter()) > 0:
-            more, sent = self._start([self._body(self._tokens(self._args.prefill_tokens), 1)])
-            exchanges += more
-            tasks += sent
-            await asyncio.sleep(min(left, self._args.every))
-        await _cancel(tasks)
-        failures = [exchange.failure for exchange in exchanges if exchange.ended_s and exchange.failure]
-        if failures:
-            raise SystemExit(f"a prompt failed: {failures[0]}")
-        return exchanges
+    async def _prefills(self, exchanges: list[Exchange]) -> None:
+        """Send cold prompts, noting them in `exchanges`, until cancelled; what is unanswered then is cancelled too."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            while True:
+                more, sent = self._start([self._body(self._tokens(self._args.prefill_tokens), 1)])
+                exchanges += more
+                tasks += sent
+                await asyncio.sleep(self._args.every)
+        finally:
+            await _cancel(tasks)
 
     def _start(self, bodies: list[bytes]) -> tuple[list[Exchange], list[asyncio.Task[None]]]:
         exchanges = [Exchange(time.perf_counter()) for _ in bodies]
@@ -148,11 +144,13 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _window_figures(exchanges: list[Exchange], start: float, end: float) -> WindowFigures:
-    gaps = [np.diff([moment for moment in exchange.token_s if start <= moment <= end]) for exchange in exchanges]
-    if any(not len(gap) for gap in gaps):
-        raise SystemExit("a stream stood still for a whole window; lengthen --window")
-    return WindowFigures(
+def _stream_figures(exchanges: list[Exchange]) -> StreamFigures:
+    failed = next((exchange.failure for exchange in exchanges if exchange.failure), None)
+    if failed is not None:
+        raise SystemExit(f"a stream failed: {failed}")
+    # The first gaps are those in which the other streams' prompts are computed.
+    gaps = [np.diff(exchange.token_s)[_SKIPPED_GAPS:] for exchange in exchanges]
+    return StreamFigures(
         1e3 * statistics.mean(float(gap.mean()) for gap in gaps), 1e3 * float(np.percentile(np.concatenate(gaps), 95))
     )
 
@@ -227,10 +225,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=("slow-down", "scaling"))
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--window", type=float, default=8.0, help="seconds")
     parser.add_argument("--prefill-tokens", type=int, default=4096)
-    parser.add_argument("--every", type=float, default=0.5, help="seconds between prompts")
-    parser.add_argument("--stream-tokens", type=int, default=8000, help="longest output of a stream beside prompts")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between prompts")
+    parser.add_argument("--stream-tokens", type=int, default=1000, help="output of each stream")
     parser.add_argument("--scaling-tokens", type=int, default=128)
     parser.add_argument("--reuse", choices=("off", "exact", "graft"), default="off")
     parser.add_argument("--vocab", type=int, default=4000, help="random token ids are below this")

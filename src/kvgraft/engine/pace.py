@@ -2,8 +2,8 @@
 
 While streams run, prefill lives on credit: every step earns `slowdown` times the duration of a step without prefill, and
 a step with prefill spends what it took longer. So streams get slower by `slowdown` on average, whatever the machine and
-the model. Prompts that wait longer than this share promises them get more: a saturated server would otherwise spend its time
-on small decode batches while its queue grows.
+the model. Prompts that wait several times longer than this share promises them get more: a saturated server would otherwise
+spend its time on small decode batches while its queue grows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ _REMEMBERED = 5
 """Durations per batch size whose median counts; stalls of the machine drop out."""
 _REFRESH = 16
 """Steps with prefill after which one without measures the pace of streams again."""
-_MIN_SECONDS = 1.5e-3
-"""Less prefill than this in one step is not worth its bookkeeping; credit is saved up."""
-_MAX_DEBT = 20.0
+_PATIENCE = 4.0
+"""Prompts may take this many times what their share promises before they get more."""
+_MIN_SECONDS = 5e-3
+"""Shorter pieces of prefill cost a quarter more per row; credit is saved up for this much."""
+_MAX_DEBT = 6.0
 """Times `_MIN_SECONDS` that a step may overdraw at most: a stall of the machine is not the prompt's fault."""
 _FIRST_FLOPS_TOKENS = 64
 """Tokens of the first prefill, before any speed is known."""
@@ -72,7 +74,7 @@ class Pace:
         plain = self.stream_step_s(num_streams)
         if plain is None or self._since_plain >= _REFRESH:
             return 0.0
-        earned = self.slowdown * max(1.0, lateness) * plain
+        earned = self.slowdown * max(1.0, lateness / _PATIENCE) * plain
         self._credit = min(self._credit + earned, max(earned, 2 * _MIN_SECONDS))
         if self._credit < min(_MIN_SECONDS, plain):
             return 0.0

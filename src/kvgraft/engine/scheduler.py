@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HEADROOM = 32
 """Slots that a request gets beyond what it needs now, so that its output lies in few runs."""
-_MIN_ROWS = 16
+_MIN_ROWS = 32
 """A piece of prefill is not cut smaller than this; the pace makes up for it later."""
 _MAX_LONG_PREFILLS = 4
 """So many long prompts are computed side by side at most; a short one need not wait for them."""

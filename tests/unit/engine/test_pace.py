@@ -52,7 +52,7 @@ def test_offline_prefill_is_not_bounded():
 
 def test_late_prompts_get_more():
     on_time = simulate(Pace(0.2, 0.25, FLOPS_PER_TOKEN), seconds=10, num_streams=8, lateness=1.0)[1]
-    late = simulate(Pace(0.2, 0.25, FLOPS_PER_TOKEN), seconds=10, num_streams=8, lateness=20.0)[1]
+    late = simulate(Pace(0.2, 0.25, FLOPS_PER_TOKEN), seconds=10, num_streams=8, lateness=40.0)[1]
     assert late > 3 * on_time
 
 
