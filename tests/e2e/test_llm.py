@@ -10,6 +10,7 @@ from kvgraft.engine import LLM, FinishReason, SamplingParams
 from kvgraft.engine.loading import adopt_model
 from kvgraft.errors import ConfigError
 from kvgraft.memory import Owner
+from kvgraft.prefix import RadixCache, register_radix_cache_backend, registry
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import Fidelity, MissReason
 
@@ -294,3 +295,37 @@ def test_long_prefill_in_pieces_gives_the_same_tokens(rng, document):
     for llm in (whole, pieces):
         llm.generate(document, GREEDY)
     assert whole.generate(prompt, GREEDY)[0].token_ids == pieces.generate(prompt, GREEDY)[0].token_ids
+
+
+def test_prefix_cache_of_another_package_serves_the_engine(rng, monkeypatch):
+    made = []
+
+    class Theirs(RadixCache):
+        def __init__(self, page_size):
+            super().__init__(page_size)
+            made.append(self)
+
+    monkeypatch.setattr(registry, "_FACTORIES", {})
+    register_radix_cache_backend("theirs", lambda context: Theirs(context.page_size))
+    llm = make_llm(radix_cache_backend="theirs")
+    prompt = rng.integers(3, VOCABULARY, 100)
+    _, second = llm.generate([prompt, prompt], GREEDY, "exact")
+    assert second.report.exact_tokens == 99
+    assert llm.space.prefix is made[0]
+    llm.check()
+
+
+def test_engine_without_a_prefix_cache_leaks_nothing(rng, monkeypatch):
+    monkeypatch.setattr(registry, "_FACTORIES", {})
+    register_radix_cache_backend("none", lambda context: RadixCache(context.page_size, disabled=True))
+    llm = make_llm(radix_cache_backend="none", num_slots=400)
+    prompt = rng.integers(3, VOCABULARY, 100)
+    _, second = llm.generate([prompt, prompt], GREEDY, "exact")
+    assert second.report.exact_tokens == 0
+    llm.check()
+    assert llm.usage().cached == llm.usage().request == 0
+
+
+def test_unknown_prefix_cache_is_one_line():
+    with pytest.raises(ConfigError, match="no-such-cache"):
+        make_llm(radix_cache_backend="no-such-cache")

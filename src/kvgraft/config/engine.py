@@ -53,6 +53,9 @@ class EngineConfig(Settings):
     max_generation: int = setting(
         2, "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g", CACHE, low=0
     )
+    radix_cache_backend: str = setting(
+        "default", "prefix cache by the name that it was registered under, by an installed package say", CACHE
+    )
     max_rows: int = setting(16_384, "rows of one forward pass; longer prefills run in pieces", SCHEDULING, low=1)
     max_running: int = setting(64, "requests that are computed at the same time", SCHEDULING, low=1)
     max_waiting: int = setting(

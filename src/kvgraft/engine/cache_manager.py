@@ -75,7 +75,7 @@ class CacheManager:
                 # The last token is always computed: its logits are what the request is for.
                 match = self.space.prefix.match_prefix(RadixKey(request.token_ids[:-1], request.namespace.key))
                 prefix_slots, handle = match.kv_indices, match.handle
-                self.space.prefix.inc_lock_ref(handle)
+                handle = self.space.prefix.inc_lock_ref(handle)
                 self.space.allocator.retain(prefix_slots, Owner.REQUEST)
             planned, donors = self._plan(request, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
@@ -290,8 +290,10 @@ class CacheManager:
     def _release(self, cache: RequestCache) -> None:
         self._unpin(cache)
         if cache.handle is not None:
-            self.space.prefix.dec_lock_ref(cache.handle)
+            freed = self.space.prefix.dec_lock_ref(cache.handle).freed
             cache.handle = None
+            if len(freed):
+                self.space.allocator.release(freed, Owner.CACHE)
         if len(cache.kv_indices):
             self.space.allocator.release(cache.kv_indices, Owner.REQUEST)
             cache.kv_indices = cache.kv_indices[:0]

@@ -24,6 +24,7 @@ from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
 from kvgraft.engine.text import OutputText
 from kvgraft.errors import ConfigError, OverloadedError, RequestError
 from kvgraft.observability import NullRecorder, Recorder, RequestRecord, StepRecord
+from kvgraft.prefix import PrefixCache, TreeCacheBuildContext, create_tree_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +94,7 @@ class Engine:
         self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS))
         self.space = KVSpace(
             self.adapter.pool,
+            _prefix_cache(config.radix_cache_backend),
             host_bytes=config.host_bytes,
             donor_tokens=config.donor_tokens,
             min_run=config.min_run,
@@ -235,6 +237,11 @@ class Engine:
             num_donors=len(self.space.donors),
             host_bytes=self.space.host.used_bytes,
         )
+
+
+def _prefix_cache(backend: str) -> PrefixCache:
+    """The prefix cache of a setting `radix_cache_backend`; raises `ConfigError` that lists what is registered."""
+    return create_tree_cache(TreeCacheBuildContext(backend=None if backend == "default" else backend))
 
 
 def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:

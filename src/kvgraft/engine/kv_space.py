@@ -15,7 +15,6 @@ import numpy as np
 from kvgraft.donors import Donor, DonorCatalogue
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import HostKVStore, KVBlock, Owner, SlotAllocator, SlotPool
-from kvgraft.prefix import RadixCache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import SlotIndex, SlotUsage
+    from kvgraft.prefix import PrefixCache
     from kvgraft.types import DonorId, Match, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -68,10 +68,12 @@ class KVSpace:
         - A donor's K/V lie in slots or in the host store, and the host store holds nothing else.
     """
 
-    def __init__(self, pool: SlotPool, *, host_bytes: int, donor_tokens: int, min_run: int) -> None:
+    def __init__(
+        self, pool: SlotPool, prefix: PrefixCache, *, host_bytes: int, donor_tokens: int, min_run: int
+    ) -> None:
         self.pool = pool
         self.allocator = SlotAllocator(pool.num_slots)
-        self.prefix = RadixCache()
+        self.prefix = prefix
         self.donors = DonorCatalogue(donor_tokens, min_run=min_run)
         self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
         self.num_spilled = 0
