@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -19,3 +21,12 @@ def rng() -> np.random.Generator:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    """Commands quieten the package's logger for their process; the next test wants to hear it again."""
+    package = logging.getLogger("kvgraft")
+    level = package.level
+    yield
+    package.setLevel(level)
