@@ -308,7 +308,6 @@ class AsyncLLM:
             _post(loop, items)
 
     def _fail_all(self, reason: str) -> None:
-        self._engine.cancel_all()
         with self._wake:
             commands = list(self._commands)
             self._commands.clear()

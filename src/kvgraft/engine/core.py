@@ -148,12 +148,10 @@ class Engine:
         self._drop(active, "abort")
         return True
 
-    def cancel_all(self) -> list[str]:
-        """End every request; returns their ids."""
-        ids = list(self._active)
-        for request_id in ids:
+    def cancel_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._active):
             self.cancel(request_id)
-        return ids
 
     def step(self) -> list[StepEvent]:
         """Run one forward pass for the requests that are due; a failure ends the request that it concerns, no other."""

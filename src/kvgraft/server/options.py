@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvgraft.config import EngineConfig
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.server.errors import APIError
 from kvgraft.types import ReuseMode
@@ -22,7 +23,7 @@ _MAX_SALT_CHARS = 256
 _GREEDY_BELOW = 1e-3
 """Lower temperatures are greedy: dividing logits by them overflows float32 and could not be told from it."""
 _SEED_LIMIT = 2**63
-SELECTIONS = ("none", "first_k", "query_seam")
+SELECTIONS = EngineConfig.rules()["selection"].choices
 _KVGRAFT_KEYS = frozenset({"reuse", "selection"})
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
