@@ -47,6 +47,7 @@ class MissReason(StrEnum):
     NOT_WORTH_IT = "not_worth_it"
     MODEL_REFUSED = "model_refused"
     NO_ROOM = "no_room"
+    DEADLINE = "deadline"
     ERROR = "error"
 
 

@@ -4,14 +4,23 @@
 |---|---|---|
 | `none` | nothing | - |
 | `first_k` | the first k tokens of each run | EPIC, https://arxiv.org/abs/2410.15332 |
+| `kv_deviation` | largest change of the key in an early layer | CacheBlend, https://arxiv.org/abs/2405.16444 |
 | `query_seam` | query attention x a prior that falls with the distance from the seam | docs/graft.md |
 """
 
 from __future__ import annotations
 
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select.base import Observation, Recompute, SelectionContext, SelectionPolicy, SelectionSteps
+from kvgraft.graft.select.base import (
+    Observable,
+    Observation,
+    Recompute,
+    SelectionContext,
+    SelectionPolicy,
+    SelectionSteps,
+)
 from kvgraft.graft.select.first_k import FirstK
+from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
 from kvgraft.graft.select.query_seam import QuerySeam
 
@@ -19,6 +28,7 @@ SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
     "none": NoRecompute,
     "first_k": FirstK,
     "query_seam": QuerySeam,
+    "kv_deviation": KVDeviation,
 }
 
 
@@ -36,7 +46,9 @@ def selection_policy(name: str, **parameters: float) -> SelectionPolicy:
 __all__ = [
     "SELECTION_POLICIES",
     "FirstK",
+    "KVDeviation",
     "NoRecompute",
+    "Observable",
     "Observation",
     "QuerySeam",
     "Recompute",

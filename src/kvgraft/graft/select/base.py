@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ class Recompute:
     Attributes:
         positions: int64, ascending positions among the reused ones; those of earlier steps need not be repeated.
         observe_query: Sum the attention that the query (the last live rows) pays to each position.
+        observe_key_deviation: Compute every position in the first layers and tell how far its key moved there.
     """
 
     positions: NDArray[np.int64]
     observe_query: bool = False
+    observe_key_deviation: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,16 +51,26 @@ class Observation:
     """What a step gave.
 
     Attributes:
-        logits: float32 (vocab_size,), next-token logits of the prompt as it stands.
+        logits: float32 (vocab_size,), next-token logits of the prompt as it stands; None where the engine samples elsewhere.
         attention_mass: float32 (num_tokens,), summed over query rows, heads and layers, on the CPU; None unless asked for.
+        key_deviation: float32 (num_tokens,), squared distance between the key that was reused and the key that was
+            computed, summed over heads and channels of one early layer; None unless asked for.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     attention_mass: NDArray[np.float32] | None
+    key_deviation: NDArray[np.float32] | None = None
 
 
 SelectionSteps = Generator[Recompute, Observation, None]
 """Yields at least one `Recompute`, receives an `Observation` for each; the last step's result is served."""
+
+
+class Observable(StrEnum):
+    """What a policy may ask to see; an engine says what it can show."""
+
+    QUERY_ATTENTION = "query_attention"
+    KEY_DEVIATION = "key_deviation"
 
 
 class SelectionPolicy(ABC):
@@ -68,6 +81,7 @@ class SelectionPolicy(ABC):
     """
 
     name: ClassVar[str]
+    observes: ClassVar[frozenset[Observable]] = frozenset()
 
     @property
     @abstractmethod

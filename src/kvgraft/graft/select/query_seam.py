@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select.base import Recompute, SelectionContext, SelectionPolicy, SelectionSteps
+from kvgraft.graft.select.base import Observable, Recompute, SelectionContext, SelectionPolicy, SelectionSteps
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class QuerySeam(SelectionPolicy):
     """Recompute the share `ratio` of reused tokens with the highest `attention mass / (1 + distance from the seam)`."""
 
     name: ClassVar[str] = "query_seam"
+    observes: ClassVar[frozenset[Observable]] = frozenset({Observable.QUERY_ATTENTION})
     ratio: float = 0.05
 
     def __post_init__(self) -> None:

@@ -1,0 +1,69 @@
+"""Find the codec of a layer by writing known K/V through the engine's own operation and reading them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
+from kvgraft.integrations.vllm.codec.packed import PackedCodec
+from kvgraft.integrations.vllm.codec.scratch import scratch_like
+from kvgraft.integrations.vllm.codec.split import SplitCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kvgraft.integrations.vllm.codec.base import KVCodec
+
+    EngineWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """Stores `(keys, values, cache, slots)` as the engine does."""
+
+CODECS: tuple[KVCodec, ...] = (PackedCodec(), TransposedKeysCodec(), SplitCodec(0), SplitCodec(1))
+
+
+def choose_codec(
+    cache: Tensor, num_kv_heads: int, head_dim: int, block_size: int, engine_write: EngineWrite
+) -> KVCodec:
+    """Return the codec that reads what the engine writes, and writes what the engine would.
+
+    Args:
+        cache: The layer's cache; not touched, the check runs on scratch blocks of the same layout.
+        num_kv_heads: Heads of this rank.
+        head_dim: Width of a head.
+        block_size: Tokens of a block.
+        engine_write: The engine's own operation.
+
+    Raises:
+        IntegrationError: No codec does; nothing may be grafted.
+    """
+    for codec in CODECS:
+        if codec.matches(cache, num_kv_heads, head_dim, block_size):
+            scratch = scratch_like(cache, 2, codec.block_axis)
+            if _is_right(codec, scratch, (num_kv_heads, head_dim), block_size, engine_write):
+                return codec
+    raise IntegrationError(
+        f"unknown KV cache layout: shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype} on "
+        f"{cache.device.type}; nothing is grafted, please report the attention backend"
+    )
+
+
+def _is_right(codec: KVCodec, scratch: Tensor, shape: tuple[int, int], block_size: int, engine_write: EngineWrite) -> bool:
+    """Compare both directions, at slots of two blocks that are not in order."""
+    slots = torch.tensor([block_size + 1, 0, 2 * block_size - 1, 3, block_size], device=scratch.device)
+    generator = torch.Generator().manual_seed(7)
+    keys, values = (
+        torch.randn((len(slots), *shape), generator=generator).to(scratch.device, scratch.dtype) for _ in range(2)
+    )
+    scratch.zero_()
+    engine_write(keys, values, scratch, slots)
+    by_engine = scratch.clone()
+    read_keys, read_values = codec.read(scratch, slots)
+    if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
+        return False
+    scratch.zero_()
+    codec.write(scratch, slots, keys, values)
+    return torch.equal(scratch, by_engine)

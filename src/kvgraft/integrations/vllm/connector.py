@@ -1,0 +1,192 @@
+"""`GraftConnector`: what vLLM loads. It holds one of the two halves and passes calls on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from kvgraft.config.vllm import VLLMConfig
+from kvgraft.integrations.vllm.engine_facts import EngineFacts
+from kvgraft.integrations.vllm.messages import StepCommands, WorkerReport
+from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
+from kvgraft.integrations.vllm.scheduler import GraftScheduler
+from kvgraft.integrations.vllm.worker import GraftWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class GraftConnector(KVConnectorBase_V1, SupportsHMA):
+    """Position-independent KV reuse for a stock vLLM.
+
+    vLLM builds one object in the scheduler's process and one in each worker's. Settings are read from
+    `kv_connector_extra_config` (`VLLMConfig`); a wrong one raises `ConfigError` at start. docs/integrations/vllm.md.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Build the half for `role`; vLLM's factory insists on the names of the arguments."""
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        config = VLLMConfig.from_dict(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._scheduler: GraftScheduler | None = None
+        self._worker: GraftWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._build_scheduler(config, vllm_config, kv_cache_config)
+        else:
+            self._worker = GraftWorker(config, vllm_config, kv_cache_config)
+
+    def _build_scheduler(
+        self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> GraftScheduler:
+        facts = EngineFacts.of(config, vllm_config, kv_cache_config)
+        if facts.refusal:
+            logger.warning("kvgraft grafts nothing on this server: %s", facts.refusal)
+        else:
+            logger.info(
+                "kvgraft is ready: mode %s, selection %s, up to %d donor tokens", config.mode, config.selection, facts.capacity_tokens
+            )
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            # vLLM reads this behind us. A failure of reuse must never be a failed request.
+            logger.info("kvgraft sets kv_load_failure_policy to recompute")
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        return GraftScheduler(config, facts)
+
+    @property
+    def scheduler(self) -> GraftScheduler:
+        """The scheduler's half; only in its process."""
+        assert self._scheduler is not None, "a worker's connector has no scheduler"
+        return self._scheduler
+
+    @property
+    def worker(self) -> GraftWorker:
+        """The worker's half; only in its process."""
+        assert self._worker is not None, "the scheduler's connector has no worker"
+        return self._worker
+
+    # ---- scheduler
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens behind vLLM's own hit workers will make, and whether the request waits for them."""
+        return self.scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Take the request's blocks."""
+        self.scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepCommands:
+        """Commands of the step."""
+        return self.scheduler.commands(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the workers' report."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.scheduler.receive(report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; the report goes to the client."""
+        del block_ids
+        return False, self.scheduler.finish(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, for models with several KV cache groups."""
+        del block_ids
+        return False, self.scheduler.finish(request)
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the paged caches."""
+        self.worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+        """Begin and continue grafts."""
+        del forward_context, kwargs
+        self.worker.load(self._commands())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Grafts are complete before the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Text is captured behind the forward pass, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        """Capture what was computed."""
+        self.worker.save(self._commands())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Name requests whose asynchronous graft ended."""
+        del finished_req_ids
+        loaded, _ = self.worker.take_loaded()
+        return None, loaded or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - a type of vLLM 0.32 and later
+        """As `get_finished`, with those that failed."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        del finished_req_ids
+        loaded, failed = self.worker.take_loaded()
+        return KVConnectorTransferResults(set(), loaded, failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a failed graft left without K/V."""
+        return self.worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """The rank's report."""
+        return self.worker.take_report()
+
+    def shutdown(self) -> None:
+        """Let go of the model."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _commands(self) -> StepCommands:
+        commands = self._get_connector_metadata()
+        assert isinstance(commands, StepCommands)
+        return commands
+
+    # ---- metrics
+
+    def get_kv_connector_stats(self) -> GraftStats | None:
+        """Counts since the last call; the scheduler knows them all."""
+        if self._scheduler is None:
+            return None
+        catalogue = self._scheduler.registry.catalogue
+        return self._scheduler.stats.taken(
+            donors=len(catalogue), donor_tokens=catalogue.num_tokens, host_bytes=self._scheduler.host_bytes
+        )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GraftStats | None:
+        """Build statistics from what `GraftStats.data` held."""
+        return GraftStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> GraftPromMetrics:
+        """Prometheus metrics of the server."""
+        return GraftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No hook runs inside a forward pass."""
+        del extra_config
+        return False

@@ -1,0 +1,149 @@
+"""The attention layers of this rank, group by group: specification, cache tensor, codec, metadata builder."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import set_current_vllm_config
+
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.codec import KVCodec, choose_codec, scratch_like
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayer:
+    """One layer's K/V.
+
+    Attributes:
+        name: vLLM's name of the layer.
+        module: The attention module; `module.kv_cache` is what a forward pass reads and writes.
+        cache: The layer's part of the paged cache.
+        spec: Heads, width, block size, window.
+        codec: How `cache` is laid out.
+    """
+
+    name: str
+    module: nn.Module
+    cache: Tensor
+    spec: AttentionSpec
+    codec: KVCodec
+
+    def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy keys and values `(num_slots, num_kv_heads, head_dim)` out of `cache`."""
+        return self.codec.read(cache, slots)
+
+    def scratch(self, num_blocks: int) -> Tensor:
+        """Allocate blocks of our own, laid out like the layer's."""
+        return scratch_like(self.cache, num_blocks, self.codec.block_axis)
+
+    def write(self, cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values, through the engine's own operation where there is one: it is the fastest."""
+        if not hasattr(self.module.impl, "do_kv_cache_update"):
+            self.codec.write(cache, slots, keys, values)
+            return
+        _engine_write(self.module, keys.to(cache.dtype), values.to(cache.dtype), cache, slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        index: Number of vLLM's KV cache group.
+        layers: In the order of the model.
+        builders: Metadata builders, each with the names of its layers; our own, for the runner's keep buffers of its batch.
+        block_size: Tokens of a block.
+        window: Tokens that a position attends to, itself included; 0 for all.
+    """
+
+    index: int
+    layers: tuple[AttentionLayer, ...]
+    builders: tuple[tuple[Any, tuple[str, ...]], ...]
+    block_size: int
+    window: int
+
+
+def layer_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Tensor]
+) -> tuple[LayerGroup, ...]:
+    """Describe all layers, and prove the layout of each distinct one.
+
+    Raises:
+        IntegrationError: A layer's layout is unknown; nothing may be grafted.
+    """
+    modules = vllm_config.compilation_config.static_forward_context
+    order = {name: number for number, name in enumerate(kv_caches)}
+    codecs: dict[tuple[object, ...], KVCodec] = {}
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        names = sorted(group.layer_names, key=order.__getitem__)
+        layers = tuple(_layer(name, modules[name], kv_caches[name], _spec_of(group, name), codecs) for name in names)
+        spec = layers[0].spec
+        groups.append(
+            LayerGroup(index, layers, _builders(vllm_config, layers), spec.block_size, int(getattr(spec, "sliding_window", 0) or 0))
+        )
+    return tuple(groups)
+
+
+@contextmanager
+def caches_bound(layers: Sequence[AttentionLayer], caches: Sequence[Tensor]) -> Iterator[None]:
+    """Let forward passes of the block read and write `caches` instead of the paged ones."""
+    kept = [layer.module.kv_cache for layer in layers]
+    for layer, cache in zip(layers, caches, strict=True):
+        layer.module.kv_cache = cache
+    try:
+        yield
+    finally:
+        for layer, cache in zip(layers, kept, strict=True):
+            layer.module.kv_cache = cache
+
+
+def _layer(
+    name: str, module: nn.Module, cache: Tensor, spec: AttentionSpec, codecs: dict[tuple[object, ...], KVCodec]
+) -> AttentionLayer:
+    layout = (type(module.impl), tuple(cache.shape), cache.stride(), cache.dtype, spec.block_size)
+    if layout not in codecs:
+        codecs[layout] = choose_codec(
+            cache,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.block_size,
+            lambda keys, values, into, slots: _engine_write(module, keys, values, into, slots),
+        )
+    return AttentionLayer(name, module, cache, spec, codecs[layout])
+
+
+def _engine_write(module: nn.Module, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    update = getattr(module.impl, "do_kv_cache_update", None)
+    if update is None:
+        raise IntegrationError(
+            f"attention backend {type(module.impl).__name__} has no separate cache update to check layouts against; "
+            "nothing is grafted"
+        )
+    update(module, keys, values, cache, slots)
+
+
+def _spec_of(group: Any, name: str) -> AttentionSpec:  # noqa: ANN401 - vLLM's KVCacheGroupSpec
+    spec = group.kv_cache_spec
+    return getattr(spec, "kv_cache_specs", {}).get(name, spec)
+
+
+def _builders(vllm_config: VllmConfig, layers: Sequence[AttentionLayer]) -> tuple[tuple[Any, tuple[str, ...]], ...]:
+    """One builder per backend and specification, as vLLM's runner groups them."""
+    kinds: dict[tuple[object, AttentionSpec], list[str]] = {}
+    for layer in layers:
+        kinds.setdefault((layer.module.get_attn_backend(), layer.spec), []).append(layer.name)
+    with set_current_vllm_config(vllm_config):
+        return tuple(
+            (backend.get_builder_cls()(spec, names, vllm_config, layers[0].cache.device), tuple(names))  # type: ignore[attr-defined]
+            for (backend, spec), names in kinds.items()
+        )

@@ -1,0 +1,155 @@
+"""What scheduler and workers tell each other. Plain values: they are pickled, once per engine step and rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvgraft.types import DonorId, GraftPlan, Match
+
+PieceId = int
+"""Names text that is being captured and is no donor yet."""
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Per KV cache group the block of each block-sized range of positions, from position 0; 0 where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Copy the K/V of positions `[start, stop)` to host memory, behind what the piece has already.
+
+    With a `donor_id` the piece is complete then and becomes that donor.
+    """
+
+    piece_id: PieceId
+    start: int
+    stop: int
+    block_ids: BlockIds
+    donor_id: DonorId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The piece was completed in an earlier step: keep it under this donor."""
+
+    piece_id: PieceId
+    donor_id: DonorId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graft:
+    """Make positions `[plan.exact_len, end)` of a request computed.
+
+    Attributes:
+        request_id: vLLM's name of the request.
+        token_ids: int32 `(end,)`.
+        plan: Reused spans and computed positions, of which those below `end` are meant.
+        spans: What is read of donors: the plan's spans, and text in front of them that sliding windows reach back to.
+        source_starts: Per entry of `spans` the position at which its first token was encoded.
+        end: First position that is left to the engine.
+        block_ids: Blocks of the request.
+        captures: Pieces `(piece_id, start, stop)` of computed text to keep.
+        tail: Piece that the engine computes behind the graft; worth nothing if the graft fails.
+        asynchronous: The request waits until `WorkerReport.loaded` names it.
+    """
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    plan: GraftPlan
+    spans: tuple[Match, ...]
+    source_starts: tuple[int, ...]
+    end: int
+    block_ids: BlockIds
+    captures: tuple[tuple[PieceId, int, int], ...]
+    tail: PieceId | None
+    asynchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommands(KVConnectorMetadata):
+    """What workers do in one step, in the order of the fields; later fields never undo what earlier ones need.
+
+    Attributes:
+        cancels: Requests that ended while their graft was under way.
+        seals: Pieces that are donors now; grafts of this step may read them.
+        grafts: New grafts; their donors are opened at once.
+        discards: Pieces that will not become donors.
+        drops: Donors to forget.
+        captures: After the forward pass of this step.
+    """
+
+    cancels: tuple[str, ...] = ()
+    seals: tuple[Seal, ...] = ()
+    grafts: tuple[Graft, ...] = ()
+    discards: tuple[PieceId, ...] = ()
+    drops: tuple[DonorId, ...] = ()
+    captures: tuple[Capture, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GraftOutcome:
+    """What became of one graft on one rank.
+
+    Attributes:
+        recomputed_tokens: Reused tokens that the policy had computed again.
+        inject_ms: Milliseconds of copying and rotating.
+        compute_ms: Milliseconds of forward passes.
+        fell_back: The reused tokens were computed instead; why, in one line.
+        failed: Nothing was made; vLLM computes the positions.
+    """
+
+    recomputed_tokens: int
+    inject_ms: float
+    compute_ms: float
+    fell_back: str = ""
+    failed: bool = False
+
+    def worst(self, other: GraftOutcome) -> GraftOutcome:
+        """Join two ranks' outcomes: a failure of one is a failure of all, times are those of the slowest."""
+        return GraftOutcome(
+            max(self.recomputed_tokens, other.recomputed_tokens),
+            max(self.inject_ms, other.inject_ms),
+            max(self.compute_ms, other.compute_ms),
+            self.fell_back or other.fell_back,
+            self.failed or other.failed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What a rank did in a step; vLLM joins those of all ranks with `aggregate`.
+
+    Attributes:
+        outcomes: By request, grafts that are complete.
+        lost_pieces: Captures that failed.
+        lost_donors: Donors whose K/V could not be kept.
+        refusal: Why this rank grafts nothing, or empty.
+        host_bytes: Host memory of donors and pieces, on the fullest rank.
+    """
+
+    outcomes: dict[str, GraftOutcome] = field(default_factory=dict)
+    lost_pieces: frozenset[PieceId] = frozenset()
+    lost_donors: frozenset[DonorId] = frozenset()
+    refusal: str = ""
+    host_bytes: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Join the reports of two ranks."""
+        assert isinstance(other, WorkerReport)
+        outcomes = dict(self.outcomes)
+        for request_id, outcome in other.outcomes.items():
+            known = outcomes.get(request_id)
+            outcomes[request_id] = outcome if known is None else known.worst(outcome)
+        return WorkerReport(
+            outcomes,
+            self.lost_pieces | other.lost_pieces,
+            self.lost_donors | other.lost_donors,
+            self.refusal or other.refusal,
+            max(self.host_bytes, other.host_bytes),
+        )

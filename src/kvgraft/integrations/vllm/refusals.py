@@ -1,0 +1,77 @@
+"""What the connector does not graft for, and why. The engine serves as if the connector were not there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvgraft.config.vllm import VLLMConfig
+
+SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""RoPE types whose frequencies do not depend on the length of the prompt, so that a delta rotation is right."""
+_PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Say why nothing may be grafted on this engine, or return an empty text."""
+    parallel = vllm_config.parallel_config
+    reasons = {
+        "pipeline parallelism is not supported": parallel.pipeline_parallel_size > 1,
+        "data parallelism is not supported": parallel.data_parallel_size > 1,
+        "context parallelism is not supported": parallel.decode_context_parallel_size > 1,
+        "speculative decoding is not supported": vllm_config.speculative_config is not None,
+        "LoRA is not supported: gaps are computed outside the batch that adapters are chosen for": (
+            vllm_config.lora_config is not None
+        ),
+        f"a KV cache of type {vllm_config.cache_config.cache_dtype} is not supported; use --kv-cache-dtype auto": (
+            vllm_config.cache_config.cache_dtype not in _PLAIN_CACHE_DTYPES
+        ),
+        "encoder-decoder models are not supported": bool(getattr(vllm_config.model_config, "is_encoder_decoder", False)),
+    }
+    told = [reason for reason, holds in reasons.items() if holds]
+    return "; ".join(told) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)
+
+
+def refused_request(request: Request) -> str:
+    """Say why a request is neither grafted nor captured, or return an empty text."""
+    if request.lora_request is not None:
+        return "LoRA requests are not grafted"
+    if request.mm_features:
+        return "requests with images or audio are not grafted"
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "requests with prompt embeddings are not grafted"
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return "the request asks not to read caches (prompt_logprobs do so)"
+    return ""
+
+
+def _refused_rope(vllm_config: VllmConfig) -> str:
+    config = vllm_config.model_config.hf_text_config
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for part in nested or [parameters]:
+        rope_type = part.get("rope_type", part.get("type", "default"))
+        if rope_type not in SHIFTABLE_ROPE_TYPES:
+            return f"RoPE type {rope_type!r} is not supported: its angles may depend on the length of the prompt"
+        if "mrope_section" in part:
+            return "multimodal RoPE (M-RoPE) is not supported"
+    return ""
+
+
+def _refused_groups(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> str:
+    groups = kv_cache_config.kv_cache_groups
+    for group in groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        for spec in specs:
+            if isinstance(spec, MLAAttentionSpec) or not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+                return f"layers of kind {type(spec).__name__} are not supported"
+    windowed = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
+    if config.selection == "kv_deviation" and (windowed or len(groups) > 1):
+        return "selection 'kv_deviation' is not supported on models with sliding windows; use 'first_k'"
+    return ""

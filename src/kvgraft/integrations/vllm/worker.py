@@ -1,0 +1,257 @@
+"""The half of the connector that runs beside a model: captures, grafts, and what became of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.donor_store import DonorStore
+from kvgraft.integrations.vllm.graft_job import GraftJob, read_block
+from kvgraft.integrations.vllm.group_kv import PagedKV
+from kvgraft.integrations.vllm.layers import layer_groups
+from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.integrations.vllm.model_handle import ModelHandle
+from kvgraft.integrations.vllm.policies import policy_of
+from kvgraft.integrations.vllm.self_check import checked
+from kvgraft.integrations.vllm.sparse_pass import RankModel
+from kvgraft.integrations.vllm.virtual_batch import BlockTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvgraft.config.vllm import VLLMConfig
+    from kvgraft.graft.select import Observable
+    from kvgraft.integrations.vllm.messages import Capture, Graft, PieceId, StepCommands
+    from kvgraft.types import DonorId
+
+logger = logging.getLogger(__name__)
+
+
+class GraftWorker:
+    """Carries the scheduler's commands out, in the order in which they come. Not thread-safe.
+
+    What fails is told in the next report and costs a request nothing but time. Nothing is captured or grafted before the
+    self-check has passed, which happens behind the first forward pass.
+    """
+
+    def __init__(self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._policy = policy_of(config)
+        self._donors = DonorStore(config.host_bytes, pin_memory=torch.cuda.is_available())
+        self._handle: ModelHandle | None = None
+        self._rank: RankModel | None = None
+        self._refusal = ""
+        self._jobs: dict[str, GraftJob] = {}
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._outcomes: dict[str, GraftOutcome] = {}
+        self._lost_pieces: set[PieceId] = set()
+        self._dead_pieces: set[PieceId] = set()
+        self._lost_donors: set[DonorId] = set()
+        self._told_refusal = False
+
+    @property
+    def refusal(self) -> str:
+        """Why this rank captures and grafts nothing, or empty."""
+        return self._refusal
+
+    @property
+    def description(self) -> dict[str, object]:
+        """What the self-check found, for `kvgraft doctor`."""
+        layers = [layer for group in self._groups for layer in group.layers]
+        rope = self._rank.rope if self._rank is not None else ()
+        return {
+            "attention_backends": sorted({layer.module.get_attn_backend().get_name() for layer in layers}),
+            "kv_layouts": sorted({layer.codec.name for layer in layers}),
+            "kv_dtype": str(layers[0].cache.dtype).removeprefix("torch."),
+            "kv_cache_groups": [
+                f"{len(group.layers)} layers, blocks of {group.block_size}"
+                + (f", window {group.window}" if group.window else "")
+                for group in self._groups
+            ],
+            "rope": sorted({"none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels" for spec in rope}),
+            "self_check": self._refusal or ("passed" if self._rank is not None else "waits for the first forward pass"),
+        }
+
+    def register(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Take the paged caches and prove their layout."""
+        try:
+            self._groups = layer_groups(self._vllm_config, self._kv_cache_config, kv_caches)
+        except Exception as error:
+            self._groups = ()
+            self._refuse(error)
+            return
+        self._handle = ModelHandle(self._groups[0].layers[0].module)
+
+    def load(self, commands: StepCommands) -> None:
+        """Begin new grafts and go on with those under way, within the step's budget."""
+        self._prepare()
+        for request_id in commands.cancels:
+            if self._jobs.pop(request_id, None) is not None:
+                self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
+        for seal in commands.seals:
+            self._seal(seal.piece_id, seal.donor_id)
+        for command in commands.grafts:
+            self._begin(command)
+        for piece_id in commands.discards:
+            self._donors.discard(piece_id)
+            self._dead_pieces.discard(piece_id)
+        for donor_id in commands.drops:
+            self._donors.drop(donor_id)
+        self._work()
+
+    def save(self, commands: StepCommands) -> None:
+        """Capture what the step's forward pass has computed."""
+        self._prepare()
+        for capture in commands.captures:
+            if self._rank is None:
+                self._lose(capture.piece_id)
+            elif capture.piece_id not in self._dead_pieces:
+                self._capture(self._rank, capture)
+            if capture.donor_id is not None:
+                self._seal(capture.piece_id, capture.donor_id)
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Asynchronous grafts that ended since the last call, and those among them that failed."""
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, set()
+        return loaded, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that a failed graft leaves without K/V, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call; None for nothing worth telling."""
+        if not (self._outcomes or self._lost_pieces or self._lost_donors or (self._refusal and not self._told_refusal)):
+            return None
+        report = WorkerReport(
+            self._outcomes,
+            frozenset(self._lost_pieces),
+            frozenset(self._lost_donors),
+            self._refusal,
+            self._donors.used_bytes,
+        )
+        self._outcomes, self._lost_pieces, self._lost_donors = {}, set(), set()
+        self._told_refusal = bool(self._refusal)
+        return report
+
+    def close(self) -> None:
+        """Stop waiting for the model."""
+        if self._handle is not None:
+            self._handle.close()
+
+    def _prepare(self) -> None:
+        """Run the self-check as soon as the model is known; all ranks see their first forward pass in the same step."""
+        if self._rank is not None or self._refusal or self._handle is None or self._handle.model is None:
+            return
+        try:
+            from kvgraft.graft.select import Observable
+
+            rank = RankModel(self._vllm_config, self._handle.model, self._groups)
+            self._rank = checked(rank, needs_stack=Observable.KEY_DEVIATION in self._policy.observes)
+        except Exception as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refusal = f"{error}" if isinstance(error, IntegrationError) else f"{type(error).__name__}: {error}"
+        logger.error("kvgraft reuses nothing on this server: %s", self._refusal, exc_info=not isinstance(error, IntegrationError))
+
+    def _begin(self, command: Graft) -> None:
+        if self._rank is None:
+            self._fail(command, "the self-check has not passed")
+            return
+        try:
+            job = GraftJob(
+                command, self._rank, self._donors, self._policy, max_rows=self._config.max_recompute_tokens_per_step
+            )
+            job.begin()
+        except Exception as error:
+            logger.exception("graft of request %s failed; vLLM computes it", command.request_id)
+            self._fail(command, f"{type(error).__name__}: {error}")
+            return
+        self._jobs[command.request_id] = job
+
+    def _work(self) -> None:
+        """Synchronous grafts to their end, then asynchronous ones with what is left of the budget, oldest first."""
+        budget = self._config.max_recompute_tokens_per_step
+        jobs = sorted(self._jobs.values(), key=lambda job: job.command.asynchronous)
+        for job in jobs:
+            is_asynchronous = job.command.asynchronous
+            while job.outcome is None and (budget > 0 or not is_asynchronous):
+                limit = budget if is_asynchronous else self._config.max_recompute_tokens_per_step
+                budget -= self._step(job, limit)
+            if job.outcome is not None:
+                self._end(job, job.outcome)
+
+    def _step(self, job: GraftJob, limit: int) -> int:
+        try:
+            with torch.inference_mode():
+                return job.step(limit)
+        except Exception as error:
+            logger.exception("graft of request %s failed; vLLM computes it", job.command.request_id)
+            job.outcome = GraftOutcome(0, 0.0, 0.0, f"{type(error).__name__}: {error}", failed=True)
+            return 0
+
+    def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
+        del self._jobs[job.command.request_id]
+        if outcome.failed:
+            self._fail(job.command, outcome.fell_back)
+            return
+        self._outcomes[job.command.request_id] = outcome
+        if job.command.asynchronous:
+            self._loaded.add(job.command.request_id)
+
+    def _fail(self, command: Graft, reason: str) -> None:
+        """Let vLLM compute the positions: by blocks where their numbers tell the request, by request otherwise."""
+        self._outcomes[command.request_id] = GraftOutcome(0, 0.0, 0.0, reason, failed=True)
+        for piece_id in (*(piece_id for piece_id, _, _ in command.captures), command.tail):
+            if piece_id is not None:
+                self._lose(piece_id)
+        if len(command.block_ids) == 1:
+            first = command.plan.exact_len // self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._failed_blocks.update(command.block_ids[0][first:])
+        else:
+            self._failed.add(command.request_id)
+        if command.asynchronous:
+            self._loaded.add(command.request_id)
+
+    def _seal(self, piece_id: PieceId, donor_id: DonorId) -> None:
+        try:
+            self._donors.seal(piece_id, donor_id)
+        except Exception as error:
+            if piece_id not in self._dead_pieces:
+                logger.warning("a donor is not kept: %s: %s", type(error).__name__, error)
+            self._lost_donors.add(donor_id)
+            self._dead_pieces.discard(piece_id)
+
+    def _lose(self, piece_id: PieceId) -> None:
+        """Forget a piece and refuse its captures until the scheduler has heard of it."""
+        self._lost_pieces.add(piece_id)
+        self._dead_pieces.add(piece_id)
+        self._donors.discard(piece_id)
+
+    def _capture(self, rank: RankModel, capture: Capture) -> None:
+        try:
+            homes = []
+            for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, capture.block_ids, strict=True):
+                table = BlockTable(np.asarray(block_ids, np.int32), group.block_size)
+                homes.append(
+                    PagedKV(group, first_layer, rank.rope, table, [layer.cache for layer in group.layers], start=0)
+                )
+            self._donors.append(capture.piece_id, read_block(homes, np.arange(capture.start, capture.stop)))
+        except Exception:
+            logger.exception("capture of computed text failed; it becomes no donor")
+            self._lose(capture.piece_id)

@@ -1,0 +1,58 @@
+"""Tiny random-weight models that vLLM's CPU backend can run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import transformers as tf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCABULARY = 1024
+WINDOW = 128
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def _gemma3() -> tf.PreTrainedModel:
+    shape = {**_SHAPE, "head_dim": 32, "sliding_window": WINDOW, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**shape, layer_types=kinds))
+
+
+FAMILIES = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE, head_dim=32)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_SHAPE)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SHAPE, head_dim=32)),
+    "gemma3": _gemma3,
+}
+
+
+def save_tiny(family: str, folder: Path) -> str:
+    """Write a float32 model whose answers depend on its context; returns the path."""
+    path = folder / family
+    if not (path / "config.json").exists():
+        torch.manual_seed(0)
+        model = FAMILIES[family]()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                # Default initialisation is so small that attention hardly matters; errors would hide.
+                if weight.ndim == 2 and "embed" not in name:
+                    weight.mul_(3.0)
+        model.to(torch.float32).save_pretrained(path)
+    return str(path)
