@@ -1,0 +1,28 @@
+"""Tests of the connector inside a real vLLM; `make test-vllm` runs them in an environment of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # engines.py and models.py
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py", "contract/*"]
+else:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"),
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
