@@ -135,3 +135,16 @@ def test_generated_text_is_reused(served):
     follow_up = text(33, 90) + prompt[50:] + list(answer.tokens) + OTHER_QUESTION
     warm = served.ask(follow_up)
     assert warm.shifted >= 240 + 128
+
+
+def test_grafts_behind_an_exact_prefix_equal_the_cold_run(served, monkeypatch):
+    """Gaps attend to the exact prefix too; of sliding windows, donors must have what lies in front of its end."""
+    prompt = HEAD + DOCUMENT + QUESTION
+    cold = served.cold(prompt)
+    served.donate(prompt)
+    served.ask(prompt[:320], "exact", max_tokens=1)
+    with_holes(served, monkeypatch, (330, 350), (500, 520), (760, 770))
+    warm = served.ask(prompt)
+    assert warm.report["exact_tokens"] >= 256
+    assert warm.shifted == len(prompt) - 1 - warm.report["exact_tokens"] - 50
+    warm.assert_like(cold)

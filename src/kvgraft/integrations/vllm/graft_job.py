@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.errors import IntegrationError
 from kvgraft.graft.select import NoRecompute, Observation, Recompute
 from kvgraft.graft.sparse_prefill import selection_context
 from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
@@ -63,6 +64,9 @@ class GraftJob:
             self._fell_back = f"{type(error).__name__}: {error}"
         if not self._rank.all_ranks(not self._fell_back):
             self._fell_back = self._fell_back or "another rank could not read its donors"
+            if command.plan.exact_len and any(home.group.window for home in self._homes):
+                # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
+                raise IntegrationError(self._fell_back)
             spans, policy = ReusedSpans(self._donors, (), (), self._rank.device), NoRecompute()
         self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
         self._steps = policy.steps(selection_context(command.plan))

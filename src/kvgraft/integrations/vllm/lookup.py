@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +22,8 @@ if TYPE_CHECKING:
     from kvgraft.donors import DonorCatalogue
     from kvgraft.types import GraftPlan, Namespace
 
-_FIRST_GUESS_MS_PER_TOKEN = 1e-4
-_WEIGHT_OF_NEWEST = 0.2
-_FADING = 0.9
+_REMEMBERED = 9
+_FADING = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,10 +42,10 @@ class Found:
 
 
 class Lookup:
-    """Looks prompts up and remembers how long that takes.
+    """Looks prompts up and remembers how long the last ones took.
 
-    A lookup cannot be interrupted, so one that by experience would pass the deadline is not begun. Every refusal lets the
-    experience fade, so that a single slow moment does not end reuse.
+    A lookup cannot be interrupted, so one that by experience (the median) would pass the deadline is not begun. Every
+    refusal lets the experience fade, so that a slow spell does not end reuse.
     """
 
     def __init__(self, catalogue: DonorCatalogue, config: VLLMConfig, recompute_ratio: float, width: int) -> None:
@@ -58,7 +59,7 @@ class Lookup:
         """
         self._catalogue = catalogue
         self._config = config
-        self._ms_per_token = _FIRST_GUESS_MS_PER_TOKEN
+        self._recent_ms_per_token: deque[float] = deque(maxlen=_REMEMBERED)
         # A layer has about 12 width^2 parameters, and attention to one key takes 2 width multiplications in it.
         self._costs = CostModel(attention_per_key=1 / (6 * width), recompute_ratio=recompute_ratio)
 
@@ -66,9 +67,10 @@ class Lookup:
         """Match and plan; `exact_len` tokens are in vLLM's prefix cache."""
         if not len(self._catalogue):
             return Found(Miss(MissReason.NO_DONORS), (), 0.0)
-        expected_ms = self._ms_per_token * len(token_ids)
+        recent = self._recent_ms_per_token
+        expected_ms = (median(recent) if recent else 0.0) * len(token_ids)
         if expected_ms > self._config.lookup_deadline_ms:
-            self._ms_per_token *= _FADING
+            recent.append(_FADING * median(recent))
             return Found(Miss(MissReason.DEADLINE, f"a lookup would take about {expected_ms:.0f} ms"), (), 0.0)
         started = time.perf_counter()
         matches = self._catalogue.find(namespace, token_ids, max_generation=self._config.max_generation)
@@ -76,7 +78,7 @@ class Lookup:
         if not isinstance(planned, Miss):
             planned = self._worthwhile(planned)
         lookup_ms = (time.perf_counter() - started) * 1e3
-        self._ms_per_token += _WEIGHT_OF_NEWEST * (lookup_ms / len(token_ids) - self._ms_per_token)
+        recent.append(lookup_ms / len(token_ids))
         return Found(planned, tuple(matches), lookup_ms)
 
     def _worthwhile(self, plan: GraftPlan) -> GraftPlan | Miss:

@@ -47,6 +47,7 @@ class GraftScheduler:
     def __init__(self, config: VLLMConfig, facts: EngineFacts) -> None:
         self.stats = GraftStats()
         self.host_bytes = 0
+        self.num_errors = 0
         self._config = config
         self._facts = facts
         self._refusal = facts.refusal
@@ -75,7 +76,7 @@ class GraftScheduler:
         try:
             state = self._lookup_once(request, exact_len)
         except Exception as error:
-            self.stats.count_error()
+            self._count_error()
             logger.exception("lookup for request %s failed; it is computed", request.request_id)
             state = self._forget_claim(request, exact_len, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
         if state.claim is None:
@@ -237,11 +238,11 @@ class GraftScheduler:
         asynchronous = {"sync": False, "async": True}.get(
             self._config.load, self._num_rows(plan, end) > self._config.max_recompute_tokens_per_step
         )
-        if reaches_back and len(self._facts.block_sizes) > 1:
-            # Only a waiting request can be told to start again on such models, should a donor be unreadable.
-            if not self._facts.reports_failed_loads:
-                return Miss(MissReason.MODEL_REFUSED, "this vLLM cannot take a load back on models with several KV groups")
-            asynchronous = True
+        if len(self._facts.block_sizes) > 1:
+            # On models with several KV groups only a waiting request can be told to start again, should its graft fail.
+            asynchronous = self._facts.reports_failed_loads
+            if reaches_back and not asynchronous:
+                return Miss(MissReason.MODEL_REFUSED, "this vLLM cannot take loads of models with several KV groups back")
         return Claim(plan, end, spans, tuple(d for d in donors if d is not None), asynchronous)
 
     def _num_rows(self, plan: GraftPlan, end: int) -> int:
@@ -308,7 +309,7 @@ class GraftScheduler:
         self._unpin(state)
         state.outcome = outcome
         if outcome.fell_back:
-            self.stats.count_error()
+            self._count_error()
             state.miss = Miss(MissReason.ERROR, outcome.fell_back)
         self.stats.count_graft(outcome)
         gaps, state.gaps = state.gaps, []
@@ -352,6 +353,10 @@ class GraftScheduler:
         if state.claim is not None:
             self._unpin(state)
             state.claim, state.miss = None, Miss(MissReason.NO_ROOM, "vLLM admitted the request without its graft")
+
+    def _count_error(self) -> None:
+        self.num_errors += 1
+        self.stats.count_error()
 
     def _unpin(self, state: RequestState) -> None:
         if state.is_pinned and state.claim is not None:

