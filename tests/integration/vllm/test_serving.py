@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from engines import answer_of, engine, parameters, text
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
@@ -13,9 +14,7 @@ DOCUMENT = text(5, 700)
 def served(request, model_folder):
     """256-token chunks and a pool of about 3,000 tokens; grafts in pieces of 100 rows."""
     options = {"selection": "none", "load": request.param, "max_recompute_tokens_per_step": 100}
-    with engine(
-        model_folder, "qwen3", options=options, max_num_batched_tokens=256, num_gpu_blocks_override=100
-    ) as one:
+    with engine(model_folder, "qwen3", options=options, max_num_batched_tokens=256, num_gpu_blocks_override=100) as one:
         yield one
 
 
@@ -34,9 +33,7 @@ def drain(served):
 
 
 def add(served, request_id, prompt, mode=None, max_tokens=6):
-    served.llm.llm_engine.add_request(
-        request_id, {"prompt_token_ids": list(prompt)}, parameters(mode, max_tokens)
-    )
+    served.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters(mode, max_tokens))
 
 
 def expected(served, prompt, *, max_tokens=6):
@@ -66,7 +63,8 @@ def test_a_tail_of_several_chunks_behind_a_graft(served):
     served.donate(HEAD + DOCUMENT + QUESTION)
     prompt = HEAD + DOCUMENT + text(6, 600)
     warm = served.ask(prompt)
-    assert warm.shifted == 750 and warm.num_cached == 750
+    assert warm.shifted == 750
+    assert warm.num_cached == 750
     warm.assert_like(served.cold(prompt))
 
 

@@ -53,7 +53,10 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvgraft grafts nothing on this server: %s", facts.refusal)
         else:
             logger.info(
-                "kvgraft is ready: mode %s, selection %s, up to %d donor tokens", config.mode, config.selection, facts.capacity_tokens
+                "kvgraft is ready: mode %s, selection %s, up to %d donor tokens",
+                config.mode,
+                config.selection,
+                facts.capacity_tokens,
             )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             # vLLM reads this behind us. A failure of reuse must never be a failed request.

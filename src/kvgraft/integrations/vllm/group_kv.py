@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.integrations.vllm.virtual_batch import BlockTable
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from kvgraft.graft.rope import RopeShift, RopeSpec
     from kvgraft.integrations.vllm.layers import LayerGroup
     from kvgraft.integrations.vllm.spans import ReusedSpans
+    from kvgraft.integrations.vllm.virtual_batch import BlockTable
 
 
 class GroupKV(ABC):

@@ -14,7 +14,7 @@ from kvgraft.integrations.vllm.codec import KVCodec, choose_codec, scratch_like
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
@@ -32,7 +32,7 @@ class AttentionLayer:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     cache: Tensor
     spec: AttentionSpec
     codec: KVCodec
@@ -89,7 +89,13 @@ def layer_groups(
         layers = tuple(_layer(name, modules[name], kv_caches[name], _spec_of(group, name), codecs) for name in names)
         spec = layers[0].spec
         groups.append(
-            LayerGroup(index, layers, _builders(vllm_config, layers), spec.block_size, int(getattr(spec, "sliding_window", 0) or 0))
+            LayerGroup(
+                index,
+                layers,
+                _builders(vllm_config, layers),
+                spec.block_size,
+                int(getattr(spec, "sliding_window", 0) or 0),
+            )
         )
     return tuple(groups)
 
@@ -108,7 +114,11 @@ def caches_bound(layers: Sequence[AttentionLayer], caches: Sequence[Tensor]) -> 
 
 
 def _layer(
-    name: str, module: nn.Module, cache: Tensor, spec: AttentionSpec, codecs: dict[tuple[object, ...], KVCodec]
+    name: str,
+    module: Any,  # noqa: ANN401 - vLLM's Attention
+    cache: Tensor,
+    spec: AttentionSpec,
+    codecs: dict[tuple[object, ...], KVCodec],
 ) -> AttentionLayer:
     layout = (type(module.impl), tuple(cache.shape), cache.stride(), cache.dtype, spec.block_size)
     if layout not in codecs:
@@ -122,7 +132,7 @@ def _layer(
     return AttentionLayer(name, module, cache, spec, codecs[layout])
 
 
-def _engine_write(module: nn.Module, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+def _engine_write(module: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:  # noqa: ANN401
     update = getattr(module.impl, "do_kv_cache_update", None)
     if update is None:
         raise IntegrationError(

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvgraft.donors import CostModel, plan_graft
 from kvgraft.types import Match, Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvgraft.config.vllm import VLLMConfig

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvgraft.types import MissReason
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -21,6 +19,8 @@ _BUCKETS_S = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 
 class GraftStats(KVConnectorStats):
     """Counters since the last report in `data`: plain numbers and lists of seconds, for they travel as JSON."""
+
+    data: dict[str, Any]
 
     def reset(self) -> None:
         """Begin anew; gauges stay as they are."""
@@ -99,7 +99,9 @@ class GraftPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         labels = list(labelnames)
         self._tokens = self._counter_cls(
-            name="kvgraft:prompt_tokens", documentation="Prompt tokens by where their K/V came from.", labelnames=[*labels, "kind"]
+            name="kvgraft:prompt_tokens",
+            documentation="Prompt tokens by where their K/V came from.",
+            labelnames=[*labels, "kind"],
         )
         self._requests = self._counter_cls(
             name="kvgraft:requests",
@@ -107,7 +109,9 @@ class GraftPromMetrics(KVConnectorPromMetrics):
             labelnames=[*labels, "outcome"],
         )
         self._errors = self._counter_cls(
-            name="kvgraft:graft_errors", documentation="Failures of reuse; the requests were computed.", labelnames=labels
+            name="kvgraft:graft_errors",
+            documentation="Failures of reuse; the requests were computed.",
+            labelnames=labels,
         )
         self._seconds = {
             name: self._histogram_cls(name=f"kvgraft:{name}", documentation=text, labelnames=labels, buckets=_BUCKETS_S)
@@ -118,7 +122,9 @@ class GraftPromMetrics(KVConnectorPromMetrics):
             )
         }
         self._gauges = {
-            name: self._gauge_cls(name=f"kvgraft:{name}", documentation=text, labelnames=labels, multiprocess_mode="all")
+            name: self._gauge_cls(
+                name=f"kvgraft:{name}", documentation=text, labelnames=labels, multiprocess_mode="all"
+            )
             for name, text in (
                 ("donors", "Texts whose K/V are kept."),
                 ("donor_tokens", "Tokens of these texts."),
@@ -142,7 +148,3 @@ class GraftPromMetrics(KVConnectorPromMetrics):
                     self._seconds[name].labels(*values).observe(seconds)
             elif name in self._gauges:
                 self._gauges[name].labels(*values).set(value)
-
-
-OUTCOMES = ("graft", *(reason.value for reason in MissReason))
-"""Values of the label `outcome`."""

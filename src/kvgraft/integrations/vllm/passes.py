@@ -1,4 +1,4 @@
-"""Passes of a graft over its prompt, each cut into pieces: all layers, or the first ones to observe keys and then the rest."""
+"""Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class KeyDeviationPass(GraftPass):
     def later_layers(self, rows: NDArray[np.int64]) -> LaterLayersPass:
         """The pass that takes `rows` on from here."""
         hidden, residual = (torch.cat([state[part] for state in self._states]) for part in (0, 1))
-        return LaterLayersPass(self._prompt, rows, self._stack, hidden, residual, self._first)
+        chosen = torch.from_numpy(rows - self._first).to(hidden.device)
+        return LaterLayersPass(self._prompt, rows, self._stack, (hidden[chosen], residual[chosen]))
 
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt = self._prompt
@@ -131,20 +132,15 @@ class LaterLayersPass(GraftPass):
     """Chosen positions through the layers behind `CHECK_LAYER`, from the hidden states of a `KeyDeviationPass`."""
 
     def __init__(
-        self,
-        prompt: GraftedPrompt,
-        rows: NDArray[np.int64],
-        stack: DecoderStack,
-        hidden: Tensor,
-        residual: Tensor,
-        first: int,
+        self, prompt: GraftedPrompt, rows: NDArray[np.int64], stack: DecoderStack, states: tuple[Tensor, Tensor]
     ) -> None:
+        """Take hidden states and residuals of `rows`, each `(num_rows, width)`."""
         super().__init__(prompt, rows)
         self._stack = stack
-        self._hidden, self._residual, self._first = hidden, residual, first
+        self._hidden, self._residual = states
 
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt, stack = self._prompt, self._stack
-        chosen = torch.from_numpy(rows - self._first).to(self._hidden.device)
+        part = slice(self._done, self._done + len(rows))
         with prompt.rank.batch(Runs.of(rows), *prompt.tables_and_caches()) as positions:
-            stack.run(positions, self._hidden[chosen], self._residual[chosen], CHECK_LAYER + 1, len(stack.layers))
+            stack.run(positions, self._hidden[part], self._residual[part], CHECK_LAYER + 1, len(stack.layers))

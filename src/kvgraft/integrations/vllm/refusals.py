@@ -32,7 +32,9 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
         f"a KV cache of type {vllm_config.cache_config.cache_dtype} is not supported; use --kv-cache-dtype auto": (
             vllm_config.cache_config.cache_dtype not in _PLAIN_CACHE_DTYPES
         ),
-        "encoder-decoder models are not supported": bool(getattr(vllm_config.model_config, "is_encoder_decoder", False)),
+        "encoder-decoder models are not supported": bool(
+            getattr(vllm_config.model_config, "is_encoder_decoder", False)
+        ),
     }
     told = [reason for reason, holds in reasons.items() if holds]
     return "; ".join(told) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)

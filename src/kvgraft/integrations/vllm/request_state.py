@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.types import GraftPlan, GraftReport, Match, Miss, SpanReport
 from kvgraft.types import Fidelity as ReusedAs
+from kvgraft.types import GraftPlan, GraftReport, Match, Miss, SpanReport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,9 +102,7 @@ class RequestState:
 
     def blocks_to(self, stop: int, block_sizes: tuple[int, ...]) -> BlockIds:
         """The blocks of positions `[0, stop)`."""
-        return tuple(
-            tuple(ids[: -(-stop // size)]) for ids, size in zip(self.block_ids, block_sizes, strict=True)
-        )
+        return tuple(tuple(ids[: -(-stop // size)]) for ids, size in zip(self.block_ids, block_sizes, strict=True))
 
     def report(self, policy: str) -> GraftReport:
         """What was reused; the recomputed tokens are known once workers have told."""

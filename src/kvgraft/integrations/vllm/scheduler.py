@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.errors import ConfigError, IntegrationError
 from kvgraft.graft.sparse_prefill import selection_context
 from kvgraft.integrations.vllm.donor_registry import DonorRegistry
 from kvgraft.integrations.vllm.lookup import Lookup, covered_head, covering
@@ -65,6 +64,11 @@ class GraftScheduler:
     def registry(self) -> DonorRegistry:
         """The donors."""
         return self._registry
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing is grafted on this engine, or empty."""
+        return self._refusal
 
     @property
     def num_states(self) -> int:
@@ -185,43 +189,49 @@ class GraftScheduler:
         self._registry.check()
 
     def _lookup_once(self, request: Request, exact_len: int) -> RequestState:
-        state = self._states.get(request.request_id)
-        if state is not None and not state.is_admitted:
-            if (state.exact_len, len(state.token_ids)) == (exact_len, request.num_tokens):
-                return state  # vLLM asks again in every step until there is room
-        if state is not None:
-            self._restart(state)
+        """The state of a request; vLLM asks again in every step until there is room, and gets the same answer."""
+        known = self._states.get(request.request_id)
+        if known is not None:
+            asked_before = (known.exact_len, len(known.token_ids)) == (exact_len, request.num_tokens)
+            if asked_before and not known.is_admitted:
+                return known
+            self._restart(known)
         tokens = np.asarray(request.all_token_ids, np.int32)
         namespace = namespace_of(request, self._facts.fingerprint)
-        has_failed = state is not None and state.has_failed
-        state = RequestState(request.request_id, namespace, tokens, exact_len, has_failed=has_failed)
+        state = RequestState(request.request_id, namespace, tokens, exact_len)
+        state.has_failed = known is not None and known.has_failed
         self._states[request.request_id] = state
         mode, wrong = _mode_of(request, self._config.mode)
         refusal = self._refusal or refused_request(request)
-        if wrong or mode is ReuseMode.OFF or refusal:
-            reason = MissReason.REUSE_OFF if wrong or mode is ReuseMode.OFF else MissReason.MODEL_REFUSED
-            state.miss = Miss(reason, wrong or refusal)
-            return state
-        state.captures = True
-        found = self._lookup.find(namespace, tokens, exact_len)
+        if mode is ReuseMode.OFF:
+            state.miss = Miss(MissReason.REUSE_OFF, wrong)
+        elif refusal:
+            state.miss = Miss(MissReason.MODEL_REFUSED, refusal)
+        else:
+            state.captures = True
+            self._decide(state, request, mode)
+        return state
+
+    def _decide(self, state: RequestState, request: Request, mode: ReuseMode) -> None:
+        """Claim a graft, or begin to capture the prompt."""
+        found = self._lookup.find(state.namespace, state.token_ids, state.exact_len)
         state.lookup_ms = found.lookup_ms
         self.stats.count_lookup(found.lookup_ms)
         planned: GraftPlan | Miss = found.planned
         if mode is ReuseMode.EXACT:
             planned = Miss(MissReason.REUSE_OFF)
-        elif has_failed:
+        elif state.has_failed:
             planned = Miss(MissReason.ERROR, "a graft of this request failed")
         claim = self._claim(planned, found.matches) if isinstance(planned, GraftPlan) else planned
         if isinstance(claim, Miss):
             state.miss = claim
             self._open_prompt(state, found.matches)
-            return state
+            return
         self._taint(request, claim)
         state.claim = claim
         for donor in claim.donors:
             self._registry.catalogue.pin(donor.donor_id)
         state.is_pinned = True
-        return state
 
     def _claim(self, plan: GraftPlan, matches: Sequence[Match]) -> Claim | Miss:
         """Promise everything up to the end of the last span; the engine computes the rest with its own prefill."""
@@ -242,7 +252,9 @@ class GraftScheduler:
             # On models with several KV groups only a waiting request can be told to start again, should its graft fail.
             asynchronous = self._facts.reports_failed_loads
             if reaches_back and not asynchronous:
-                return Miss(MissReason.MODEL_REFUSED, "this vLLM cannot take loads of models with several KV groups back")
+                return Miss(
+                    MissReason.MODEL_REFUSED, "this vLLM cannot take loads of models with several KV groups back"
+                )
         return Claim(plan, end, spans, tuple(d for d in donors if d is not None), asynchronous)
 
     def _num_rows(self, plan: GraftPlan, end: int) -> int:
@@ -332,7 +344,7 @@ class GraftScheduler:
             state.gaps = [piece for piece in state.gaps if piece.piece_id not in piece_ids]
 
     def _restart(self, state: RequestState) -> None:
-        """vLLM begins the request again: after a preemption, a failed load, or with another exact prefix."""
+        """VLLM begins the request again: after a preemption, a failed load, or with another exact prefix."""
         self._unpin(state)
         for piece in (state.output, *state.gaps):
             self._registry.abandon(piece)
@@ -344,12 +356,14 @@ class GraftScheduler:
         if known is not None:
             self._restart(known)
         tokens = np.zeros(request.num_tokens, np.int32)
-        state = RequestState(request.request_id, namespace_of(request, ""), tokens, exact_len, miss=miss, has_failed=True)
+        state = RequestState(
+            request.request_id, namespace_of(request, ""), tokens, exact_len, miss=miss, has_failed=True
+        )
         self._states[request.request_id] = state
         return state
 
     def _drop_claim(self, state: RequestState) -> None:
-        """vLLM admitted the request without our tokens."""
+        """VLLM admitted the request without our tokens."""
         if state.claim is not None:
             self._unpin(state)
             state.claim, state.miss = None, Miss(MissReason.NO_ROOM, "vLLM admitted the request without its graft")

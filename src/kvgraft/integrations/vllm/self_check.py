@@ -56,14 +56,14 @@ def inverse_frequencies(model: nn.Module) -> list[Tensor]:
     tables: list[Tensor] = []
     for module in model.modules():
         candidates = []
-        if hasattr(module, "_compute_inv_freq") and hasattr(module, "base"):
-            candidates.append(module._compute_inv_freq(module.base))  # noqa: SLF001 - there is no public accessor
+        compute = getattr(module, "_compute_inv_freq", None)  # there is no public accessor
+        if callable(compute) and hasattr(module, "base"):
+            candidates.append(compute(module.base))
         cache = getattr(module, "cos_sin_cache", None)
         if isinstance(cache, torch.Tensor) and cache.ndim == 2 and len(cache) > 1:
             cos, sin = cache[1].float().chunk(2)
             candidates.append(torch.atan2(sin, cos))
-        for table in candidates:
-            table = table.detach().to(torch.float32)
+        for table in (candidate.detach().to(torch.float32) for candidate in candidates):
             if not any(table.shape == known.shape and torch.equal(table.cpu(), known.cpu()) for known in tables):
                 tables.append(table)
     return tables
@@ -76,7 +76,10 @@ def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]
     positions = [block * size for block in _PROBED_BLOCKS if block * size < limit]
     keys = _lone_token_keys(rank, positions)
     tables = [table.to(rank.device) for table in inverse_frequencies(rank.model)]
-    candidates: list[RopeSpec | None] = [None, *(RopeSpec(table, pairing) for table in tables for pairing in RopePairing)]
+    candidates: list[RopeSpec | None] = [
+        None,
+        *(RopeSpec(table, pairing) for table in tables for pairing in RopePairing),
+    ]
     specs, worst = [], 0.0
     for layer_keys in keys:
         errors = [_rotation_error(layer_keys, positions, spec) for spec in candidates]
@@ -115,7 +118,9 @@ def _rotation_error(keys: Tensor, positions: Sequence[int], spec: RopeSpec | Non
     moved = keys[:1].expand_as(keys)
     if spec is not None:
         target = torch.tensor(positions, device=keys.device)
-        moved = rotate_keys(moved, RopeShift.between(torch.full_like(target, positions[0]), target, spec.inv_freq), spec.pairing)
+        moved = rotate_keys(
+            moved, RopeShift.between(torch.full_like(target, positions[0]), target, spec.inv_freq), spec.pairing
+        )
     return _relative_error(moved, keys)
 
 
@@ -156,7 +161,7 @@ def _scratch_prompt(rank: RankModel) -> tuple[list[BlockTable], list[list[Tensor
 
 def _read_all(rank: RankModel, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     everything = np.arange(_PROMPT_TOKENS)
-    found = []
+    found: list[Tensor] = []
     for group, table, group_caches in zip(rank.groups, tables, caches, strict=True):
         slots = torch.from_numpy(table.slots(everything)).to(rank.device)
         for layer, cache in zip(group.layers, group_caches, strict=True):

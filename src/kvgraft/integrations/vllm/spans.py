@@ -32,7 +32,9 @@ class ReusedSpans:
         """
         self._blocks = [donors.get(span.donor_id, span.donor_start, span.length) for span in spans]
         self.positions = _joined([np.arange(span.target_start, span.target_end) for span in spans])
-        sources = _joined([np.arange(start, start + span.length) for span, start in zip(spans, source_starts, strict=True)])
+        sources = _joined(
+            [np.arange(start, start + span.length) for span, start in zip(spans, source_starts, strict=True)]
+        )
         self._targets = torch.from_numpy(self.positions)
         self._sources = torch.from_numpy(sources)
         self._bounds = np.cumsum([0, *(span.length for span in spans)])

@@ -54,9 +54,7 @@ class RankModel:
         return [0, *accumulate(len(group.layers) for group in self.groups)][:-1]
 
     @contextmanager
-    def batch(
-        self, runs: Runs, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]
-    ) -> Iterator[Tensor]:
+    def batch(self, runs: Runs, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
         """Prepare a pass over `runs` with K/V in `caches` by `tables`, one per group; gives the positions on the device."""
         layers: list[AttentionLayer] = [layer for group in self.groups for layer in group.layers]
         bound = [cache for group_caches in caches for cache in group_caches]
@@ -117,7 +115,11 @@ class DecoderStack:
         attention = {id(layer.module) for group in rank.groups for layer in group.layers}
         for body in rank.model.modules():
             layers = getattr(body, "layers", None)
-            if isinstance(layers, torch.nn.ModuleList) and len(layers) == len(attention) and hasattr(body, "embed_input_ids"):
+            if (
+                isinstance(layers, torch.nn.ModuleList)
+                and len(layers) == len(attention)
+                and hasattr(body, "embed_input_ids")
+            ):
                 found = [sum(id(part) in attention for part in layer.modules()) for layer in layers]
                 if all(count == 1 for count in found):
                     return cls(body, layers)

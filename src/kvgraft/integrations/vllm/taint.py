@@ -1,8 +1,9 @@
 """Keep approximate K/V out of vLLM's prefix cache.
 
-vLLM publishes loaded tokens like computed ones. The connector is asked between vLLM's own lookup and the allocation: the last
-moment at which the hashes of a request's blocks can be made private. Hashes are chained, so that blocks filled later, those of
-the answer included, inherit it. `Request.block_hashes` is no documented interface; what it must look like is checked.
+vLLM publishes loaded tokens like computed ones. The connector is asked between vLLM's own lookup and the allocation: the
+last moment at which the hashes of a request's blocks can be made private. Hashes are chained, so that blocks filled later,
+those of the answer included, inherit it. `Request.block_hashes` is no documented interface; what it must look like is
+checked.
 """
 
 from __future__ import annotations

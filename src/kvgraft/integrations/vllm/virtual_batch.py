@@ -47,7 +47,6 @@ class Runs:
         starts = np.concatenate([[0], breaks, [len(positions)]]).astype(np.int32)
         return cls(positions, starts, (positions[starts[1:] - 1] + 1).astype(np.int32))
 
-
     @classmethod
     def lone(cls, position: int) -> Runs:
         """One token that attends to itself alone, encoded at `position`."""
@@ -68,12 +67,18 @@ class BlockTable:
 
     def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots of `positions`."""
-        return self.blocks[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
+        return (
+            self.blocks[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
+        )
 
 
 @contextmanager
 def virtual_batch(
-    vllm_config: VllmConfig, groups: Sequence[LayerGroup], tables: Sequence[BlockTable], runs: Runs, device: torch.device
+    vllm_config: VllmConfig,
+    groups: Sequence[LayerGroup],
+    tables: Sequence[BlockTable],
+    runs: Runs,
+    device: torch.device,
 ) -> Iterator[Tensor]:
     """Set vLLM's forward context for `runs` and give their positions on the device.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class WindowRing(GroupKV):
     """A ring of `ceil((window + max_rows) / block_size) + 1` blocks per layer, or fewer for a short prompt.
 
-    Invariant: at a call of `prepare` all positions in `[max(0, first_row - window + 1), first_row)` are, after it, in the ring.
+    Invariant: behind a call of `prepare`, all positions in `[max(0, first_row - window + 1), first_row)` are in the ring.
     """
 
     def __init__(

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
+from kvgraft.graft.select import Observable
 from kvgraft.integrations.vllm.donor_store import DonorStore
 from kvgraft.integrations.vllm.graft_job import GraftJob, read_block
-from kvgraft.integrations.vllm.group_kv import PagedKV
+from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.layers import layer_groups
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.model_handle import ModelHandle
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.graft.select import Observable
     from kvgraft.integrations.vllm.messages import Capture, Graft, PieceId, StepCommands
     from kvgraft.types import DonorId
 
@@ -80,7 +80,9 @@ class GraftWorker:
                 + (f", window {group.window}" if group.window else "")
                 for group in self._groups
             ],
-            "rope": sorted({"none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels" for spec in rope}),
+            "rope": sorted(
+                {"none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels" for spec in rope}
+            ),
             "self_check": self._refusal or ("passed" if self._rank is not None else "waits for the first forward pass"),
         }
 
@@ -88,7 +90,7 @@ class GraftWorker:
         """Take the paged caches and prove their layout."""
         try:
             self._groups = layer_groups(self._vllm_config, self._kv_cache_config, kv_caches)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._groups = ()
             self._refuse(error)
             return
@@ -158,16 +160,16 @@ class GraftWorker:
         if self._rank is not None or self._refusal or self._handle is None or self._handle.model is None:
             return
         try:
-            from kvgraft.graft.select import Observable
-
             rank = RankModel(self._vllm_config, self._handle.model, self._groups)
             self._rank = checked(rank, needs_stack=Observable.KEY_DEVIATION in self._policy.observes)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
         self._refusal = f"{error}" if isinstance(error, IntegrationError) else f"{type(error).__name__}: {error}"
-        logger.error("kvgraft reuses nothing on this server: %s", self._refusal, exc_info=not isinstance(error, IntegrationError))
+        logger.error(
+            "kvgraft reuses nothing on this server: %s", self._refusal, exc_info=not isinstance(error, IntegrationError)
+        )
 
     def _begin(self, command: Graft) -> None:
         if self._rank is None:
@@ -226,14 +228,16 @@ class GraftWorker:
         elif command.asynchronous:
             self._failed.add(command.request_id)
         else:
-            raise IntegrationError(f"graft of request {command.request_id} failed and vLLM cannot take it back: {reason}")
+            raise IntegrationError(
+                f"graft of request {command.request_id} failed and vLLM cannot take it back: {reason}"
+            )
         if command.asynchronous:
             self._loaded.add(command.request_id)
 
     def _seal(self, piece_id: PieceId, donor_id: DonorId) -> None:
         try:
             self._donors.seal(piece_id, donor_id)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a donor less is no reason to end the engine
             if piece_id not in self._dead_pieces:
                 logger.warning("a donor is not kept: %s: %s", type(error).__name__, error)
             self._lost_donors.add(donor_id)
@@ -247,7 +251,7 @@ class GraftWorker:
 
     def _capture(self, rank: RankModel, capture: Capture) -> None:
         try:
-            homes = []
+            homes: list[GroupKV] = []
             for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, capture.block_ids, strict=True):
                 table = BlockTable(np.asarray(block_ids, np.int32), group.block_size)
                 homes.append(

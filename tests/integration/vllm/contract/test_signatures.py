@@ -46,7 +46,9 @@ def test_everything_abstract_is_implemented():
     [
         name
         for name, member in vars(GraftConnector).items()
-        if callable(getattr(member, "__func__", member)) and not name.startswith("_") and hasattr(base.KVConnectorBase_V1, name)
+        if callable(getattr(member, "__func__", member))
+        and not name.startswith("_")
+        and hasattr(base.KVConnectorBase_V1, name)
     ],
 )
 def test_overridden_methods_take_what_vllm_passes(name):
@@ -138,8 +140,12 @@ def test_the_failure_policy_is_read_behind_the_connector():
 
 def test_scheduler_output_has_what_is_read():
     assert {"req_id", "block_ids", "num_computed_tokens"} <= fields(sched_output.NewRequestData)
-    assert {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"} <= fields(sched_output.CachedRequestData)
-    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"} <= fields(sched_output.SchedulerOutput)
+    assert {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"} <= fields(
+        sched_output.CachedRequestData
+    )
+    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"} <= fields(
+        sched_output.SchedulerOutput
+    )
 
 
 def test_kv_cache_configuration_has_what_is_read():
@@ -171,7 +177,13 @@ def test_a_virtual_batch_can_be_built():
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
     assert required <= needed
-    assert parameters(AttentionMetadataBuilder.__init__) == ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"]
+    assert parameters(AttentionMetadataBuilder.__init__) == [
+        "self",
+        "kv_cache_spec",
+        "layer_names",
+        "vllm_config",
+        "device",
+    ]
     assert parameters(AttentionMetadataBuilder.build)[:3] == ["self", "common_prefix_len", "common_attn_metadata"]
     assert {"attn_metadata", "vllm_config", "num_tokens", "slot_mapping", "skip_compiled"} <= set(
         inspect.signature(set_forward_context.__wrapped__).parameters

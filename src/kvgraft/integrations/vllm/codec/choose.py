@@ -51,7 +51,9 @@ def choose_codec(
     )
 
 
-def _is_right(codec: KVCodec, scratch: Tensor, shape: tuple[int, int], block_size: int, engine_write: EngineWrite) -> bool:
+def _is_right(
+    codec: KVCodec, scratch: Tensor, shape: tuple[int, int], block_size: int, engine_write: EngineWrite
+) -> bool:
     """Compare both directions, at slots of two blocks that are not in order."""
     slots = torch.tensor([block_size + 1, 0, 2 * block_size - 1, 3, block_size], device=scratch.device)
     generator = torch.Generator().manual_seed(7)

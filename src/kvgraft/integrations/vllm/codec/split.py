@@ -23,7 +23,9 @@ class SplitCodec:
     def matches(self, cache: Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
         """Five dimensions, two halves at the axis."""
         return (
-            cache.ndim == 5 and cache.shape[self._axis] == 2 and tuple(cache.shape[2:]) == (block_size, num_kv_heads, head_dim)
+            cache.ndim == 5
+            and cache.shape[self._axis] == 2
+            and tuple(cache.shape[2:]) == (block_size, num_kv_heads, head_dim)
         )
 
     def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,172 @@
+"""Where vLLM runs in several processes: its own engine process, two tensor-parallel ranks, the HTTP server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from models import save_tiny
+
+from engines import Answer, engine, text
+from kvgraft.models import bundled_model_path
+
+HERE = Path(__file__).parent
+HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
+DOCUMENT = text(5, 700)
+DONOR, PROMPT = HEAD + DOCUMENT + QUESTION, OTHER_HEAD + DOCUMENT + OTHER_QUESTION
+
+
+def run_scenario(threads: str, **asked) -> list[dict[str, Answer]]:
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": threads,
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
+    finished = subprocess.run(
+        [sys.executable, HERE / "scenario.py", json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=400,
+        check=False,
+    )
+    found = re.search(r"^ANSWERS(.*)$", finished.stdout, re.MULTILINE)
+    assert found, finished.stdout[-3000:] + finished.stderr[-5000:]
+    return [{kind: _answer(value) for kind, value in pair.items()} for pair in json.loads(found[1])]
+
+
+def _answer(value) -> Answer:
+    logprobs = tuple({int(token): logprob for token, logprob in step.items()} for step in value["logprobs"])
+    return Answer(tuple(value["tokens"]), logprobs, value["num_cached"], value["report"])
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder):
+    """The graft in one process and one rank."""
+    with engine(model_folder, "llama", options={"selection": "first_k"}) as one:
+        one.donate(DONOR)
+        return one.ask(PROMPT)
+
+
+def test_two_ranks_with_key_deviation_and_without_agree_with_one(model_folder, alone):
+    model = save_tiny("llama", model_folder)
+    (pair,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options={"load": "async"})
+    assert pair["warm"].shifted == alone.shifted == len(DOCUMENT) - 16
+    pair["warm"].assert_like(alone)
+
+
+def test_two_ranks_that_observe_keys_choose_the_same_tokens(model_folder):
+    options = {"selection": "kv_deviation", "recompute_ratio": 0.3}
+    with engine(model_folder, "llama", options=options) as one:
+        one.donate(DONOR)
+        alone = one.ask(PROMPT)
+    model = save_tiny("llama", model_folder)
+    (pair,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options=options)
+    assert pair["warm"].report["recomputed_tokens"] == alone.report["recomputed_tokens"] == 210
+    pair["warm"].assert_like(alone, tolerance=1e-3)
+
+
+def test_a_rank_that_fails_makes_all_fall_back(model_folder):
+    model = save_tiny("llama", model_folder)
+    (pair,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], broken_rank=1)
+    assert pair["warm"].shifted == 0
+    assert pair["warm"].report["miss"]["reason"] == "error"
+    pair["warm"].assert_like(pair["cold"])
+
+
+def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder, alone):
+    model = save_tiny("llama", model_folder)
+    (pair,) = run_scenario("0-1", model=model, donors=[DONOR], prompts=[PROMPT], enforce_eager=False)
+    assert pair["warm"].shifted == alone.shifted
+    pair["warm"].assert_like(alone)
+
+
+@contextmanager
+def http_server(**options):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    connector = {
+        "kv_connector": "GraftConnector",
+        "kv_connector_module_path": "kvgraft.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_model_path())]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "4", "--block-size", "32"]
+    command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        _wait_until_ready(process, port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_ready(process, port, patience_s=300):
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(process.stdout.read()[-5000:])
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+        except OSError:
+            time.sleep(0.5)
+        else:
+            return
+    raise AssertionError("the server did not become ready")
+
+
+def test_openai_client_over_http():
+    openai = pytest.importorskip("openai")
+    with http_server(selection="none", min_saved_tokens=16) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        def ask(prompt, mode, **more):
+            return client.completions.create(
+                model="tiny",
+                prompt=prompt,
+                max_tokens=8,
+                temperature=0,
+                logprobs=5,
+                extra_body={"kv_transfer_params": {"kvgraft": mode}, **more},
+            )
+
+        document = "".join(f"Module number {n} computes the value of item {n * 7 % 13}.\n" for n in range(60))
+        ask("You are terse.\n" + document + "What is item 3?", "exact")
+        prompt = "Answer in one word, and only if you are sure of it.\n" + document + "What is item 9?"
+        cold = ask(prompt, "off", cache_salt="cold")
+        warm = ask(prompt, "graft")
+        report = warm.kv_transfer_params["kvgraft"]
+        assert report["shifted_tokens"] > 400
+        assert warm.usage.prompt_tokens_details.cached_tokens >= report["shifted_tokens"]
+        after = ask(prompt, "exact")
+        assert after.kv_transfer_params["kvgraft"]["shifted_tokens"] == 0
+        assert after.choices[0].text == cold.choices[0].text
+        other = ask("Terse!\n" + document, "graft", cache_salt="another tenant")
+        assert other.kv_transfer_params["kvgraft"]["reused_tokens"] == 0
+        streamed = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, stream=True)
+        assert "".join(part.choices[0].text for part in streamed if part.choices)
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+        assert re.search(r'kvgraft:prompt_tokens_total\{[^}]*kind="segment"[^}]*\} [1-9]', metrics)
+        assert re.search(r'kvgraft:requests_total\{[^}]*outcome="graft"[^}]*\} [1-9]', metrics)
+        assert "kvgraft:lookup_seconds_count" in metrics
+        assert re.search(r"kvgraft:donors\{[^}]*\} [1-9]", metrics)
