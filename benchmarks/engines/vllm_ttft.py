@@ -269,7 +269,8 @@ def markdown(rows: Sequence[Row]) -> str:
         lines.append(
             f"| {row.prompt_tokens:,} | {row.variant} | **{reuse:.0f} ms** | {cold:.0f} ms | {again:.0f} ms"
             f" | **{row.speed_up:.1f}x** | {row.computed_tokens:,} | {max(row.cached_tokens):,}"
-            f" | {sum(row.first_token_agrees)} of {len(row.first_token_agrees)} | {max(row.gaps):.4f} | {row.unrelated_gap:.4f} |"
+            f" | {sum(row.first_token_agrees)} of {len(row.first_token_agrees)} | {max(row.gaps):.4f}"
+            f" | {row.unrelated_gap:.4f} |"
         )
     return "\n".join(lines)
 

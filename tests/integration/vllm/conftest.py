@@ -23,6 +23,11 @@ else:
     )
 
 
+def pytest_configure(config):
+    if importlib.util.find_spec("vllm") is not None:
+        config.addinivalue_line("filterwarnings", "default")  # vLLM and its dependencies warn of their own accord
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
