@@ -30,7 +30,7 @@ MAX_MODEL_TOKENS = 20_000
 NUM_LOGPROBS = 20
 """Alternatives of the first token that are asked for; the most that vLLM gives by default."""
 
-_START_SECONDS = 300.0
+_START_SECONDS = 600.0
 _STOP_SECONDS = 20.0
 _REQUEST_SECONDS = 300.0
 _POLL_SECONDS = 0.2

@@ -14,7 +14,14 @@ that every cached token is the peer's. Shapes of the prompt, of which the docume
 
 `largest gap` compares the log-probabilities of the five likeliest first tokens with those of a cold run of the same prompt on
 the same server, under a `cache_salt` of its own. An exact method gives 0, up to the rounding of the data type (use
-`--dtype float32`). Grafts are approximate in the shapes `moved` and `front`. What fails is recorded with its message.
+`--dtype float32`). Grafts are approximate in the shapes `moved` and `front`, and with random weights as far from the cold run as
+an unrelated prompt. Whether a peer moves K/V rightly shows with a model of one layer, whose K/V do not depend on what stands in
+front: every gap must be 0 then.
+
+    python benchmarks/engines/make_model.py runs/one-layer --layers 1
+    python benchmarks/peers/peers_ttft.py --model runs/one-layer --dtype float32 --lengths 1024 --repeats 1
+
+What fails is recorded with its message.
 
 JSON goes to standard output, progress and a table in Markdown to standard error.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvgraft.cli import main
-from kvgraft.config import EngineConfig, ServerConfig, file_errors, resolve, settings_table
+from kvgraft.config import EngineConfig, ServerConfig, VLLMConfig, file_errors, resolve, settings_table, table_of
 from kvgraft.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -272,3 +272,9 @@ def test_serve_help_explains_itself(capsys):
 def test_docs_hold_the_table_of_settings():
     text = DOCS.read_text(encoding="utf-8")
     assert settings_table() in text, "paste the output of kvgraft.config.settings_table() into docs/configuration.md"
+
+
+@pytest.mark.parametrize(("kind", "page"), [(VLLMConfig, "vllm.md")])
+def test_pages_of_adapters_list_their_settings(kind, page):
+    text = (Path(__file__).parents[2] / "docs/integrations" / page).read_text()
+    assert table_of(kind) in text, f"paste the output of kvgraft.config.table_of into docs/integrations/{page}"

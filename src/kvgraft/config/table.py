@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvgraft.config.engine import CACHE, MODEL, SCHEDULING, EngineConfig
 from kvgraft.config.server import SERVER, ServerConfig
 from kvgraft.config.setting import rule_of
 
+if TYPE_CHECKING:
+    from kvgraft.config.settings import Settings
+
 _GROUPS = (MODEL, CACHE, SCHEDULING, SERVER)
+_HEAD = ("| setting | default | meaning |", "|---|---|---|")
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -24,12 +28,17 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def settings_table() -> str:
-    """Return the Markdown table of all settings, grouped."""
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    """Return the Markdown table of all settings of engine and server, grouped."""
+    lines = list(_HEAD)
     for group, fields in grouped_settings().items():
-        lines.append(f"| **{group}** | | |")
-        lines += [f"| `{field.name}` | `{default_text(field)}` | {_meaning(field)} |" for field in fields]
+        lines += [f"| **{group}** | | |", *map(_row, fields)]
     return "\n".join(lines) + "\n"
+
+
+def table_of(kind: type[Settings]) -> str:
+    """Return the Markdown table of the settings of one adapter."""
+    fields = [kind.field(name) for name in kind.rules()]
+    return "\n".join([*_HEAD, *map(_row, fields)]) + "\n"
 
 
 def grouped_settings() -> dict[str, list[dataclasses.Field[Any]]]:
@@ -37,6 +46,10 @@ def grouped_settings() -> dict[str, list[dataclasses.Field[Any]]]:
     engine = EngineConfig.rules()
     fields = sorted(dataclasses.fields(ServerConfig), key=lambda field: field.name in engine)
     return {group: [field for field in fields if rule_of(field).group == group] for group in _GROUPS}
+
+
+def _row(field: dataclasses.Field[Any]) -> str:
+    return f"| `{field.name}` | `{default_text(field)}` | {_meaning(field)} |"
 
 
 def _meaning(field: dataclasses.Field[Any]) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
 
 from kvgraft.config.vllm import VLLMConfig
 from kvgraft.integrations.vllm.engine_facts import EngineFacts
-from kvgraft.integrations.vllm.messages import StepCommands, WorkerReport
 from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
 from kvgraft.integrations.vllm.scheduler import GraftScheduler
 from kvgraft.integrations.vllm.worker import GraftWorker
 
 if TYPE_CHECKING:
+    from kvgraft.integrations.vllm.messages import StepCommands, WorkerReport
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
@@ -25,6 +32,25 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """Carries commands from the scheduler's process to workers."""
+
+    commands: StepCommands
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Carries a report back; vLLM joins those of all ranks."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Join two ranks' reports."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.report.joined(other.report))
 
 
 class GraftConnector(KVConnectorBase_V1, SupportsHMA):
@@ -86,15 +112,15 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the request's blocks."""
         self.scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepCommands:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Commands of the step."""
-        return self.scheduler.commands(scheduler_output)
+        return StepMetadata(self.scheduler.commands(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' report."""
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self.scheduler.receive(report)
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, WorkerMetadata):
+            self.scheduler.receive(told.report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; the report goes to the client."""
@@ -147,9 +173,10 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks that a failed graft left without K/V."""
         return self.worker.take_failed_blocks()
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """The rank's report."""
-        return self.worker.take_report()
+        report = self.worker.take_report()
+        return None if report is None else WorkerMetadata(report)
 
     def shutdown(self) -> None:
         """Let go of the model."""
@@ -157,9 +184,9 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def _commands(self) -> StepCommands:
-        commands = self._get_connector_metadata()
-        assert isinstance(commands, StepCommands)
-        return commands
+        told = self._get_connector_metadata()
+        assert isinstance(told, StepMetadata)
+        return told.commands
 
     # ---- metrics
 

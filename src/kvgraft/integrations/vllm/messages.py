@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -72,7 +70,7 @@ class Graft:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCommands(KVConnectorMetadata):
+class StepCommands:
     """What workers do in one step, in the order of the fields; later fields never undo what earlier ones need.
 
     Attributes:
@@ -122,8 +120,8 @@ class GraftOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):
-    """What a rank did in a step; vLLM joins those of all ranks with `aggregate`.
+class WorkerReport:
+    """What a rank did in a step.
 
     Attributes:
         outcomes: By request, grafts that are complete.
@@ -139,9 +137,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     refusal: str = ""
     host_bytes: int = 0
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+    def joined(self, other: WorkerReport) -> WorkerReport:
         """Join the reports of two ranks."""
-        assert isinstance(other, WorkerReport)
         outcomes = dict(self.outcomes)
         for request_id, outcome in other.outcomes.items():
             known = outcomes.get(request_id)

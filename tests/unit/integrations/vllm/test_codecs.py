@@ -1,0 +1,99 @@
+"""KV codecs against writers that follow the documented layouts. No engine: only shapes and strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.codec import choose_codec, scratch_like
+from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
+from kvgraft.integrations.vllm.codec.packed import PackedCodec
+from kvgraft.integrations.vllm.codec.split import SplitCodec
+
+BLOCKS, HEADS, BLOCK, DIM = 6, 3, 16, 8
+
+
+def packed_write(keys, values, cache, slots):
+    """FlashAttention and FlashInfer of vLLM 0.28 to 0.32: token by token into (blocks, block, heads, dim) views."""
+    key_cache, value_cache = cache.transpose(1, 2).split(DIM, dim=-1)
+    for row, slot in enumerate(slots.tolist()):
+        key_cache[slot // BLOCK, slot % BLOCK] = keys[row]
+        value_cache[slot // BLOCK, slot % BLOCK] = values[row]
+
+
+def cpu_write(keys, values, cache, slots):
+    """CPU attention: keys transposed in the first half of a block and head, values in the second."""
+    flat = cache.view(-1)
+    for row, slot in enumerate(slots.tolist()):
+        for head in range(HEADS):
+            start = (slot // BLOCK * HEADS + head) * 2 * BLOCK * DIM
+            for channel in range(DIM):
+                flat[start + channel * BLOCK + slot % BLOCK] = keys[row, head, channel]
+                flat[start + BLOCK * DIM + slot % BLOCK * DIM + channel] = values[row, head, channel]
+
+
+def split_write(axis):
+    def write(keys, values, cache, slots):
+        key_cache, value_cache = cache.unbind(axis)
+        for row, slot in enumerate(slots.tolist()):
+            key_cache[slot // BLOCK, slot % BLOCK] = keys[row]
+            value_cache[slot // BLOCK, slot % BLOCK] = values[row]
+
+    return write
+
+
+def hnd():
+    return torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM)
+
+
+def nhd():
+    return torch.zeros(BLOCKS, BLOCK, HEADS, 2 * DIM).permute(0, 2, 1, 3)
+
+
+CASES = {
+    "packed HND": (hnd, packed_write, PackedCodec),
+    "packed NHD": (nhd, packed_write, PackedCodec),
+    "CPU": (hnd, cpu_write, TransposedKeysCodec),
+    "halves outermost": (lambda: torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM), split_write(0), SplitCodec),
+    "halves within blocks": (lambda: torch.zeros(BLOCKS, 2, BLOCK, HEADS, DIM), split_write(1), SplitCodec),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_the_codec_that_fits_is_found_and_reads_and_writes_as_the_engine(case, dtype):
+    make, engine_write, kind = CASES[case]
+    cache = make().to(dtype)
+    codec = choose_codec(cache, HEADS, DIM, BLOCK, engine_write)
+    assert isinstance(codec, kind)
+    assert not cache.any(), "the check runs on scratch blocks"
+    slots = torch.tensor([0, 5, 17, 95, 31, 32])
+    keys, values = torch.randn(2, 6, HEADS, DIM).to(dtype)
+    engine_write(keys, values, cache, slots)
+    read = codec.read(cache, slots)
+    assert torch.equal(read[0], keys)
+    assert torch.equal(read[1], values)
+    by_codec = scratch_like(cache, BLOCKS, codec.block_axis)
+    codec.write(by_codec, slots, keys, values)
+    assert torch.equal(by_codec, cache)
+
+
+def test_a_layout_that_no_codec_reads_is_refused():
+    def swizzled(keys, values, cache, slots):
+        packed_write(keys.flip(-1), values, cache, slots)
+
+    with pytest.raises(IntegrationError, match=r"unknown KV cache layout.*nothing is grafted"):
+        choose_codec(hnd(), HEADS, DIM, BLOCK, swizzled)
+
+
+def test_a_shape_that_no_codec_knows_is_refused():
+    with pytest.raises(IntegrationError, match="unknown KV cache layout"):
+        choose_codec(torch.zeros(BLOCKS, BLOCK, 99), HEADS, DIM, BLOCK, packed_write)
+
+
+@pytest.mark.parametrize("make", [hnd, nhd])
+def test_scratch_blocks_lie_in_memory_as_the_cache_does(make):
+    scratch = scratch_like(make(), 2, 0)
+    assert scratch.shape[0] == 2
+    assert scratch.stride()[1:] == make().stride()[1:]
