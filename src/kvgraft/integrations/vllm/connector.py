@@ -21,7 +21,6 @@ from kvgraft.integrations.vllm.scheduler import GraftScheduler
 from kvgraft.integrations.vllm.worker import GraftWorker
 
 if TYPE_CHECKING:
-    from kvgraft.integrations.vllm.messages import StepCommands, WorkerReport
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvgraft.integrations.vllm.messages import StepCommands, WorkerReport
 
 logger = logging.getLogger(__name__)
 
