@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor
     from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
+    from kvgraft.engine.windows import WindowRow
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.prefix import PrefixHandle
     from kvgraft.types import DonorId, GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
@@ -65,6 +66,7 @@ class RequestCache:
         donors: Donors of the plan's spans, by span.
         pinned: Those of them that cannot be evicted at present.
         registered: Donors made of a grafted request's own text, by the position where they start.
+        windows: Slots of window layers, where these have slots of their own.
     """
 
     request: Request
@@ -76,6 +78,12 @@ class RequestCache:
     timings_ms: dict[str, float] = field(default_factory=dict)
     pinned: tuple[Donor, ...] = ()
     registered: dict[int, DonorId] = field(default_factory=dict)
+    windows: WindowRow | None = None
+
+    @property
+    def swa_indices(self) -> NDArray[np.int64] | None:
+        """Like `kv_indices` the slots of window layers, where these have slots of their own; -1 where they are given back."""
+        return None if self.windows is None else self.windows.swa_indices
 
     def exact_len(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` positions have the K/V that a full prefill would give."""
