@@ -82,7 +82,9 @@ def test_windows_as_long_as_the_pool_keep_one_space():
 def test_greedy_output_is_the_models_own(family, max_rows, rng):
     llm = make_llm(family, max_rows=max_rows)
     prompt = random_prompt(rng, 90)
-    assert llm.generate(prompt, SamplingParams(60, ignore_eos=True), "off")[0].token_ids == stock_greedy(llm, prompt, 60)
+    assert llm.generate(prompt, SamplingParams(60, ignore_eos=True), "off")[0].token_ids == stock_greedy(
+        llm, prompt, 60
+    )
     llm.check()
 
 
@@ -153,14 +155,10 @@ def test_prefix_whose_windows_were_partly_evicted_is_exact(evicted, rng):
 def test_request_holds_no_more_than_its_window_while_it_decodes(rng):
     llm = make_llm()
     stream = llm.stream(random_prompt(rng, 150), SamplingParams(400, ignore_eos=True), "exact")
-    held = []
-    for _ in stream:
-        held.append((llm.usage().request, llm.space.window_usage().request))
+    held = [(llm.usage().request, llm.space.window_usage().request) for _ in stream]
     full, window = np.array(held)[:-1].T
     assert full[-1] > 540
-    assert window[1:].max() <= WINDOW + 32
-    whole_prompt = [usage for usage in held if usage[1] >= 150]
-    assert not whole_prompt, "what is behind the window is given back with the prompt's last row"
+    assert window.max() <= WINDOW + 16, "what is behind the window is given back with the prompt's last row"
 
 
 def test_decoding_frees_window_slots_for_good(rng):
@@ -248,7 +246,9 @@ def test_graft_of_a_hybrid_model_is_what_one_space_gives(family, selection, rng,
     hybrid = make_llm(family, selection=selection, max_rows=64)
     full = make_llm(family, selection=selection, radix_cache_backend="full")
     document, other = random_prompt(rng, 220), random_prompt(rng, 80)
-    prompt = np.concatenate([random_prompt(rng, 50), document[10:210], random_prompt(rng, 30), other, random_prompt(rng, 9)])
+    prompt = np.concatenate(
+        [random_prompt(rng, 50), document[10:210], random_prompt(rng, 30), other, random_prompt(rng, 9)]
+    )
     scores = []
     for llm in (hybrid, full):
         llm.generate([document, other], GREEDY)
@@ -351,6 +351,21 @@ def test_reset_gives_every_slot_of_both_spaces_back(rng):
     llm.reset()
     llm.check()
     assert llm.space.held_bytes == llm.space.host.used_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+def test_stream_goes_on_when_everything_cached_is_forgotten(family, rng):
+    """Its locks are of an epoch that is over; giving them back must not be an error."""
+    llm = make_llm(family)
+    prompt = random_prompt(rng, 100)
+    llm.generate(prompt, GREEDY, "exact")
+    stream = llm.stream(prompt, SamplingParams(60, ignore_eos=True), "exact")
+    tokens = [next(stream).token_id for _ in range(3)]
+    llm.reset()
+    tokens += [part.token_id for part in stream]
+    assert tuple(tokens) == stock_greedy(llm, prompt, 60)
+    assert llm.num_errors == 0
+    llm.check()
 
 
 def test_score_that_finds_no_window_slots_says_so(rng, few_windows):

@@ -83,18 +83,17 @@ class CacheManager:
         """
         timings: dict[str, float] = {}
         num_tokens = len(request.token_ids)
-        prefix_slots, swa_indices, handle = np.empty(0, np.int64), np.empty(0, np.int64), None
+        prefix_slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
         with _timed(timings, "lookup"):
             if request.reuse is not ReuseMode.OFF:
                 # The last token is always computed: its logits are what the request is for.
-                match = self.space.prefix.match_prefix(RadixKey(request.token_ids[:-1], request.namespace.key))
-                prefix_slots, swa_indices, handle = match.kv_indices, match.swa_indices, match.handle
-                handle = self.space.prefix.inc_lock_ref(handle)
+                match = self.space.match(RadixKey(request.token_ids[:-1], request.namespace.key))
+                prefix_slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
                 self.space.allocator.retain(prefix_slots, Owner.REQUEST)
             planned, donors = self._plan(request, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
-        cache = RequestCache(request, plan, miss, prefix_slots, handle, donors, timings)
+        cache = RequestCache(request, plan, miss, prefix_slots, lock, donors, timings)
         self._pin(cache)
         try:
             if self._windows is not None:
@@ -300,9 +299,9 @@ class CacheManager:
         self._unpin(cache)
         if self._windows is not None and cache.windows is not None:
             self._windows.release(cache)
-        if cache.handle is not None:
-            receipt, cache.handle = cache.handle, None
-            self.space.unlock(receipt)
+        if cache.lock is not None:
+            lock, cache.lock = cache.lock, None
+            self.space.unlock(lock)
         if len(cache.kv_indices):
             self.space.allocator.release(cache.kv_indices, Owner.REQUEST)
             cache.kv_indices = cache.kv_indices[:0]

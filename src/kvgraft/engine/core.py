@@ -254,8 +254,13 @@ def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[T
             is_all_swa=plan is not None and layers.is_all_swa,
         )
     )
-    if plan is None or not isinstance(prefix, SWARadixCache):
+    if not isinstance(prefix, SWARadixCache):
         plan = SlotPlan.uniform(layers, model.dtype, config.num_slots, config.kv_bytes)
+    elif plan is None or prefix.sliding_window_size != layers.sliding_window_size:
+        raise ConfigError(
+            f"prefix-cache backend {config.radix_cache_backend!r} keeps windows of {prefix.sliding_window_size} tokens; this "
+            f"model has {layers.sliding_window_size or 'none'} or too few slots: choose radix_cache_backend 'default'"
+        )
     return TransformersAdapter.over(model, layers, plan, config.attention), prefix
 
 

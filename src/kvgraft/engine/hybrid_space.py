@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.engine.kv_space import HostKV, KVSpace
+from kvgraft.engine.kv_space import HostKV, KVSpace, PrefixLock
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import HybridSlotPool, KVBlock, Owner, SlotAllocator
+from kvgraft.prefix import RadixKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.memory import SlotUsage, StoreKey
-    from kvgraft.prefix import EvictResult, PrefixHandle, RadixKey, SWARadixCache
+    from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
     from kvgraft.types import Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,19 @@ class HybridKVSpace(KVSpace):
             self._release_forgotten(evicted)
         return self.windows.allocate(num_tokens, after=after)
 
+    def match(self, key: RadixKey) -> MatchResult:
+        """Find the longest stored prefix of `key`, cut one window in front of its end.
+
+        A lock covers whole nodes until a window is covered. The cut, where it can be made, keeps that below two windows; one
+        cached prompt would pin the whole space otherwise. It is made by looking the shorter prefix up.
+        """
+        match = self._prefix.match_prefix(key)
+        if match.prefix_len <= self.sliding_window_size:
+            return match
+        border = match.prefix_len - self.sliding_window_size
+        self._prefix.match_prefix(RadixKey(key.token_ids, key.extra_key, key.cache_salt, limit=border))
+        return self._prefix.match_prefix(key)
+
     def store_windows(
         self, key: RadixKey, slots: NDArray[np.int64], swa_indices: NDArray[np.int64], swa_start: int
     ) -> None:
@@ -107,9 +121,10 @@ class HybridKVSpace(KVSpace):
         self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
         self.windows.retain(taken, Owner.CACHE)
 
-    def unlock_windows(self, receipt: PrefixHandle) -> None:
+    def unlock_windows(self, lock: PrefixLock) -> None:
         """Let go of the window of a lock whose request is past it; the prefix itself stays locked."""
-        self._release_forgotten(self._prefix.dec_swa_lock_only(receipt))
+        if lock.epoch == self._epoch:
+            self._release_forgotten(self._prefix.dec_swa_lock_only(lock.receipt))
 
     def export_windows(self, swa_indices: NDArray[np.int64]) -> KVBlock:
         """Copy window layers to CPU memory, the caller's."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import HybridSlotPool, SlotUsage, StoreKey
-    from kvgraft.prefix import EvictResult, PrefixCache, PrefixHandle, RadixKey
+    from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle, RadixKey
     from kvgraft.types import DonorId, Match, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,19 @@ class _BlockSource:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.block.keys[layer].to(self.device), self.block.values[layer].to(self.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixLock:
+    """A lock on a stored prefix.
+
+    Attributes:
+        receipt: What the prefix cache gave for it.
+        epoch: How often everything had been forgotten by then; a lock of an earlier epoch holds nothing any more.
+    """
+
+    receipt: PrefixHandle
+    epoch: int
 
 
 class KVSpace:
@@ -75,6 +88,7 @@ class KVSpace:
         self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
         self.num_spilled = 0
         self.num_dropped = 0
+        self._epoch = 0
 
     def usage(self) -> SlotUsage:
         """Slots by holder."""
@@ -111,14 +125,23 @@ class KVSpace:
             return self.pool.place(donor.kv.slots[start:stop])
         return _BlockSource(self.host.get(donor.donor_id, start, match.length), self.pool.device)
 
+    def match(self, key: RadixKey) -> MatchResult:
+        """Find the longest stored prefix of `key`; lock it before anything may evict."""
+        return self.prefix.match_prefix(key)
+
     def store_prefix(self, key: RadixKey, slots: NDArray[np.int64]) -> None:
         """Give the prefix cache the exact K/V of `key` in `slots`; the request goes on holding them, too."""
         result = self.prefix.insert(key, slots)
         self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
 
-    def unlock(self, receipt: PrefixHandle) -> None:
-        """Give back a lock on a prefix."""
-        self._release_forgotten(self.prefix.dec_lock_ref(receipt))
+    def lock(self, handle: PrefixHandle) -> PrefixLock:
+        """Keep the prefix of `handle` from eviction until `unlock`."""
+        return PrefixLock(self.prefix.inc_lock_ref(handle), self._epoch)
+
+    def unlock(self, lock: PrefixLock) -> None:
+        """Give back a lock on a prefix, which may have been forgotten since."""
+        if lock.epoch == self._epoch:
+            self._release_forgotten(self.prefix.dec_lock_ref(lock.receipt))
 
     def add_donor(
         self,
@@ -156,6 +179,7 @@ class KVSpace:
 
     def reset(self) -> None:
         """Forget all prefixes and donors; running requests keep their slots."""
+        self._epoch += 1
         cached = self.prefix.reset()
         if len(cached):
             self.allocator.release(cached, Owner.CACHE)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
+    from kvgraft.engine.kv_space import PrefixLock
     from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
     from kvgraft.engine.windows import WindowRow
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.prefix import PrefixHandle
     from kvgraft.types import DonorId, GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
 
 
@@ -62,7 +62,7 @@ class RequestCache:
         plan: Which prompt positions are reused and computed; without a graft everything behind the exact prefix is computed.
         miss: Why nothing is grafted, or None.
         kv_indices: int64, slot of each position; there may be more than tokens so far. All of them are held by the request.
-        handle: Lock on the exact prefix.
+        lock: On the exact prefix.
         donors: Donors of the plan's spans, by span.
         pinned: Those of them that cannot be evicted at present.
         registered: Donors made of a grafted request's own text, by the position where they start.
@@ -73,7 +73,7 @@ class RequestCache:
     plan: GraftPlan
     miss: Miss | None
     kv_indices: NDArray[np.int64]
-    handle: PrefixHandle | None
+    lock: PrefixLock | None
     donors: tuple[Donor, ...]
     timings_ms: dict[str, float] = field(default_factory=dict)
     pinned: tuple[Donor, ...] = ()

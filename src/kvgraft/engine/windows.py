@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.engine.hybrid_space import HybridKVSpace
+    from kvgraft.engine.kv_space import PrefixLock
     from kvgraft.engine.request import RequestCache
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class RequestWindows:
         return self._window
 
     def adopt(self, cache: RequestCache, swa_indices: NDArray[np.int64], *, is_donor: bool) -> None:
-        """Begin with the window of the exact prefix, locked by `cache.handle`.
+        """Begin with the window of the exact prefix, locked by `cache.lock`.
 
         Args:
             cache: With the slots of its exact prefix only.
@@ -99,7 +100,7 @@ class RequestWindows:
             is_donor: Whether the request's text is to become a donor.
         """
         stop = len(swa_indices)
-        start = cache.handle.swa_start if isinstance(cache.handle, SWALock) else stop
+        start = stop if cache.lock is None else window_of(cache.lock)
         row = np.array(swa_indices, dtype=np.int64)
         row[:start] = -1
         self._space.windows.retain(row[start:], Owner.REQUEST)
@@ -166,8 +167,8 @@ class RequestWindows:
             return
         self._capture(cache, frontier)
         if row.start < row.prefix_len:
-            assert cache.handle is not None, "a prefix is locked while its window is held"
-            self._space.unlock_windows(cache.handle)
+            assert cache.lock is not None, "a prefix is locked while its window is held"
+            self._space.unlock_windows(cache.lock)
         self._space.windows.release(row.swa_indices[row.start : frontier], Owner.REQUEST)
         row.swa_indices[row.start : frontier] = -1
         row.start = frontier
@@ -231,6 +232,12 @@ class RequestWindows:
         after = int(row.swa_indices[row.stop - 1]) if row.stop > row.start else None
         row.swa_indices[row.stop : stop] = self._space.allocate_windows(stop - row.stop, after=after)
         row.stop = stop
+
+
+def window_of(lock: PrefixLock) -> int:
+    """First position of the window that a lock on a hybrid tree covers."""
+    assert isinstance(lock.receipt, SWALock), "only hybrid trees lock windows"
+    return lock.receipt.swa_start
 
 
 def _row(cache: RequestCache) -> WindowRow:
