@@ -94,6 +94,10 @@ class KVSpace:
         """Slots by holder."""
         return self.allocator.usage()
 
+    def window_usage(self) -> SlotUsage | None:
+        """Slots of window layers by holder, where these have slots of their own."""
+        return None
+
     @property
     def held_bytes(self) -> int:
         """Bytes of K/V on the device that somebody holds: requests, the prefix cache or donors."""
