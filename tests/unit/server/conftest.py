@@ -111,6 +111,7 @@ class FakeEngine:
             num_running=1,
             num_waiting=2,
             usage=SlotUsage(60, 10, 20, 10, 100),
+            window_usage=None,
             num_donors=3,
             host_bytes=4,
             num_errors=5,
