@@ -88,6 +88,16 @@ def test_greedy_output_is_the_models_own(family, max_rows, rng):
     llm.check()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_another_attention_backend_gives_the_same(rng):
+    llm = make_llm(attention="flex")
+    assert llm.adapter.attention.backend.name == "flex"
+    prompt = random_prompt(rng, 60)
+    assert llm.generate(prompt, SamplingParams(30, ignore_eos=True), "off")[0].token_ids == stock_greedy(
+        llm, prompt, 30
+    )
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("max_rows", [10, 4096])
 def test_logits_of_all_positions_are_the_models_own(family, max_rows, rng):
