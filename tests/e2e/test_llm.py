@@ -253,6 +253,35 @@ def test_failure_while_grafting_is_a_counted_miss(rng, document, monkeypatch, ca
     llm.check()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_failure_to_store_a_preempted_request_is_a_counted_miss(family, rng, monkeypatch, caplog):
+    """Nobody waits for the answer of `suspend`; a failure there would end the engine's thread."""
+    llm = make_llm(family, num_slots=150)
+    prompts = [rng.integers(3, VOCABULARY, 40) for _ in range(4)]
+    manager, suspended = llm._engine.manager, []
+    suspend = manager.suspend
+
+    def broken(*_, **__):
+        raise RuntimeError("no room in the tree")
+
+    def suspend_in_vain(cache, token_ids):
+        suspended.append(cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.space.prefix, "insert", broken)
+            suspend(cache, token_ids)
+
+    monkeypatch.setattr(manager, "suspend", suspend_in_vain)
+    streams = [llm.stream(prompt, SamplingParams(40, ignore_eos=True), "exact") for prompt in prompts]
+    tokens = [[] for _ in prompts]
+    for parts in zip(*streams, strict=True):
+        for own, part in zip(tokens, parts, strict=True):
+            own.append(part.token_id)
+    assert llm.num_errors == len(suspended) > 0
+    assert "no room in the tree" in caplog.text
+    assert [tuple(own) for own in tokens] == [stock_greedy(llm, prompt, 40) for prompt in prompts]
+    llm.check()
+
+
 def test_score_leaves_the_cache_as_it_was(rng, document):
     llm = make_llm()
     llm.generate(document, GREEDY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import torch
 from hypothesis import settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import SamplingParams
+from kvgraft.engine import SamplingParams, slot_plan
 from kvgraft.engine.core import Engine
 from kvgraft.engine.loading import adopt_model
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -18,12 +20,22 @@ from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 class BatchingMachine(RuleBasedStateMachine):
     """Requests share documents; at most a few fit at once."""
 
-    @initialize(seed=st.integers(0, 2**31), slots=st.integers(150, 400), max_rows=st.sampled_from([17, 64, 4096]))
-    def start(self, seed, slots, max_rows):
+    families = ("llama",)
+    window_share = 0.5
+
+    @initialize(
+        seed=st.integers(0, 2**31),
+        slots=st.integers(150, 400),
+        max_rows=st.sampled_from([17, 64, 4096]),
+        number=st.integers(0, 2),
+    )
+    def start(self, seed, slots, max_rows, number):
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(num_slots=slots, host_bytes=300_000, max_rows=max_rows, max_running=6, max_waiting=20)
-        self.engine = Engine(adopt_model("llama", tiny_model("llama"), None), config, max_step_s=0.01)
+        family = self.families[number % len(self.families)]
+        with mock.patch.object(slot_plan, "_MAX_WINDOW_SHARE", self.window_share):
+            self.engine = Engine(adopt_model(family, tiny_model(family), None), config, max_step_s=0.01)
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 60))) for _ in range(4)]
         self.open = {}
 
@@ -95,6 +107,10 @@ class BatchingMachine(RuleBasedStateMachine):
             assert steps < 5_000
         assert not self.open
         assert self.engine.space.usage().request == 0
+        self.nothing_runs()
+
+    def nothing_runs(self):
+        pass
 
     @invariant()
     def holds(self):
@@ -108,7 +124,37 @@ class BatchingMachine(RuleBasedStateMachine):
         held = sum(len(active.cache.kv_indices) for active in scheduler.running)
         assert self.engine.space.usage().request <= held
         assert all(not self.engine.space.donors.is_pinned(donor.donor_id) for donor in self.engine.space.donors)
+        self.windows_hold(scheduler.running)
+
+    def windows_hold(self, running):
+        pass
+
+
+class HybridMachine(BatchingMachine):
+    """The same on models with windows; `check` counts the slots of both spaces after every step."""
+
+    families = ("gemma2", "mistral", "cohere2")
+
+    def nothing_runs(self):
+        assert self.engine.space.window_usage().request == 0
+
+    def windows_hold(self, running):
+        rows = [active.cache.windows for active in running]
+        assert self.engine.space.window_usage().request <= sum(row.stop - row.start for row in rows)
+        for row in rows:
+            assert (row.swa_indices[: row.start] == -1).all()
+            assert (row.swa_indices[row.start : row.stop] >= 0).all()
+            assert (row.swa_indices[row.stop :] == -1).all()
+
+
+class FewWindowsMachine(HybridMachine):
+    """Window slots for one request, wanted by six."""
+
+    window_share = 0.01
 
 
 BatchingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+HybridMachine.TestCase.settings = FewWindowsMachine.TestCase.settings = BatchingMachine.TestCase.settings
 TestBatching = BatchingMachine.TestCase
+TestHybridBatching = HybridMachine.TestCase
+TestFewWindows = FewWindowsMachine.TestCase

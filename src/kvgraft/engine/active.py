@@ -101,7 +101,10 @@ class ActiveRequest:
     def start(self, cache: RequestCache) -> None:
         """Begin to compute `sequence()`, whose reused K/V lie in the slots of `cache`."""
         self.cache = cache
-        self._prefill = SparsePrefill(cache.request.token_ids, cache.plan, cache.kv_indices, cache.request.policy)
+        request = cache.request
+        self._prefill = SparsePrefill(
+            request.token_ids, cache.plan, cache.kv_indices, request.policy, cache.swa_indices
+        )
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
 
@@ -117,8 +120,10 @@ class ActiveRequest:
         if self._prefill is not None:
             return self._prefill.next_rows(limit)
         assert self.cache is not None
-        position = self.num_tokens - 1
-        return SequenceRows(np.asarray(self.output_ids[-1:]), np.asarray([position]), self.cache.kv_indices)
+        cache, position = self.cache, self.num_tokens - 1
+        return SequenceRows(
+            np.asarray(self.output_ids[-1:]), np.asarray([position]), cache.kv_indices, swa_indices=cache.swa_indices
+        )
 
     def receive(self, output: SequenceOutput) -> StreamPart | None:
         """Take the output of `next_rows`; returns the token that came of it, if the prompt is computed."""

@@ -1,4 +1,4 @@
-"""Any transformers decoder as a `ModelAdapter`: packed rows of several sequences, K/V in a `SlotPool`.
+"""Any transformers decoder as a `ModelAdapter`: packed rows of several sequences, K/V in slots.
 
 Uses transformers' public registries only: an attention function and a mask function under the name `kvgraft`, and a cache
 object whose layers scatter new K/V into the pool. No model code is touched and no kernel is needed.
@@ -17,10 +17,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvgraft.engine.attention import AttentionChoice, BatchAttention, LayerQuery, choose_attention
+from kvgraft.engine.attention import AttentionChoice, BatchAttention, HybridBatch, LayerQuery, choose_attention
+from kvgraft.engine.layers import ModelLayers, layer_shapes, unsupported_attention
+from kvgraft.engine.slot_plan import SlotPlan, build_pool
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
-from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool
+from kvgraft.memory.hybrid_pool import HybridSlotPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvgraft.graft.rope import RopeSpec
+    from kvgraft.memory.pool import KVPlace, SlotPool
 
 ATTENTION_NAME = "kvgraft"
 
@@ -37,8 +40,7 @@ ATTENTION_NAME = "kvgraft"
 class _PackedBatch:
     """One forward pass: where each row's K/V goes, and which keys each row sees."""
 
-    pool: SlotPool
-    target: SlotIndex
+    target: KVPlace
     attention: BatchAttention
 
 
@@ -46,11 +48,12 @@ class TransformersAdapter:
     """A `ModelAdapter` over a transformers decoder and a pool of slots. Not thread-safe.
 
     Attributes:
+        pool: K/V of all layers; window layers may have slots of their own.
         attention: The attention backend and why it was chosen.
         rope: Per layer how keys rotate; set by the self-check, None while shifting is refused.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: SlotPool, attention: AttentionChoice) -> None:
+    def __init__(self, model: PreTrainedModel, pool: SlotPool | HybridSlotPool, attention: AttentionChoice) -> None:
         self._model = model
         self.pool = pool
         self.attention = attention
@@ -60,27 +63,27 @@ class TransformersAdapter:
     def create(
         cls, model: PreTrainedModel, *, num_slots: int = 0, kv_bytes: int = 0, attention: str = "auto"
     ) -> TransformersAdapter:
-        """Take `model` over (evaluation mode, kvgraft's attention) and allocate `num_slots`, or what `kv_bytes` hold.
+        """Take `model` over and allocate `num_slots`, or what `kv_bytes` hold, in one space for all layers.
 
         Raises:
             ConfigError: There is no attention backend of that name.
-            ModelError: Its K/V are not slots of keys and values, or it does not use transformers' attention interface.
+            ModelError: See `take_over`.
         """
-        unsupported = unsupported_attention(model)
-        if unsupported is not None:
-            raise ModelError(f"{unsupported}; choose another model")
-        model.eval()
-        model.requires_grad_(False)
-        shapes = layer_shapes(model)
-        model.set_attn_implementation(ATTENTION_NAME)
-        if model.config._attn_implementation != ATTENTION_NAME:
-            raise ModelError(
-                f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model"
-            )
-        per_token = sum(2 * s.num_kv_heads * s.head_dim for s in shapes) * model.dtype.itemsize
-        pool = SlotPool(shapes, num_slots or max(64, kv_bytes // per_token), model.dtype, model.device)
+        layers = take_over(model)
+        return cls.over(model, layers, SlotPlan.uniform(layers, model.dtype, num_slots, kv_bytes), attention)
+
+    @classmethod
+    def over(
+        cls, model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, attention: str = "auto"
+    ) -> TransformersAdapter:
+        """Allocate slots as planned for a model that `take_over` described.
+
+        Raises:
+            ConfigError: There is no attention backend of that name.
+        """
+        pool = build_pool(layers, plan, model.dtype, model.device)
         num_heads = model.config.get_text_config(decoder=True).num_attention_heads
-        return cls(model, pool, choose_attention(attention, shapes[0], num_heads, model.dtype, pool.device))
+        return cls(model, pool, choose_attention(attention, layers.shapes[0], num_heads, model.dtype, pool.device))
 
     @property
     def num_layers(self) -> int:
@@ -104,70 +107,77 @@ class TransformersAdapter:
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
         """Compute `batch` in one pass; writes the K/V of its rows into their slots."""
-        target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
-        attention = self.attention.backend.plan(batch, self.pool)
-        packed = _PackedBatch(self.pool, self.pool.index(target), attention)
+        packed = self._lay_out(batch)
         token_ids = np.concatenate([rows.token_ids for rows in batch])
         positions = np.concatenate([rows.positions for rows in batch])
         device = self.pool.device
         output = self._model(
             input_ids=torch.from_numpy(token_ids).to(device)[None],
             position_ids=torch.from_numpy(positions).to(device)[None],
-            past_key_values=_PoolCache(packed),
+            past_key_values=_PoolCache(packed, self.num_layers),
             use_cache=True,
             logits_to_keep=torch.from_numpy(_rows_with_logits(batch)).to(device),
             kvgraft_batch=packed,
         )
         logits = output.logits[0].float().split([rows.num_logits for rows in batch])
-        return [SequenceOutput(part, mass) for part, mass in zip(logits, attention.masses, strict=True)]
+        return [SequenceOutput(part, mass) for part, mass in zip(logits, packed.attention.masses, strict=True)]
+
+    def _lay_out(self, batch: Sequence[SequenceRows]) -> _PackedBatch:
+        target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
+        backend, pool = self.attention.backend, self.pool
+        if not isinstance(pool, HybridSlotPool):
+            return _PackedBatch(pool.place(target), backend.plan(batch, pool))
+        attention = HybridBatch(batch, pool, backend)
+        windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
+        return _PackedBatch(pool.place(target, np.concatenate(windows)), attention)
+
+
+def take_over(model: PreTrainedModel) -> ModelLayers:
+    """Put `model` into evaluation mode with kvgraft's attention, and describe its layers.
+
+    Raises:
+        ModelError: Its K/V are not slots of keys and values, or it does not use transformers' attention interface.
+    """
+    unsupported = unsupported_attention(model)
+    if unsupported is not None:
+        raise ModelError(f"{unsupported}; choose another model")
+    model.eval()
+    model.requires_grad_(False)
+    shapes = layer_shapes(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model"
+        )
+    return ModelLayers(tuple(shapes), _layer_windows(model, len(shapes)))
+
+
+@torch.inference_mode()
+def _layer_windows(model: PreTrainedModel, num_layers: int) -> tuple[int | None, ...]:
+    """Window of each layer as it tells the attention function, which is what counts; configurations name it in many ways."""
+    probe = _WindowProbe()
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    model(input_ids=token, use_cache=False, kvgraft_batch=probe)
+    return tuple(probe.windows.get(layer) for layer in range(num_layers))
+
+
+class _WindowProbe:
+    """Stands in for a forward pass and notes which window each layer asks for; its own attention."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, int | None] = {}
+        self.attention = self
+
+    def attend(self, layer: int, query: LayerQuery) -> Tensor:
+        """Note the window; the result is of the right shape and means nothing."""
+        self.windows[layer] = query.window
+        return torch.zeros_like(query.query)
 
 
 def _rows_with_logits(batch: Sequence[SequenceRows]) -> NDArray[np.int64]:
     """Numbers, in the packed batch, of the rows whose logits are asked for."""
     ends = np.cumsum([len(rows.positions) for rows in batch])
     return np.concatenate([np.arange(end - rows.num_logits, end) for rows, end in zip(batch, ends, strict=True)])
-
-
-def unsupported_attention(model: PreTrainedModel) -> str | None:
-    """Name what keeps K/V of this model from being slots of keys and values, or return None."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(model.config, "is_encoder_decoder", False):
-        return f"model type {config.model_type!r} is an encoder-decoder"
-    if getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention (MLA) is not supported yet"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "attention sinks are not supported yet"
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        return f"layers of type {', '.join(sorted(other))} are not supported yet"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "layers that share K/V with other layers are not supported yet"
-    return None
-
-
-@torch.inference_mode()
-def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
-    """Return K/V heads and head size of each layer, read off the cache of a one-token forward pass.
-
-    Raises:
-        ModelError: The model's cache is not one pair of equally shaped keys and values per layer.
-    """
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    cache = model(input_ids=token, use_cache=True).past_key_values
-    shapes = []
-    for layer in getattr(cache, "layers", ()):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.shape != values.shape or keys.ndim != 4:
-            raise ModelError(
-                f"model type {model.config.model_type!r} does not keep keys and values of one shape per layer; "
-                "choose another model"
-            )
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3]))
-    if not shapes:
-        raise ModelError(
-            f"model type {model.config.model_type!r} keeps no K/V cache; choose a decoder with attention layers"
-        )
-    return shapes
 
 
 class _PoolLayer(CacheLayerMixin):
@@ -184,8 +194,7 @@ class _PoolLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write the rows' K/V, (1, num_kv_heads, num_rows, head_dim), into their slots."""
-        batch = self._batch
-        batch.pool.write(self._layer, batch.target, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        self._batch.target.write(self._layer, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -202,8 +211,8 @@ class _PoolLayer(CacheLayerMixin):
 
 
 class _PoolCache(Cache):
-    def __init__(self, batch: _PackedBatch) -> None:
-        super().__init__(layers=[_PoolLayer(layer, batch) for layer in range(len(batch.pool.layers))])
+    def __init__(self, batch: _PackedBatch, num_layers: int) -> None:
+        super().__init__(layers=[_PoolLayer(layer, batch) for layer in range(num_layers)])
 
 
 def _attend(  # noqa: PLR0917 - transformers' interface
@@ -216,7 +225,7 @@ def _attend(  # noqa: PLR0917 - transformers' interface
     sliding_window: int | None = None,
     softcap: float | None = None,
     *,
-    kvgraft_batch: _PackedBatch | None = None,
+    kvgraft_batch: _PackedBatch | _WindowProbe | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention function in transformers' interface: (1, heads, rows, dim) -> (1, rows, heads, dim)."""

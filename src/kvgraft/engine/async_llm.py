@@ -46,6 +46,7 @@ class EngineSnapshot:
         num_running: Admitted requests.
         num_waiting: Requests that wait for admission.
         usage: K/V slots by holder.
+        window_usage: Slots of window layers by holder, where these have slots of their own.
         num_donors: Donors in all tiers.
         host_bytes: Bytes of donors in host memory.
         num_errors: Lookups, grafts and publications that failed and became misses.
@@ -58,6 +59,7 @@ class EngineSnapshot:
     num_running: int
     num_waiting: int
     usage: SlotUsage
+    window_usage: SlotUsage | None
     num_donors: int
     host_bytes: int
     num_errors: int
@@ -131,6 +133,7 @@ class AsyncLLM:
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
             usage=engine.space.usage(),
+            window_usage=engine.space.window_usage(),
             num_donors=len(engine.space.donors),
             host_bytes=engine.space.host.used_bytes,
             num_errors=engine.manager.num_errors,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from contextlib import contextmanager
@@ -11,7 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.donors import CostModel, Donor, plan_graft
+from kvgraft.engine.donor_register import DonorRegister, HostDonors, SlotDonors
+from kvgraft.engine.hybrid_space import HybridKVSpace
 from kvgraft.engine.request import Request, RequestCache
+from kvgraft.engine.windows import RequestWindows
 from kvgraft.errors import CapacityError
 from kvgraft.graft.executor import SpanCopy, copy_spans
 from kvgraft.memory import Owner
@@ -19,7 +21,7 @@ from kvgraft.prefix import RadixKey
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.types import DonorId, TokenArray
+    from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +57,23 @@ class CacheManager:
     ) -> None:
         self.space = space
         self.flops = flops
-        self.num_errors = 0
+        self._num_errors = 0
         self._adapter = adapter
         self._min_run = min_run
         self._max_generation = max_generation
         self._refusal = refusal
+        self._windows: RequestWindows | None = None
+        self._register: DonorRegister
+        if isinstance(space, HybridKVSpace):
+            self._windows = RequestWindows(space)
+            self._register = HostDonors(space, self._windows, min_run=min_run, max_generation=max_generation)
+        else:
+            self._register = SlotDonors(space, min_run=min_run, max_generation=max_generation)
+
+    @property
+    def num_errors(self) -> int:
+        """Lookups, grafts and publications that failed and became misses."""
+        return self._num_errors + (0 if self._windows is None else self._windows.num_errors)
 
     def begin(self, request: Request, *, headroom: int = 0) -> RequestCache:
         """Match, plan, pin and allocate the prompt's slots and `headroom` more.
@@ -69,25 +83,27 @@ class CacheManager:
         """
         timings: dict[str, float] = {}
         num_tokens = len(request.token_ids)
-        prefix_slots, handle = np.empty(0, np.int64), None
+        prefix_slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
         with _timed(timings, "lookup"):
             if request.reuse is not ReuseMode.OFF:
                 # The last token is always computed: its logits are what the request is for.
-                match = self.space.prefix.match_prefix(RadixKey(request.token_ids[:-1], request.namespace.key))
-                prefix_slots, handle = match.kv_indices, match.handle
-                handle = self.space.prefix.inc_lock_ref(handle)
+                match = self.space.match(RadixKey(request.token_ids[:-1], request.namespace.key))
+                prefix_slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
                 self.space.allocator.retain(prefix_slots, Owner.REQUEST)
             planned, donors = self._plan(request, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
-        cache = RequestCache(request, plan, miss, prefix_slots, handle, donors, timings)
+        cache = RequestCache(request, plan, miss, prefix_slots, lock, donors, timings)
         self._pin(cache)
         try:
+            if self._windows is not None:
+                self._windows.adopt(cache, swa_indices, is_donor=self._leaves_donors(request))
             fresh = self._allocate_prompt(cache, headroom)
+            cache.kv_indices = np.concatenate([prefix_slots, fresh])
+            self._begin_windows(cache)
         except BaseException:
             self._release(cache)
             raise
-        cache.kv_indices = np.concatenate([prefix_slots, fresh])
         return cache
 
     def graft(self, cache: RequestCache) -> None:
@@ -97,11 +113,11 @@ class CacheManager:
                 copies = [
                     self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)
                 ]
-                copy_spans(self._adapter, copies, cache.kv_indices)
+                copy_spans(self._adapter, copies, cache.kv_indices, cache.swa_indices)
                 for match in cache.plan.spans:
                     self.space.donors.record_hit(match.donor_id, match.length)
             except Exception as error:
-                self.num_errors += 1
+                self._num_errors += 1
                 logger.exception("graft of request %s failed; it is computed instead", cache.request.request_id)
                 self._give_up_graft(cache, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
         self._unpin(cache)
@@ -113,12 +129,27 @@ class CacheManager:
             CapacityError: There are not enough slots, even after eviction; the request keeps what it has.
         """
         missing = num_tokens - len(cache.kv_indices)
-        if missing <= 0:
-            return
-        after = int(cache.kv_indices[-1])
-        count = min(missing + headroom, max(missing, self.space.available))
-        slots = self.space.allocate(count, after=after)
-        cache.kv_indices = np.concatenate([cache.kv_indices, slots])
+        if missing > 0:
+            after = int(cache.kv_indices[-1])
+            count = min(missing + headroom, max(missing, self.space.available))
+            slots = self.space.allocate(count, after=after)
+            cache.kv_indices = np.concatenate([cache.kv_indices, slots])
+            if self._windows is not None:
+                self._windows.widen(cache)
+        if self._windows is not None:
+            self._windows.grow(cache, num_tokens)
+
+    def reserve(self, cache: RequestCache, positions: NDArray[np.int64]) -> int:
+        """Prepare to compute prompt rows at `positions`; returns how many of them can be computed now, maybe none.
+
+        All of them, unless window layers have slots of their own and these are short.
+        """
+        return len(positions) if self._windows is None else self._windows.reserve(cache, positions)
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Rows of a sequence that can always be computed in one piece if it runs alone; None for any number."""
+        return None if self._windows is None else self._windows.longest_piece
 
     def publish(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
@@ -129,12 +160,11 @@ class CacheManager:
             cache: As `begin` returned it.
             token_ids: Tokens of the positions whose K/V exist: the prompt, then all generated tokens but the last.
         """
-        try:
+        with self._counted(cache):
             self._publish_prefix(cache, token_ids)
-            self._register(cache, token_ids)
-        except Exception:
-            self.num_errors += 1
-            logger.exception("K/V of request %s is not kept for others", cache.request.request_id)
+            self._register.register(cache, token_ids)
+        if self._windows is not None:
+            self._windows.advance(cache, len(token_ids))
 
     def finish(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Publish and release the request; arguments as for `publish`."""
@@ -146,12 +176,15 @@ class CacheManager:
     def suspend(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Release a request that will be begun again; what it computed exactly stays cached while there is room.
 
+        A failure to store it is logged and counted; the request is computed again from its beginning then.
+
         Args:
             cache: As `begin` returned it.
             token_ids: Tokens of the positions whose K/V exist.
         """
         try:
-            self._publish_prefix(cache, token_ids)
+            with self._counted(cache):
+                self._publish_prefix(cache, token_ids)
         finally:
             self._release(cache)
 
@@ -179,7 +212,7 @@ class CacheManager:
             found = tuple(donors.get(match.donor_id) for match in planned.spans)
             return planned, tuple(donor for donor in found if donor is not None)
         except Exception as error:
-            self.num_errors += 1
+            self._num_errors += 1
             logger.exception("lookup for request %s failed; it is computed instead", request.request_id)
             return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"), ()
 
@@ -217,65 +250,40 @@ class CacheManager:
     def _publish_prefix(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Give the exact prefix cache what a full prefill would have computed too: everything in front of the first graft."""
         exact_len = cache.exact_len(len(token_ids))
-        slots = cache.kv_indices[:exact_len]
-        result = self.space.prefix.insert(RadixKey(token_ids[:exact_len], cache.request.namespace.key), slots)
-        self.space.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
+        key, slots = RadixKey(token_ids[:exact_len], cache.request.namespace.key), cache.kv_indices[:exact_len]
+        if cache.windows is None or not isinstance(self.space, HybridKVSpace):
+            self.space.store_prefix(key, slots)
+        else:
+            self.space.store_windows(key, slots, cache.windows.swa_indices[:exact_len], cache.windows.start)
 
-    def _register(self, cache: RequestCache, token_ids: TokenArray) -> None:
-        """Register what this request computed as donors; grafted tokens never."""
-        namespace, donors = cache.request.namespace, self.space.donors
-        if not cache.plan.spans:
-            known = donors.find(namespace, token_ids, max_generation=0)
-            if any(match.length == len(token_ids) for match in known):
-                return
-            self._remove_superseded(known)
-            self._add(cache, token_ids, 0, len(token_ids), 0)
+    @contextmanager
+    def _counted(self, cache: RequestCache) -> Iterator[None]:
+        """Log and count a failure to keep K/V for others; the request goes on."""
+        try:
+            yield
+        except Exception:
+            self._num_errors += 1
+            logger.exception("K/V of request %s is not kept for others", cache.request.request_id)
+
+    def _leaves_donors(self, request: Request) -> bool:
+        """Whether the text of a hybrid model's request becomes a donor. Only there does it cost memory that is not shared."""
+        return request.reuse is ReuseMode.GRAFT and self._refusal is None and self.space.host.budget_bytes > 0
+
+    def _begin_windows(self, cache: RequestCache) -> None:
+        """Take the window slots that a graft needs, or see to it that there are some for the first rows to compute."""
+        if self._windows is None:
             return
-        generations = {donor.donor_id: donor.generation for donor in cache.donors}
-        attended = 0
-        start = cache.plan.exact_len  # what the prefix cache gave came from a request that registered it
-        for match in cache.plan.spans:
-            self._add_once(cache, token_ids, start, match.target_start, attended)
-            attended = max(attended, 1 + generations[match.donor_id])
-            start = match.target_end
-        self._add_once(cache, token_ids, start, len(token_ids), attended)
-
-    def _add_once(self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int) -> None:
-        """Register a piece of a grafted request; a longer version replaces what was registered from the same start."""
-        known = cache.registered.get(start)
-        if known is not None:
-            donor = self.space.donors.get(known)
-            if donor is not None and donor.num_tokens == stop - start:
+        self._windows.widen(cache)
+        if cache.plan.spans:
+            try:
+                self._windows.fill(cache, cache.plan.num_tokens)
+            except CapacityError:
+                self._give_up_graft(
+                    cache, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots")
+                )
+            else:
                 return
-            if donor is not None and not self.space.donors.is_pinned(known):
-                self.space.remove_donor(known)
-        donor_id = self._add(cache, token_ids, start, stop, generation)
-        if donor_id is not None:
-            cache.registered[start] = donor_id
-
-    def _remove_superseded(self, matches: Sequence[Match]) -> None:
-        """Drop donors that the sequence about to be registered begins with, where nobody else grafts from them."""
-        for match in matches:
-            donor = self.space.donors.get(match.donor_id)
-            if donor is None or self.space.donors.is_pinned(donor.donor_id):
-                continue
-            if match.target_start == donor.start_position == 0 and match.length == donor.num_tokens:
-                self.space.remove_donor(donor.donor_id)
-
-    def _add(
-        self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int
-    ) -> DonorId | None:
-        if stop - start < self._min_run or generation > self._max_generation:
-            return None
-        context = hashlib.blake2b(token_ids[:start].tobytes(), digest_size=16).digest() if start else b""
-        return self.space.add_donor(
-            cache.request.namespace,
-            token_ids[start:stop],
-            cache.kv_indices[start:stop].copy(),
-            generation=generation,
-            start_position=start,
-            context=context,
-        )
+        self._windows.require_room(cache, cache.plan.num_tokens)
 
     def _pin(self, cache: RequestCache) -> None:
         for donor in cache.donors:
@@ -289,11 +297,11 @@ class CacheManager:
 
     def _release(self, cache: RequestCache) -> None:
         self._unpin(cache)
-        if cache.handle is not None:
-            freed = self.space.prefix.dec_lock_ref(cache.handle).freed
-            cache.handle = None
-            if len(freed):
-                self.space.allocator.release(freed, Owner.CACHE)
+        if self._windows is not None and cache.windows is not None:
+            self._windows.release(cache)
+        if cache.lock is not None:
+            lock, cache.lock = cache.lock, None
+            self.space.unlock(lock)
         if len(cache.kv_indices):
             self.space.allocator.release(cache.kv_indices, Owner.REQUEST)
             cache.kv_indices = cache.kv_indices[:0]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.active import ActiveRequest
-from kvgraft.engine.adapter import TransformersAdapter
+from kvgraft.engine.adapter import TransformersAdapter, take_over
 from kvgraft.engine.cache_manager import CacheManager
 from kvgraft.engine.flops import ModelFlops
+from kvgraft.engine.hybrid_space import HybridKVSpace
 from kvgraft.engine.kv_space import KVSpace
 from kvgraft.engine.loading import LoadedModel, load_model
 from kvgraft.engine.pace import Pace
@@ -21,13 +22,17 @@ from kvgraft.engine.request_builder import RequestBuilder
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
+from kvgraft.engine.slot_plan import SlotPlan
 from kvgraft.engine.text import OutputText
 from kvgraft.errors import ConfigError, OverloadedError, RequestError
+from kvgraft.memory import HybridSlotPool
 from kvgraft.observability import NullRecorder, Recorder, RequestRecord, StepRecord
-from kvgraft.prefix import PrefixCache, TreeCacheBuildContext, create_tree_cache
+from kvgraft.prefix import PrefixCache, SWARadixCache, TreeCacheBuildContext, create_tree_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
@@ -87,18 +92,10 @@ class Engine:
         self.loaded = (
             model if isinstance(model, LoadedModel) else load_model(model, dtype=config.dtype, device=config.device)
         )
-        self.adapter = TransformersAdapter.create(
-            self.loaded.model, num_slots=config.num_slots, kv_bytes=config.kv_bytes, attention=config.attention
-        )
+        self.adapter, prefix = _adapter_and_prefix(self.loaded.model, config)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
         self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS))
-        self.space = KVSpace(
-            self.adapter.pool,
-            _prefix_cache(config.radix_cache_backend),
-            host_bytes=config.host_bytes,
-            donor_tokens=config.donor_tokens,
-            min_run=config.min_run,
-        )
+        self.space = _kv_space(self.adapter, prefix, config)
         self.manager = CacheManager(
             self.adapter,
             self.space,
@@ -237,9 +234,42 @@ class Engine:
         )
 
 
-def _prefix_cache(backend: str) -> PrefixCache:
-    """The prefix cache of a setting `radix_cache_backend`; raises `ConfigError` that lists what is registered."""
-    return create_tree_cache(TreeCacheBuildContext(backend=None if backend == "default" else backend))
+def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:
+    """Choose the prefix cache and allocate the slots that suit it.
+
+    Window layers get slots of their own where the prefix cache can tell them apart, and where that saves anything.
+
+    Raises:
+        ConfigError: The prefix cache or the attention backend is unknown.
+        ModelError: The model cannot be served.
+    """
+    layers = take_over(model)
+    backend = None if config.radix_cache_backend == "default" else config.radix_cache_backend
+    plan = SlotPlan.windowed(layers, model.dtype, config.num_slots, config.kv_bytes, max_running=config.max_running)
+    prefix = create_tree_cache(
+        TreeCacheBuildContext(
+            backend=backend,
+            sliding_window_size=layers.sliding_window_size,
+            is_hybrid_swa=plan is not None and not layers.is_all_swa,
+            is_all_swa=plan is not None and layers.is_all_swa,
+        )
+    )
+    if not isinstance(prefix, SWARadixCache):
+        plan = SlotPlan.uniform(layers, model.dtype, config.num_slots, config.kv_bytes)
+    elif plan is None or prefix.sliding_window_size != layers.sliding_window_size:
+        raise ConfigError(
+            f"prefix-cache backend {config.radix_cache_backend!r} keeps windows of {prefix.sliding_window_size} tokens; this "
+            f"model has {layers.sliding_window_size or 'none'} or too few slots: choose radix_cache_backend 'default'"
+        )
+    return TransformersAdapter.over(model, layers, plan, config.attention), prefix
+
+
+def _kv_space(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
+    sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
+    if isinstance(adapter.pool, HybridSlotPool):
+        assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
+        return HybridKVSpace(adapter.pool, prefix, **sizes)
+    return KVSpace(adapter.pool, prefix, **sizes)
 
 
 def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:

@@ -17,12 +17,13 @@ from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import HostKVStore, KVBlock, Owner, SlotAllocator, SlotPool
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
     from kvgraft.graft.executor import KVSource
-    from kvgraft.memory import SlotIndex, SlotUsage
-    from kvgraft.prefix import PrefixCache
+    from kvgraft.memory import HybridSlotPool, SlotUsage, StoreKey
+    from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle, RadixKey
     from kvgraft.types import DonorId, Match, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -41,22 +42,25 @@ class HostKV:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _SlotSource:
-    pool: SlotPool
-    index: SlotIndex
+class _BlockSource:
+    block: KVBlock
+    device: torch.device
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.read(layer, self.index)
+        return self.block.keys[layer].to(self.device), self.block.values[layer].to(self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BlockSource:
-    pool: SlotPool
-    block: KVBlock
+class PrefixLock:
+    """A lock on a stored prefix.
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        device = self.pool.device
-        return self.block.keys[layer].to(device), self.block.values[layer].to(device)
+    Attributes:
+        receipt: What the prefix cache gave for it.
+        epoch: How often everything had been forgotten by then; a lock of an earlier epoch holds nothing any more.
+    """
+
+    receipt: PrefixHandle
+    epoch: int
 
 
 class KVSpace:
@@ -69,7 +73,13 @@ class KVSpace:
     """
 
     def __init__(
-        self, pool: SlotPool, prefix: PrefixCache, *, host_bytes: int, donor_tokens: int, min_run: int
+        self,
+        pool: SlotPool | HybridSlotPool,
+        prefix: PrefixCache,
+        *,
+        host_bytes: int,
+        donor_tokens: int,
+        min_run: int,
     ) -> None:
         self.pool = pool
         self.allocator = SlotAllocator(pool.num_slots)
@@ -78,10 +88,21 @@ class KVSpace:
         self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
         self.num_spilled = 0
         self.num_dropped = 0
+        self._epoch = 0
 
     def usage(self) -> SlotUsage:
         """Slots by holder."""
         return self.allocator.usage()
+
+    def window_usage(self) -> SlotUsage | None:
+        """Slots of window layers by holder, where these have slots of their own."""
+        return None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K/V on the device that somebody holds: requests, the prefix cache or donors."""
+        usage = self.usage()
+        return (usage.total - usage.free) * self.pool.bytes_per_token
 
     @property
     def available(self) -> int:
@@ -105,8 +126,26 @@ class KVSpace:
         """K/V of the matched part of `donor`, from whichever tier holds them."""
         start, stop = match.donor_start, match.donor_start + match.length
         if isinstance(donor.kv, SlotKV):
-            return _SlotSource(self.pool, self.pool.index(donor.kv.slots[start:stop]))
-        return _BlockSource(self.pool, self.host.get(donor.donor_id, start, match.length))
+            return self.pool.place(donor.kv.slots[start:stop])
+        return _BlockSource(self.host.get(donor.donor_id, start, match.length), self.pool.device)
+
+    def match(self, key: RadixKey) -> MatchResult:
+        """Find the longest stored prefix of `key`; lock it before anything may evict."""
+        return self.prefix.match_prefix(key)
+
+    def store_prefix(self, key: RadixKey, slots: NDArray[np.int64]) -> None:
+        """Give the prefix cache the exact K/V of `key` in `slots`; the request goes on holding them, too."""
+        result = self.prefix.insert(key, slots)
+        self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
+
+    def lock(self, handle: PrefixHandle) -> PrefixLock:
+        """Keep the prefix of `handle` from eviction until `unlock`."""
+        return PrefixLock(self.prefix.inc_lock_ref(handle), self._epoch)
+
+    def unlock(self, lock: PrefixLock) -> None:
+        """Give back a lock on a prefix, which may have been forgotten since."""
+        if lock.epoch == self._epoch:
+            self._release_forgotten(self.prefix.dec_lock_ref(lock.receipt))
 
     def add_donor(
         self,
@@ -144,6 +183,7 @@ class KVSpace:
 
     def reset(self) -> None:
         """Forget all prefixes and donors; running requests keep their slots."""
+        self._epoch += 1
         cached = self.prefix.reset()
         if len(cached):
             self.allocator.release(cached, Owner.CACHE)
@@ -152,13 +192,17 @@ class KVSpace:
 
     def _make_room(self, num_tokens: int) -> None:
         while (shortage := num_tokens - self.allocator.free_size) > 0:
-            freed = self.prefix.evict(shortage).freed
-            if len(freed):
-                self.allocator.release(freed, Owner.CACHE)
+            evicted = self.prefix.evict(shortage)
+            self._release_forgotten(evicted)
             if self.allocator.free_size >= num_tokens:
                 return
-            if not self._spill_donor() and not len(freed):
+            if not self._spill_donor() and not len(evicted.freed):
                 raise self._shortage(num_tokens)
+
+    def _release_forgotten(self, result: EvictResult) -> None:
+        """Take back slots that the prefix cache has forgotten."""
+        if len(result.freed):
+            self.allocator.release(result.freed, Owner.CACHE)
 
     def _shortage(self, num_tokens: int) -> CapacityError:
         return CapacityError(
@@ -172,7 +216,8 @@ class KVSpace:
         if donor is None:
             return False
         assert isinstance(donor.kv, SlotKV)
-        if self._make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token):
+        assert isinstance(self.pool, SlotPool), "donors of a hybrid model lie on the host"
+        if self.make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token):
             self.host.put(donor.donor_id, self.pool.export(self.pool.index(donor.kv.slots)))
             self.donors.rebind(donor.donor_id, HostKV())
             self.num_spilled += 1
@@ -182,7 +227,7 @@ class KVSpace:
         self.allocator.release(donor.kv.slots, Owner.DONOR)
         return True
 
-    def _make_host_room(self, num_bytes: int) -> bool:
+    def make_host_room(self, num_bytes: int) -> bool:
         """Drop host donors, the least valuable first, until `num_bytes` fit; False if they cannot."""
         if num_bytes > self.host.budget_bytes:
             return False
@@ -207,12 +252,16 @@ class KVSpace:
         usage = self.usage()
         if usage.free + usage.request + usage.cached + usage.donor != usage.total:
             raise CorruptCacheError(f"slots are not conserved: {usage}")
-        on_host = {donor.donor_id for donor in self.donors if isinstance(donor.kv, HostKV)}
-        if len(on_host) != len(self.host) or not all(donor_id in self.host for donor_id in on_host):
-            raise CorruptCacheError(f"{len(on_host)} donors are on the host, which holds {len(self.host)} blocks")
+        expected = self._host_keys()
+        if len(expected) != len(self.host) or not all(key in self.host for key in expected):
+            raise CorruptCacheError(f"{len(expected)} blocks belong on the host, which holds {len(self.host)}")
         held = [donor.kv.slots for donor in self.donors if isinstance(donor.kv, SlotKV)]
         distinct = len(np.unique(np.concatenate(held))) if held else 0
         if distinct != self.allocator.num_held(Owner.DONOR) or self.prefix.total_size != self.allocator.num_held(
             Owner.CACHE
         ):
             raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")
+
+    def _host_keys(self) -> set[StoreKey]:
+        """Keys of the blocks that the host store ought to hold."""
+        return {donor.donor_id for donor in self.donors if isinstance(donor.kv, HostKV)}

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
+    from kvgraft.engine.kv_space import PrefixLock
     from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
+    from kvgraft.engine.windows import WindowRow
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.prefix import PrefixHandle
     from kvgraft.types import DonorId, GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
 
 
@@ -61,21 +62,28 @@ class RequestCache:
         plan: Which prompt positions are reused and computed; without a graft everything behind the exact prefix is computed.
         miss: Why nothing is grafted, or None.
         kv_indices: int64, slot of each position; there may be more than tokens so far. All of them are held by the request.
-        handle: Lock on the exact prefix.
+        lock: On the exact prefix.
         donors: Donors of the plan's spans, by span.
         pinned: Those of them that cannot be evicted at present.
         registered: Donors made of a grafted request's own text, by the position where they start.
+        windows: Slots of window layers, where these have slots of their own.
     """
 
     request: Request
     plan: GraftPlan
     miss: Miss | None
     kv_indices: NDArray[np.int64]
-    handle: PrefixHandle | None
+    lock: PrefixLock | None
     donors: tuple[Donor, ...]
     timings_ms: dict[str, float] = field(default_factory=dict)
     pinned: tuple[Donor, ...] = ()
     registered: dict[int, DonorId] = field(default_factory=dict)
+    windows: WindowRow | None = None
+
+    @property
+    def swa_indices(self) -> NDArray[np.int64] | None:
+        """Like `kv_indices` the slots of window layers, where these have slots of their own; -1 where they are given back."""
+        return None if self.windows is None else self.windows.swa_indices
 
     def exact_len(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` positions have the K/V that a full prefill would give."""

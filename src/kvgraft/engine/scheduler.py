@@ -140,11 +140,33 @@ class Scheduler:
             active = pending.pop(0)
             costs = np.cumsum(self._manager.flops.by_position(active.remaining))
             count = int(np.searchsorted(costs, budget - spent, side="right"))
-            count = min(max(count, _MIN_ROWS), room, len(costs))
+            count = self._reserve(active, min(max(count, _MIN_ROWS), room, len(costs)))
+            if not count:
+                if not parts and not failed:
+                    pending = self._give_way(active, failed)
+                continue
             parts.append((active, active.next_rows(count)))
             spent += float(costs[count - 1])
             room -= count
         return spent
+
+    def _reserve(self, active: ActiveRequest, count: int) -> int:
+        """For how many of the next `count` rows there are slots; fewer only where window layers have slots of their own."""
+        assert active.cache is not None
+        return self._manager.reserve(active.cache, active.remaining[:count])
+
+    def _give_way(self, active: ActiveRequest, failed: list[tuple[ActiveRequest, Exception]]) -> list[ActiveRequest]:
+        """Prompts hold one another's window slots and nothing else runs: who arrived last gives up its own.
+
+        Returns the prompts that are left, the most urgent first.
+        """
+        if len(self.running) == 1:
+            failed.append(
+                (active, CapacityError("the slots of window layers are too few for one prompt; raise num_slots"))
+            )
+            return []
+        self._preempt(max(self.running, key=lambda running: running.request.arrival))
+        return sorted((a for a in self.running if a.is_prefilling), key=self._urgency)
 
     def _may_admit(self, pending: list[ActiveRequest]) -> bool:
         """Whether the next prompt should join: nothing else is left to compute, or only prompts that take long."""

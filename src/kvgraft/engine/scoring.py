@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvgraft.engine.report import graft_report
+from kvgraft.errors import CapacityError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
 
@@ -46,7 +47,7 @@ def score(
     cache = manager.begin(request)
     try:
         manager.graft(cache)
-        outcome = _prefill(adapter, cache, max_rows)
+        outcome = _prefill(adapter, manager, cache, max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
             logits.append(_feed(adapter, manager, cache, continuation[:-1]))
@@ -55,19 +56,28 @@ def score(
         manager.abort(cache)
 
 
-def _prefill(adapter: ModelAdapter, cache: RequestCache, max_rows: int) -> PrefillOutcome:
-    """Run a sparse prefill to its end."""
+def _prefill(adapter: ModelAdapter, manager: CacheManager, cache: RequestCache, max_rows: int) -> PrefillOutcome:
+    """Run a sparse prefill to its end; raises `CapacityError` where open streams hold all window slots."""
     request = cache.request
-    prefill = SparsePrefill(request.token_ids, cache.plan, cache.kv_indices, request.policy)
+    prefill = SparsePrefill(request.token_ids, cache.plan, cache.kv_indices, request.policy, cache.swa_indices)
     outcome = None
     while outcome is None:
-        outcome = prefill.receive(adapter.forward([prefill.next_rows(max_rows)])[0])
+        count = manager.reserve(cache, prefill.remaining[:max_rows])
+        if not count:
+            raise CapacityError("running requests hold the slots of window layers; score when they have ended")
+        outcome = prefill.receive(adapter.forward([prefill.next_rows(count)])[0])
     return outcome
 
 
 def _feed(adapter: ModelAdapter, manager: CacheManager, cache: RequestCache, token_ids: TokenArray) -> Tensor:
+    """Compute the rows of a continuation and return the logits behind each."""
     start = len(cache.kv_indices)
-    manager.grow(cache, start + len(token_ids))
-    positions = np.arange(start, start + len(token_ids))
-    rows = SequenceRows(token_ids, positions, cache.kv_indices, num_logits=len(token_ids))
-    return adapter.forward([rows])[0].logits
+    piece = manager.longest_piece or len(token_ids)
+    logits = []
+    for offset in range(0, len(token_ids), piece):
+        part = token_ids[offset : offset + piece]
+        positions = np.arange(start + offset, start + offset + len(part))
+        manager.grow(cache, start + offset + len(part))
+        rows = SequenceRows(part, positions, cache.kv_indices, num_logits=len(part), swa_indices=cache.swa_indices)
+        logits.append(adapter.forward([rows])[0].logits)
+    return torch.cat(logits)

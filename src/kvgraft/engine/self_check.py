@@ -52,7 +52,7 @@ class SelfCheckReport:
 
 
 def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfCheckReport:
-    """Run the proofs in the slots `kv_indices` (`PROBE_SLOTS` of them) and set `adapter.rope`.
+    """Run the proofs in the slots `kv_indices` (`PROBE_SLOTS` of them, of every space) and set `adapter.rope`.
 
     Raises:
         ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
@@ -160,13 +160,13 @@ def _check_slots(adapter: TransformersAdapter, kv_indices: np.ndarray) -> None:
     generator = torch.Generator().manual_seed(0)
     pool = adapter.pool
     for slots in (kv_indices[:8], kv_indices[7::-1].copy()):
-        index = pool.index(slots)
+        place = pool.place(slots, slots)
         for layer, shape in enumerate(pool.layers):
             size = (len(slots), shape.num_kv_heads, shape.head_dim)
             keys = torch.randn(size, generator=generator).to(pool.device, pool.dtype)
             values = torch.randn(size, generator=generator).to(pool.device, pool.dtype)
-            pool.write(layer, index, keys, values)
-            read_keys, read_values = pool.read(layer, index)
+            place.write(layer, keys, values)
+            read_keys, read_values = place.read(layer)
             if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
                 raise ModelError(f"self-check failed: K/V of layer {layer} do not read back as written")
 
@@ -183,15 +183,15 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
     gaps = np.concatenate([everything[5:15], everything[-4:]])
     errors = []
     for positions in (everything, gaps):
-        hidden = adapter.pool.index(kv_indices[positions])
+        hidden = adapter.pool.place(kv_indices[positions], kv_indices[positions])
         for layer, shape in enumerate(adapter.pool.layers):
             zeros = torch.zeros(
                 (len(positions), shape.num_kv_heads, shape.head_dim),
                 dtype=adapter.pool.dtype,
                 device=adapter.pool.device,
             )
-            adapter.pool.write(layer, hidden, zeros, zeros)
-        rows = SequenceRows(token_ids[positions], positions, kv_indices)
+            hidden.write(layer, zeros, zeros)
+        rows = SequenceRows(token_ids[positions], positions, kv_indices, swa_indices=kv_indices)
         errors.append(_relative_error(adapter.forward([rows])[0].logits[-1], expected))
     return max(errors)
 

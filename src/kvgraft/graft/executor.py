@@ -48,8 +48,15 @@ class SpanCopy:
     length: int
 
 
-def copy_spans(model: ModelAdapter, copies: Sequence[SpanCopy], kv_indices: NDArray[np.int64]) -> None:
+def copy_spans(
+    model: ModelAdapter,
+    copies: Sequence[SpanCopy],
+    kv_indices: NDArray[np.int64],
+    swa_indices: NDArray[np.int64] | None = None,
+) -> None:
     """Write the K/V of `copies` into the slots `kv_indices[position]` of a request.
+
+    Where window layers have slots of their own, theirs go to `swa_indices[position]`.
 
     Raises:
         ModelError: The model refuses shifting and a span would have to be shifted.
@@ -63,7 +70,7 @@ def copy_spans(model: ModelAdapter, copies: Sequence[SpanCopy], kv_indices: NDAr
     moved = bool((target != source).any())
     if moved and model.rope is None:
         raise ModelError("this model refuses shifted reuse; use reuse='exact'")
-    slots = model.pool.index(kv_indices[target])
+    place = model.pool.place(kv_indices[target], None if swa_indices is None else swa_indices[target])
     shifts = _Shifts(source, target, model.pool.device)
     for layer in range(model.num_layers):
         parts = [c.source.read(layer) for c in copies]
@@ -72,7 +79,7 @@ def copy_spans(model: ModelAdapter, copies: Sequence[SpanCopy], kv_indices: NDAr
         spec = model.rope[layer] if moved and model.rope is not None else None
         if spec is not None:
             keys = rotate_keys(keys, shifts.of(spec), spec.pairing)
-        model.pool.write(layer, slots, keys, values)
+        place.write(layer, keys, values)
 
 
 class _Shifts:

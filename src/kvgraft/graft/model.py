@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.memory.pool import SlotPool
+    from kvgraft.memory.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,8 @@ class SequenceRows:
         kv_indices: int64, the slot of each position of the sequence; at least `positions[-1] + 1` entries.
         num_logits: How many of the last rows to return logits for.
         observed_rows: How many of the last rows have their attention summed per key position (0: none).
+        swa_indices: int64, like `kv_indices` the slots of sliding-window layers where these have slots of their own; -1 where
+            they were given back. Those of the rows, and of the window in front of the first, must be there.
     """
 
     token_ids: NDArray[np.int64]
@@ -38,6 +40,7 @@ class SequenceRows:
     kv_indices: NDArray[np.int64]
     num_logits: int = 1
     observed_rows: int = 0
+    swa_indices: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,14 +58,14 @@ class SequenceOutput:
 
 
 class ModelAdapter(Protocol):
-    """A decoder whose K/V live in a `SlotPool`."""
+    """A decoder whose K/V live in slots."""
 
     @property
     def num_layers(self) -> int:
         """Number of attention layers."""
 
     @property
-    def pool(self) -> SlotPool:
+    def pool(self) -> KVPool:
         """The slots that `forward` writes and reads."""
 
     @property

@@ -76,11 +76,17 @@ class SparsePrefill:
     """
 
     def __init__(
-        self, token_ids: TokenArray, plan: GraftPlan, kv_indices: NDArray[np.int64], policy: SelectionPolicy
+        self,
+        token_ids: TokenArray,
+        plan: GraftPlan,
+        kv_indices: NDArray[np.int64],
+        policy: SelectionPolicy,
+        swa_indices: NDArray[np.int64] | None = None,
     ) -> None:
         self._token_ids = token_ids
         self._plan = plan
         self._kv_indices = kv_indices
+        self._swa_indices = swa_indices
         self._computed = np.zeros(plan.num_tokens, dtype=bool)
         self._steps = policy.steps(selection_context(plan))
         self._done = 0
@@ -100,7 +106,12 @@ class SparsePrefill:
         part = self._rows[start:stop]
         is_last = stop == len(self._rows)
         return SequenceRows(
-            self._token_ids[part], part, self._kv_indices, num_logits=int(is_last), observed_rows=observed
+            self._token_ids[part],
+            part,
+            self._kv_indices,
+            num_logits=int(is_last),
+            observed_rows=observed,
+            swa_indices=self._swa_indices,
         )
 
     def receive(self, output: SequenceOutput) -> PrefillOutcome | None:

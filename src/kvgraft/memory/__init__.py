@@ -10,12 +10,16 @@ from kvgraft.memory.extents import SlotArray
 
 if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
-    from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool, as_index
+    from kvgraft.memory.hybrid_pool import HybridSlotPool
+    from kvgraft.memory.pool import KVPlace, KVPool, LayerShape, SlotIndex, SlotPool, as_index
     from kvgraft.memory.store import HostKVStore, KVStore, StoreKey
 
 __all__ = [
     "HostKVStore",
+    "HybridSlotPool",
     "KVBlock",
+    "KVPlace",
+    "KVPool",
     "KVStore",
     "LayerShape",
     "Owner",
@@ -30,7 +34,10 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "HostKVStore": "kvgraft.memory.store",
+    "HybridSlotPool": "kvgraft.memory.hybrid_pool",
     "KVBlock": "kvgraft.memory.block",
+    "KVPlace": "kvgraft.memory.pool",
+    "KVPool": "kvgraft.memory.pool",
     "KVStore": "kvgraft.memory.store",
     "LayerShape": "kvgraft.memory.pool",
     "SlotIndex": "kvgraft.memory.pool",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,3 +57,18 @@ class KVBlock:
             raise ConfigError(f"tokens [{start}, {start + length}) of a block of {self.num_tokens}")
         window = slice(start, start + length)
         return KVBlock(tuple(k[window] for k in self.keys), tuple(v[window] for v in self.values))
+
+    @classmethod
+    def join(cls, blocks: Sequence[KVBlock]) -> KVBlock:
+        """Put runs of the same layers one behind another; a single one is returned as it is, others are copied.
+
+        Raises:
+            ConfigError: There are none, or they differ in layers.
+        """
+        if not blocks or len({block.num_layers for block in blocks}) != 1:
+            raise ConfigError("blocks to be joined must have the same layers")
+        if len(blocks) == 1:
+            return blocks[0]
+        keys = zip(*(block.keys for block in blocks), strict=True)
+        values = zip(*(block.values for block in blocks), strict=True)
+        return cls(tuple(map(torch.cat, keys)), tuple(map(torch.cat, values)))

@@ -6,7 +6,7 @@ Who holds a slot is `allocator.py`'s to know; this file trusts the slots it is g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -33,6 +33,43 @@ class LayerShape:
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.head_dim < 1:
             raise ConfigError(f"num_kv_heads and head_dim must be at least 1, not {self}")
+
+
+class KVPlace(Protocol):
+    """Chosen tokens of a pool, resolved once and good for every layer."""
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `layer`, each `(n, num_kv_heads, head_dim)`, in token order."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values of `layer`, each `(n, num_kv_heads, head_dim)`."""
+
+
+class KVPool(Protocol):
+    """What a graft needs from a pool, be it one space of slots or two."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes lie."""
+
+    def place(self, kv_indices: NDArray[np.int64], swa_indices: NDArray[np.int64] | None = None) -> KVPlace:
+        """Resolve tokens by their slots; `swa_indices` are those of window layers where these have slots of their own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotPlace:
+    """Chosen tokens of a `SlotPool`; see `KVPlace`."""
+
+    pool: SlotPool
+    index: SlotIndex
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `layer`, each `(n, num_kv_heads, head_dim)`."""
+        return self.pool.read(layer, self.index)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values of `layer`, each `(n, num_kv_heads, head_dim)`."""
+        self.pool.write(layer, self.index, keys, values)
 
 
 class SlotPool:
@@ -83,6 +120,14 @@ class SlotPool:
         if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
             raise ConfigError(f"slots must lie in [0, {self.num_slots})")
         return as_index(slots, self.device)
+
+    def place(self, kv_indices: NDArray[np.int64], swa_indices: NDArray[np.int64] | None = None) -> SlotPlace:
+        """Resolve tokens for `read` and `write`, once for all layers; window layers have no slots of their own here.
+
+        Raises:
+            ConfigError: A slot is not in the pool.
+        """
+        return SlotPlace(self, self.index(kv_indices))
 
     def read(self, layer: int, slots: SlotIndex) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each `(n, num_kv_heads, head_dim)`: views for a slice, gathered copies otherwise."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvgraft.errors import KVGraftError
 
 if TYPE_CHECKING:
+    from kvgraft.memory import SlotUsage
     from kvgraft.server.context import ServerContext
 
 logger = logging.getLogger(__name__)
@@ -36,17 +37,12 @@ class HealthMonitor:
         snapshot = self._context.engine.snapshot()
         if snapshot.is_alive and not self._context.draining:
             await self._refresh()
-        usage = snapshot.usage
+        windows = {} if snapshot.window_usage is None else {"window_slots": _by_holder(snapshot.window_usage)}
         return {
             "status": self._status(is_alive=snapshot.is_alive),
             "invariant": self._problem or "ok",
-            "slots": {
-                "free": int(usage.free),
-                "request": int(usage.request),
-                "cached": int(usage.cached),
-                "donor": int(usage.donor),
-                "total": int(usage.total),
-            },
+            "slots": _by_holder(snapshot.usage),
+            **windows,
             "requests": {"running": snapshot.num_running, "waiting": snapshot.num_waiting},
             "donors": snapshot.num_donors,
             "donor_host_bytes": int(snapshot.host_bytes),
@@ -81,3 +77,13 @@ class HealthMonitor:
             logger.error("the cache's invariant is broken: %s", error)  # noqa: TRY400 - the message says it all
         finally:
             self._check = None
+
+
+def _by_holder(usage: SlotUsage) -> dict[str, int]:
+    return {
+        "free": int(usage.free),
+        "request": int(usage.request),
+        "cached": int(usage.cached),
+        "donor": int(usage.donor),
+        "total": int(usage.total),
+    }

@@ -57,6 +57,7 @@ class FakeEngine:
         self.is_closing = False
         self.check_error = None
         self.num_checks = 0
+        self.window_usage = None
         self.closed_with = []
 
     async def prepare(self, prompt, sampling=None, reuse="graft", **options):
@@ -111,6 +112,7 @@ class FakeEngine:
             num_running=1,
             num_waiting=2,
             usage=SlotUsage(60, 10, 20, 10, 100),
+            window_usage=self.window_usage,
             num_donors=3,
             host_bytes=4,
             num_errors=5,

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvgraft.errors import CorruptCacheError
+from kvgraft.memory import SlotUsage
 from kvgraft.server import health
 from kvgraft.server.context import model_id
 
@@ -37,8 +38,14 @@ def test_health_says_who_holds_slots(server):
     assert reply.status == 200
     assert report["status"] == report["invariant"] == "ok"
     assert report["slots"] == {"free": 60, "request": 10, "cached": 20, "donor": 10, "total": 100}
+    assert "window_slots" not in report
     assert report["requests"] == {"running": 1, "waiting": 2}
     assert (report["model"], report["graft"]) == ("fake", "accepted")
+
+
+def test_health_says_who_holds_slots_of_window_layers(server):
+    server.engine.window_usage = SlotUsage(5, 1, 2, 0, 8)
+    assert server.get("/health").json["window_slots"] == {"free": 5, "request": 1, "cached": 2, "donor": 0, "total": 8}
 
 
 @pytest.mark.parametrize(

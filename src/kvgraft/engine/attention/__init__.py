@@ -2,12 +2,14 @@
 
 from kvgraft.engine.attention.base import AttentionBackend, BatchAttention, LayerQuery
 from kvgraft.engine.attention.choose import ATTENTION_BACKENDS, AttentionChoice, choose_attention
+from kvgraft.engine.attention.hybrid import HybridBatch
 
 __all__ = [
     "ATTENTION_BACKENDS",
     "AttentionBackend",
     "AttentionChoice",
     "BatchAttention",
+    "HybridBatch",
     "LayerQuery",
     "choose_attention",
 ]

@@ -1,0 +1,212 @@
+"""All K/V of an engine whose model has sliding windows: two spaces of slots, one prefix tree over both, donors on the host.
+
+A window slot is held by requests as long as one of their rows can see it, and by the prefix cache until somebody needs the
+room. Donors hold no slots at all: theirs would be the windows that nobody else needs any more. Their K/V are copied to host
+memory when they leave the window (`capture`) or when the text is registered, and are grafted from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.engine.kv_space import HostKV, KVSpace, PrefixLock
+from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.memory import HybridSlotPool, KVBlock, Owner, SlotAllocator
+from kvgraft.prefix import RadixKey
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvgraft.memory import SlotUsage, StoreKey
+    from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
+    from kvgraft.types import Namespace, TokenArray
+
+logger = logging.getLogger(__name__)
+
+
+class HybridKVSpace(KVSpace):
+    """Owns both allocators, the prefix cache, the donors and the host store. Not thread-safe.
+
+    Attributes:
+        windows: Who holds which window slot; `allocator` says so for full slots.
+
+    Invariants (verified by `check`), besides those of `KVSpace`:
+        - `free + cached + donor + request == total` of window slots, too.
+        - The window slots with a CACHE reference are exactly those of the prefix cache.
+        - No donor holds a slot of any space; the host store holds the donors' K/V and what was captured, nothing else.
+    """
+
+    def __init__(
+        self, pool: HybridSlotPool, prefix: SWARadixCache, *, host_bytes: int, donor_tokens: int, min_run: int
+    ) -> None:
+        super().__init__(pool, prefix, host_bytes=host_bytes, donor_tokens=donor_tokens, min_run=min_run)
+        self.windows = SlotAllocator(pool.num_window_slots)
+        self._pool = pool
+        self._prefix = prefix
+        self._captured: set[str] = set()
+
+    @property
+    def sliding_window_size(self) -> int:
+        """Keys that a window layer sees, the row's own included."""
+        return self._prefix.sliding_window_size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K/V on the device that requests or the prefix cache hold, in both spaces."""
+        full, window = self.usage(), self.windows.usage()
+        held = (full.total - full.free) * self._pool.full_bytes_per_token
+        return held + (window.total - window.free) * self._pool.window.bytes_per_token
+
+    @property
+    def available_windows(self) -> int:
+        """Window slots that no running request holds; eviction can free all of them."""
+        usage = self.windows.usage()
+        return usage.total - usage.request
+
+    def window_usage(self) -> SlotUsage:
+        """Window slots by holder."""
+        return self.windows.usage()
+
+    def allocate_windows(self, num_tokens: int, *, after: int | None = None) -> NDArray[np.int64]:
+        """Give a request `num_tokens` window slots; cached windows leave where room is needed.
+
+        Raises:
+            CapacityError: There is no room to make; nothing was evicted.
+        """
+        if num_tokens > self.available_windows:
+            raise CapacityError(
+                f"{num_tokens} slots of window layers are needed and {self.available_windows} of {self.windows.num_slots} "
+                "are not in use by running requests; shorten the prompt or raise num_slots"
+            )
+        while (shortage := num_tokens - self.windows.free_size) > 0:
+            evicted = self._prefix.evict(0, shortage)
+            if not len(evicted.swa_freed):
+                raise CorruptCacheError(f"{shortage} window slots are held by nobody who could give them back")
+            self._release_forgotten(evicted)
+        return self.windows.allocate(num_tokens, after=after)
+
+    def match(self, key: RadixKey) -> MatchResult:
+        """Find the longest stored prefix of `key`, cut one window in front of its end.
+
+        A lock covers whole nodes until a window is covered. The cut, where it can be made, keeps that below two windows; one
+        cached prompt would pin the whole space otherwise. It is made by looking the shorter prefix up.
+        """
+        match = self._prefix.match_prefix(key)
+        if match.prefix_len <= self.sliding_window_size:
+            return match
+        border = match.prefix_len - self.sliding_window_size
+        self._prefix.match_prefix(RadixKey(key.token_ids, key.extra_key, key.cache_salt, limit=border))
+        return self._prefix.match_prefix(key)
+
+    def store_windows(
+        self, key: RadixKey, slots: NDArray[np.int64], swa_indices: NDArray[np.int64], swa_start: int
+    ) -> None:
+        """Give the prefix cache the exact K/V of `key`; the request goes on holding its slots, too.
+
+        Args:
+            key: Tokens and namespace.
+            slots: Full slot of each.
+            swa_indices: Window slot of each; not read below `swa_start`.
+            swa_start: Position from which on the window slots are there.
+        """
+        page_size = self._prefix.page_size
+        evicted = min(swa_start + -swa_start % page_size, len(key))
+        evicted -= evicted % page_size
+        result = self._prefix.insert(key, slots, swa_indices=swa_indices, swa_evicted_len=evicted)
+        offered = swa_indices[evicted : result.total_len]
+        taken = offered[~np.isin(offered, result.swa_freed)]
+        self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
+        self.windows.retain(taken, Owner.CACHE)
+
+    def unlock_windows(self, lock: PrefixLock) -> None:
+        """Let go of the window of a lock whose request is past it; the prefix itself stays locked."""
+        if lock.epoch == self._epoch:
+            self._release_forgotten(self._prefix.dec_swa_lock_only(lock.receipt))
+
+    def export_windows(self, swa_indices: NDArray[np.int64]) -> KVBlock:
+        """Copy window layers to CPU memory, the caller's."""
+        return self._pool.export_windows(swa_indices)
+
+    def capture(self, name: str, swa_indices: NDArray[np.int64]) -> bool:
+        """Copy window layers to the host under `name`, for a donor to come; False if there is no room."""
+        num_bytes = len(swa_indices) * self._pool.window.bytes_per_token
+        if not self.make_host_room(num_bytes):
+            return False
+        self.host.put(name, self._pool.export_windows(swa_indices))
+        self._captured.add(name)
+        return True
+
+    def drop_captured(self, name: str) -> None:
+        """Forget what `capture` kept."""
+        self.host.remove(name)
+        self._captured.discard(name)
+
+    def add_host_donor(
+        self,
+        namespace: Namespace,
+        token_ids: TokenArray,
+        slots: NDArray[np.int64],
+        windows: KVBlock,
+        *,
+        generation: int,
+        start_position: int,
+        context: bytes,
+    ) -> None:
+        """Register text as a donor and copy its K/V to the host; less valuable donors leave, or it is not registered.
+
+        Args:
+            namespace: Who may reuse it.
+            token_ids: The text.
+            slots: Full slot of each token.
+            windows: Window layers of each token.
+            generation: See `Donor`.
+            start_position: See `Donor`.
+            context: See `Donor`.
+        """
+        if not self.make_host_room(len(token_ids) * self.pool.bytes_per_token):
+            logger.debug("text of %d tokens does not become a donor: host_bytes is too small", len(token_ids))
+            return
+        try:
+            result = self.donors.add(
+                namespace,
+                token_ids,
+                HostKV(),
+                generation=generation,
+                start_position=start_position,
+                context=context,
+            )
+        except CapacityError as error:
+            logger.debug("text does not become a donor: %s", error)
+            return
+        for evicted in result.evicted:
+            self._forget_kv(evicted)
+        if result.donor is not None:
+            self.host.put(result.donor.donor_id, self._pool.export(slots, windows))
+
+    def reset(self) -> None:
+        """Forget all prefixes and donors; running requests keep their slots."""
+        self._release_forgotten(self._prefix.reset_both())
+        super().reset()
+
+    def _release_forgotten(self, result: EvictResult) -> None:
+        super()._release_forgotten(result)
+        if len(result.swa_freed):
+            self.windows.release(result.swa_freed, Owner.CACHE)
+
+    def check(self) -> None:
+        """Verify every invariant; raises `CorruptCacheError`. For tests and idle time."""
+        super().check()
+        self.windows.check()
+        usage = self.windows.usage()
+        if usage.free + usage.request + usage.cached + usage.donor != usage.total:
+            raise CorruptCacheError(f"window slots are not conserved: {usage}")
+        if self._prefix.swa_total_size != self.windows.num_held(Owner.CACHE):
+            raise CorruptCacheError("the prefix cache and the allocator disagree about who holds which window slots")
+        if self.usage().donor or usage.donor:
+            raise CorruptCacheError("a donor of a hybrid model holds slots")
+
+    def _host_keys(self) -> set[StoreKey]:
+        return super()._host_keys() | self._captured

@@ -1,0 +1,98 @@
+"""How many K/V slots an engine gets: one per token, and for window layers fewer of their own where that pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvgraft.memory.hybrid_pool import HybridSlotPool
+from kvgraft.memory.pool import SlotPool
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvgraft.engine.layers import ModelLayers
+
+MIN_SLOTS = 64
+"""Fewer slots, of any space, serve no useful prompt; the self-check needs as many."""
+_MAX_WINDOW_SHARE = 0.5
+"""Window slots per full slot at most. With one, prompts shorter than a window fill both spaces alike and nothing is gained;
+the half costs a pool of short prompts at most a third of its tokens (equal shares of layers; an eighth at 5:1)."""
+_PIECE_TOKENS = 2048
+"""Rows of one sequence in a forward pass that the window space is planned for; longer pieces take what is free."""
+_NUMBERS_PER_WINDOW_SLOT = 16
+"""Full slots per window slot of a model without full-attention layers: they are numbers without K/V, 20 bytes each."""
+_MIN_PIECE_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """Slots of an engine.
+
+    Attributes:
+        num_slots: Tokens that have K/V in full-attention layers, or in all layers where there is one space.
+        num_window_slots: Tokens that have K/V in window layers; 0 where there is one space for all layers.
+    """
+
+    num_slots: int
+    num_window_slots: int = 0
+
+    @classmethod
+    def uniform(cls, layers: ModelLayers, dtype: torch.dtype, num_slots: int, kv_bytes: int) -> SlotPlan:
+        """One space for all layers: `num_slots`, or for 0 as many as `kv_bytes` hold."""
+        return cls(num_slots or max(MIN_SLOTS, kv_bytes // sum(layers.bytes_per_token(dtype))))
+
+    @classmethod
+    def windowed(
+        cls, layers: ModelLayers, dtype: torch.dtype, num_slots: int, kv_bytes: int, *, max_running: int
+    ) -> SlotPlan | None:
+        """Two spaces; None if no layer has a window or the windows are too large for these slots to save anything.
+
+        The window space gets two windows for each request that may run (its own, and one of a cached prefix) and room for
+        a piece of prefill, at most half as many slots as there are tokens; what is saved goes to the other space.
+        """
+        window = layers.sliding_window_size
+        if window is None:
+            return None
+        fewest = fewest_window_slots(window)
+        most = max(fewest, 2 * max_running * window + max(_PIECE_TOKENS, window))
+        if num_slots:
+            plan = cls(num_slots, max(fewest, min(most, int(num_slots * _MAX_WINDOW_SHARE))))
+        else:
+            plan = _by_bytes(*layers.bytes_per_token(dtype), kv_bytes, fewest, most)
+        return plan if plan.num_window_slots < plan.num_slots else None
+
+
+def fewest_window_slots(window: int) -> int:
+    """Window slots with which one request always gets on.
+
+    It holds a window of its own and, until it has left a cached prefix behind, what the lock on it covers: whole nodes, less
+    than two windows. A piece of prefill comes on top.
+    """
+    return max(MIN_SLOTS, 3 * window + _MIN_PIECE_TOKENS)
+
+
+def build_pool(
+    layers: ModelLayers, plan: SlotPlan, dtype: torch.dtype, device: torch.device
+) -> SlotPool | HybridSlotPool:
+    """Allocate what is planned."""
+    if not plan.num_window_slots:
+        return SlotPool(layers.shapes, plan.num_slots, dtype, device)
+    return HybridSlotPool(
+        layers.shapes,
+        layers.windows,
+        num_slots=plan.num_slots,
+        num_window_slots=plan.num_window_slots,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _by_bytes(full_bytes: int, window_bytes: int, kv_bytes: int, fewest: int, most: int) -> SlotPlan:
+    """Share `kv_bytes` between spaces whose tokens take `full_bytes` and `window_bytes`."""
+    if not full_bytes:
+        num_window_slots = max(fewest, kv_bytes // window_bytes)
+        return SlotPlan(_NUMBERS_PER_WINDOW_SLOT * num_window_slots, num_window_slots)
+    half_filled = int(kv_bytes / (full_bytes + _MAX_WINDOW_SHARE * window_bytes))
+    num_window_slots = max(fewest, min(most, int(half_filled * _MAX_WINDOW_SHARE)))
+    return SlotPlan((kv_bytes - num_window_slots * window_bytes) // full_bytes, num_window_slots)
