@@ -14,9 +14,9 @@ that every cached token is the peer's. Shapes of the prompt, of which the docume
 
 `largest gap` compares the log-probabilities of the five likeliest first tokens with those of a cold run of the same prompt on
 the same server, under a `cache_salt` of its own. An exact method gives 0, up to the rounding of the data type (use
-`--dtype float32`). Grafts are approximate in the shapes `moved` and `front`, and with random weights as far from the cold run as
-an unrelated prompt. Whether a peer moves K/V rightly shows with a model of one layer, whose K/V do not depend on what stands in
-front: every gap must be 0 then.
+`--dtype float32`). Grafts are approximate in the shapes `moved` and `front`, and with random weights as far from the cold run
+as an unrelated prompt. Whether a peer moves K/V rightly shows with a model of one layer, whose K/V do not depend on what
+stands in front: every gap must be 0 then.
 
     python benchmarks/engines/make_model.py runs/one-layer --layers 1
     python benchmarks/peers/peers_ttft.py --model runs/one-layer --dtype float32 --lengths 1024 --repeats 1
@@ -164,7 +164,7 @@ SHAPES: dict[str, Callable[[random.Random, int], Prompts]] = {
 
 
 class Session:
-    """Measures peers one after the other, each on servers of its own, and keeps what came out.
+    """Measures peers one after the other, each on a server of its own, and keeps what came out.
 
     Attributes:
         rows: Named `peer shape`.
@@ -190,27 +190,29 @@ class Session:
                 return
             self.versions[name] = package_versions(peer.venv, _VERSIONS)
             try:
-                self._on_servers(name, peer)
+                self._on_server(name, peer)
             except ServerError as error:
                 self._fail(name, str(error))
             self.audits |= {name: found} if (found := audited(Path(folder) / "audit.jsonl")) else {}
 
-    def _on_servers(self, name: str, peer: Peer) -> None:
-        """Measure all lengths of a shape on one pair of servers; after a failure the rest of its lengths are left out."""
-        for shape in self._args.shapes:
-            say(f"{name} {shape}: starting")
-            with (
-                peer.companion() if peer.companion is not None else contextlib.nullcontext(),
-                self._server(peer) as server,
-            ):
+    def _on_server(self, name: str, peer: Peer) -> None:
+        say(f"{name}: starting")
+        companion = peer.companion() if peer.companion is not None else contextlib.nullcontext()
+        with companion, self._server(peer) as server:
+            for shape in self._args.shapes:
                 rng = random.Random(f"{self._args.seed} {name} {shape}")
-                rounds = Rounds(server, f"{name} {shape}", rng, SHAPES[shape], settle_s=_SETTLE_S)
-                for prompt_tokens in self._args.lengths:
-                    try:
-                        self.rows.append(rounds.row(prompt_tokens, self._args.repeats))
-                    except ServerError as error:
-                        self._fail(f"{name} {shape} {prompt_tokens}", str(error))
-                        break
+                self._lengths(
+                    Rounds(server, f"{name} {shape}", rng, SHAPES[shape], settle_s=_SETTLE_S), f"{name} {shape}"
+                )
+
+    def _lengths(self, rounds: Rounds, what: str) -> None:
+        """Measure all lengths of a shape; after a failure the longer ones are left out."""
+        for prompt_tokens in self._args.lengths:
+            try:
+                self.rows.append(rounds.row(prompt_tokens, self._args.repeats))
+            except ServerError as error:
+                self._fail(f"{what} {prompt_tokens}", str(error))
+                break
 
     def _server(self, peer: Peer) -> VLLMServer:
         args = self._args
