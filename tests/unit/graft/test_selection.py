@@ -10,7 +10,9 @@ from kvgraft.errors import ConfigError
 from kvgraft.graft.model import SequenceOutput
 from kvgraft.graft.select import (
     FirstK,
+    KVDeviation,
     NoRecompute,
+    Observation,
     QuerySeam,
     Recompute,
     SelectionContext,
@@ -167,3 +169,20 @@ def test_policies_state_their_name_and_share():
     assert isinstance(SelectionContext(1, np.arange(1), np.arange(1), np.arange(1)), SelectionContext)
     assert [selection_policy(n).name for n in ("none", "first_k", "query_seam")] == ["none", "first_k", "query_seam"]
     assert [selection_policy(n).recompute_ratio for n in ("none", "first_k", "query_seam")] == [0.0, 16 / 256, 0.05]
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
+def test_kv_deviation_takes_the_tokens_whose_keys_changed_most(rng, ratio):
+    context = selection_context(make_plan())
+    deviation = rng.random(context.num_tokens).astype(np.float32)
+    steps = KVDeviation(ratio).steps(context)
+    step = next(steps)
+    if ratio < 1:
+        assert step.observe_key_deviation
+        assert not len(step.positions)
+        step = steps.send(Observation(None, None, deviation))
+    budget = round(ratio * len(context.reused))
+    best = context.reused[np.argsort(deviation[context.reused])[-budget:]]
+    assert step.positions.tolist() == sorted(best)
+    with pytest.raises(StopIteration):
+        steps.send(Observation(None, None))

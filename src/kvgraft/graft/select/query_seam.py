@@ -9,42 +9,28 @@ alone at equal budget in our first measurements; query attention alone is the id
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
+from kvgraft.graft.select.base import Observable, Observation, Recompute, SelectionContext
+from kvgraft.graft.select.ratio import RatioPolicy
 
-from kvgraft.errors import ConfigError
-from kvgraft.graft.select.base import Observable, Recompute, SelectionContext, SelectionPolicy, SelectionSteps
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class QuerySeam(SelectionPolicy):
+class QuerySeam(RatioPolicy):
     """Recompute the share `ratio` of reused tokens with the highest `attention mass / (1 + distance from the seam)`."""
 
     name: ClassVar[str] = "query_seam"
     observes: ClassVar[frozenset[Observable]] = frozenset({Observable.QUERY_ATTENTION})
     ratio: float = 0.05
 
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(f"query_seam needs 0 < ratio <= 1, not {self.ratio}; use 'none' to recompute nothing")
+    def _look(self, nothing: NDArray[np.int64]) -> Recompute:
+        return Recompute(nothing, observe_query=True)
 
-    @property
-    def recompute_ratio(self) -> float:
-        """`ratio`."""
-        return self.ratio
-
-    def steps(self, context: SelectionContext) -> SelectionSteps:
-        """Look where the query looks, then recompute the best `ceil(ratio * num_reused)` positions. O(num_reused)."""
-        reused = context.reused
-        budget = math.ceil(self.ratio * len(reused))
-        if budget == len(reused):
-            yield Recompute(reused)
-            return
-        observation = yield Recompute(reused[:0], observe_query=True)
+    def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
         assert observation.attention_mass is not None
-        score = observation.attention_mass[reused] / (1.0 + context.seam_distance)
-        chosen = np.argpartition(score, len(reused) - budget)[len(reused) - budget :]
-        yield Recompute(np.sort(reused[chosen]))
+        return observation.attention_mass[context.reused] / (1.0 + context.seam_distance)
