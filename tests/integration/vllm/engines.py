@@ -53,6 +53,12 @@ class Engine:
         self.scheduler = core.scheduler.connector.scheduler
 
     @property
+    def takes_loads_back(self) -> bool:
+        """Whether this vLLM can be told that a graft failed; 0.28 cannot on models with several KV groups."""
+        facts = self.scheduler._facts
+        return facts.reports_failed_loads or len(facts.block_sizes) == 1
+
+    @property
     def worker(self):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -63,11 +63,14 @@ def test_a_donor_that_cannot_be_read_behind_an_exact_prefix(served, monkeypatch)
     answer = served.ask(prompt)
     answer.assert_like(cold)
     assert answer.shifted == 0
-    assert answer.report["miss"]["reason"] == "error"
-    assert errors(served) == 1
+    if served.takes_loads_back:
+        assert answer.report["miss"]["reason"] == "error"
+        assert errors(served) == 1
 
 
 def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
+    if not served.takes_loads_back:
+        pytest.skip("a forward pass that fails ends the engine, as any does in vLLM")
     cold = served.cold(PROMPT)
     served.donate(HEAD + DOCUMENT + QUESTION)
     monkeypatch.setattr("kvgraft.integrations.vllm.passes.AllLayersPass._run", _fails)

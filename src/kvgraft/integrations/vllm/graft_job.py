@@ -79,8 +79,10 @@ class GraftJob:
         rows = self._pass.advance(min(max_rows, self._max_rows)) if not self._pass.is_done else np.empty(0, np.int64)
         if not isinstance(self._pass, KeyDeviationPass):
             self._keep(rows)
+        done, self._pass.inject_s = self._pass.inject_s, 0.0
+        self._inject_s += done
         is_over = self._pass.is_done and not self._next_pass()
-        self._compute_s += time.perf_counter() - started
+        self._compute_s += time.perf_counter() - started - done
         if is_over:
             self._finish()
         return len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,12 +54,17 @@ class GraftedPrompt:
 
 
 class GraftPass(ABC):
-    """Rows to compute, front to back."""
+    """Rows to compute, front to back.
+
+    Attributes:
+        inject_s: Seconds spent on bringing reused K/V in.
+    """
 
     def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64]) -> None:
         self._prompt = prompt
         self._rows = rows
         self._done = 0
+        self.inject_s = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -70,7 +76,9 @@ class GraftPass(ABC):
         rows = self._rows[self._done : self._done + max_rows]
         limit = min(home.row_limit(int(rows[0])) for home in self._prompt.homes)
         rows = rows[: np.searchsorted(rows, limit)]
+        started = time.perf_counter()
         self._prompt.prepare(rows)
+        self.inject_s += time.perf_counter() - started
         self._run(rows)
         self._done += len(rows)
         return rows
