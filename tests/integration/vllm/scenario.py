@@ -1,6 +1,7 @@
 """One scenario in a process of its own: `python scenario.py '{"options": ...}'` prints answers as JSON.
 
-Donors are read, then prompts are asked, each grafted and then computed in full. Used where the engine spawns processes.
+Donors are read, then prompts are asked, each grafted and then computed in full; with a `broken_rank` once more, after that rank
+has lost its donors. Used where the engine spawns processes.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def main():
 
     for prompt in asked["donors"]:
         ask(prompt, "exact")
+    answers = [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
     if "broken_rank" in asked:
         llm.collective_rpc(break_rank, args=(asked["broken_rank"],))
-    answers = [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
+        answers += [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
     print("ANSWERS" + json.dumps(answers), flush=True)
 
 
