@@ -1,7 +1,7 @@
 """One scenario in a process of its own: `python scenario.py '{"options": ...}'` prints answers as JSON.
 
-Donors are read, then prompts are asked, each grafted and then computed in full; with a `broken_rank` once more, after that rank
-has lost its donors. Used where the engine spawns processes.
+Donors are read, then prompts are asked, each grafted and then computed in full; with a `broken_rank` once more, after it
+lost its donors. Used where the engine spawns processes.
 """
 
 from __future__ import annotations

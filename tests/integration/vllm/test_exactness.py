@@ -104,7 +104,7 @@ def test_several_donors_in_another_order_give_what_the_embedded_engine_gives(ser
     served.donate(*donors)
     reference.reset()
     for donor in donors:
-        reference.generate(donor, SamplingParams(1), reuse="exact")
+        reference.generate(donor, SamplingParams(1))
     warm = served.ask(prompt)
     expected = reference.score(prompt, [0])
     assert warm.report["num_donors"] == num_donors
