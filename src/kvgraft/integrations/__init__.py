@@ -1,0 +1,1 @@
+"""Adapters to real engines, one folder each; the only places that import them."""
