@@ -39,7 +39,10 @@ class SGLangConfig(Settings):
         0, "computed tokens that one more scheduler step is worth; 0 takes 32 on a CPU and 256 on a GPU", REUSE, low=0
     )
     lookup_deadline_ms: float = setting(
-        20.0, "longest that the lookup for one request may take; longer prompts are computed instead", REUSE, above=0
+        20.0,
+        "longest that the lookup for one request may take, on one rank; longer prompts are computed instead",
+        REUSE,
+        above=0,
     )
     donor_tokens: int = setting(1 << 22, "tokens that the donor catalogue may hold in all tiers", DONORS, low=16)
     host_bytes: int = setting(

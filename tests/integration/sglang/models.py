@@ -25,6 +25,17 @@ _SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+_29M = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+}
+"""Large enough for prefill to take longer than everything else; for benchmarks."""
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -39,6 +50,7 @@ CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"}),
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
     "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=None),
+    "llama-29m": lambda: transformers.LlamaConfig(**_SHAPE | _29M),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_SHAPE, sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2
     ),

@@ -100,6 +100,12 @@ class SGLangServer:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as response:
             return response.read().decode()
 
+    def post_raw(self, path):
+        """Whether a POST without a body succeeds."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"", method="POST")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status == 200
+
     def post(self, path, body, timeout=300):
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}

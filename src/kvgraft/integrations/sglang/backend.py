@@ -83,7 +83,8 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     cache.attach(
         RequestReuse(
             library=library,
-            planner=ReusePlanner(library, config, costs, page_size),
+            # Clocks of ranks differ, and their lookups must not.
+            planner=ReusePlanner(library, config, costs, page_size, has_deadline=ctx.tp_size == 1),
             loader=Loader(tree, pool, library, ranks=ranks, log=log),
             publisher=Publisher(tree, library, page_size=page_size, min_run=config.min_run),
             ranks=ranks,

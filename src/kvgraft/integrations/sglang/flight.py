@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgraft.types import Fidelity
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,6 +63,11 @@ class Flight:
     def loaded_len(self) -> int:
         """Tokens copied so far."""
         return sum(item.span.length for item in self.loaded)
+
+    @property
+    def is_substituted(self) -> bool:
+        """Whether K/V of other tokens were copied."""
+        return any(item.span.fidelity is Fidelity.SUBSTITUTED for item in self.loaded)
 
     def stretch(self, position: int) -> list[Span]:
         """Return the spans that follow one another from `position` on."""

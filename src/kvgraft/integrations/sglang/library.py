@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import CapacityError
@@ -90,11 +91,12 @@ class DonorLibrary:
 
     def capture(self, freed: Sequence[Tensor]) -> None:
         """Keep what lies in slots that the tree has given up; called before anything is written there."""
-        for slots in freed:
-            numbers = slots.cpu().numpy()
-            for piece in list(self._ledger.pieces(numbers)):
-                self._capture(piece, slots)
-            self._ledger.forget(numbers)
+        # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
+        slots = torch.cat(list(reversed(freed)))
+        numbers = slots.cpu().numpy()
+        for piece in list(self._ledger.pieces(numbers)):
+            self._capture(piece, slots)
+        self._ledger.forget(numbers)
 
     def has(self, donor: Donor, start: int, length: int) -> bool:
         """Tell whether `donor.token_ids[start : start + length]` have K/V somewhere."""
@@ -184,8 +186,9 @@ class DonorLibrary:
         if isinstance(kv, HostKV):
             return length if kv.store_key in self._host else 0
         assert isinstance(kv, TreeKV)
-        first = kv.offset + start
-        return max(0, min(length, self._tree.resident(kv.text, first + length).length - first))
+        # Asking for all of the donor, not for the part, keeps the tree from splitting a node for every question.
+        live = self._tree.resident(kv.text, kv.offset + donor.num_tokens).length - kv.offset
+        return max(0, min(length, live - start))
 
     def _is_known(self, namespace: Namespace, tokens: TokenArray, generation: int) -> bool:
         """Tell whether donors of at most `generation` have all of `tokens` already."""

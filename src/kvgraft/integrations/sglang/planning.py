@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,13 +68,22 @@ def cost_model(hidden_size: int, phase_tokens: float) -> CostModel:
 class ReusePlanner:
     """Plans one prompt at a time within a deadline. Not thread-safe."""
 
-    def __init__(self, library: DonorLibrary, config: SGLangConfig, costs: CostModel, page_size: int) -> None:
+    def __init__(
+        self,
+        library: DonorLibrary,
+        config: SGLangConfig,
+        costs: CostModel,
+        page_size: int,
+        *,
+        has_deadline: bool = True,
+    ) -> None:
+        """Build a planner; without a deadline plans depend on nothing but their arguments and the donors."""
         self.policy = select_policy(config)
         self._library = library
         self._costs = costs
         self._page_size = page_size
         self._min_run = config.min_run
-        self._deadline_s = config.lookup_deadline_ms / 1e3
+        self._deadline_s = config.lookup_deadline_ms / 1e3 if has_deadline else math.inf
         self._seconds_per_token = 0.0
 
     def plan(self, namespace: Namespace, tokens: array[int], exact_len: int, end: int) -> ReusePlan:

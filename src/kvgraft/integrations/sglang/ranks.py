@@ -1,7 +1,12 @@
-"""One decision for all tensor-parallel ranks: rank 0 plans, the others follow, and every load is confirmed by all."""
+"""One decision for all tensor-parallel ranks: rank 0's plan is carried to the others, and every load is confirmed by all.
+
+Every rank plans, so that all catalogues see the same lookups and stay alike, and then takes rank 0's plan. A span travels
+with a digest of the tokens that it copies. A rank on which the donor is another text does not load, and so nobody does.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor
 
 _KEEP, _REPLACE = 0, 1
-_FIELDS = 4
+_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +64,7 @@ class Ranks(Protocol):
     """The ranks that serve one request together. Every rank makes the same calls in the same order."""
 
     def decide(self, make: Callable[[], Decision]) -> Decision:
-        """Return rank 0's decision; the others do not call `make`. `make` must not raise."""
+        """Call `make` on every rank, and return what it returned on rank 0. `make` must not raise."""
 
     def confirm(self, num_tokens: int) -> int:
         """Return `num_tokens` if all ranks say the same, else -1."""
@@ -86,8 +91,9 @@ class TensorParallelRanks:
         self._is_first = dist.get_rank(group) == 0
 
     def decide(self, make: Callable[[], Decision]) -> Decision:
-        """Broadcast the spans, donors by id: catalogues are alike, and where one is not the load is not confirmed."""
-        numbers = self._encoded(make()) if self._is_first else []
+        """Broadcast the spans, donors by id and digest."""
+        mine = make()
+        numbers = self._encoded(mine) if self._is_first else []
         header = torch.tensor([len(numbers)], dtype=torch.int64)
         dist.broadcast(header, group=self._group, group_src=0)
         payload = (
@@ -110,11 +116,25 @@ class TensorParallelRanks:
         for span in decision.spans:
             assert span.donor is not None
             assert span.fidelity is Fidelity.SHIFTED, "only catalogued donors can be sent"
-            numbers += [span.start, span.length, span.donor.donor_id, span.donor_start]
+            digest = _digest(span.donor, span.donor_start, span.length)
+            numbers += [span.start, span.length, span.donor.donor_id, span.donor_start, digest]
         return numbers
 
     def _decoded(self, numbers: list[int]) -> Decision:
         if numbers[0] == _KEEP:
             return Decision(None)
         rows = [numbers[first : first + _FIELDS] for first in range(1, len(numbers), _FIELDS)]
-        return Decision(tuple(Span(start, n, self._donor_of(DonorId(donor)), first) for start, n, donor, first in rows))
+        return Decision(tuple(self._span(*row) for row in rows))
+
+    def _span(self, start: int, length: int, donor_id: int, donor_start: int, digest: int) -> Span:
+        donor = self._donor_of(DonorId(donor_id))
+        if donor is not None and _digest(donor, donor_start, length) != digest:
+            donor = None
+        return Span(start, length, donor, donor_start)
+
+
+def _digest(donor: Donor, start: int, length: int) -> int:
+    """Digest what a span copies: the tokens and where and behind what they were encoded; 62 bits."""
+    digest = hashlib.blake2b(donor.token_ids[start : start + length].tobytes(), digest_size=8)
+    digest.update(f"{donor.start_position + start} {donor.generation}".encode() + donor.namespace.key)
+    return int.from_bytes(digest.digest(), "little") >> 2

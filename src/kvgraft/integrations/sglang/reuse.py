@@ -214,8 +214,8 @@ class RequestReuse:
             node: Its node in the exact tree.
         """
         flight = self._flights.get(req.rid)
-        if flight is None or not flight.loaded or flight.adopted:
-            return
+        if flight is None or not flight.loaded or flight.adopted or flight.is_substituted:
+            return  # what saw another text's K/V is nobody's donor
         try:
             req.refresh_fill_ids()
             self._publisher.register_exact(req, flight, node)

@@ -59,7 +59,9 @@ def test_stand_in_is_copied_and_called_substituted(make_world, make_tokens):
     assert world.reuse.promise(req, req.origin_input_ids, 39, 0) == 39
     assert world.reuse.load_first(req, 39) == 39
     assert req.skip_radix_cache_insert
-    req.is_finished = True
+    req.is_finished, req.owned = True, 40
+    world.reuse.adopt_computed(req, None, None)
+    assert world.reuse.adopted("query") == []
     world.reuse.landed(req)
     attempt = world.log.take("query")["attempts"][0]
     assert (attempt["substituted_tokens"], attempt["shifted_tokens"]) == (39, 0)

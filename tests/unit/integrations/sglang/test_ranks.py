@@ -16,13 +16,15 @@ from kvgraft.types import DonorId, Namespace
 NAMESPACE = Namespace("m")
 
 
-def make_donor(number):
-    return Donor(DonorId(number), NAMESPACE, np.arange(100, dtype=np.int32), None)
+def make_donor(number, shift=0):
+    return Donor(DonorId(number), NAMESPACE, np.arange(100, dtype=np.int32) + shift, None)
 
 
 def worker(rank, path, results):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    donors = {DonorId(5): make_donor(5), DonorId(6 if rank else 7): make_donor(6 if rank else 7)}
+    donors = {DonorId(5): make_donor(5), DonorId(8): make_donor(8, shift=rank)}
+    if rank == 0:
+        donors[DonorId(7)] = make_donor(7)
     ranks = TensorParallelRanks(dist.group.WORLD, donors.get)
     asked = []
 
@@ -30,8 +32,9 @@ def worker(rank, path, results):
         asked.append(decision)
         return decision
 
-    mine = 7 if rank == 0 else 6
-    spans = (Span(10, 20, donors[DonorId(5)], 3), Span(40, 16, donors[DonorId(mine)], 0))
+    spans = (Span(10, 20, donors[DonorId(5)], 3),)
+    if rank == 0:
+        spans += (Span(40, 16, donors[DonorId(7)], 0), Span(60, 16, donors[DonorId(8)], 0))
     kept = ranks.decide(lambda: decide(Decision(None)))
     planned = ranks.decide(lambda: decide(Decision(spans)))
     empty = ranks.decide(lambda: decide(Decision(())))
@@ -61,10 +64,11 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert [entry["asked"] for entry in found] == [3, 0]
+    assert [entry["asked"] for entry in found] == [3, 3]
     assert [entry["planned"] for entry in found] == [
-        [(10, 20, 5, 3), (40, 16, 7, 0)],
-        [(10, 20, 5, 3), (40, 16, None, 0)],  # rank 1 does not know donor 7: its load will fail, and so nobody's counts
+        [(10, 20, 5, 3), (40, 16, 7, 0), (60, 16, 8, 0)],
+        # Rank 1 does not know donor 7, and donor 8 is another text there: no rank's load of these will count.
+        [(10, 20, 5, 3), (40, 16, None, 0), (60, 16, None, 0)],
     ]
     for entry in found:
         assert entry["kept"] is None
@@ -105,4 +109,4 @@ def test_only_catalogued_donors_can_be_sent():
     ranks = object.__new__(TensorParallelRanks)
     with pytest.raises(AssertionError, match="catalogued"):
         ranks._encoded(Decision((span,)))
-    assert array("q", ranks._encoded(Decision((Span(0, 10, make_donor(1), 2),)))).tolist() == [1, 0, 10, 1, 2]
+    assert array("q", ranks._encoded(Decision((Span(0, 10, make_donor(1), 2),)))).tolist()[:-1] == [1, 0, 10, 1, 2]
