@@ -86,8 +86,11 @@ class KVPool:
     def _copy_one(self, item: Copy, targets: Tensor) -> None:
         shifts: dict[int, RopeShift] = {}
         moved = item.source_position != item.target_position
-        source = _contiguous(item.source) if isinstance(item.source, torch.Tensor) else item.source
+        source: slice | Tensor | KVBlock = item.source
         where = _contiguous(targets)
+        # A view may be written to another slice of its buffer, but not to scattered rows of it.
+        if isinstance(source, torch.Tensor) and isinstance(where, slice):
+            source = _contiguous(source)
         for layer, (all_keys, all_values) in enumerate(zip(self._keys, self._values, strict=True)):
             if isinstance(source, KVBlock):
                 keys, values = source.keys[layer].to(self.device), source.values[layer].to(self.device)

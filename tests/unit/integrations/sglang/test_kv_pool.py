@@ -23,15 +23,15 @@ def rope(raw, positions, pairing):
 
 
 @pytest.mark.parametrize("pairing", list(RopePairing))
-@pytest.mark.parametrize("order", ["ascending", "scattered"])
+@pytest.mark.parametrize("order", ["ascending", "scattered", "ascending to scattered", "scattered to ascending"])
 @pytest.mark.parametrize("origin", ["device", "host"])
 @pytest.mark.parametrize("length", [1, 700])
 def test_copy_equals_encoding_at_the_new_position(pairing, order, origin, length):
     raw, values = torch.randn(length, HEADS, DIM), torch.randn(length, HEADS, DIM)
     buffers = [torch.zeros(SLOTS, HEADS, DIM) for _ in range(2)]
     pool = KVPool([buffers[0]], [buffers[1]], [RopeSpec(INV_FREQ, pairing)])
-    slots = torch.arange(5, 5 + length) if order == "ascending" else torch.randperm(2000)[:length] + 1
-    targets = torch.arange(3000, 3000 + length) if order == "ascending" else torch.randperm(1000)[:length] + 3000
+    slots = torch.arange(5, 5 + length) if order.startswith("ascending") else torch.randperm(2000)[:length] + 1
+    targets = torch.arange(3000, 3000 + length) if order.endswith("ascending") else torch.randperm(1000)[:length] + 3000
     buffers[0][slots] = rope(raw, torch.arange(40, 40 + length), pairing)
     buffers[1][slots] = values
     source = slots
