@@ -43,25 +43,28 @@ class Oracle:
         parts, position = [], 0
         for span, source in zip(attempt["spans"], attempt["sources"], strict=True):
             start, length = span["target_start"], span["length"]
-            donor, first = source["request"], source["position"]
-            assert tokens[start : start + length] == self._tokens(donor)[first : first + length], (
-                "a copy of other tokens"
-            )
-            parts += [Fresh(tokens[position:start]), Copied(self._cache(donor), first, length)]
+            donor, attempt_number, first = source["request"], source["attempt"], source["position"]
+            known = self._tokens(donor, attempt_number)
+            assert tokens[start : start + length] == known[first : first + length], "a copy of other tokens"
+            cache = self._cache(donor, attempt_number)
+            parts += [Fresh(tokens[position:start]), Copied(cache, first, length)]
             position = start + length
         return [*parts, Fresh(tokens[position:])]
 
-    def _tokens(self, rid):
-        return self._prompts[rid] + self._outputs.get(rid, [])
+    def _tokens(self, rid, number):
+        """What is known of a request's text when the attempt of that number ended."""
+        attempts = self._reports[rid]["attempts"] if rid in self._reports else []
+        tokens = self._prompts[rid] + self._outputs.get(rid, [])
+        return tokens[: attempts[number + 1]["num_tokens"]] if number + 1 < len(attempts) else tokens
 
-    def _cache(self, rid):
-        """K/V of all that is known of a request; its last attempt computed what it left behind."""
-        if rid not in self._caches:
-            tokens = self._tokens(rid)
-            # A request that is still running when its prompt becomes a donor has no report yet and held no copies.
-            attempt = self._reports[rid]["attempts"][-1] if rid in self._reports else {"spans": [], "sources": []}
-            self._caches[rid] = self._reference.cache_of(*self.parts(attempt, tokens))
-        return self._caches[rid]
+    def _cache(self, rid, number):
+        """K/V that an attempt computed."""
+        if (rid, number) not in self._caches:
+            attempts = self._reports[rid]["attempts"] if rid in self._reports else []
+            # One that had not ended when the server did held no copies when its prompt became a donor.
+            attempt = attempts[number] if number < len(attempts) else {"spans": [], "sources": []}
+            self._caches[rid, number] = self._reference.cache_of(*self.parts(attempt, self._tokens(rid, number)))
+        return self._caches[rid, number]
 
     @staticmethod
     def _agrees(want: Answer, tokens, logprobs, tolerance):

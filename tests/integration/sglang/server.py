@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -144,7 +145,8 @@ class SGLangServer:
 
 
 def _free_port():
-    for port in _PORTS:
+    # Another process may look at the same time; it begins elsewhere.
+    for port in random.Random(os.getpid()).sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -28,6 +28,7 @@ class Flight:
 
     Attributes:
         rid: SGLang's name of the request.
+        attempt: How often it was retracted before.
         namespace: Whose donors it may use and who may use its text.
         num_tokens: Length of the prompt, with output that was generated before a retraction.
         exact_len: Tokens that the exact prefix gave when it was matched last.
@@ -44,6 +45,7 @@ class Flight:
 
     rid: str
     namespace: Namespace
+    attempt: int = 0
     num_tokens: int = 0
     exact_len: int = 0
     end: int = 0

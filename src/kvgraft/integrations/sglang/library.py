@@ -219,7 +219,7 @@ class DonorLibrary:
         if not self._make_room(piece.length * self._pool.bytes_per_token):
             return
         store_key = self._next_store_key
-        handle = HostKV(store_key, text.source_request)
+        handle = HostKV(store_key, text.origin)
         donor = self._add(text.namespace, tokens, handle, text.generation, text.base + piece.start)
         if donor is None:
             return

@@ -18,7 +18,7 @@ import numpy as np
 from kvgraft.donors import Donor
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang.ranks import Span
-from kvgraft.integrations.sglang.texts import TreeKV, TreeText
+from kvgraft.integrations.sglang.texts import Origin, TreeKV, TreeText
 from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.types import DonorId, Fidelity
 
@@ -99,7 +99,9 @@ class SemanticSource:
 
 def _donor(req: Any, namespace: Namespace, proposal: SemanticPrefixResult) -> Donor:  # noqa: ANN401
     numbers = np.asarray(proposal.alternate_token_ids, np.int64)
-    text = TreeText(array("q", numbers.tobytes()), namespace, req.extra_key, req.cache_salt, 0, 0, proposal.source_id)
+    text = TreeText(
+        array("q", numbers.tobytes()), namespace, req.extra_key, req.cache_salt, 0, 0, Origin(proposal.source_id)
+    )
     return Donor(_UNCATALOGUED, namespace, numbers.astype(np.int32), TreeKV(text, 0))
 
 

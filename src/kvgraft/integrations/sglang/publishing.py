@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.integrations.sglang.texts import TreeText
+from kvgraft.integrations.sglang.texts import Origin, TreeText
 
 if TYPE_CHECKING:
     from array import array
@@ -47,7 +47,7 @@ class Publisher:
             return
         slots = self._tree.slots(node)[start:stop].cpu().numpy()
         tokens = req.full_untruncated_fill_ids[:stop]
-        text = TreeText(tokens, flight.namespace, req.extra_key, req.cache_salt, 0, 0, req.rid)
+        text = TreeText(tokens, flight.namespace, req.extra_key, req.cache_salt, 0, 0, _origin(flight))
         self._library.register(text, start, slots)
         flight.registered_len = stop
 
@@ -71,9 +71,13 @@ class Publisher:
         """Name a text so that nothing else shares its path: two of equal tokens may differ in what they attended to."""
         self._num_private += 1
         name = f"{self._secret}-{self._num_private}"
-        return TreeText(tokens, flight.namespace, name, None, start, generation, flight.rid)
+        return TreeText(tokens, flight.namespace, name, None, start, generation, _origin(flight))
 
     def _adopt(self, flight: Flight, text: TreeText, slots: Tensor) -> None:
         self._tree.adopt(text, slots)
         flight.adopted.append((text.base, text.base + len(slots)))
         self._library.register(text, 0, slots.cpu().numpy())
+
+
+def _origin(flight: Flight) -> Origin:
+    return Origin(flight.rid, flight.attempt)

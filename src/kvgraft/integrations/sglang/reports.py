@@ -82,6 +82,10 @@ class RequestLog:
         self.count_error(stage)
         return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
 
+    def num_attempts(self, rid: str) -> int:
+        """Return how often a request has been retracted so far."""
+        return len(self._attempts.get(rid, ()))
+
     def count_error(self, stage: str) -> None:
         """Count something that went wrong and became a miss."""
         self.num_errors += 1
@@ -181,9 +185,11 @@ def _span_report(item: LoadedSpan) -> SpanReport:
 
 
 def _source(item: LoadedSpan) -> dict[str, object]:
-    """Say which request computed a span, where in its text, and from which tier it was copied."""
+    """Say what computed a span, where in its text, and from which tier it was copied."""
     donor = item.span.donor
     assert donor is not None
     kv = donor.kv
-    request = kv.text.source_request if isinstance(kv, TreeKV) else kv.source_request if isinstance(kv, HostKV) else ""
-    return {"request": request, "position": donor.start_position + item.span.donor_start, "tier": item.tier}
+    assert isinstance(kv, TreeKV | HostKV)
+    origin = kv.text.origin if isinstance(kv, TreeKV) else kv.origin
+    position = donor.start_position + item.span.donor_start
+    return {"request": origin.request, "attempt": origin.attempt, "position": position, "tier": item.tier}

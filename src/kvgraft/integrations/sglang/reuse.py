@@ -92,7 +92,7 @@ class RequestReuse:
         flight = self._flights.get(req.rid)
         if flight is None:
             namespace = request_namespace(self._fingerprint, req.lora_id, req.extra_key, req.cache_salt)
-            flight = self._flights[req.rid] = Flight(req.rid, namespace)
+            flight = self._flights[req.rid] = Flight(req.rid, namespace, self.log.num_attempts(req.rid))
         reason = refused_request(req)
         if reason is not None:
             flight.num_tokens, flight.exact_len = len(tokens), exact_len

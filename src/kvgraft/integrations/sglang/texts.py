@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from array import array
 
     from kvgraft.types import Namespace
+
+
+class Origin(NamedTuple):
+    """What computed a text.
+
+    Attributes:
+        request: SGLang's id of the request.
+        attempt: How often the request had been retracted before.
+    """
+
+    request: str
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +34,7 @@ class TreeText:
         cache_salt: SGLang's second name of a subtree.
         base: Position at which the first token was encoded.
         generation: 0 if it attended to exact K/V only, else 1 + the highest generation it attended to.
-        source_request: The request that computed it.
+        origin: What computed it.
     """
 
     tokens: array[int]
@@ -31,7 +43,7 @@ class TreeText:
     cache_salt: str | None
     base: int
     generation: int
-    source_request: str
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,4 +59,4 @@ class HostKV:
     """Handle of a donor in the host store."""
 
     store_key: int
-    source_request: str
+    origin: Origin

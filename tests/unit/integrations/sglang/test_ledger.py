@@ -7,12 +7,12 @@ from array import array
 import numpy as np
 
 from kvgraft.integrations.sglang.ledger import SlotLedger
-from kvgraft.integrations.sglang.texts import TreeText
+from kvgraft.integrations.sglang.texts import Origin, TreeText
 from kvgraft.types import Namespace
 
 
 def make_text(length=100):
-    return TreeText(array("q", range(length)), Namespace("m"), None, None, 0, 0, "r")
+    return TreeText(array("q", range(length)), Namespace("m"), None, None, 0, 0, Origin("r"))
 
 
 def pieces(ledger, *slots):

@@ -97,7 +97,7 @@ def test_evicted_donor_is_copied_from_host_memory(make_world, make_tokens):
     torch.testing.assert_close(world.keys[1][slots], rotated(keys, -40), atol=1e-5, rtol=0)
     assert torch.equal(world.values[1][slots], values)
     found = report(world, req)
-    assert found["sources"] == [{"request": "donor", "position": 40, "tier": "host"}]
+    assert found["sources"] == [{"request": "donor", "attempt": 0, "position": 40, "tier": "host"}]
     world.library.check()
 
 
