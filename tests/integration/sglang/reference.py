@@ -38,6 +38,7 @@ class Reference:
     """A model with the K/V surgery that reuse amounts to."""
 
     def __init__(self, model_dir: str) -> None:
+        torch.set_num_threads(1)  # a server runs beside it
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self._inv_freq = self.model.model.rotary_emb.inv_freq.double()
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 SECONDS = 40
 CLIENTS = 8
-CHECKED = 250
+CHECKED = 150
 OPTIONS = {"--max-total-tokens": 3500, "--chunked-prefill-size": 256}
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 
