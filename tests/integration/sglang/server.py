@@ -30,7 +30,13 @@ _OPTIONS = {
     "--context-length": "8192",
     "--max-total-tokens": "12000",
 }
-_FLAGS = ("--disable-cuda-graph", "--skip-server-warmup", "--skip-tokenizer-init", "--enable-cache-report")
+_FLAGS = (
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+    "--skip-tokenizer-init",
+    "--enable-cache-report",
+    "--sleep-on-idle",
+)
 
 
 class SGLangServer:

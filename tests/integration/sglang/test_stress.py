@@ -114,7 +114,8 @@ def stressed(model_dir):
         load.run()
         time.sleep(3)  # idle: the moment at which SGLang counts its slots
         is_healthy = server.is_running and server.is_healthy()
-        yield load, server.reports(), server.log(), is_healthy
+        # The server ends here: what follows takes minutes of computing.
+        return load, server.reports(), server.log(), is_healthy
 
 
 def test_server_lives_and_nothing_leaked(stressed):
