@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +13,11 @@ import pytest
 if find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py", "*.py"]
 else:
-    sys.path.insert(0, str(Path(__file__).parent))
+    here = Path(__file__).parent
+    sys.path.insert(0, str(here))
+    # What a server's processes get at start-up; this one imports SGLang too.
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    runpy.run_path(str(here / "standins" / "sitecustomize.py"), run_name="sitecustomize")
 
 
 @pytest.fixture(scope="session")

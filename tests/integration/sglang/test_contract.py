@@ -8,7 +8,8 @@ from kvgraft.integrations.sglang import versions
 from kvgraft.integrations.sglang.doctor import diagnose
 from kvgraft.integrations.sglang.versions import Relied
 
-pytestmark = pytest.mark.engine
+# SGLang warns while it is imported on a CPU.
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 def test_installed_version_is_supported():

@@ -13,7 +13,8 @@ from kvgraft.cli import main
 from kvgraft.integrations.sglang.doctor import diagnose
 from reference import Copied, Fresh, Reference
 
-pytestmark = pytest.mark.engine
+# SGLang warns while it is imported on a CPU.
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_hybrid_model_is_served_without_reuse(model_dir, ids, monkeypatch):
 def small(model_dir):
     """A server whose pool holds little more than one prompt, with metrics and everything else on."""
     options = {"--max-total-tokens": 1500, "--enable-metrics": None}
-    environ = {"KVGRAFT_SEMANTIC_PROVIDER": "recall:Recall"}
+    environ = {"KVGRAFT_SEMANTIC_PROVIDER": "recall:Recall", "KVGRAFT_LOOKUP_DEADLINE_MS": "5000"}
     with SGLangServer(model_dir("llama"), options, environ) as server:
         yield server
 
