@@ -32,7 +32,18 @@ def run(capsys, *argv):
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["demo"], ["generate"], ["serve"], ["config"], ["doctor"], ["bench"], ["bench", "reuse"], ["bench", "serve"]],
+    [
+        [],
+        ["demo"],
+        ["generate"],
+        ["serve"],
+        ["config"],
+        ["doctor"],
+        ["explain"],
+        ["bench"],
+        ["bench", "reuse"],
+        ["bench", "serve"],
+    ],
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:

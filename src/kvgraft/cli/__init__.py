@@ -11,7 +11,18 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvgraft import __version__
-from kvgraft.cli import bench_prefix, bench_reuse, bench_serve, bench_ttft, config, demo, doctor, generate, serve
+from kvgraft.cli import (
+    bench_prefix,
+    bench_reuse,
+    bench_serve,
+    bench_ttft,
+    config,
+    demo,
+    doctor,
+    explain,
+    generate,
+    serve,
+)
 from kvgraft.errors import KVGraftError
 
 if TYPE_CHECKING:
@@ -31,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.register(commands)
     config.register(commands)
     doctor.register(commands)
+    explain.register(commands)
     bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     bench_prefix.register(benchmarks)

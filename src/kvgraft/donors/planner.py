@@ -30,6 +30,8 @@ class CostModel:
             parameters` of FLOPs: 3e-5 for 8 B parameters, 3e-4 for 20 M.
         copy_per_token: Copying and rotating the K/V of a token.
         per_span: Fixed cost of one more span.
+        per_phase: Fixed cost of every group of adjacent spans that does not touch the exact prefix. An engine that computes
+            the gap in front of each group in a step of its own pays it; 0 where one forward pass computes all gaps.
         recompute_ratio: Share of reused tokens that the selection policy computes again.
     """
 
@@ -37,6 +39,7 @@ class CostModel:
     attention_per_key: float = 3e-5
     copy_per_token: float = 0.01
     per_span: float = 4.0
+    per_phase: float = 0.0
     recompute_ratio: float = 0.05
 
     def __post_init__(self) -> None:
@@ -93,6 +96,7 @@ def plan_graft(
         return Miss(MissReason.COVERED_BY_PREFIX, "all matches lie in the exact prefix")
     costs = CostModel() if cost_model is None else cost_model
     spans = tuple(_worthwhile(behind, exact_len, num_tokens - 1, costs, min_run))
+    spans = tuple(_worth_a_phase(spans, exact_len, costs))
     if not spans:
         return Miss(MissReason.NOT_WORTH_IT, f"none of {len(behind)} matches saves more than it costs")
     return GraftPlan(num_tokens, exact_len, spans, _compute_positions(num_tokens, exact_len, spans))
@@ -117,6 +121,28 @@ def _worthwhile(matches: Iterable[Match], start: int, end: int, costs: CostModel
         if match.target_end - begin < min_run or costs.saving(begin, stop) <= 0:
             continue
         yield Match(begin, match.donor_id, match.donor_start + begin - match.target_start, stop - begin)
+
+
+def _worth_a_phase(spans: Sequence[Match], exact_len: int, costs: CostModel) -> Iterable[Match]:
+    """Yield the spans of groups that save more than a phase costs.
+
+    Dropping a group makes one gap of the two beside it and changes no other group's saving, so each is judged alone.
+    """
+    for group in _adjacent(spans):
+        saving = sum(costs.saving(span.target_start, span.target_end) for span in group)
+        if group[0].target_start == exact_len or saving > costs.per_phase:
+            yield from group
+
+
+def _adjacent(spans: Sequence[Match]) -> list[list[Match]]:
+    """Group spans that follow one another without a gap."""
+    groups: list[list[Match]] = []
+    for span in spans:
+        if groups and groups[-1][-1].target_end == span.target_start:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
 
 
 def _compute_positions(num_tokens: int, exact_len: int, spans: Sequence[Match]) -> NDArray[np.int64]:

@@ -118,3 +118,16 @@ def test_cost_model_refuses_impossible_values(values):
 def test_contradicting_arguments_are_refused(args):
     with pytest.raises(ConfigError):
         plan(*args)
+
+
+def test_group_that_does_not_touch_the_prefix_must_pay_for_its_phase():
+    costs = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, per_phase=50, recompute_ratio=0)
+    near, small, big = make_match(30, 20), make_match(80, 40), make_match(150, 60)
+    assert plan(300, 30, near, small, big, cost_model=costs).spans == (near, big)
+
+
+def test_adjacent_spans_share_a_phase():
+    costs = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, per_phase=50, recompute_ratio=0)
+    first, second = make_match(80, 40), make_match(120, 20, donor_id=9)
+    assert plan(300, 30, first, second, cost_model=costs).spans == (first, second)
+    assert reason(300, 30, first, make_match(130, 20), cost_model=costs) is MissReason.NOT_WORTH_IT

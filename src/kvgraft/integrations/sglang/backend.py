@@ -1,0 +1,193 @@
+"""Build the cache in SGLang's scheduler process, switch reuse on where it is proved to be right, and say so."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvgraft import __version__
+from kvgraft.config.sglang import SGLangConfig
+from kvgraft.errors import IntegrationError, ModelError
+from kvgraft.integrations.sglang.kv_pool import KVPool
+from kvgraft.integrations.sglang.library import DonorLibrary
+from kvgraft.integrations.sglang.loading import Loader
+from kvgraft.integrations.sglang.planning import ReusePlanner, cost_model
+from kvgraft.integrations.sglang.publishing import Publisher
+from kvgraft.integrations.sglang.ranks import OneRank, Ranks, TensorParallelRanks
+from kvgraft.integrations.sglang.refusals import refused_server
+from kvgraft.integrations.sglang.reports import Metrics, NoMetrics, RequestLog
+from kvgraft.integrations.sglang.reuse import RequestReuse
+from kvgraft.integrations.sglang.rope import read_rope
+from kvgraft.integrations.sglang.status import state_directory, write_status
+from kvgraft.integrations.sglang.versions import drift, installed_version
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvgraft.graft.rope import RopeSpec
+    from kvgraft.integrations.sglang.provider import SemanticSource
+    from kvgraft.integrations.sglang.tree import Tree
+
+logger = logging.getLogger(__name__)
+
+_PHASE_TOKENS = {"cpu": 32, "cuda": 256}
+"""Computed tokens that one more small forward pass costs.
+
+On a CPU measured here (docs/benchmarks.md); on a GPU the ratio of arithmetic to memory bandwidth, 2 * 295 FLOP per byte of an
+H100 in bf16, within which a pass over few tokens takes the time of reading the weights. Not measured on a GPU.
+"""
+
+
+def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> BasePrefixCache
+    """Build SGLang's cache with reuse, or, where a reason speaks against reuse, the one that SGLang would build itself.
+
+    Raises:
+        IntegrationError: This SGLang is not what the adapter was written for, or its hooks were not applied.
+        ConfigError: A setting is wrong.
+    """
+    config = SGLangConfig.resolve()
+    problems = [*drift(), *_missing_hooks()]
+    if problems:
+        raise IntegrationError(f"SGLang {installed_version()} has changed: {'; '.join(problems)}")
+    reason = refused_server(ctx) or _refused_provider(ctx, config)
+    rope: Sequence[RopeSpec] = ()
+    if reason is None:
+        try:
+            rope = _rope(ctx)
+        except ModelError as error:
+            reason = str(error)
+    _announce(ctx, config, reason)
+    if reason is not None:
+        from sglang.srt.mem_cache.registry import default_radix_cache_factory
+
+        return default_radix_cache_factory(ctx)
+    return _grafting_cache(ctx, config, rope)
+
+
+def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) -> Any:  # noqa: ANN401
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    from kvgraft.integrations.sglang.cache import GraftRadixCache, RadixTree
+
+    cache = create_unified_radix_cache(ctx, cache_class=GraftRadixCache)
+    assert isinstance(cache, GraftRadixCache)
+    tree, pool = RadixTree(cache), _kv_pool(ctx, rope)
+    library = DonorLibrary(tree, pool, config)
+    page_size = int(cache.page_size)
+    costs = cost_model(ctx.model_config.hf_text_config.hidden_size, _phase_tokens(config, pool))
+    ranks = _ranks(ctx, library)
+    log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
+    cache.attach(
+        RequestReuse(
+            library=library,
+            # Clocks of ranks differ, and their lookups must not.
+            planner=ReusePlanner(library, config, costs, page_size, has_deadline=ctx.tp_size == 1),
+            loader=Loader(tree, pool, library, ranks=ranks, log=log),
+            publisher=Publisher(tree, library, page_size=page_size, min_run=config.min_run),
+            ranks=ranks,
+            log=log,
+            fingerprint=_fingerprint(ctx, rope),
+            min_run=config.min_run,
+            semantic=_semantic(ctx, config, tree, page_size),
+        )
+    )
+    return cache
+
+
+def _missing_hooks() -> list[str]:
+    """SGLang only logs a hook that it cannot apply; each applied one leaves a trace."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    names = ("get_prefill_adder_class", "get_output_streamer_class")
+    return [
+        f"the hook on Scheduler.{name} was not applied"
+        for name in names
+        if not hasattr(getattr(Scheduler, name), "__wrapped__")
+    ]
+
+
+def _refused_provider(ctx: Any, config: SGLangConfig) -> str | None:  # noqa: ANN401
+    if config.semantic_provider and ctx.tp_size > 1:
+        return "a semantic provider with tensor parallelism: ranks could get different answers"
+    return None
+
+
+def _rope(ctx: Any) -> Sequence[RopeSpec]:  # noqa: ANN401
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    return read_rope(ctx.tp_worker.model_runner.model, pool.layer_num, torch.device(pool.device))
+
+
+def _kv_pool(ctx: Any, rope: Sequence[RopeSpec]) -> KVPool:  # noqa: ANN401
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    is_gpu = torch.device(pool.device).type == "cuda"
+    return KVPool(
+        [pool.get_key_buffer(layer) for layer in layers],
+        [pool.get_value_buffer(layer) for layer in layers],
+        rope,
+        ctx.tp_worker.model_runner.forward_stream if is_gpu else None,
+    )
+
+
+def _phase_tokens(config: SGLangConfig, pool: KVPool) -> float:
+    return config.phase_cost_tokens or _PHASE_TOKENS.get(pool.device.type, _PHASE_TOKENS["cuda"])
+
+
+def _ranks(ctx: Any, library: DonorLibrary) -> Ranks:  # noqa: ANN401
+    if ctx.tp_size == 1:
+        return OneRank()
+    group = ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
+    return TensorParallelRanks(group, library.catalogue.get)
+
+
+def _metrics(ctx: Any) -> Metrics:  # noqa: ANN401
+    if not ctx.params.enable_metrics or ctx.tp_rank != 0:
+        return NoMetrics()
+    from kvgraft.integrations.sglang.metrics import SGLangMetrics
+
+    return SGLangMetrics(ctx.server_args.served_model_name or ctx.server_args.model_path)
+
+
+def _semantic(ctx: Any, config: SGLangConfig, tree: Tree, page_size: int) -> SemanticSource | None:  # noqa: ANN401
+    if not config.semantic_provider:
+        return None
+    from kvgraft.integrations.sglang.provider import SemanticSource, load_provider
+
+    provider = load_provider(config.semantic_provider, ctx.model_config)
+    return SemanticSource(provider, tree, page_size, config.lookup_deadline_ms / 1e3)
+
+
+def _fingerprint(ctx: Any, rope: Sequence[RopeSpec]) -> str:  # noqa: ANN401
+    config = ctx.model_config
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (config.model_path, getattr(config, "revision", None), config.dtype, config.quantization):
+        digest.update(f"{part}\0".encode())
+    for spec in {id(spec): spec for spec in rope}.values():
+        digest.update(spec.inv_freq.cpu().numpy().tobytes() + spec.pairing.value.encode())
+    return digest.hexdigest()
+
+
+def _announce(ctx: Any, config: SGLangConfig, reason: str | None) -> None:  # noqa: ANN401
+    """Say in the log and in a file that the backend is live in this process, or why reuse is off."""
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    facts: dict[str, object] = {
+        "kvgraft": __version__,
+        "sglang": installed_version(),
+        "model": ctx.model_config.model_path,
+        "tp_rank": ctx.tp_rank,
+        "page_size": ctx.params.page_size,
+        "dtype": str(getattr(pool, "dtype", "?")).removeprefix("torch."),
+        "selection": config.selection,
+    }
+    words = " ".join(f"{name}={value}" for name, value in facts.items())
+    if reason is None:
+        logger.info("kvgraft is live in this scheduler: %s", words)
+    else:
+        logger.warning("kvgraft serves this model without reuse: %s (%s)", reason, words)
+    try:
+        write_status(state_directory(config.state_dir), {**facts, "refusal": reason})
+    except OSError as error:
+        logger.warning("kvgraft doctor will not see this process: %s", error)

@@ -1,0 +1,207 @@
+"""SGLang's unified radix cache with reuse at any offset. The tree, its Rust core and its accounting stay SGLang's.
+
+Only what SGLang lets a cache decide is overridden: what a match promises (`match_prefix`), how promised tokens get on the
+device (`init_load_back`), whose they are (`load_back_is_cache_owned`), which slots a request begins with
+(`prefix_device_indices`), and what happens at checkpoints, release and eviction. Interfaces: SGLang 0.5.22 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from kvgraft.integrations.sglang.ranges import subtract
+from kvgraft.integrations.sglang.tree import Resident
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.reuse import RequestReuse
+    from kvgraft.integrations.sglang.texts import TreeText
+
+
+class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """SGLang's cache; `attach` switches reuse on."""
+
+    def __init__(self, params: Any) -> None:  # noqa: ANN401 - SGLang's CacheInitParams
+        self.reuse: RequestReuse | None = None
+        self._freed_by_eviction: list[Tensor] = []
+        self._rid_of_row: dict[int, str] = {}
+        super().__init__(params)
+
+    def attach(self, reuse: RequestReuse) -> None:
+        """Switch reuse on."""
+        self.reuse = reuse
+
+    # Matching and loading
+
+    def match_prefix(self, params: Any) -> Any:  # noqa: ANN401 - MatchPrefixParams -> MatchResult
+        """Match exactly, and promise the regions behind the match as if they lay in host memory."""
+        exact, req, key = super().match_prefix(params), params.req, params.key
+        if self.reuse is None or req is None or req.kv.holds_kv or exact.host_hit_length:
+            return exact
+        exact_len = exact.device_prefix_len
+        if key.limit is None:
+            # The scheduler sorts its queue; it matches again, with a limit, before it admits a request.
+            promised = self.reuse.promised(req.rid, exact_len)
+        else:
+            promised = self.reuse.promise(req, key.token_ids, len(key), exact_len)
+        if not promised:
+            return exact
+        node = exact.last_device_node
+        return exact._replace(host_hit_length=promised, last_host_node=node, best_match_node=node)
+
+    def init_load_back(self, params: Any) -> Any:  # noqa: ANN401 - InitLoadBackParams -> (int, node)
+        """Copy what was promised into private slots: all of it or nothing."""
+        req = params.req
+        if self.reuse is None or not params.host_hit_length:
+            return super().init_load_back(params)
+        return self.reuse.load_first(req, params.host_hit_length), req.last_node
+
+    def load_back_is_cache_owned(self) -> bool:
+        """No: copies belong to the request and leave with its row."""
+        return self.reuse is None and bool(super().load_back_is_cache_owned())
+
+    def prefix_device_indices(self, req: Any) -> Tensor:  # noqa: ANN401 - SGLang's Req
+        """Slots of the exact prefix, then those that were loaded behind it."""
+        private = [] if self.reuse is None else self.reuse.private_slots(req.rid)
+        if not private:
+            indices: Tensor = super().prefix_device_indices(req)
+            return indices
+        return torch.cat([self.path_device_indices(req.last_node), *private])[: req.prefix_len]
+
+    def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
+        """Tokens to compute from `position` until the next region; None up to the end."""
+        return None if self.reuse is None else self.reuse.next_gap(req.rid, position)
+
+    def load_between_chunks(self, req: Any, room: int) -> None:  # noqa: ANN401
+        """Load the regions at which `req`, between two chunks, has arrived, into its row."""
+        slots = None if self.reuse is None else self.reuse.load_next(req, room)
+        if slots is None:
+            return
+        end = req.prefix_len + len(slots)
+        self.req_to_token_pool.write((req.kv.req_pool_idx, slice(req.prefix_len, end)), slots.to(torch.int32))
+        req.prefix_len = req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+
+    # Publishing and release
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:  # noqa: ANN401
+        """Publish, then make donors of what is in the tree; not reached by a request that holds copies."""
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        if self.reuse is not None:
+            self.reuse.published(req, req.last_node)
+
+    def claim_kv_row(self, req: Any) -> bool:  # noqa: ANN401
+        """Called first when a row is released: take over what the request computed behind copies."""
+        if super().claim_kv_row(req):
+            return True
+        if self.reuse is not None and req.kv.holds_kv:
+            self._rid_of_row[req.kv.req_pool_idx] = req.rid
+            if req.finished() and type(req.finished_reason).__name__ != "FINISH_ABORT":
+                row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+                self.reuse.adopt_computed(req, row, req.last_node)
+        return False
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:  # noqa: ANN401
+        """Free a row's ranges, but for those that the tree took over."""
+        rid = self._rid_of_row.get(kv.req_pool_idx)
+        if self.reuse is not None and rid is not None:
+            ranges = subtract(ranges, self.reuse.adopted(rid))
+        super().free_kv_row(kv, ranges)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:  # noqa: ANN401
+        """The row is freed."""
+        super().on_release(req, checkpointed=checkpointed)
+        self._rid_of_row.pop(req.kv.req_pool_idx, None)
+        if self.reuse is not None:
+            self.reuse.landed(req)
+
+    def release_aborted_request(self, handle: Any) -> None:  # noqa: ANN401 - CacheRequestHandle
+        """A request was aborted, in the queue or on its way."""
+        super().release_aborted_request(handle)
+        if self.reuse is not None:
+            self.reuse.aborted(handle.rid)
+
+    # Eviction
+
+    def evict(self, params: Any) -> Any:  # noqa: ANN401 - EvictParams -> EvictResult
+        """Evict, and let the host store have what goes."""
+        result = super().evict(params)
+        self._hand_evicted_over()
+        return result
+
+    def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Evict for an allocation, and let the host store have what goes."""
+        result = super().evict_for_alloc(params, **kwargs)
+        self._hand_evicted_over()
+        return result
+
+    def reset(self) -> None:
+        """Flush."""
+        super().reset()
+        if self.reuse is not None:
+            self.reuse.clear()
+
+    def _free_values(self, device_frees: Any, host_frees: Any) -> None:  # noqa: ANN401
+        """Note the slots of evicted nodes. The tree is in the middle of its walk and must not be asked anything."""
+        if self.reuse is not None:
+            self._freed_by_eviction += device_frees.get(ComponentType.FULL, [])
+        super()._free_values(device_frees, host_frees)
+
+    def _hand_evicted_over(self) -> None:
+        """Nothing was allocated since: the K/V are still where they were."""
+        freed, self._freed_by_eviction = self._freed_by_eviction, []
+        if freed and self.reuse is not None:
+            self.reuse.evicted(freed)
+
+
+class RadixTree:
+    """`Tree` on SGLang's cache; never asks it for reuse."""
+
+    def __init__(self, cache: GraftRadixCache) -> None:
+        self._cache = cache
+        self._page_size = int(cache.page_size)
+
+    def resident(self, text: TreeText, end: int) -> Resident:
+        """See `Tree.resident`."""
+        limit = min(len(text.tokens), -(-end // self._page_size) * self._page_size)
+        key = RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
+        found = UnifiedRadixCache.match_prefix(self._cache, MatchPrefixParams(key=key))
+        return Resident(int(found.device_prefix_len), found.last_device_node)
+
+    def pin(self, node: object) -> object:
+        """See `Tree.pin`."""
+        return self._cache.lock(node)
+
+    def unpin(self, pin: object) -> None:
+        """See `Tree.unpin`."""
+        self._cache.unlock(pin)
+
+    def slots(self, node: object) -> Tensor:
+        """See `Tree.slots`."""
+        indices: Tensor = self._cache.path_device_indices(node)
+        return indices
+
+    def allocate(self, num_tokens: int) -> Tensor | None:
+        """See `Tree.allocate`."""
+        allocator = self._cache.token_to_kv_pool_allocator
+        lacking = num_tokens - allocator.available_size()
+        if lacking > 0:
+            self._cache.evict_for_alloc(EvictParams(num_tokens=lacking))
+        slots: Tensor | None = allocator.alloc(num_tokens)
+        return slots
+
+    def free(self, slots: Tensor) -> None:
+        """See `Tree.free`."""
+        self._cache.token_to_kv_pool_allocator.free(slots)
+
+    def adopt(self, text: TreeText, slots: Tensor) -> None:
+        """See `Tree.adopt`."""
+        key = RadixKey(text.tokens, text.extra_key, cache_salt=text.cache_salt)
+        result = self._cache.insert(InsertParams(key=key, value=slots))
+        assert result.prefix_len == 0, "a name of our own was not new"

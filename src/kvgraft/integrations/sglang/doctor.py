@@ -1,0 +1,105 @@
+"""What `kvgraft doctor --engine sglang` finds: versions, whether SGLang will load the plug-in, and what is live right now."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+from kvgraft import __version__
+from kvgraft.config.sglang import SGLangConfig
+from kvgraft.errors import ConfigError
+from kvgraft.integrations.sglang import BACKEND
+from kvgraft.integrations.sglang.refusals import SUPPORTED_ARCHITECTURES
+from kvgraft.integrations.sglang.status import live_statuses, state_directory
+from kvgraft.integrations.sglang.versions import SUPPORTED, drift, installed_version, unsupported_version
+
+_GROUP = "sglang.srt.plugins"
+_WHITELIST = "SGLANG_PLUGINS"
+
+
+def diagnose(model: str | None = None) -> dict[str, object]:
+    """Return findings in the order in which they should be read.
+
+    `shifted_reuse` is `accepted`, or `refused: ` and the first reason that speaks against it. A running scheduler's own word
+    goes before everything that can be told from outside.
+
+    Args:
+        model: Directory of a model, whose configuration is looked at; None for none.
+    """
+    sglang = installed_version()
+    config, config_problem = _config()
+    live = live_statuses(state_directory(config.state_dir))
+    plugin_problem = _plugin_problem()
+    reasons = [
+        unsupported_version(sglang),
+        plugin_problem,
+        config_problem,
+        _drift() if unsupported_version(sglang) is None else None,
+        None if model is None else _model_problem(Path(model)),
+        *(status.get("refusal") for status in live),
+    ]
+    reason = next((reason for reason in reasons if reason), None)
+    return {
+        "kvgraft": __version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "sglang": sglang or "not installed",
+        "sglang_supported": ", ".join(SUPPORTED),
+        "plugin": plugin_problem or f"registered: SGLang loads it for --radix-cache-backend {BACKEND}",
+        "settings": config_problem or "good",
+        "backend": "; ".join(map(_words, live)) or "not live: no scheduler of this user runs with it",
+        "model": "-" if model is None else _model_problem(Path(model)) or f"{model}: served with reuse",
+        "shifted_reuse": "accepted" if reason is None else f"refused: {reason}",
+    }
+
+
+def _config() -> tuple[SGLangConfig, str | None]:
+    try:
+        return SGLangConfig.resolve(), None
+    except (ConfigError, ImportError) as error:
+        return SGLangConfig(), str(error)
+
+
+def _plugin_problem() -> str | None:
+    names = {point.name for point in entry_points(group=_GROUP)}
+    if BACKEND not in names:
+        return f"no entry point {BACKEND} in {_GROUP}: install kvgraft into SGLang's environment"
+    allowed = os.environ.get(_WHITELIST, "")
+    if allowed and BACKEND not in {name.strip() for name in allowed.split(",")}:
+        return f"{_WHITELIST}={allowed} keeps SGLang from loading it; add {BACKEND}"
+    return None
+
+
+def _drift() -> str | None:
+    problems = drift()
+    return f"SGLang has changed: {'; '.join(problems)}" if problems else None
+
+
+def _model_problem(directory: Path) -> str | None:
+    """Judge by the configuration; the rest is only known once the model is loaded."""
+    try:
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{directory / 'config.json'} cannot be read: {error}"
+    architecture = next(iter(config.get("architectures") or []), "?")
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        return f"architecture {architecture} has not been checked"
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        return "sliding-window layers"
+    return None
+
+
+def _words(status: dict[str, object]) -> str:
+    state = f"without reuse: {status['refusal']}" if status.get("refusal") else "live"
+    return f"{state} in process {status['pid']} (rank {status['tp_rank']}, {status['model']})"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

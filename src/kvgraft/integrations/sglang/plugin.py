@@ -1,0 +1,63 @@
+"""What `register` installs in every SGLang process: the backend's name and two hooks on public class accessors."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.sglang import BACKEND
+from kvgraft.integrations.sglang.versions import installed_version, unsupported_version
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def install() -> None:
+    """Register backend and hooks; an unsupported SGLang gets a backend that refuses to be built, and says why."""
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    reason = unsupported_version(installed_version())
+    if reason is not None:
+        logger.error("kvgraft: --radix-cache-backend %s is not available: %s", BACKEND, reason)
+        register_radix_cache_backend(BACKEND, _refusing_factory(reason))
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_radix_cache_backend(BACKEND, _factory)
+    HookRegistry.register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.get_output_streamer_class", _streamer_class, HookType.AFTER)
+
+
+def _factory(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> BasePrefixCache
+    from kvgraft.integrations.sglang.backend import build_cache
+
+    return build_cache(ctx)
+
+
+def _refusing_factory(reason: str) -> Any:  # noqa: ANN401
+    def refuse(_: Any) -> Any:  # noqa: ANN401
+        raise IntegrationError(f"{reason}; install one of them, or start without --radix-cache-backend {BACKEND}")
+
+    return refuse
+
+
+def _adder_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
+    if not _grafts(scheduler):
+        return result
+    from kvgraft.integrations.sglang.phases import phased
+
+    return phased(result)
+
+
+def _streamer_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
+    if not _grafts(scheduler) or scheduler.rust_server is not None:
+        return result
+    from kvgraft.integrations.sglang.responses import reporting
+
+    return reporting(result)
+
+
+def _grafts(scheduler: Any) -> bool:  # noqa: ANN401
+    return getattr(getattr(scheduler, "tree_cache", None), "reuse", None) is not None

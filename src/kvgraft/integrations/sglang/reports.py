@@ -1,0 +1,195 @@
+"""What becomes of every request: a `GraftReport` per attempt, for the log, a file, the response and the metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kvgraft.integrations.sglang.texts import HostKV, TreeKV
+from kvgraft.observability.report import report_as_dict
+from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
+
+if TYPE_CHECKING:
+    from kvgraft.integrations.sglang.flight import Flight, LoadedSpan
+
+logger = logging.getLogger(__name__)
+
+_MAX_PENDING = 4096
+"""Reports of requests whose response never comes (a client that left) are forgotten beyond this number."""
+
+
+class Metrics(Protocol):
+    """Takes counts; `SGLangMetrics` gives them to SGLang's Prometheus endpoint."""
+
+    def count_report(self, report: GraftReport) -> None:
+        """One attempt of a request."""
+
+    def count_error(self, stage: str) -> None:
+        """A lookup, copy or registration failed and became a miss."""
+
+
+class NoMetrics:
+    """Counts nothing."""
+
+    def count_report(self, report: GraftReport) -> None:
+        """Ignore it."""
+
+    def count_error(self, stage: str) -> None:
+        """Ignore it."""
+
+
+class RequestLog:
+    """Writes what became of requests. Not thread-safe.
+
+    Args:
+        metrics: Counters.
+        path: File that gets one JSON line per request; empty for none.
+        is_first_rank: The other ranks keep quiet, for they would say the same.
+    """
+
+    def __init__(self, metrics: Metrics, path: str = "", *, is_first_rank: bool = True) -> None:
+        self._metrics = metrics
+        self._path = Path(path) if path and is_first_rank else None
+        self._is_first_rank = is_first_rank
+        self._attempts: dict[str, list[dict[str, object]]] = {}
+        self._pending: OrderedDict[str, dict[str, object]] = OrderedDict()
+        self.num_errors = 0
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a response waits for its report."""
+        return bool(self._pending)
+
+    def finished(self, flight: Flight, policy: str, output_tokens: int) -> None:
+        """A request has its answer."""
+        self._end(flight, policy, "finished", output_tokens)
+
+    def aborted(self, flight: Flight, policy: str) -> None:
+        """A request ended without an answer."""
+        self._end(flight, policy, "aborted", 0)
+
+    def retracted(self, flight: Flight, policy: str) -> None:
+        """A request lost its slots and will be planned anew."""
+        self._attempts.setdefault(flight.rid, []).append(self._attempt(flight, policy))
+
+    def failed(self, stage: str, rid: str, error: Exception) -> Miss:
+        """Log and count an exception that was caught; returns the miss that it becomes."""
+        logger.error("%s for request %s failed; it goes on without", stage, rid, exc_info=error)
+        self.count_error(stage)
+        return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
+
+    def num_attempts(self, rid: str) -> int:
+        """Return how often a request has been retracted so far."""
+        return len(self._attempts.get(rid, ()))
+
+    def count_error(self, stage: str) -> None:
+        """Count something that went wrong and became a miss."""
+        self.num_errors += 1
+        self._metrics.count_error(stage)
+
+    def take(self, rid: str) -> dict[str, object] | None:
+        """Return a request's report once, for its response."""
+        return self._pending.pop(rid, None)
+
+    def _end(self, flight: Flight, policy: str, outcome: str, output_tokens: int) -> None:
+        attempts = [*self._attempts.pop(flight.rid, []), self._attempt(flight, policy)]
+        entry: dict[str, object] = {
+            "request_id": flight.rid,
+            "time": time.time(),
+            "outcome": outcome,
+            "output_tokens": output_tokens,
+            "attempts": attempts,
+        }
+        if not self._is_first_rank:
+            return
+        self._tell(flight, outcome)
+        if outcome == "finished":
+            self._pending[flight.rid] = entry
+            if len(self._pending) > _MAX_PENDING:
+                self._pending.popitem(last=False)
+        self._write(entry)
+
+    def _attempt(self, flight: Flight, policy: str) -> dict[str, object]:
+        report = graft_report(flight, policy)
+        self._metrics.count_report(report)
+        sources = [_source(item) for item in flight.loaded]
+        return {**report_as_dict(report), "sources": sources, "prefill_steps": flight.num_steps}
+
+    def _tell(self, flight: Flight, outcome: str) -> None:
+        level = logging.INFO if flight.loaded else logging.DEBUG
+        logger.log(
+            level,
+            "request %s %s: %d prompt tokens, %d exact, %d copied in %d regions, %d steps, lookup %.2f ms, copy %.2f ms%s",
+            flight.rid,
+            outcome,
+            flight.num_tokens,
+            flight.exact_len,
+            flight.loaded_len,
+            len(flight.loaded),
+            flight.num_steps,
+            flight.lookup_ms,
+            flight.graft_ms,
+            "" if flight.miss is None else f"; {flight.miss.reason.value}: {flight.miss.detail}",
+        )
+
+    def _write(self, entry: dict[str, object]) -> None:
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            logger.error("reports cannot be written to %s and no more will be: %s", self._path, error)  # noqa: TRY400
+            self._path = None
+
+
+def graft_report(flight: Flight, policy: str) -> GraftReport:
+    """Sum a request's prefill up."""
+    by_class = dict.fromkeys(Fidelity, 0)
+    for item in flight.loaded:
+        by_class[item.span.fidelity] += item.span.length
+    miss = flight.miss
+    if not flight.loaded and miss is None:
+        miss = Miss(MissReason.NO_MATCH, "nothing was loaded")
+    return GraftReport(
+        num_tokens=flight.num_tokens,
+        exact_tokens=flight.exact_len,
+        shifted_tokens=by_class[Fidelity.SHIFTED],
+        substituted_tokens=by_class[Fidelity.SUBSTITUTED],
+        recomputed_tokens=flight.recomputed,
+        computed_tokens=max(0, flight.num_tokens - flight.exact_len - flight.loaded_len),
+        spans=tuple(_span_report(item) for item in flight.loaded),
+        policy=policy,
+        timings_ms={"lookup": flight.lookup_ms, "graft": flight.graft_ms},
+        miss=None if flight.loaded else miss,
+    )
+
+
+def _span_report(item: LoadedSpan) -> SpanReport:
+    span, donor = item.span, item.span.donor
+    assert donor is not None
+    position = donor.start_position + span.donor_start
+    return SpanReport(
+        span.start,
+        span.length,
+        DonorId(int(donor.donor_id)),
+        span.donor_start,
+        span.start - position,
+        span.fidelity,
+        donor.generation,
+    )
+
+
+def _source(item: LoadedSpan) -> dict[str, object]:
+    """Say what computed a span, where in its text, and from which tier it was copied."""
+    donor = item.span.donor
+    assert donor is not None
+    kv = donor.kv
+    assert isinstance(kv, TreeKV | HostKV)
+    origin = kv.text.origin if isinstance(kv, TreeKV) else kv.origin
+    position = donor.start_position + item.span.donor_start
+    return {"request": origin.request, "attempt": origin.attempt, "position": position, "tier": item.tier}

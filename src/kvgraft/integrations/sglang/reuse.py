@@ -1,0 +1,258 @@
+"""Reuse in one scheduler: promise what can be loaded, load it, publish what was computed, report.
+
+`GraftRadixCache` calls this at the points where SGLang lets a cache take part. A failure is logged, counted and becomes a
+miss, and the request is computed; nothing raises into the scheduler.
+
+What a request owns and for how long:
+
+    promised    nothing; matching runs again in every scheduling round
+    loading     donors are pinned in the tree, for the time of the copy only
+    loaded      private slots, which leave with the request's row
+    finished    computed runs behind a copy go to the tree under a name of ours, copied ones are freed
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.integrations.sglang.flight import Flight
+from kvgraft.integrations.sglang.planning import ReusePlan, request_namespace
+from kvgraft.integrations.sglang.ranks import Decision, Ranks, Span
+from kvgraft.integrations.sglang.refusals import refused_request
+from kvgraft.types import Miss, MissReason
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.library import DonorLibrary
+    from kvgraft.integrations.sglang.loading import Loader
+    from kvgraft.integrations.sglang.planning import ReusePlanner
+    from kvgraft.integrations.sglang.provider import SemanticSource
+    from kvgraft.integrations.sglang.publishing import Publisher
+    from kvgraft.integrations.sglang.reports import RequestLog
+
+
+class RequestReuse:
+    """Takes every request of a scheduler through reuse. Not thread-safe.
+
+    Args:
+        library: Donors.
+        planner: Chooses what is loaded.
+        loader: Copies it.
+        publisher: Makes donors of what was computed.
+        ranks: Decide together.
+        log: Hears what became of every request.
+        fingerprint: Of the model, for namespaces.
+        min_run: Shortest run that is loaded.
+        semantic: Asked where nothing else is found; None for nobody.
+    """
+
+    def __init__(
+        self,
+        *,
+        library: DonorLibrary,
+        planner: ReusePlanner,
+        loader: Loader,
+        publisher: Publisher,
+        ranks: Ranks,
+        log: RequestLog,
+        fingerprint: str,
+        min_run: int,
+        semantic: SemanticSource | None = None,
+    ) -> None:
+        self.library = library
+        self.log = log
+        self._planner, self._loader, self._publisher, self._ranks = planner, loader, publisher, ranks
+        self._fingerprint = fingerprint
+        self._min_run = min_run
+        self._semantic = semantic
+        self._flights: dict[str, Flight] = {}
+
+    @property
+    def num_flights(self) -> int:
+        """Requests that have been matched and not released."""
+        return len(self._flights)
+
+    # Before admission
+
+    def promise(self, req: Any, tokens: array[int], end: int, exact_len: int) -> int:  # noqa: ANN401
+        """Return how many tokens right behind the exact prefix can be loaded.
+
+        Called in every scheduling round until the request is admitted; the plan is made again only if something changed.
+
+        Args:
+            req: SGLang's `Req`.
+            tokens: Its prompt.
+            end: Positions from it on are computed.
+            exact_len: Length of the exact prefix.
+        """
+        flight = self._flights.get(req.rid)
+        if flight is None:
+            namespace = request_namespace(self._fingerprint, req.lora_id, req.extra_key, req.cache_salt)
+            flight = self._flights[req.rid] = Flight(req.rid, namespace, self.log.num_attempts(req.rid))
+        reason = refused_request(req)
+        if reason is not None:
+            flight.num_tokens, flight.exact_len = len(tokens), exact_len
+            flight.miss = Miss(MissReason.MODEL_REFUSED, reason)
+            return 0
+        decision = self._ranks.decide(lambda: self._decide(flight, req, tokens, end, exact_len))
+        if decision.spans is not None:
+            flight.spans = list(decision.spans)
+        flight.num_tokens, flight.exact_len, flight.end = len(tokens), exact_len, end
+        return sum(span.length for span in flight.stretch(exact_len))
+
+    def promised(self, rid: str, exact_len: int) -> int:
+        """Return what was promised for the same exact prefix, without looking anything up."""
+        flight = self._flights.get(rid)
+        if flight is None or flight.exact_len != exact_len:
+            return 0
+        return sum(span.length for span in flight.stretch(exact_len))
+
+    def _decide(self, flight: Flight, req: Any, tokens: array[int], end: int, exact_len: int) -> Decision:  # noqa: ANN401
+        try:
+            state = (self.library.version, len(tokens), end, exact_len)
+            known = (flight.version, flight.num_tokens, flight.end, flight.exact_len)
+            if state == known and self._is_there(flight.stretch(exact_len)):
+                return Decision(None)
+            plan = self._planner.plan(flight.namespace, tokens, exact_len, end)
+            flight.version = self.library.version
+            flight.miss, flight.recomputed, flight.lookup_ms = plan.miss, plan.recomputed, plan.lookup_ms
+            spans = self._spans(plan)
+            if not spans and not exact_len and self._semantic is not None:
+                spans = self._semantic.spans(req, flight.namespace, tokens, end)
+                flight.miss = None if spans else flight.miss
+            return Decision(spans)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
+            flight.miss = self.log.failed("lookup", flight.rid, error)
+            return Decision(())
+
+    def _spans(self, plan: ReusePlan) -> tuple[Span, ...]:
+        donor_of = self.library.catalogue.get
+        return tuple(
+            Span(region.target_start, region.length, donor_of(region.donor_id), region.donor_start)
+            for region in plan.regions
+        )
+
+    def _is_there(self, spans: Sequence[Span]) -> bool:
+        return all(
+            span.donor is not None and self.library.has(span.donor, span.donor_start, span.length) for span in spans
+        )
+
+    # Loading
+
+    def load_first(self, req: Any, promised: int) -> int:  # noqa: ANN401
+        """Load what touches the exact prefix, all that was promised or nothing; returns the number of tokens."""
+        flight = self._flights.get(req.rid)
+        if flight is None:
+            return 0
+        slots = self._loader.load(flight, req.prefix_len, promised)
+        if slots is None:
+            return 0
+        flight.private.append(slots)
+        req.skip_radix_cache_insert = True  # approximate K/V are never published
+        return len(slots)
+
+    def private_slots(self, rid: str) -> list[Tensor]:
+        """Return the slots that were loaded before the request had a row, in order."""
+        flight = self._flights.get(rid)
+        return [] if flight is None else flight.private
+
+    def next_gap(self, rid: str, position: int) -> int | None:
+        """Return how many tokens to compute from `position` until the next region; None up to the end."""
+        flight = self._flights.get(rid)
+        start = None if flight is None else flight.next_start(position)
+        return None if start is None else start - position
+
+    def load_next(self, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
+        """Load the regions that begin where the computed part ends.
+
+        Args:
+            req: SGLang's `Req`, between two chunks.
+            room: Slots that may be taken without endangering running requests.
+
+        Returns:
+            The slots of the positions from `req.prefix_len` on, for the caller to write into the row; None for nothing.
+        """
+        flight = self._flights.get(req.rid)
+        if flight is None:
+            return None
+        flight.num_steps += 1
+        flight.pass_by(req.prefix_len, self._min_run)
+        total = sum(span.length for span in flight.stretch(req.prefix_len))
+        if not total:
+            return None
+        slots = self._loader.load(flight, req.prefix_len, total if total <= room else -1)
+        if slots is not None:
+            req.skip_radix_cache_insert = True
+        return slots
+
+    # Publishing
+
+    def published(self, req: Any, node: object) -> None:  # noqa: ANN401
+        """Make donors of what `req` has given to the exact tree, once its prompt is complete."""
+        flight = self._flights.get(req.rid)
+        if flight is None or refused_request(req) is not None:
+            return
+        if not req.finished() and not self._publisher.is_complete(req):
+            return
+        try:
+            self._publisher.register_exact(req, flight, node)
+            if req.finished() and self._semantic is not None:
+                self._semantic.cached(req.rid, req.full_untruncated_fill_ids[: req.kv.cache_protected_len])
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
+            self.log.failed("register", flight.rid, error)
+
+    def adopt_computed(self, req: Any, row: Tensor, node: object) -> None:  # noqa: ANN401
+        """Keep what a finished request computed behind copies, and the exact head in front of them, as donors.
+
+        Args:
+            req: SGLang's `Req`, about to be released.
+            row: Its slots by position.
+            node: Its node in the exact tree.
+        """
+        flight = self._flights.get(req.rid)
+        if flight is None or not flight.loaded or flight.adopted or flight.is_substituted:
+            return  # what saw another text's K/V is nobody's donor
+        try:
+            req.refresh_fill_ids()
+            self._publisher.register_exact(req, flight, node)
+            self._publisher.adopt_computed(req, flight, row)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
+            self.log.failed("register", flight.rid, error)
+
+    def adopted(self, rid: str) -> list[tuple[int, int]]:
+        """Return the ranges of the request's row that belong to the tree now."""
+        flight = self._flights.get(rid)
+        return [] if flight is None else flight.adopted
+
+    # The end
+
+    def landed(self, req: Any) -> None:  # noqa: ANN401
+        """The request gave its row back: finished, aborted or retracted."""
+        flight = self._flights.pop(req.rid, None)
+        if flight is None:
+            return
+        if req.finished():
+            self.log.finished(flight, self._planner.policy.name, len(req.output_ids))
+        else:
+            self.log.retracted(flight, self._planner.policy.name)
+
+    def aborted(self, rid: str) -> None:
+        """The request ended before it had a row, or its row is released next."""
+        flight = self._flights.pop(rid, None)
+        if flight is not None:
+            self.log.aborted(flight, self._planner.policy.name)
+
+    def evicted(self, freed: list[Tensor]) -> None:
+        """Keep donors whose slots the tree has given up in host memory."""
+        try:
+            self.library.capture(freed)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the donors are lost
+            self.log.failed("capture", "-", error)
+
+    def clear(self) -> None:
+        """The cache was flushed: no donor's K/V are there any more."""
+        self.library.clear()

@@ -1,0 +1,62 @@
+"""Where the K/V of donors lie: under a token key in SGLang's radix tree, or in a block of our host store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from array import array
+
+    from kvgraft.types import Namespace
+
+
+class Origin(NamedTuple):
+    """What computed a text.
+
+    Attributes:
+        request: SGLang's id of the request.
+        attempt: How often the request had been retracted before.
+    """
+
+    request: str
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeText:
+    """A path in the radix tree, named by its tokens and never by slots, which go stale.
+
+    Attributes:
+        tokens: The path from the root of `extra_key` and `cache_salt` on; nobody changes it.
+        namespace: Who may reuse it.
+        extra_key: SGLang's name of a subtree; a name of our own for text that exact requests must never hit.
+        cache_salt: SGLang's second name of a subtree.
+        base: Position at which the first token was encoded.
+        generation: 0 if it attended to exact K/V only, else 1 + the highest generation it attended to.
+        origin: What computed it.
+    """
+
+    tokens: array[int]
+    namespace: Namespace
+    extra_key: str | None
+    cache_salt: str | None
+    base: int
+    generation: int
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeKV:
+    """Handle of a donor that is part of a `TreeText`: its first token is `text.tokens[offset]`."""
+
+    text: TreeText
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostKV:
+    """Handle of a donor in the host store."""
+
+    store_key: int
+    origin: Origin

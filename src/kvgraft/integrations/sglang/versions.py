@@ -1,0 +1,159 @@
+"""Which SGLang versions this integration was written for, and what it relies on in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+SUPPORTED = ("0.5.22", "0.5.23")
+"""Versions with the seams below. 0.5.21 lacks `load_back_is_cache_owned` and `get_prefill_adder_class`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relied:
+    """A function of SGLang and the parameters that are passed to it or expected from it, in order.
+
+    Attributes:
+        path: `module:Qualified.name`.
+        parameters: Names that must be there, in this order; further ones must have defaults.
+    """
+
+    path: str
+    parameters: tuple[str, ...]
+
+
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+_ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
+_REGISTRY = "sglang.srt.mem_cache.registry"
+
+FUNCTIONS = (
+    Relied(f"{_REGISTRY}:register_radix_cache_backend", ("name", "factory")),
+    Relied(f"{_REGISTRY}:create_unified_radix_cache", ("ctx", "cache_class")),
+    Relied(f"{_REGISTRY}:default_radix_cache_factory", ("ctx",)),
+    Relied("sglang.srt.plugins.hook_registry:HookRegistry.register", ("target", "hook", "hook_type")),
+    Relied("sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class", ("self",)),
+    Relied("sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class", ("self",)),
+    Relied(f"{_CACHE}.match_prefix", ("self", "params")),
+    Relied(f"{_CACHE}.init_load_back", ("self", "params")),
+    Relied(f"{_CACHE}.load_back_is_cache_owned", ("self",)),
+    Relied(f"{_CACHE}.prefix_device_indices", ("self", "req")),
+    Relied(f"{_CACHE}.path_device_indices", ("self", "node")),
+    Relied(f"{_CACHE}.checkpoint", ("self", "req", "up_to")),
+    Relied(f"{_CACHE}.claim_kv_row", ("self", "req")),
+    Relied(f"{_CACHE}.free_kv_row", ("self", "kv", "ranges")),
+    Relied(f"{_CACHE}.on_release", ("self", "req", "checkpointed")),
+    Relied(f"{_CACHE}.release_aborted_request", ("self", "request")),
+    Relied(f"{_CACHE}.evict", ("self", "params")),
+    Relied(f"{_CACHE}.evict_for_alloc", ("self", "params")),
+    Relied(f"{_CACHE}.insert", ("self", "params")),
+    Relied(f"{_CACHE}.lock", ("self", "node_id")),
+    Relied(f"{_CACHE}.unlock", ("self", "lock")),
+    Relied(f"{_CACHE}.reset", ("self",)),
+    Relied(f"{_CACHE}._free_values", ("self", "device_frees", "host_frees")),
+    Relied(f"{_ADDER}.add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size")),
+    Relied(f"{_ADDER}.add_chunked_req", ("self", "req")),
+    Relied(f"{_ADDER}.budget_state", ("self",)),
+    Relied(f"{_ADDER}.ceil_paged_tokens", ("self", "tokens")),
+    Relied(f"{_STREAMER}.build_additional_customized_info", ("self", "reqs")),
+    Relied(f"{_STREAMER}.should_build_additional_customized_info", ("self",)),
+)
+
+FIELDS = {
+    "sglang.srt.mem_cache.base_prefix_cache:MatchResult": (
+        "device_prefix_len",
+        "last_device_node",
+        "last_host_node",
+        "best_match_node",
+        "host_hit_length",
+    ),
+    "sglang.srt.mem_cache.base_prefix_cache:MatchPrefixParams": ("key", "req"),
+    "sglang.srt.mem_cache.base_prefix_cache:InitLoadBackParams": ("host_hit_length", "req"),
+    "sglang.srt.mem_cache.base_prefix_cache:InsertParams": ("key", "value"),
+    "sglang.srt.mem_cache.base_prefix_cache:EvictParams": ("num_tokens",),
+    "sglang.srt.mem_cache.registry:TreeCacheBuildContext": (
+        "server_args",
+        "params",
+        "is_hybrid_swa",
+        "is_hybrid_ssm",
+        "enable_hierarchical_cache",
+        "disable_radix_cache",
+        "tp_worker",
+        "model_config",
+        "tp_size",
+        "tp_rank",
+        "is_dsa",
+    ),
+    "sglang.srt.managers.schedule_batch:ReqKvInfo": (
+        "req_pool_idx",
+        "cache_protected_len",
+        "kv_committed_len",
+        "kv_allocated_len",
+    ),
+}
+"""Dataclasses and named tuples of SGLang, and the fields that are read or set."""
+
+
+def installed_version() -> str | None:
+    """Return SGLang's version, or None if it is not installed."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def unsupported_version(found: str | None) -> str | None:
+    """Return why a version is not served, or None."""
+    if found is None:
+        return "SGLang is not installed"
+    if found.split("+")[0] in SUPPORTED:
+        return None
+    return f"SGLang {found} is not one of {', '.join(SUPPORTED)}, for which this kvgraft was written and tested"
+
+
+def drift() -> list[str]:
+    """Compare the installed SGLang with what is relied on; returns one line per difference. Imports SGLang."""
+    problems = [line for relied in FUNCTIONS if (line := _function_drift(relied)) is not None]
+    for path, names in FIELDS.items():
+        missing = [name for name in names if name not in _field_names(path)]
+        problems += [f"{path} has no field {name}" for name in missing]
+    return problems
+
+
+def _function_drift(relied: Relied) -> str | None:
+    try:
+        parameters = inspect.signature(_resolve(relied.path)).parameters
+    except (ImportError, AttributeError) as error:
+        return f"{relied.path}: {error}"
+    names = [name for name in parameters if name in relied.parameters]
+    if tuple(names) != relied.parameters:
+        return f"{relied.path} takes {', '.join(parameters)}, not {', '.join(relied.parameters)}"
+    optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for name, parameter in parameters.items():
+        if name in relied.parameters or parameter.kind in optional:
+            continue
+        if parameter.default is inspect.Parameter.empty:
+            return f"{relied.path} has a new parameter {name} without a default"
+    return None
+
+
+def _field_names(path: str) -> tuple[str, ...]:
+    try:
+        found = _resolve(path)
+    except (ImportError, AttributeError):
+        return ()
+    if dataclasses.is_dataclass(found):
+        return tuple(field.name for field in dataclasses.fields(found))
+    return tuple(getattr(found, "_fields", ()))
+
+
+def _resolve(path: str) -> Any:  # noqa: ANN401 - anything of SGLang's
+    module_name, _, names = path.partition(":")
+    found: Any = import_module(module_name)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found

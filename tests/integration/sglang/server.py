@@ -1,0 +1,164 @@
+"""A stock SGLang server on this machine's CPU, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+STANDINS = Path(__file__).parent / "standins"
+_PORTS = range(31800, 31900)
+_START_S = 900.0
+"""A quiet machine takes half a minute, nearly all of it imports; a busy one took five."""
+_OPTIONS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--grammar-backend": "none",
+    "--dtype": "float32",
+    "--mem-fraction-static": "0.1",
+    "--max-running-requests": "16",
+    "--chunked-prefill-size": "8192",
+    "--context-length": "8192",
+    "--max-total-tokens": "12000",
+}
+_FLAGS = (
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+    "--skip-tokenizer-init",
+    "--enable-cache-report",
+    "--sleep-on-idle",
+)
+
+
+class SGLangServer:
+    """Context manager that starts a server and ends it with all its processes.
+
+    Args:
+        model: Directory.
+        options: Of `sglang.launch_server`, over the defaults; a value of None is a flag without a value.
+        environ: Variables besides those of this process; `KVGRAFT_STATE_DIR` and `KVGRAFT_REPORT_FILE` are set.
+        backend: `--radix-cache-backend`, or None for SGLang's own cache.
+    """
+
+    def __init__(self, model, options=None, environ=None, backend="kvgraft"):
+        self._folder = tempfile.TemporaryDirectory(prefix="kvgraft-sglang-")
+        folder = Path(self._folder.name)
+        self.log_path, self.report_path, self.state_dir = folder / "log", folder / "reports.jsonl", folder / "state"
+        self.port = _free_port()
+        chosen = {**_OPTIONS, **({"--radix-cache-backend": backend} if backend else {}), **(options or {})}
+        words = [word for name, value in chosen.items() for word in ([name] if value is None else [name, str(value)])]
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"]
+        self._command += ["--port", str(self.port), *_FLAGS, *words]
+        path = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH", "")]))
+        self._environ = {
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            "KVGRAFT_REPORT_FILE": str(self.report_path),
+            "KVGRAFT_STATE_DIR": str(self.state_dir),
+            **(environ or {}),
+        }
+
+    def __enter__(self):
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environ, start_new_session=True
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+        self._folder.cleanup()
+
+    @property
+    def is_running(self):
+        return self._process.poll() is None
+
+    def log(self):
+        return self.log_path.read_text(errors="replace")
+
+    def reports(self):
+        """Reports by request id."""
+        lines = self.report_path.read_text().splitlines() if self.report_path.exists() else []
+        return {entry["request_id"]: entry for entry in map(json.loads, lines)}
+
+    def is_healthy(self):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def get(self, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as response:
+            return response.read().decode()
+
+    def post_raw(self, path):
+        """Whether a POST without a body succeeds."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"", method="POST")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status == 200
+
+    def post(self, path, body, timeout=300):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.loads(response.read())
+
+    def generate(self, tokens, num_tokens=16, **fields):
+        """Answer of `/generate`, greedy, with log-probabilities."""
+        sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, **fields}
+        return self.post("/generate", body)
+
+    def stop(self):
+        """End every process of the server's group."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                continue
+            time.sleep(0.2)
+
+    def _wait_until_ready(self):
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if not self.is_running:
+                raise RuntimeError(f"the server ended with {self._process.returncode}:\n{self.log()[-3000:]}")
+            if self.is_healthy():
+                return
+            time.sleep(0.3)
+        raise RuntimeError(f"the server was not ready after {_START_S:.0f} s:\n{self.log()[-3000:]}")
+
+
+def _free_port():
+    # Another process may look at the same time; it begins elsewhere.
+    for port in random.Random(os.getpid()).sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")

@@ -1,0 +1,17 @@
+"""Control of the idle memory check: with KVGRAFT_TEST_LEAK set, every load takes a page too many and keeps it."""
+
+import os
+
+
+def register():
+    """Entry point."""
+    if not os.environ.get("KVGRAFT_TEST_LEAK"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("kvgraft.integrations.sglang.cache.RadixTree.allocate", _leaky, HookType.AROUND)
+
+
+def _leaky(allocate, tree, num_tokens):
+    allocate(tree, tree._page_size)
+    return allocate(tree, num_tokens)

@@ -1,0 +1,71 @@
+"""`kvgraft explain`: the report of one request, in words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvgraft.cli import main
+
+ATTEMPT = {
+    "num_tokens": 350,
+    "exact_tokens": 30,
+    "shifted_tokens": 300,
+    "substituted_tokens": 0,
+    "recomputed_tokens": 8,
+    "computed_tokens": 20,
+    "policy": "first_k",
+    "miss": None,
+    "spans": [{"target_start": 30, "length": 300, "fidelity": "shifted", "generation": 0}],
+    "sources": [{"request": "donor", "position": 150, "tier": "host"}],
+    "timings_ms": {"lookup": 0.31, "graft": 1.5},
+    "prefill_steps": 2,
+}
+MISS = {**ATTEMPT, "spans": [], "sources": [], "shifted_tokens": 0, "miss": {"reason": "no_match", "detail": "nothing"}}
+
+
+@pytest.fixture
+def report_file(tmp_path):
+    path = tmp_path / "reports.jsonl"
+    entries = [
+        {"request_id": "abc1", "outcome": "finished", "output_tokens": 4, "attempts": [ATTEMPT]},
+        {"request_id": "def2", "outcome": "aborted", "output_tokens": 0, "attempts": [ATTEMPT, MISS]},
+    ]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return str(path)
+
+
+def test_report_is_told_in_words(report_file, capsys):
+    assert main(["explain", "--request-id", "abc", "--file", report_file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "request abc1: finished, 4 tokens generated",
+        "       30 of 350 prompt tokens exact prefix",
+        "      300 of 350 prompt tokens copied from another position",
+        "       20 of 350 prompt tokens computed",
+        "        8 of the computed ones by policy first_k",
+        "  positions 30-329 from position 150 of request donor (host memory, shifted, generation 0)",
+        "  2 prefill steps, lookup 0.31 ms, graft 1.50 ms",
+    ]
+
+
+def test_retracted_request_has_several_attempts(report_file, capsys, monkeypatch):
+    monkeypatch.setenv("KVGRAFT_REPORT_FILE", report_file)
+    assert main(["explain", "--request-id", "def2"]) == 0
+    text = capsys.readouterr().out
+    assert "attempt 1 of 2 (lost its slots)" in text
+    assert "nothing copied: no_match; nothing" in text
+
+
+def test_json_is_the_report_as_it_is(report_file, capsys):
+    assert main(["explain", "--request-id", "abc1", "--file", report_file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attempts"] == [ATTEMPT]
+
+
+def test_missing_request_file_and_setting_are_told(report_file, capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("KVGRAFT_REPORT_FILE", raising=False)
+    assert main(["explain", "--request-id", "zzz", "--file", report_file]) == 1
+    assert main(["explain", "--request-id", "a", "--file", str(tmp_path / "absent")]) == 2
+    assert main(["explain", "--request-id", "a"]) == 2
+    assert "KVGRAFT_REPORT_FILE" in capsys.readouterr().err

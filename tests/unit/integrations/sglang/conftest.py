@@ -1,0 +1,175 @@
+"""A pool of real tensors, a tree that is a dictionary, and requests with the fields that the integration reads."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvgraft.config.sglang import SGLangConfig
+from kvgraft.graft.rope import RopePairing, RopeSpec
+from kvgraft.integrations.sglang.kv_pool import KVPool
+from kvgraft.integrations.sglang.library import DonorLibrary
+from kvgraft.integrations.sglang.loading import Loader
+from kvgraft.integrations.sglang.planning import ReusePlanner, cost_model
+from kvgraft.integrations.sglang.publishing import Publisher
+from kvgraft.integrations.sglang.ranks import OneRank
+from kvgraft.integrations.sglang.reports import NoMetrics, RequestLog
+from kvgraft.integrations.sglang.reuse import RequestReuse
+from kvgraft.integrations.sglang.tree import Resident
+
+SLOTS, LAYERS, HEADS, DIM = 1024, 2, 2, 8
+INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+
+
+class FakeTree:
+    """Paths by namespace and tokens; every path has slots of its own. Eviction drops the tail of the oldest path."""
+
+    def __init__(self, page_size=1):
+        self.page_size = page_size
+        self.paths = {}
+        self.free_slots = list(range(1, SLOTS))
+        self.pins = []
+        self.on_evicted = None
+
+    def resident(self, text, end):
+        best, node = 0, None
+        end = -(-end // self.page_size) * self.page_size
+        for key, (tokens, slots) in self.paths.items():
+            if key[:2] != (text.extra_key, text.cache_salt):
+                continue
+            length = 0
+            while (
+                length < min(end, len(tokens), len(slots), len(text.tokens)) and tokens[length] == text.tokens[length]
+            ):
+                length += 1
+            if length > best:
+                best, node = length, key
+        return Resident(best // self.page_size * self.page_size, node)
+
+    def pin(self, node):
+        self.pins.append(node)
+        return node
+
+    def unpin(self, pin):
+        self.pins.remove(pin)
+
+    def slots(self, node):
+        return torch.tensor(self.paths[node][1])
+
+    def allocate(self, num_tokens):
+        while len(self.free_slots) < num_tokens:
+            victim = next((key for key in self.paths if key not in self.pins and self.paths[key][1]), None)
+            if victim is None:
+                return None
+            self.evict(victim, 0)
+        taken, self.free_slots = self.free_slots[:num_tokens], self.free_slots[num_tokens:]
+        return torch.tensor(taken)
+
+    def free(self, slots):
+        self.free_slots += slots.tolist()
+
+    def adopt(self, text, slots):
+        self.paths[text.extra_key, text.cache_salt, text.tokens.tobytes()] = (text.tokens, slots.tolist())
+
+    def insert(self, tokens, slots, extra_key=None, cache_salt=None):
+        key = (extra_key, cache_salt, tokens.tobytes())
+        self.paths[key] = (tokens, slots.tolist())
+        return key
+
+    def evict(self, key, keep):
+        tokens, slots = self.paths[key]
+        self.paths[key] = (tokens, slots[:keep])
+        if self.on_evicted is not None:
+            self.on_evicted([torch.tensor(slots[keep:])])
+        self.free_slots += slots[keep:]
+
+
+@dataclass
+class FakeRequest:
+    """The fields of SGLang's `Req` that the integration reads or sets."""
+
+    rid: str
+    origin_input_ids: array
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: str | None = None
+    output_ids: array = field(default_factory=lambda: array("q"))
+    session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
+    skip_radix_cache_insert: bool = False
+    prefix_len: int = 0
+    is_finished: bool = False
+    kv: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(cache_protected_len=0, req_pool_idx=None))
+    owned: int = 0
+
+    @property
+    def full_untruncated_fill_ids(self):
+        return self.origin_input_ids + self.output_ids
+
+    def finished(self):
+        return self.is_finished
+
+    def refresh_fill_ids(self):
+        pass
+
+    def owned_kv_len(self):
+        return self.owned
+
+
+class World:
+    """All parts of one scheduler's reuse on fakes."""
+
+    def __init__(self, tmp_path, page_size=1, **settings):
+        generator = torch.Generator().manual_seed(0)
+        self.keys = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
+        self.values = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
+        spec = RopeSpec(INV_FREQ, RopePairing.HALF)
+        self.config = SGLangConfig(**{"phase_cost_tokens": 1, "donor_tokens": 1 << 15, **settings})
+        self.tree = FakeTree(page_size)
+        self.pool = KVPool(self.keys, self.values, [spec] * LAYERS)
+        self.library = DonorLibrary(self.tree, self.pool, self.config)
+        self.tree.on_evicted = self.library.capture
+        self.planner = ReusePlanner(self.library, self.config, cost_model(64, 1), page_size)
+        self.log = RequestLog(NoMetrics(), str(tmp_path / "reports.jsonl"))
+        ranks = OneRank()
+        self.reuse = RequestReuse(
+            library=self.library,
+            planner=self.planner,
+            loader=Loader(self.tree, self.pool, self.library, ranks=ranks, log=self.log),
+            publisher=Publisher(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
+            ranks=ranks,
+            log=self.log,
+            fingerprint="model",
+            min_run=self.config.min_run,
+        )
+
+    def publish(self, rid, tokens, **names):
+        """A request that computed everything itself and finished."""
+        req = FakeRequest(rid, tokens, **names)
+        self.reuse.promise(req, tokens, len(tokens) - 1, 0)
+        page = self.tree.page_size
+        req.kv.cache_protected_len = len(tokens) // page * page
+        slots = self.tree.allocate(req.kv.cache_protected_len)
+        node = self.tree.insert(tokens[: req.kv.cache_protected_len], slots, **names)
+        req.is_finished = True
+        self.reuse.published(req, node)
+        self.reuse.landed(req)
+        return node
+
+    def conserved(self, private=0):
+        held = sum(len(slots) for _, slots in self.tree.paths.values())
+        assert len(self.tree.free_slots) + held + private == SLOTS - 1
+        assert not self.tree.pins
+
+
+@pytest.fixture
+def make_world(tmp_path):
+    return lambda **settings: World(tmp_path, **settings)
+
+
+@pytest.fixture
+def make_tokens(rng):
+    return lambda count: array("q", rng.integers(3, 30_000, count).tobytes())

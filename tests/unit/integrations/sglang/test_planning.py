@@ -1,0 +1,95 @@
+"""Plans: phases that pay, deadlines, namespaces that cannot run into one another."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgraft.config.sglang import SGLangConfig
+from kvgraft.errors import ConfigError
+from kvgraft.integrations.sglang.planning import ReusePlanner, cost_model, request_namespace
+from kvgraft.types import MissReason
+
+
+def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
+    config = SGLangConfig(donor_tokens=1 << 15, **settings)
+    planner = ReusePlanner(world.library, config, cost_model(64, phase_tokens), 1)
+    return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
+
+
+def spans(found):
+    return [(region.target_start, region.length) for region in found.regions]
+
+
+def test_regions_that_save_less_than_a_phase_are_computed(make_world, make_tokens):
+    world, document = make_world(), make_tokens(300)
+    world.publish("donor", document)
+    prompt = document[:60] + make_tokens(20) + document[100:140] + make_tokens(20) + document[200:290] + make_tokens(9)
+    assert spans(plan(world, prompt, phase_tokens=1)) == [(0, 60), (80, 40), (140, 90)]
+    assert spans(plan(world, prompt, phase_tokens=64)) == [(0, 60), (140, 90)]
+    assert spans(plan(world, prompt, phase_tokens=4096)) == [(0, 60)]
+
+
+def test_phase_cost_counts_from_the_exact_prefix(make_world, make_tokens):
+    world, document = make_world(), make_tokens(300)
+    world.publish("donor", document)
+    prompt = make_tokens(50) + document[:60] + make_tokens(9)
+    assert spans(plan(world, prompt, 50, phase_tokens=4096)) == [(50, 60)]
+    assert plan(world, prompt, 49, phase_tokens=4096).miss.reason is MissReason.NOT_WORTH_IT
+
+
+def test_misses_have_reasons(make_world, make_tokens):
+    world = make_world()
+    assert plan(world, make_tokens(50)).miss.reason is MissReason.NO_DONORS
+    world.publish("donor", make_tokens(50))
+    assert plan(world, make_tokens(50)).miss.reason is MissReason.NO_MATCH
+
+
+def test_first_k_is_part_of_the_plan(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    found = plan(world, document[:80] + make_tokens(5), selection="first_k", first_k=10)
+    assert spans(found) == [(10, 70)]
+    assert found.recomputed == 10
+
+
+def test_lookup_that_would_miss_its_deadline_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
+    world, document = make_world(), make_tokens(200)
+    world.publish("donor", document)
+    config = SGLangConfig(donor_tokens=1 << 15, lookup_deadline_ms=1e-4)
+    planner = ReusePlanner(world.library, config, cost_model(64, 1), 1)
+    namespace = request_namespace("model", None, None, None)
+    prompt = document + make_tokens(5)
+    first = planner.plan(namespace, prompt, 0, 200)
+    assert first.regions, "the first lookup measures"
+    second = planner.plan(namespace, prompt, 0, 200)
+    assert second.miss.reason is MissReason.NOT_WORTH_IT
+    assert "deadline" in second.miss.detail
+    assert any(planner.plan(namespace, prompt, 0, 200).regions for _ in range(200))
+
+
+def test_namespaces_do_not_run_into_one_another():
+    names = [None, "", "a", "b", "ab", '","', "null"]
+    keys = {request_namespace("m", None, extra, salt).key for extra in names for salt in names}
+    assert len(keys) == len(names) ** 2
+    assert request_namespace("m", "l", None, None) != request_namespace("m", None, "l", None)
+
+
+def test_settings_come_from_file_then_environment(tmp_path):
+    path = tmp_path / "kvgraft.json"
+    path.write_text('{"min_run": 32, "selection": "first_k", "host_bytes": "2GiB"}')
+    config = SGLangConfig.resolve({"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64", "OTHER": "1"})
+    assert (config.min_run, config.selection, config.host_bytes) == (64, "first_k", 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"KVGRAFT_MIN_RUN": "4"}, "KVGRAFT_MIN_RUN: min_run must be at least 16"),
+        ({"KVGRAFT_SELECTION": "query_seam"}, "unknown selection 'query_seam'; choose none, first_k"),
+        ({"KVGRAFT_SEMANTIC_PROVIDER": "no colon"}, "choose module:Class"),
+        ({"KVGRAFT_CONFIG": "absent.json"}, "absent.json"),
+    ],
+)
+def test_wrong_settings_say_where_they_came_from(environ, message):
+    with pytest.raises(ConfigError, match=message):
+        SGLangConfig.resolve(environ)

@@ -1,0 +1,112 @@
+"""Tensor-parallel ranks as processes: one plan for all, loads only where all agree."""
+
+from __future__ import annotations
+
+import multiprocessing
+from array import array
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from kvgraft.donors import Donor
+from kvgraft.integrations.sglang.ranks import Decision, OneRank, Span, TensorParallelRanks
+from kvgraft.types import DonorId, Namespace
+
+NAMESPACE = Namespace("m")
+
+
+def make_donor(number, shift=0):
+    return Donor(DonorId(number), NAMESPACE, np.arange(100, dtype=np.int32) + shift, None)
+
+
+def worker(rank, path, results):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    donors = {DonorId(5): make_donor(5), DonorId(8): make_donor(8, shift=rank)}
+    if rank == 0:
+        donors[DonorId(7)] = make_donor(7)
+    ranks = TensorParallelRanks(dist.group.WORLD, donors.get)
+    asked = []
+
+    def decide(decision):
+        asked.append(decision)
+        return decision
+
+    spans = (Span(10, 20, donors[DonorId(5)], 3),)
+    if rank == 0:
+        spans += (Span(40, 16, donors[DonorId(7)], 0), Span(60, 16, donors[DonorId(8)], 0))
+    kept = ranks.decide(lambda: decide(Decision(None)))
+    planned = ranks.decide(lambda: decide(Decision(spans)))
+    empty = ranks.decide(lambda: decide(Decision(())))
+    results.put(
+        {
+            "rank": rank,
+            "asked": len(asked),
+            "kept": kept.spans,
+            "empty": empty.spans,
+            "planned": [
+                (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned.spans
+            ],
+            "same": ranks.confirm(36),
+            "different": ranks.confirm(36 if rank else 0),
+        }
+    )
+    dist.destroy_process_group()
+
+
+def test_rank_zero_decides_and_loads_need_all(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=worker, args=(rank, tmp_path / "store", results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted((results.get(timeout=120) for _ in processes), key=lambda entry: entry["rank"])
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert [entry["asked"] for entry in found] == [3, 3]
+    assert [entry["planned"] for entry in found] == [
+        [(10, 20, 5, 3), (40, 16, 7, 0), (60, 16, 8, 0)],
+        # Rank 1 does not know donor 7, and donor 8 is another text there: no rank's load of these will count.
+        [(10, 20, 5, 3), (40, 16, None, 0), (60, 16, None, 0)],
+    ]
+    for entry in found:
+        assert entry["kept"] is None
+        assert entry["empty"] == ()
+        assert (entry["same"], entry["different"]) == (36, -1)
+
+
+def test_one_rank_agrees_with_itself():
+    decision = Decision(())
+    assert OneRank().decide(lambda: decision) is decision
+    assert OneRank().confirm(12) == 12
+
+
+def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
+    from kvgraft.integrations.sglang.flight import Flight
+    from kvgraft.integrations.sglang.loading import Loader
+
+    class Disagree(OneRank):
+        def confirm(self, num_tokens):
+            return -1
+
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    (donor,) = world.library.catalogue
+    flight = Flight("query", donor.namespace)
+    flight.spans = [Span(0, 50, donor, 10)]
+    loader = Loader(world.tree, world.pool, world.library, ranks=Disagree(), log=world.log)
+    assert loader.load(flight, 0, 50) is None
+    assert flight.miss.detail == "tensor-parallel ranks disagree"
+    assert world.log.num_errors == 1
+    world.conserved()
+
+
+def test_only_catalogued_donors_can_be_sent():
+    from kvgraft.types import Fidelity
+
+    span = Span(0, 10, make_donor(1), 0, Fidelity.SUBSTITUTED)
+    ranks = object.__new__(TensorParallelRanks)
+    with pytest.raises(AssertionError, match="catalogued"):
+        ranks._encoded(Decision((span,)))
+    assert array("q", ranks._encoded(Decision((Span(0, 10, make_donor(1), 2),)))).tolist()[:-1] == [1, 0, 10, 1, 2]

@@ -1,0 +1,294 @@
+"""A request's way through reuse, on fakes: what is promised, copied, kept, given back and reported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
+
+from kvgraft.types import MissReason
+
+
+def rotated(keys, delta):
+    angle = INV_FREQ.double() * delta
+    cos, sin = angle.cos().float(), angle.sin().float()
+    first, second = keys.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def promise(world, req, exact_len=0):
+    req.prefix_len = exact_len
+    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, exact_len)
+
+
+def report(world, req):
+    req.is_finished = True
+    world.reuse.landed(req)
+    return world.log.take(req.rid)["attempts"][-1]
+
+
+def test_region_is_copied_with_keys_rotated_to_its_new_position(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    node = world.publish("donor", make_tokens(30) + document)
+    req = FakeRequest("query", document[20:80] + make_tokens(20))
+    assert promise(world, req) == 60
+    assert world.reuse.load_first(req, 60) == 60
+    (slots,) = world.reuse.private_slots("query")
+    source = world.tree.slots(node)[50:110]
+    for keys, values in zip(world.keys, world.values, strict=True):
+        torch.testing.assert_close(keys[slots], rotated(keys[source], -50), atol=1e-5, rtol=0)
+        assert torch.equal(values[slots], values[source])
+    assert req.skip_radix_cache_insert
+    world.conserved(private=60)
+
+
+def test_promise_repeats_without_planning_again(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == promise(world, req) == 80
+    assert world.reuse.promised("query", 0) == 80
+    assert world.reuse.promised("query", 1) == 0
+    world.conserved()
+
+
+def test_donor_that_appears_while_a_request_waits_is_used(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == 0
+    world.publish("donor", document)
+    assert promise(world, req) == 80
+
+
+def test_donor_evicted_after_the_promise_is_computed_instead(make_world, make_tokens):
+    world, document = make_world(host_bytes=0), make_tokens(100)
+    node = world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    promised = promise(world, req)
+    world.tree.evict(node, 40)
+    assert world.reuse.load_first(req, promised) == 0
+    assert not req.skip_radix_cache_insert
+    assert report(world, req)["miss"]["detail"] == "the donor was evicted before it could be copied"
+    world.conserved()
+
+
+def test_donor_shortened_before_the_lookup_is_used_as_far_as_it_goes(make_world, make_tokens):
+    world, document = make_world(host_bytes=0), make_tokens(100)
+    node = world.publish("donor", document)
+    world.tree.evict(node, 50)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == 40
+    world.library.check()
+
+
+def test_evicted_donor_is_copied_from_host_memory(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    node = world.publish("donor", make_tokens(30) + document)
+    source = world.tree.slots(node)[40:120]
+    keys, values = world.keys[1][source].clone(), world.values[1][source].clone()
+    world.tree.evict(node, 0)
+    for buffer in (*world.keys, *world.values):
+        buffer.zero_()
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert world.reuse.load_first(req, promise(world, req)) == 80
+    (slots,) = world.reuse.private_slots("query")
+    torch.testing.assert_close(world.keys[1][slots], rotated(keys, -40), atol=1e-5, rtol=0)
+    assert torch.equal(world.values[1][slots], values)
+    found = report(world, req)
+    assert found["sources"] == [{"request": "donor", "attempt": 0, "position": 40, "tier": "host"}]
+    world.library.check()
+
+
+def test_donor_that_half_evicted_comes_from_both_tiers(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    node = world.publish("donor", document)
+    world.tree.evict(node, 50)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert world.reuse.load_first(req, promise(world, req)) == 80
+    assert [source["tier"] for source in report(world, req)["sources"]] == ["device", "host"]
+
+
+def test_host_memory_keeps_within_its_budget_and_drops_the_oldest(make_world, make_tokens):
+    per_token = 2 * 2 * 2 * 8 * 4
+    world = make_world(host_bytes=100 * per_token)
+    texts = [make_tokens(60) for _ in range(3)]
+    for number, text in enumerate(texts):
+        world.tree.evict(world.publish(f"donor {number}", text), 0)
+        world.library.check()
+    assert world.library.host_bytes == 60 * per_token
+    assert promise(world, FakeRequest("old", texts[0] + make_tokens(5))) == 0
+    assert promise(world, FakeRequest("new", texts[2] + make_tokens(5))) == 60
+
+
+def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
+    world, document = make_world(), make_tokens(200)
+    world.publish("donor", document)
+    req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(30) + document[100:150] + make_tokens(9))
+    assert promise(world, req) == 0
+    assert world.reuse.next_gap("query", 0) == 20
+    req.prefix_len = 20
+    assert len(world.reuse.load_next(req, room=500)) == 60
+    req.prefix_len = 80
+    assert world.reuse.next_gap("query", 80) == 30
+    req.prefix_len = 110
+    assert len(world.reuse.load_next(req, room=500)) == 50
+    assert world.reuse.next_gap("query", 160) is None
+    found = report(world, req)
+    assert (found["shifted_tokens"], found["computed_tokens"], found["prefill_steps"]) == (110, 59, 3)
+
+
+def test_region_that_running_requests_have_no_room_for_is_computed(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(9))
+    promise(world, req)
+    req.prefix_len = 20
+    assert world.reuse.load_next(req, room=59) is None
+    assert world.reuse.next_gap("query", 20) is None
+    assert report(world, req)["miss"]["reason"] == MissReason.NO_ROOM.value
+    world.conserved()
+
+
+def test_chunk_that_ended_inside_a_region_leaves_its_rest(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(9))
+    promise(world, req)
+    req.prefix_len = 40
+    assert len(world.reuse.load_next(req, room=500)) == 40
+    assert report(world, req)["spans"][0]["target_start"] == 40
+
+
+def test_full_pool_is_a_miss_and_gives_everything_back(make_world, make_tokens):
+    world, document = make_world(host_bytes=0), make_tokens(600)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:590] + make_tokens(10))
+    promised = promise(world, req)
+    assert promised == 580
+    assert world.reuse.load_first(req, promised) == 0  # 580 more do not fit beside the donor, which is pinned
+    assert report(world, req)["miss"]["reason"] == MissReason.NO_ROOM.value
+    world.conserved()
+
+
+def test_failing_copy_is_counted_and_gives_everything_back(make_world, make_tokens, monkeypatch, caplog):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    promised = promise(world, req)
+    monkeypatch.setattr(type(world.pool), "copy", lambda *_: 1 / 0)
+    assert world.reuse.load_first(req, promised) == 0
+    assert world.log.num_errors == 1
+    assert "division by zero" in caplog.text
+    assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
+    world.conserved()
+
+
+def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    monkeypatch.setattr(type(world.library), "find", lambda *_: 1 / 0)
+    req = FakeRequest("query", document + make_tokens(10))
+    assert promise(world, req) == 0
+    assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
+
+
+def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    for rid, end in (("a", lambda req: world.reuse.aborted("a")), ("b", world.reuse.landed)):
+        req = FakeRequest(rid, document[10:90] + make_tokens(10))
+        promise(world, req)
+        end(req)
+    assert world.reuse.num_flights == 0
+    again = FakeRequest("b", document[10:90] + make_tokens(10))
+    promise(world, again)
+    again.is_finished = True
+    world.reuse.landed(again)
+    lines = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
+    assert [(line["request_id"], line["outcome"], len(line["attempts"])) for line in lines] == [
+        ("donor", "finished", 1),
+        ("a", "aborted", 1),
+        ("b", "finished", 2),
+    ]
+
+
+def test_namespaces_share_nothing(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document, extra_key="tenant", cache_salt="salt")
+    for names in ({}, {"extra_key": "tenant"}, {"cache_salt": "salt"}, {"extra_key": "salt", "cache_salt": "tenant"}):
+        assert promise(world, FakeRequest(str(names), document + make_tokens(5), **names)) == 0
+    lora = FakeRequest("lora", document + make_tokens(5), "tenant", "salt", lora_id="adapter")
+    assert promise(world, lora) == 0
+    assert promise(world, FakeRequest("same", document + make_tokens(5), "tenant", "salt")) == 100
+
+
+def test_requests_with_images_sessions_or_embeddings_are_refused(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    for name in ("session", "multimodal_inputs", "input_embeds", "positional_embed_overrides", "beam_group"):
+        req = FakeRequest(name, document + make_tokens(5))
+        setattr(req, name, object())
+        assert promise(world, req) == 0
+        assert report(world, req)["miss"]["reason"] == MissReason.MODEL_REFUSED.value
+
+
+def finish_grafted(world, make_tokens, document, tail):
+    """A request with an exact head of nothing, a gap, a copied region and a computed tail, up to its release."""
+    req = FakeRequest("grafted", make_tokens(20) + document[:60] + tail)
+    promise(world, req)
+    row = world.tree.allocate(len(req.origin_input_ids))
+    head = world.tree.insert(req.origin_input_ids[:20], row[:20])
+    req.kv.cache_protected_len = req.prefix_len = 20
+    row[20:80] = world.reuse.load_next(req, room=500)
+    req.owned, req.is_finished = len(req.origin_input_ids), True
+    world.reuse.adopt_computed(req, row.int(), head)
+    return req
+
+
+def test_text_computed_behind_a_copy_becomes_a_donor_of_the_next_generation(make_world, make_tokens):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    req = finish_grafted(world, make_tokens, document, tail)
+    assert world.reuse.adopted("grafted") == [(80, 120)]
+    other = FakeRequest("other", make_tokens(5) + tail + make_tokens(5))
+    promise(world, other)
+    other.prefix_len = 5
+    assert len(world.reuse.load_next(other, room=500)) == 40
+    (span,) = report(world, other)["spans"]
+    assert (span["generation"], span["position_delta"]) == (1, -75)
+    # No exact request can ask for it: its path has a name that nobody knows.
+    assert all(key[0] is not None for key, (tokens, _) in world.tree.paths.items() if tokens == tail)
+    assert report(world, req)["shifted_tokens"] == 60
+
+
+def test_generations_are_bounded(make_world, make_tokens):
+    world, document, tail = make_world(max_generation=0), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    finish_grafted(world, make_tokens, document, tail)
+    assert world.reuse.adopted("grafted") == []
+    assert promise(world, FakeRequest("other", tail + make_tokens(5))) == 0
+
+
+def test_flushed_cache_has_no_donors(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.tree.evict(world.publish("donor", document), 50)
+    world.reuse.clear()
+    world.library.check()
+    assert world.library.host_bytes == 0
+    assert promise(world, FakeRequest("query", document + make_tokens(5))) == 0
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_whole_pages_are_loaded(make_world, make_tokens, page_size):
+    world, document = make_world(page_size=page_size), make_tokens(160)
+    world.publish("donor", make_tokens(7) + document)
+    req = FakeRequest("query", make_tokens(21) + document[:130] + make_tokens(9))
+    promise(world, req)
+    start = -(-21 // page_size) * page_size
+    assert world.reuse.next_gap("query", 0) == start
+    req.prefix_len = start
+    slots = world.reuse.load_next(req, room=500)
+    assert len(slots) == 151 // page_size * page_size - start
+    assert len(slots) % page_size == 0
