@@ -53,11 +53,11 @@ class SGLangServer:
         self._folder = tempfile.TemporaryDirectory(prefix="kvgraft-sglang-")
         folder = Path(self._folder.name)
         self.log_path, self.report_path, self.state_dir = folder / "log", folder / "reports.jsonl", folder / "state"
-        self.port = _free_port()
+        self.port = 0
         chosen = {**_OPTIONS, **({"--radix-cache-backend": backend} if backend else {}), **(options or {})}
         words = [word for name, value in chosen.items() for word in ([name] if value is None else [name, str(value)])]
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"]
-        self._command += ["--port", str(self.port), *_FLAGS, *words]
+        self._command += [*_FLAGS, *words]
         path = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH", "")]))
         self._environ = {
             **os.environ,
@@ -70,9 +70,14 @@ class SGLangServer:
         }
 
     def __enter__(self):
+        self.port = _free_port()  # of servers made beforehand, each takes one that the others have left
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environ, start_new_session=True
+                [*self._command, "--port", str(self.port)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                start_new_session=True,
             )
         try:
             self._wait_until_ready()

@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
-def ids():
-    rng = random.Random(11)
+def ids(request):
+    """Random tokens, others in every test: servers are shared."""
+    rng = random.Random(request.node.name)
     return lambda count: [rng.randrange(3, VOCABULARY) for _ in range(count)]
 
 
@@ -130,7 +131,7 @@ class TestSmallPool:
 def test_two_tensor_parallel_ranks_load_the_same(model_dir, ids):
     reference = Reference(model_dir("llama"))
     options = {"--tp-size": 2, "--chunked-prefill-size": 256}
-    with SGLangServer(model_dir("llama"), options) as server:
+    with SGLangServer(model_dir("llama"), options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as server:
         assert server.log().count("kvgraft is live in this scheduler") == 2
         donor, head, tail = ids(30) + ids(400), ids(40), ids(20)
         server.generate(donor, 1)
