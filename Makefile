@@ -68,7 +68,8 @@ bench: venv
 	$(BIN)/kvgraft bench ttft --lengths 1024,4096,8192
 	$(BIN)/python benchmarks/bench_lookup.py
 
-soak: venv
+# 10,000 requests against a server that is killed and restarted, then the prefix caches.
+soak: venv soak-prefix
 	$(BIN)/python benchmarks/soak.py
 
 # One million random operations on the prefix caches beside their oracles; about ten minutes.

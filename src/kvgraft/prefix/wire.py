@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SEQUENCE_BYTES = 8
 """Width of the big-endian sequence number between topic and payload."""
 
-_ALWAYS_WRITTEN = frozenset({"parent_block_hash", "lora_id"})
-"""Fields without a default in the engines' readers; others are left out where they are None."""
+_ALWAYS_WRITTEN = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
+"""Fields without a default in a reader of vLLM or SGLang; others are left out where they are None."""
 
 _ARRAY_FIELDS: dict[str, tuple[str, ...]] = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),

@@ -155,9 +155,9 @@ class ReaderBlockStored(Event, tag="BlockStored"):
     parent_block_hash: bytes | int | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
     session_id: str | None = None
@@ -165,7 +165,7 @@ class ReaderBlockStored(Event, tag="BlockStored"):
 
 class ReaderBlockRemoved(Event, tag="BlockRemoved"):
     block_hashes: list[bytes | int]
-    medium: str | None = None
+    medium: str | None
     group_idx: int | None = None
 
 
