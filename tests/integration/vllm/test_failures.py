@@ -123,6 +123,21 @@ def test_a_capture_that_fails_leaves_no_donor(served, monkeypatch):
     assert served.ask(PROMPT).shifted > 0
 
 
+def test_books_that_cannot_be_kept_cost_a_donor_and_nothing_else(served, monkeypatch):
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    grafted = served.ask(PROMPT)
+    served.llm.reset_prefix_cache()
+    for donor in list(served.scheduler.registry.catalogue)[1:]:
+        served.scheduler.registry.forget(donor.donor_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.scheduler, "_open_gaps", _fails)
+        served.ask(PROMPT).assert_like(grafted)
+        patch.setattr(served.scheduler, "_capture", _fails)
+        served.ask(text(12, 300))
+    assert errors(served) == 2
+    assert len(served.scheduler.registry.catalogue) == 1
+
+
 def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     cold = served.cold(PROMPT)

@@ -100,7 +100,11 @@ class GraftScheduler:
             self._drop_claim(state)
             return
         state.block_ids = [list(ids) for ids in block_ids]
-        self._open_gaps(state, claim)
+        try:
+            self._open_gaps(state, claim)
+        except Exception:
+            self._count_error()  # the graft itself must go out: vLLM counts its tokens as computed
+            logger.exception("text of request %s is not kept for others", state.request_id)
         donors = claim.donors
         self._grafts.append(
             Graft(
@@ -126,7 +130,7 @@ class GraftScheduler:
             state = self._states.get(new.req_id)
             if state is not None:
                 state.block_ids = [list(ids) for ids in new.block_ids]
-                captures += self._captured(state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+                captures += self._captures(state, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
         running = output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(
             running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
@@ -134,7 +138,7 @@ class GraftScheduler:
             state = self._states.get(req_id)
             if state is not None:
                 _add_blocks(state, blocks, replace=req_id in running.resumed_req_ids)
-                captures += self._captured(state, computed + output.num_scheduled_tokens[req_id])
+                captures += self._captures(state, computed + output.num_scheduled_tokens[req_id])
         grafts, self._grafts = tuple(self._grafts), []
         cancels, self._cancels = tuple(self._cancels), []
         for graft in grafts:
@@ -164,24 +168,13 @@ class GraftScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return None
-        is_complete = state.prompt is None or state.prompt.next >= state.prompt.stop
-        waits = state.is_admitted and state.claim is not None and state.outcome is None and not state.has_failed
-        if state.output is not None and is_complete:
-            self._registry.seal(state.namespace, np.asarray(request.all_token_ids, np.int32), state.output)
-        else:
-            self._registry.abandon(state.output)
-        self._registry.abandon(None if is_complete else state.prompt)
-        if waits and state.claim is not None and not state.claim.asynchronous:
-            self._ended[state.request_id] = state  # its outcome comes behind its last token
-        else:
-            if waits:
-                self._cancels.append(state.request_id)
-            for piece in state.gaps:
-                self._registry.abandon(piece)
-        self._unpin(state)
+        try:
+            self._settle(state, request)
+        except Exception:
+            self._count_error()
+            logger.exception("text of request %s is not kept for others", state.request_id)
         report = state.report(self._policy.name)
-        if state.captures or state.claim is not None or state.miss is not None:
-            self.stats.count_request(report)
+        self.stats.count_request(report)
         return {PARAMETER: report_as_dict(report)}
 
     def check(self) -> None:
@@ -272,6 +265,7 @@ class GraftScheduler:
     def _open_prompt(self, state: RequestState, matches: Sequence[Match]) -> None:
         """Begin to capture the prompt of a request that is computed, where no donor has its text."""
         num_tokens, exact_len = len(state.token_ids), state.exact_len
+        matches = [match for match in matches if self._is_exact(match)]
         covered = sum(match.length for match in matches)
         if num_tokens - covered < self._config.min_run:
             return
@@ -281,6 +275,10 @@ class GraftScheduler:
             self._registry.supersede(matches)
         state.prompt = self._registry.open(start, num_tokens, 0)
         state.output = self._registry.open_output(num_tokens, 0)
+
+    def _is_exact(self, match: Match) -> bool:
+        donor = self._registry.catalogue.get(match.donor_id)
+        return donor is not None and donor.generation == 0
 
     def _open_gaps(self, state: RequestState, claim: Claim) -> None:
         """Begin to capture what a grafted request computes; text behind donors of generation g is of generation g + 1."""
@@ -297,8 +295,17 @@ class GraftScheduler:
         state.prompt = self._registry.open(claim.end, len(state.token_ids), attended)
         state.output = self._registry.open_output(len(state.token_ids), attended)
 
-    def _captured(self, state: RequestState, stop: int) -> Iterable[Capture]:
-        """Commands for what this step computes up to position `stop`."""
+    def _captures(self, state: RequestState, stop: int) -> list[Capture]:
+        """Commands for what this step computes up to position `stop`; on a failure the text becomes no donor."""
+        try:
+            return list(self._due(state, stop))
+        except Exception:
+            self._count_error()
+            logger.exception("text of request %s is not kept for others", state.request_id)
+            self._stop_capturing(state)
+            return []
+
+    def _due(self, state: RequestState, stop: int) -> Iterable[Capture]:
         prompt, output = state.prompt, state.output
         if prompt is not None and prompt.next < min(stop, prompt.stop):
             yield self._capture(state, prompt, min(stop, prompt.stop))
@@ -308,6 +315,33 @@ class GraftScheduler:
             else:
                 state.output = None
                 self._registry.abandon(output)
+
+    def _settle(self, state: RequestState, request: Request) -> None:
+        """Let go of what an ended request holds; tell workers where its graft is still under way."""
+        waits = state.is_admitted and state.claim is not None and state.outcome is None and not state.has_failed
+        if waits and state.claim is not None and state.claim.asynchronous:
+            self._cancels.append(state.request_id)  # first of all: vLLM waits for it to free the blocks
+        self._unpin(state)
+        self._seal_output(state, request)
+        if waits and state.claim is not None and not state.claim.asynchronous:
+            self._ended[state.request_id] = state  # its outcome comes behind its last token
+            return
+        for piece in state.gaps:
+            self._registry.abandon(piece)
+
+    def _seal_output(self, state: RequestState, request: Request) -> None:
+        """Register the answer of a request that ended, or give up what of it is incomplete."""
+        is_complete = state.prompt is None or state.prompt.next >= state.prompt.stop
+        if state.output is not None and is_complete:
+            self._registry.seal(state.namespace, np.asarray(request.all_token_ids, np.int32), state.output)
+        else:
+            self._registry.abandon(state.output)
+        self._registry.abandon(None if is_complete else state.prompt)
+
+    def _stop_capturing(self, state: RequestState) -> None:
+        for piece in (state.prompt, state.output):
+            self._registry.abandon(piece)
+        state.prompt = state.output = None
 
     def _capture(self, state: RequestState, piece: Piece, stop: int) -> Capture:
         start, piece.next = piece.next, stop
