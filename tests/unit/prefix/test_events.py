@@ -266,7 +266,9 @@ def test_we_read_what_we_write(as_arrays):
 
 
 def test_we_read_both_engines_and_skip_what_is_unknown():
-    vllm = ReaderBatch(1.0, [ReaderBlockStored([b"\x01", 2], None, [5], 16, extra_keys=[["x"]], group_idx=0)])
+    vllm = ReaderBatch(
+        1.0, [ReaderBlockStored([b"\x01", 2], None, [5], 16, None, None, None, extra_keys=[["x"]], group_idx=0)]
+    )
     old = OldBatch(1.0, [OldBlockStored([9], 8, [5], 16, None), OldAllBlocksCleared()])
     assert decode_batch(msgspec.msgpack.encode(vllm)).events[0].block_hashes == (b"\x01", 2)
     assert decode_batch(msgspec.msgpack.encode(old)).events == (BlockStored((9,), 8, (5,), 16), AllBlocksCleared())
