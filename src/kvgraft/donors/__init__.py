@@ -5,6 +5,16 @@ from __future__ import annotations
 from kvgraft.donors.catalogue import AddResult, DonorCatalogue
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
+from kvgraft.donors.generations import computed_runs
 from kvgraft.donors.planner import CostModel, plan_graft
 
-__all__ = ["GRAM_TOKENS", "GUARANTEED_RUN", "AddResult", "CostModel", "Donor", "DonorCatalogue", "plan_graft"]
+__all__ = [
+    "GRAM_TOKENS",
+    "GUARANTEED_RUN",
+    "AddResult",
+    "CostModel",
+    "Donor",
+    "DonorCatalogue",
+    "computed_runs",
+    "plan_graft",
+]

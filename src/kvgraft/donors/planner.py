@@ -50,6 +50,15 @@ class CostModel:
         if self.recompute_ratio > 1:
             raise ConfigError(f"recompute_ratio must be at most 1, not {self.recompute_ratio}")
 
+    @classmethod
+    def of_width(cls, hidden_size: int, *, per_phase: float = 0.0, recompute_ratio: float) -> CostModel:
+        """Costs of a decoder of which only the width is known.
+
+        It has about 12 parameters per layer and squared width, and attention does 2 multiplications per layer, width and
+        key: one sixth of the width's inverse per key.
+        """
+        return cls(attention_per_key=1 / (6 * hidden_size), per_phase=per_phase, recompute_ratio=recompute_ratio)
+
     def compute_cost(self, start: int, end: int) -> float:
         """Cost of computing the tokens of positions `[start, end)`."""
         length = end - start

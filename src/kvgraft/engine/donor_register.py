@@ -10,9 +10,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from kvgraft.donors import computed_runs
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvgraft.donors.generations import ComputedRun
     from kvgraft.engine.hybrid_space import HybridKVSpace
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.engine.request import RequestCache
@@ -136,19 +139,14 @@ class HostDonors(DonorRegister):
             )
 
 
-def computed_pieces(cache: RequestCache, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield start, stop and generation of what a request computed in `[exact prefix, num_tokens)`, between its grafts.
+def computed_pieces(cache: RequestCache, num_tokens: int) -> Iterator[ComputedRun]:
+    """Yield what a request computed in `[exact prefix, num_tokens)`, between its grafts.
 
     What the prefix cache gave came from a request that registered it.
     """
     generations = {donor.donor_id: donor.generation for donor in cache.donors}
-    attended = 0
-    start = cache.plan.exact_len
-    for match in cache.plan.spans:
-        yield start, match.target_start, attended
-        attended = max(attended, 1 + generations[match.donor_id])
-        start = match.target_end
-    yield start, num_tokens, attended
+    spans = ((span.target_start, span.target_end, generations[span.donor_id]) for span in cache.plan.spans)
+    return computed_runs(spans, cache.plan.exact_len, num_tokens)
 
 
 def _context(token_ids: TokenArray, start: int) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select import SelectionPolicy, selection_policy
+from kvgraft.graft.select import SelectionPolicy, configured_policy
 from kvgraft.types import Namespace, ReuseMode, TokenArray
 
 if TYPE_CHECKING:
@@ -97,11 +97,8 @@ class RequestBuilder:
         return self._named_policy(selection) if isinstance(selection, str) else selection
 
     def _named_policy(self, name: str) -> SelectionPolicy:
-        parameters: dict[str, dict[str, float]] = {
-            "query_seam": {"ratio": self._config.recompute_ratio},
-            "first_k": {"k": self._config.first_k},
-        }
-        return selection_policy(name, **parameters.get(name, {}))
+        config = self._config
+        return configured_policy(name, first_k=config.first_k, recompute_ratio=config.recompute_ratio)
 
 
 def reuse_mode(reuse: ReuseMode | str) -> ReuseMode:

@@ -18,22 +18,18 @@ from torch import Tensor
 from kvgraft.engine.loading import embedding_size
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
-from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
+from kvgraft.graft.rope_probe import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from kvgraft.engine.adapter import TransformersAdapter
-
-SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""RoPE types whose frequencies do not depend on the length of the prompt, so that a delta rotation is right."""
+    from kvgraft.graft.rope import RopeSpec
 
 PROBE_SLOTS = 64
 """K/V slots that the self-check needs; a smaller pool serves no useful prompt either."""
 _PROMPT_TOKENS = 40
 _PROBE_POSITIONS = (0, 1, 7, 130, 1_021)
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Largest error accepted, relative to the largest magnitude. bf16 keeps 8 bits and a forward pass adds up its rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfChec
     Raises:
         ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
     """
-    tolerance = _TOLERANCE.get(adapter.model.dtype)
+    tolerance = TOLERANCE.get(adapter.model.dtype)
     if tolerance is None:
         raise ModelError(
             f"dtype {adapter.model.dtype} is not supported; load the model in float32, bfloat16 or float16"
@@ -84,22 +80,7 @@ def refused_rope(config: PretrainedConfig, model: PreTrainedModel) -> str | None
     """Say why keys of this model must not be moved, or return None."""
     if not inverse_frequencies(model):
         return "the model has no rotary position embedding (learned positions or ALiBi); keys cannot be moved"
-    for parameters in _rope_parameters(config):
-        rope_type = parameters.get("rope_type", "default")
-        if rope_type not in SHIFTABLE_ROPE_TYPES:
-            return (
-                f"RoPE type {rope_type!r} is not supported for shifted reuse (its angles may depend on prompt length)"
-            )
-        if "mrope_section" in parameters:
-            return "multimodal RoPE (M-RoPE) is not supported for shifted reuse yet"
-    return None
-
-
-def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
-    """RoPE parameters of all layer types; transformers nests them by layer type where they differ."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
+    return refused_rope_parameters(getattr(config, "rope_parameters", None) or {})
 
 
 def inverse_frequencies(model: PreTrainedModel) -> list[Tensor]:
@@ -118,30 +99,8 @@ def find_rope(adapter: TransformersAdapter, tolerance: float) -> tuple[list[Rope
     positions = np.asarray(_PROBE_POSITIONS, np.int64)
     with adapter.stock() as model:
         keys = _single_token_keys(model, positions)
-    candidates: list[RopeSpec | None] = [None]
-    for table in inverse_frequencies(adapter.model):
-        candidates += [RopeSpec(table, pairing) for pairing in RopePairing]
-    specs: list[RopeSpec | None] = []
-    worst = 0.0
-    for layer_keys in keys:
-        errors = [_rotation_error(layer_keys, positions, spec) for spec in candidates]
-        best = int(np.argmin(errors))
-        worst = max(worst, errors[best])
-        specs.append(candidates[best])
+    specs, worst = find_rotations(keys, positions.tolist(), inverse_frequencies(adapter.model))
     return (specs, worst) if worst <= tolerance else (None, worst)
-
-
-def _rotation_error(keys: Tensor, positions: np.ndarray, spec: RopeSpec | None) -> float:
-    """Largest relative difference between keys computed at `positions` and the first position's key moved there."""
-    if spec is not None and spec.rotary_dim > keys.shape[-1]:
-        return float("inf")
-    moved = keys[:1].expand_as(keys)
-    if spec is not None:
-        device = keys.device
-        source = torch.full((len(positions),), int(positions[0]), device=device)
-        shift = RopeShift.between(source, torch.from_numpy(positions).to(device), spec.inv_freq)
-        moved = rotate_keys(moved, shift, spec.pairing)
-    return _relative_error(moved, keys)
 
 
 @torch.inference_mode()
@@ -192,15 +151,10 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
             )
             hidden.write(layer, zeros, zeros)
         rows = SequenceRows(token_ids[positions], positions, kv_indices, swa_indices=kv_indices)
-        errors.append(_relative_error(adapter.forward([rows])[0].logits[-1], expected))
+        errors.append(relative_error(adapter.forward([rows])[0].logits[-1], expected))
     return max(errors)
 
 
 def _probe_tokens(model: PreTrainedModel, count: int) -> np.ndarray:
     vocabulary = embedding_size(model)
     return np.random.default_rng(7).integers(min(3, vocabulary - 1), vocabulary, count, dtype=np.int64)
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference = (actual.float() - expected.float()).abs().max()
-    return float(difference / expected.float().abs().max().clamp_min(1e-12))

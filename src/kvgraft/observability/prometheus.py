@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from kvgraft.observability.report import token_kinds
 from kvgraft.types import MissReason
 
 try:
@@ -116,14 +117,8 @@ class PrometheusRecorder:
 
     def _record_report(self, report: GraftReport) -> None:
         outcome = token_outcome(report)
-        kinds = {
-            "prefix": report.exact_tokens,
-            "segment": report.shifted_tokens + report.substituted_tokens,
-            "recomputed": report.recomputed_tokens,
-            "fresh": report.computed_tokens - report.recomputed_tokens,
-        }
-        for kind, count in kinds.items():
-            self._prompt_tokens.labels(kind, outcome, self._model_name).inc(max(0, count))
+        for kind, count in token_kinds(report).items():
+            self._prompt_tokens.labels(kind, outcome, self._model_name).inc(count)
         if report.miss is not None:
             self._misses.labels(report.miss.reason.value, self._model_name).inc()
         for step, histogram in (("lookup", self._lookup), ("graft", self._graft)):

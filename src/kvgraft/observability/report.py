@@ -30,6 +30,17 @@ def report_as_dict(report: GraftReport) -> dict[str, object]:
     }
 
 
+def token_kinds(report: GraftReport) -> dict[str, int]:
+    """Prompt tokens by how they came about, under the names of the metrics' label `kind`."""
+    kinds = {
+        "prefix": report.exact_tokens,
+        "segment": report.shifted_tokens + report.substituted_tokens,
+        "recomputed": report.recomputed_tokens,
+        "fresh": report.computed_tokens - report.recomputed_tokens,
+    }
+    return {kind: max(0, count) for kind, count in kinds.items()}
+
+
 def _span_as_dict(span: SpanReport) -> dict[str, object]:
     return {
         "target_start": int(span.target_start),

@@ -10,11 +10,12 @@ import torch
 
 from kvgraft import __version__
 from kvgraft.config.sglang import SGLangConfig
+from kvgraft.donors import CostModel
 from kvgraft.errors import IntegrationError, ModelError
+from kvgraft.integrations.sglang.donor_library import DonorLibrary
 from kvgraft.integrations.sglang.kv_pool import KVPool
-from kvgraft.integrations.sglang.library import DonorLibrary
 from kvgraft.integrations.sglang.loading import Loader
-from kvgraft.integrations.sglang.planning import ReusePlanner, cost_model
+from kvgraft.integrations.sglang.planning import ReusePlanner
 from kvgraft.integrations.sglang.publishing import Publisher
 from kvgraft.integrations.sglang.ranks import OneRank, Ranks, TensorParallelRanks
 from kvgraft.integrations.sglang.refusals import refused_server
@@ -77,7 +78,8 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     tree, pool = RadixTree(cache), _kv_pool(ctx, rope)
     library = DonorLibrary(tree, pool, config)
     page_size = int(cache.page_size)
-    costs = cost_model(ctx.model_config.hf_text_config.hidden_size, _phase_tokens(config, pool))
+    width = ctx.model_config.hf_text_config.hidden_size
+    costs = CostModel.of_width(width, per_phase=_phase_tokens(config, pool), recompute_ratio=0.0)
     ranks = _ranks(ctx, library)
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
     cache.attach(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgraft.donors import computed_runs
 from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
+    from kvgraft.donors.generations import ComputedRun
     from kvgraft.integrations.sglang.ranks import Span
     from kvgraft.types import Miss, Namespace
 
@@ -96,18 +100,11 @@ class Flight:
         """Return where the next span behind `position` begins, or None."""
         return next((span.start for span in self.spans if span.start > position), None)
 
-    def computed_segments(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return `(first, last, generation)` of the runs in `[start, stop)` that were computed.
+    def computed_segments(self, start: int, stop: int) -> list[ComputedRun]:
+        """Return the runs in `[start, stop)` that were computed."""
+        return list(computed_runs(self._copied(), start, stop))
 
-        A token's generation is one more than the highest one that it attended to, and 0 behind nothing copied.
-        """
-        segments, generation = [], 0
+    def _copied(self) -> Iterator[tuple[int, int, int]]:
         for item in self.loaded:
-            if start < item.span.start:
-                segments.append((start, min(item.span.start, stop), generation))
             assert item.span.donor is not None
-            generation = max(generation, 1 + item.span.donor.generation)
-            start = max(start, item.span.end)
-        if start < stop:
-            segments.append((start, stop, generation))
-        return segments
+            yield item.span.start, item.span.end, item.span.donor.generation

@@ -12,12 +12,9 @@ from kvgraft.graft.rope import RopeShift, RopeSpec, rotate_keys
 from kvgraft.memory.block import KVBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
-
-_ROWS_AT_ONCE = 512
-"""Rows rotated in one go on a CPU: keys, rotation and result of 512 rows stay in its second-level cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,19 +101,7 @@ class KVPool:
             shift = shifts.get(id(spec.inv_freq))
             if shift is None:
                 shift = shifts[id(spec.inv_freq)] = self._shift(item, spec)
-            self._rotate_into(all_keys, where, keys, shift, spec)
-
-    def _rotate_into(
-        self, all_keys: Tensor, where: slice | Tensor, keys: Tensor, shift: RopeShift, spec: RopeSpec
-    ) -> None:
-        if self.device.type != "cpu":
             all_keys[where] = rotate_keys(keys, shift, spec.pairing)
-            return
-        out = all_keys[where] if isinstance(where, slice) else torch.empty_like(keys)
-        for rows in _batches(len(keys)):
-            out[rows] = rotate_keys(keys[rows], RopeShift(shift.cos[rows], shift.sin[rows]), spec.pairing)
-        if not isinstance(where, slice):
-            all_keys[where] = out
 
     def _shift(self, item: Copy, spec: RopeSpec) -> RopeShift:
         steps = torch.arange(item.length, device=self.device)
@@ -128,10 +113,6 @@ class KVPool:
         # Slot numbers were computed on the scheduler's stream.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
-
-
-def _batches(num_rows: int) -> Iterator[slice]:
-    return (slice(first, first + _ROWS_AT_ONCE) for first in range(0, num_rows, _ROWS_AT_ONCE))
 
 
 def _contiguous(slots: Tensor) -> slice | Tensor:

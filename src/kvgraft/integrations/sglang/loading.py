@@ -12,7 +12,7 @@ from kvgraft.types import Miss, MissReason
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.library import DonorLibrary
+    from kvgraft.integrations.sglang.donor_library import DonorLibrary
     from kvgraft.integrations.sglang.ranks import Ranks, Span
     from kvgraft.integrations.sglang.reports import RequestLog
     from kvgraft.integrations.sglang.tree import Tree

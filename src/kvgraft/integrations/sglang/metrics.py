@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge, Histogram
 
 from kvgraft.observability.prometheus import token_outcome
+from kvgraft.observability.report import token_kinds
 
 if TYPE_CHECKING:
     from kvgraft.types import GraftReport
@@ -44,13 +45,7 @@ class SGLangMetrics:
     def count_report(self, report: GraftReport) -> None:
         """Count one attempt of a request."""
         outcome = token_outcome(report)
-        kinds = {
-            "prefix": report.exact_tokens,
-            "segment": report.shifted_tokens + report.substituted_tokens,
-            "recomputed": report.recomputed_tokens,
-            "fresh": max(0, report.computed_tokens - report.recomputed_tokens),
-        }
-        for kind, count in kinds.items():
+        for kind, count in token_kinds(report).items():
             self._tokens.labels(kind, outcome, self._model_name).inc(count)
         if report.miss is not None:
             self._misses.labels(report.miss.reason.value, self._model_name).inc()

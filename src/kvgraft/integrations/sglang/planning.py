@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors import CostModel, plan_graft
-from kvgraft.graft.select import selection_policy
+from kvgraft.donors import plan_graft
+from kvgraft.graft.select import configured_policy
 from kvgraft.integrations.sglang.regions import loadable
 from kvgraft.types import Match, Miss, MissReason, Namespace
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from array import array
 
     from kvgraft.config.sglang import SGLangConfig
-    from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.integrations.sglang.library import DonorLibrary
+    from kvgraft.donors import CostModel
+    from kvgraft.integrations.sglang.donor_library import DonorLibrary
 
 _RATE_MEMORY = 0.8
 """How much of the measured lookup speed is kept when a new lookup is measured."""
@@ -50,21 +50,6 @@ def request_namespace(
     return Namespace(fingerprint, lora_id or "", json.dumps([extra_key, cache_salt]))
 
 
-def select_policy(config: SGLangConfig) -> SelectionPolicy:
-    """Build the selection policy that the settings name."""
-    parameters = {"k": config.first_k} if config.selection == "first_k" else {}
-    return selection_policy(config.selection, **parameters)
-
-
-def cost_model(hidden_size: int, phase_tokens: float) -> CostModel:
-    """Build the costs of a model, in passes of one token through its layers.
-
-    A decoder has about 12 parameters per layer and squared width, and attention does 2 operations per layer, width and
-    key; that makes one sixth of the width's inverse per key.
-    """
-    return CostModel(attention_per_key=1 / (6 * hidden_size), per_phase=phase_tokens, recompute_ratio=0.0)
-
-
 class ReusePlanner:
     """Plans one prompt at a time within a deadline. Not thread-safe."""
 
@@ -78,7 +63,7 @@ class ReusePlanner:
         has_deadline: bool = True,
     ) -> None:
         """Build a planner; without a deadline plans depend on nothing but their arguments and the donors."""
-        self.policy = select_policy(config)
+        self.policy = configured_policy(config.selection, first_k=config.first_k)
         self._library = library
         self._costs = costs
         self._page_size = page_size

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvgraft.integrations.sglang.donor_library import DonorLibrary
     from kvgraft.integrations.sglang.flight import Flight
-    from kvgraft.integrations.sglang.library import DonorLibrary
     from kvgraft.integrations.sglang.tree import Tree
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.library import DonorLibrary
+    from kvgraft.integrations.sglang.donor_library import DonorLibrary
     from kvgraft.integrations.sglang.loading import Loader
     from kvgraft.integrations.sglang.planning import ReusePlanner
     from kvgraft.integrations.sglang.provider import SemanticSource
@@ -63,7 +63,7 @@ class RequestReuse:
         min_run: int,
         semantic: SemanticSource | None = None,
     ) -> None:
-        self.library = library
+        self._library = library
         self.log = log
         self._planner, self._loader, self._publisher, self._ranks = planner, loader, publisher, ranks
         self._fingerprint = fingerprint
@@ -113,12 +113,12 @@ class RequestReuse:
 
     def _decide(self, flight: Flight, req: Any, tokens: array[int], end: int, exact_len: int) -> Decision:  # noqa: ANN401
         try:
-            state = (self.library.version, len(tokens), end, exact_len)
+            state = (self._library.version, len(tokens), end, exact_len)
             known = (flight.version, flight.num_tokens, flight.end, flight.exact_len)
             if state == known and self._is_there(flight.stretch(exact_len)):
                 return Decision(None)
             plan = self._planner.plan(flight.namespace, tokens, exact_len, end)
-            flight.version = self.library.version
+            flight.version = self._library.version
             flight.miss, flight.recomputed, flight.lookup_ms = plan.miss, plan.recomputed, plan.lookup_ms
             spans = self._spans(plan)
             if not spans and not exact_len and self._semantic is not None:
@@ -130,7 +130,7 @@ class RequestReuse:
             return Decision(())
 
     def _spans(self, plan: ReusePlan) -> tuple[Span, ...]:
-        donor_of = self.library.catalogue.get
+        donor_of = self._library.catalogue.get
         return tuple(
             Span(region.target_start, region.length, donor_of(region.donor_id), region.donor_start)
             for region in plan.regions
@@ -138,7 +138,7 @@ class RequestReuse:
 
     def _is_there(self, spans: Sequence[Span]) -> bool:
         return all(
-            span.donor is not None and self.library.has(span.donor, span.donor_start, span.length) for span in spans
+            span.donor is not None and self._library.has(span.donor, span.donor_start, span.length) for span in spans
         )
 
     # Loading
@@ -249,10 +249,10 @@ class RequestReuse:
     def evicted(self, freed: list[Tensor]) -> None:
         """Keep donors whose slots the tree has given up in host memory."""
         try:
-            self.library.capture(freed)
+            self._library.capture(freed)
         except Exception as error:  # noqa: BLE001 - logged and counted; the donors are lost
             self.log.failed("capture", "-", error)
 
     def clear(self) -> None:
         """The cache was flushed: no donor's K/V are there any more."""
-        self.library.clear()
+        self._library.clear()

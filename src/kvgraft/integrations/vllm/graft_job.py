@@ -15,7 +15,6 @@ from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.passes import AllLayersPass, GraftedPrompt, GraftPass, KeyDeviationPass
 from kvgraft.integrations.vllm.spans import ReusedSpans
-from kvgraft.integrations.vllm.sparse_pass import DecoderStack
 from kvgraft.integrations.vllm.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.window_ring import WindowRing
 from kvgraft.memory.block import KVBlock
@@ -87,11 +86,12 @@ class GraftJob:
             self._finish()
         return len(rows)
 
-    def _begin_pass(self, step: Recompute) -> None:
+    def _begin_pass(self, step: Recompute, observed: KeyDeviationPass | None = None) -> None:
         command = self.command
         if step.observe_key_deviation:
             everything = np.arange(command.plan.exact_len, command.end)
-            self._pass: GraftPass = KeyDeviationPass(self._prompt, everything, DecoderStack.of(self._rank))
+            assert self._rank.stack is not None, "the self-check finds it where the policy observes keys"
+            self._pass: GraftPass = KeyDeviationPass(self._prompt, everything, self._rank.stack)
             return
         if self._fell_back:
             rows = np.arange(command.plan.exact_len, command.end)
@@ -99,20 +99,17 @@ class GraftJob:
             gaps = command.plan.compute[command.plan.compute < command.end]
             rows = np.union1d(gaps, step.positions)
         self._num_recomputed = len(step.positions)
-        observed = getattr(self, "_pass", None)
-        if isinstance(observed, KeyDeviationPass):
-            self._pass = observed.later_layers(rows)
-        else:
-            self._pass = AllLayersPass(self._prompt, rows)
+        self._pass = AllLayersPass(self._prompt, rows) if observed is None else observed.later_layers(rows)
 
     def _next_pass(self) -> bool:
         """Ask the policy for more; False if there is no more."""
-        deviation = self._pass.deviation() if isinstance(self._pass, KeyDeviationPass) else None
+        observed = self._pass if isinstance(self._pass, KeyDeviationPass) else None
+        deviation = None if observed is None else observed.deviation()
         try:
             step = self._steps.send(Observation(None, None, deviation))
         except StopIteration:
             return False
-        self._begin_pass(step)
+        self._begin_pass(step, observed)
         return True
 
     def _finish(self) -> None:

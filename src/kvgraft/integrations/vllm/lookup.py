@@ -59,8 +59,7 @@ class Lookup:
         self._catalogue = catalogue
         self._config = config
         self._recent_ms_per_token: deque[float] = deque(maxlen=_REMEMBERED)
-        # A layer has about 12 width^2 parameters, and attention to one key takes 2 width multiplications in it.
-        self._costs = CostModel(attention_per_key=1 / (6 * width), recompute_ratio=recompute_ratio)
+        self._costs = CostModel.of_width(width, recompute_ratio=recompute_ratio)
 
     def find(self, namespace: Namespace, token_ids: NDArray[np.int32], exact_len: int) -> Found:
         """Match and plan; `exact_len` tokens are in vLLM's prefix cache."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvgraft.observability.report import token_kinds
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -64,9 +66,7 @@ class GraftStats(KVConnectorStats):
     def count_request(self, report: GraftReport) -> None:
         """A request ended."""
         self._add(f"requests/{'graft' if report.miss is None else report.miss.reason.value}", 1)
-        fresh = report.computed_tokens - report.recomputed_tokens
-        counts = (report.exact_tokens, report.shifted_tokens, report.recomputed_tokens, fresh)
-        for kind, count in zip(_KINDS, counts, strict=True):
+        for kind, count in token_kinds(report).items():
             self._add(f"tokens/{kind}", count)
 
     def count_lookup(self, milliseconds: float) -> None:

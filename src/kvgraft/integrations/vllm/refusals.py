@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from kvgraft.graft.rope_probe import refused_rope_parameters
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
 
     from kvgraft.config.vllm import VLLMConfig
 
-SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""RoPE types whose frequencies do not depend on the length of the prompt, so that a delta rotation is right."""
 _PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -56,14 +56,7 @@ def refused_request(request: Request) -> str:
 def _refused_rope(vllm_config: VllmConfig) -> str:
     config = vllm_config.model_config.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for part in nested or [parameters]:
-        rope_type = part.get("rope_type", part.get("type", "default"))
-        if rope_type not in SHIFTABLE_ROPE_TYPES:
-            return f"RoPE type {rope_type!r} is not supported: its angles may depend on the length of the prompt"
-        if "mrope_section" in part:
-            return "multimodal RoPE (M-RoPE) is not supported"
-    return ""
+    return refused_rope_parameters(parameters) or ""
 
 
 def _refused_groups(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.donors import computed_runs
+from kvgraft.graft.select import configured_policy
 from kvgraft.graft.sparse_prefill import selection_context
 from kvgraft.integrations.vllm.donor_registry import DonorRegistry
 from kvgraft.integrations.vllm.lookup import Lookup, covered_head, covering
 from kvgraft.integrations.vllm.messages import Capture, Graft, StepCommands
 from kvgraft.integrations.vllm.metrics import GraftStats
 from kvgraft.integrations.vllm.namespaces import namespace_of
-from kvgraft.integrations.vllm.policies import policy_of
 from kvgraft.integrations.vllm.refusals import refused_request
 from kvgraft.integrations.vllm.request_state import Claim, RequestState
 from kvgraft.integrations.vllm.taint import taint_block_hashes
@@ -50,7 +51,9 @@ class GraftScheduler:
         self._config = config
         self._facts = facts
         self._refusal = facts.refusal
-        self._policy = policy_of(config)
+        self._policy = configured_policy(
+            config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
+        )
         self._registry = DonorRegistry(
             facts.capacity_tokens, min_run=config.min_run, max_generation=config.max_generation
         )
@@ -284,16 +287,16 @@ class GraftScheduler:
         """Begin to capture what a grafted request computes; text behind donors of generation g is of generation g + 1."""
         if not state.captures:
             return
-        generations = {donor.donor_id: donor.generation for donor in claim.donors}
-        attended, start = 0, claim.plan.exact_len
-        for span in claim.spans:
-            if span.target_start >= claim.plan.exact_len:
-                piece = self._registry.open(start, span.target_start, attended)
-                state.gaps += [piece] if piece is not None else []
-                start = span.target_end
-            attended = max(attended, 1 + generations[span.donor_id])
-        state.prompt = self._registry.open(claim.end, len(state.token_ids), attended)
-        state.output = self._registry.open_output(len(state.token_ids), attended)
+        num_tokens = len(state.token_ids)
+        reused = [
+            (span.target_start, span.target_end, donor.generation)
+            for span, donor in zip(claim.spans, claim.donors, strict=True)
+        ]
+        *gaps, tail = computed_runs(reused, claim.plan.exact_len, num_tokens)
+        pieces = [self._registry.open(*gap) for gap in gaps]
+        state.gaps = [piece for piece in pieces if piece is not None]
+        state.prompt = self._registry.open(*tail)
+        state.output = self._registry.open_output(num_tokens, tail.generation)
 
     def _captures(self, state: RequestState, stop: int) -> list[Capture]:
         """Commands for what this step computes up to position `stop`; on a failure the text becomes no donor."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
+from kvgraft.graft.rope_probe import TOLERANCE, find_rotations, relative_error
 from kvgraft.integrations.vllm.sparse_pass import DecoderStack, RankModel
 from kvgraft.integrations.vllm.virtual_batch import BlockTable, Runs
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from kvgraft.graft.rope import RopeSpec
+
 _PROMPT_TOKENS = 48
 _PROBED_BLOCKS = (0, 1, 3, 10)
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Largest error accepted, relative to the largest magnitude. bf16 keeps 8 bits and a forward pass adds up its rounding."""
 
 
 @torch.inference_mode()
 def checked(rank: RankModel, *, needs_stack: bool) -> RankModel:
-    """Return the model with its rotations.
+    """Return the model with its rotations, and with its layers one by one where these are needed.
 
     Args:
         rank: The model; nothing of its paged cache is touched.
@@ -41,14 +41,16 @@ def checked(rank: RankModel, *, needs_stack: bool) -> RankModel:
         IntegrationError: What could not be proved.
     """
     dtype = rank.groups[0].layers[0].cache.dtype
-    tolerance = _TOLERANCE.get(dtype)
+    tolerance = TOLERANCE.get(dtype)
     if tolerance is None:
         raise IntegrationError(f"KV cache of dtype {dtype} is not supported; use auto, float16, bfloat16 or float32")
     found = replace(rank, rope=_find_rope(rank, tolerance))
     _check_gaps(found, tolerance)
-    if needs_stack:
-        _check_stack(found, DecoderStack.of(found), tolerance)
-    return found
+    if not needs_stack:
+        return found
+    stack = DecoderStack.of(found)
+    _check_stack(found, stack, tolerance)
+    return replace(found, stack=stack)
 
 
 def inverse_frequencies(model: nn.Module) -> list[Tensor]:
@@ -76,16 +78,7 @@ def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]
     positions = [block * size for block in _PROBED_BLOCKS if block * size < limit]
     keys = _lone_token_keys(rank, positions)
     tables = [table.to(rank.device) for table in inverse_frequencies(rank.model)]
-    candidates: list[RopeSpec | None] = [
-        None,
-        *(RopeSpec(table, pairing) for table in tables for pairing in RopePairing),
-    ]
-    specs, worst = [], 0.0
-    for layer_keys in keys:
-        errors = [_rotation_error(layer_keys, positions, spec) for spec in candidates]
-        best = int(np.argmin(errors))
-        specs.append(candidates[best])
-        worst = max(worst, errors[best])
+    specs, worst = find_rotations(keys, positions, tables)
     if worst > tolerance:
         raise IntegrationError(
             f"keys moved by the model's rotary embedding are off by {worst:.1e} (allowed {tolerance:.0e}); "
@@ -109,19 +102,6 @@ def _lone_token_keys(rank: RankModel, positions: Sequence[int]) -> list[Tensor]:
                 found[number].append(layer.read(cache, torch.zeros(1, dtype=torch.int64, device=rank.device))[0])
                 number += 1
     return [torch.cat(keys) for keys in found]
-
-
-def _rotation_error(keys: Tensor, positions: Sequence[int], spec: RopeSpec | None) -> float:
-    """Largest relative difference between keys computed at `positions` and the first position's key moved there."""
-    if spec is not None and spec.rotary_dim > keys.shape[-1]:
-        return float("inf")
-    moved = keys[:1].expand_as(keys)
-    if spec is not None:
-        target = torch.tensor(positions, device=keys.device)
-        moved = rotate_keys(
-            moved, RopeShift.between(torch.full_like(target, positions[0]), target, spec.inv_freq), spec.pairing
-        )
-    return _relative_error(moved, keys)
 
 
 def _check_gaps(rank: RankModel, tolerance: float) -> None:
@@ -180,7 +160,7 @@ def _blank(
 
 
 def _require_equal(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance: float, what: str) -> None:
-    error = max(_relative_error(there, here) for there, here in zip(actual, expected, strict=True))
+    error = max(relative_error(there, here) for there, here in zip(actual, expected, strict=True))
     if error > tolerance:
         raise IntegrationError(
             f"{what} differ from the whole prompt by {error:.1e} (allowed {tolerance:.0e}); nothing is grafted, "
@@ -191,8 +171,3 @@ def _require_equal(expected: Sequence[Tensor], actual: Sequence[Tensor], toleran
 def _probe_tokens(rank: RankModel, count: int) -> np.ndarray:
     vocabulary = rank.vllm_config.model_config.get_vocab_size()
     return np.random.default_rng(7).integers(min(3, vocabulary - 1), vocabulary, count, dtype=np.int32)
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference = (actual.float() - expected.float()).abs().max()
-    return float(difference / expected.float().abs().max().clamp_min(1e-12))

@@ -36,12 +36,14 @@ class RankModel:
         model: What vLLM runs.
         groups: Attention layers.
         rope: How the keys of each layer rotate, group by group; None for a layer without RoPE.
+        stack: The layers one by one, where the selection policy needs them.
     """
 
     vllm_config: VllmConfig
     model: nn.Module
     groups: tuple[LayerGroup, ...]
     rope: tuple[RopeSpec | None, ...] = ()
+    stack: DecoderStack | None = None
 
     @property
     def device(self) -> torch.device:

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.select import Observable
+from kvgraft.graft.select import Observable, configured_policy
 from kvgraft.integrations.vllm.donor_store import DonorStore
 from kvgraft.integrations.vllm.graft_job import GraftJob, read_block
 from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.layers import layer_groups
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.model_handle import ModelHandle
-from kvgraft.integrations.vllm.policies import policy_of
 from kvgraft.integrations.vllm.self_check import checked
 from kvgraft.integrations.vllm.sparse_pass import RankModel
 from kvgraft.integrations.vllm.virtual_batch import BlockTable
@@ -46,7 +45,9 @@ class GraftWorker:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._policy = policy_of(config)
+        self._policy = configured_policy(
+            config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
+        )
         self._donors = DonorStore(config.host_bytes, pin_memory=torch.cuda.is_available())
         self._handle: ModelHandle | None = None
         self._rank: RankModel | None = None

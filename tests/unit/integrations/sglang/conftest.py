@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kvgraft.config.sglang import SGLangConfig
+from kvgraft.donors import CostModel
 from kvgraft.graft.rope import RopePairing, RopeSpec
+from kvgraft.integrations.sglang.donor_library import DonorLibrary
 from kvgraft.integrations.sglang.kv_pool import KVPool
-from kvgraft.integrations.sglang.library import DonorLibrary
 from kvgraft.integrations.sglang.loading import Loader
-from kvgraft.integrations.sglang.planning import ReusePlanner, cost_model
+from kvgraft.integrations.sglang.planning import ReusePlanner
 from kvgraft.integrations.sglang.publishing import Publisher
 from kvgraft.integrations.sglang.ranks import OneRank
 from kvgraft.integrations.sglang.reports import NoMetrics, RequestLog
@@ -132,7 +133,9 @@ class World:
         self.pool = KVPool(self.keys, self.values, [spec] * LAYERS)
         self.library = DonorLibrary(self.tree, self.pool, self.config)
         self.tree.on_evicted = self.library.capture
-        self.planner = ReusePlanner(self.library, self.config, cost_model(64, 1), page_size)
+        self.planner = ReusePlanner(
+            self.library, self.config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), page_size
+        )
         self.log = RequestLog(NoMetrics(), str(tmp_path / "reports.jsonl"))
         ranks = OneRank()
         self.reuse = RequestReuse(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.config.sglang import SGLangConfig
+from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.planning import ReusePlanner, cost_model, request_namespace
+from kvgraft.integrations.sglang.planning import ReusePlanner, request_namespace
 from kvgraft.types import MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
     config = SGLangConfig(donor_tokens=1 << 15, **settings)
-    planner = ReusePlanner(world.library, config, cost_model(64, phase_tokens), 1)
+    planner = ReusePlanner(
+        world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1
+    )
     return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
 
 
@@ -56,7 +59,7 @@ def test_lookup_that_would_miss_its_deadline_is_not_begun_and_is_tried_again_lat
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)
     config = SGLangConfig(donor_tokens=1 << 15, lookup_deadline_ms=1e-4)
-    planner = ReusePlanner(world.library, config, cost_model(64, 1), 1)
+    planner = ReusePlanner(world.library, config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), 1)
     namespace = request_namespace("model", None, None, None)
     prompt = document + make_tokens(5)
     first = planner.plan(namespace, prompt, 0, 200)
