@@ -13,7 +13,8 @@ from kvgraft.config.setting import quoted
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.errors import ConfigError, one_line
-from kvgraft.graft.select import SelectionPolicy, configured_policy
+from kvgraft.graft.select import SelectionPolicy
+from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import Namespace, ReuseMode, TokenArray
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvgraft.errors import ConfigError, ModelError
-from kvgraft.graft.rope_probe import relative_error
+from kvgraft.graft.rope_proof import relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
