@@ -150,10 +150,10 @@ def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
     assert answer.report["miss"] == {"reason": "model_refused", "detail": "the layout is unknown"}
 
 
-def test_taint_refuses_hashes_of_another_form(served, monkeypatch):
+def test_hashes_of_another_form_are_a_miss(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     cold = served.cold(PROMPT)
-    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.taint_block_hashes", _fails)
+    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.make_private", _fails)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
     assert answer.shifted == 0

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor
     from kvgraft.integrations.vllm.messages import BlockIds, GraftOutcome, PieceId
+    from kvgraft.integrations.vllm.private_hashes import PrivateBlockHashes
     from kvgraft.types import Namespace
 
 
@@ -81,6 +82,7 @@ class RequestState:
         output: Generated text, captured in chunks; registered at the end.
         gaps: Text of the prompt that the graft computes and captures.
         outcome: What workers told of the graft.
+        hashes: Hashes of its blocks, if it was ever to be grafted.
     """
 
     request_id: str
@@ -99,6 +101,7 @@ class RequestState:
     output: Piece | None = None
     gaps: list[Piece] = field(default_factory=list)
     outcome: GraftOutcome | None = None
+    hashes: PrivateBlockHashes | None = None
 
     def blocks_to(self, stop: int, block_sizes: tuple[int, ...]) -> BlockIds:
         """The blocks of positions `[0, stop)`."""

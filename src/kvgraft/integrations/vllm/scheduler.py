@@ -15,9 +15,9 @@ from kvgraft.integrations.vllm.lookup import Lookup, covered_head, covering
 from kvgraft.integrations.vllm.messages import Capture, Graft, StepCommands
 from kvgraft.integrations.vllm.metrics import GraftStats
 from kvgraft.integrations.vllm.namespaces import namespace_of
+from kvgraft.integrations.vllm.private_hashes import make_private
 from kvgraft.integrations.vllm.refusals import refused_request
 from kvgraft.integrations.vllm.request_state import Claim, RequestState
-from kvgraft.integrations.vllm.taint import taint_block_hashes
 from kvgraft.observability.report import report_as_dict
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
@@ -128,6 +128,10 @@ class GraftScheduler:
 
     def commands(self, output: SchedulerOutput) -> StepCommands:
         """What workers do in this step."""
+        for req_id in output.preempted_req_ids or ():
+            preempted = self._states.get(req_id)
+            if preempted is not None and preempted.hashes is not None:
+                preempted.hashes.renew()  # it must not find its own approximate blocks and take them for exact
         captures: list[Capture] = []
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
@@ -223,7 +227,7 @@ class GraftScheduler:
             state.miss = claim
             self._open_prompt(state, found.matches)
             return
-        self._taint(request, claim)
+        state.hashes = make_private(request, self._first_approximate(claim) // self._facts.hash_block_size)
         state.claim = claim
         for donor in claim.donors:
             self._registry.catalogue.pin(donor.donor_id)
@@ -260,10 +264,9 @@ class GraftScheduler:
         chosen = next(self._policy.steps(selection_context(plan))).positions
         return int(np.searchsorted(plan.compute, end)) + len(chosen)
 
-    def _taint(self, request: Request, claim: Claim) -> None:
+    def _first_approximate(self, claim: Claim) -> int:
         """Positions in front of the first span are exact, unless windows reach back to K/V of donors."""
-        first = claim.plan.exact_len if self._facts.window else claim.plan.spans[0].target_start
-        taint_block_hashes(request, first // self._facts.hash_block_size)
+        return claim.plan.exact_len if self._facts.window else claim.plan.spans[0].target_start
 
     def _open_prompt(self, state: RequestState, matches: Sequence[Match]) -> None:
         """Begin to capture the prompt of a request that is computed, where no donor has its text."""
