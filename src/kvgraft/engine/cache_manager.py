@@ -15,7 +15,7 @@ from kvgraft.engine.hybrid_space import HybridKVSpace
 from kvgraft.engine.request import Request, RequestCache
 from kvgraft.engine.windows import RequestWindows
 from kvgraft.errors import CapacityError
-from kvgraft.graft.executor import SpanCopy, copy_spans
+from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
@@ -110,10 +110,8 @@ class CacheManager:
         """Copy the plan's spans into the request's slots; donors are unpinned. A failure turns the plan into a miss."""
         with _timed(cache.timings_ms, "graft"):
             try:
-                copies = [
-                    self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)
-                ]
-                copy_spans(self._adapter, copies, cache.kv_indices, cache.swa_indices)
+                if cache.plan.spans:
+                    self._copy(cache)
                 for match in cache.plan.spans:
                     self.space.donors.record_hit(match.donor_id, match.length)
             except Exception as error:
@@ -242,6 +240,14 @@ class CacheManager:
             per_span=_FLOPS_PER_SPAN,
             recompute_ratio=policy.recompute_ratio,
         )
+
+    def _copy(self, cache: RequestCache) -> None:
+        adapter, swa_indices = self._adapter, cache.swa_indices
+        copies = [self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)]
+        spans = RotatedSpans(copies, adapter.rope, adapter.pool.device)
+        where = spans.positions
+        place = adapter.pool.place(cache.kv_indices[where], None if swa_indices is None else swa_indices[where])
+        copy_spans(spans, place, range(adapter.num_layers))
 
     def _span_copy(self, match: Match, donor: Donor) -> SpanCopy:
         source_start = donor.start_position + match.donor_start

@@ -230,6 +230,7 @@ class Engine:
             slots_cached=usage.cached,
             slots_donor=usage.donor,
             num_donors=len(self.space.donors),
+            donor_tokens=self.space.donors.num_tokens,
             host_bytes=self.space.host.used_bytes,
         )
 

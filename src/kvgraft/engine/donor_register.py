@@ -10,16 +10,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from kvgraft.donors import computed_runs
+from kvgraft.reuse.lineage import computed_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvgraft.donors.generations import ComputedRun
     from kvgraft.engine.hybrid_space import HybridKVSpace
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.engine.request import RequestCache
     from kvgraft.engine.windows import RequestWindows
+    from kvgraft.reuse.lineage import ComputedRun
     from kvgraft.types import DonorId, Match, TokenArray
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvgraft.engine.loading import embedding_size
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
-from kvgraft.graft.rope_probe import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
+from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

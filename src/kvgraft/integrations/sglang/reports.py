@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvgraft.integrations.sglang.texts import HostKV, TreeKV
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
 
 if TYPE_CHECKING:

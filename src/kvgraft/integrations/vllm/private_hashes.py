@@ -1,10 +1,10 @@
 """Keep approximate K/V out of vLLM's prefix cache.
 
-vLLM publishes loaded tokens like computed ones, block by block, under the entries of `Request.block_hashes`; blocks that fill
-up later, those of the answer included, get theirs appended. The connector is asked between vLLM's own lookup and the
-allocation: the last moment at which a request can be given a list whose entries from one block on are its own secret, whenever
-they are written. The attribute is no documented interface, so its form is checked where it is read; that vLLM goes on with the
-list that it finds there is tried out on its own class at start (`contract.py`).
+vLLM publishes loaded tokens like computed ones, block by block, under the entries of `Request.block_hashes`; blocks that
+fill up later, those of the answer included, get theirs appended. The connector is asked between vLLM's own lookup and the
+allocation: the last moment at which a request can be given a list whose entries from one block on are its own secret,
+whenever they are written. The attribute is no documented interface, so its form is checked where it is read; that vLLM goes
+on with the list that it finds there is tried out on its own class at start (`contract.py`).
 """
 
 from __future__ import annotations
