@@ -17,9 +17,8 @@ from vllm.v1.request import Request
 from engines import text
 from kvgraft.config import VLLMConfig
 from kvgraft.donors import GUARANTEED_RUN
-from kvgraft.integrations.vllm.engine_facts import EngineFacts
-from kvgraft.integrations.vllm.namespaces import namespace_of
-from kvgraft.integrations.vllm.scheduler import GraftScheduler
+from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
+from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 
 DOCUMENT, PREFIX = text(5, 600), text(6, 128)
 NAMES = count()

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.vllm.private_hashes import PrivateBlockHashes, make_private
+from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes, make_private
 
 BLOCK = 4
 
