@@ -13,6 +13,7 @@ What a request owns and for how long:
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.provider import SemanticSource
     from kvgraft.integrations.sglang.publishing import Publisher
     from kvgraft.integrations.sglang.reports import RequestLog
+
+logger = logging.getLogger(__name__)
+
+_STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
 
 
 class RequestReuse:
@@ -74,6 +79,8 @@ class RequestReuse:
         self._fingerprint = fingerprint
         self._min_run = min_run
         self._semantic = semantic
+        self._is_empty = True
+        self._is_stale = False
         self._flights: WeakKeyDictionary[Any, Flight] = WeakKeyDictionary()
 
     @property
@@ -94,20 +101,26 @@ class RequestReuse:
             end: Positions from it on are computed.
             exact_len: Length of the exact prefix.
         """
+        self._is_empty = False
         flight = self._flights.get(req)
         if flight is None:
             namespace = request_namespace(self._fingerprint, req.lora_id, req.extra_key, req.cache_salt)
             flight = self._flights[req] = Flight(req.rid, namespace)
-        reason = refused_request(req)
-        if reason is not None:
-            flight.num_tokens, flight.exact_len = len(tokens), exact_len
-            flight.miss = Miss(MissReason.MODEL_REFUSED, reason)
+        miss = self._refused(req)
+        if miss is not None:
+            flight.num_tokens, flight.exact_len, flight.spans, flight.miss = len(tokens), exact_len, [], miss
             return 0
         decision = self._ranks.decide(lambda: self._decide(flight, req, tokens, end, exact_len))
         if decision.spans is not None:
             flight.spans = list(decision.spans)
         flight.num_tokens, flight.exact_len, flight.end = len(tokens), exact_len, end
         return sum(span.length for span in flight.stretch(exact_len))
+
+    def _refused(self, req: Any) -> Miss | None:  # noqa: ANN401
+        reason = refused_request(req)
+        if reason is not None:
+            return Miss(MissReason.MODEL_REFUSED, reason)
+        return Miss(MissReason.REUSE_OFF, _STALE) if self._is_stale else None
 
     def promised(self, req: Any, exact_len: int) -> int:  # noqa: ANN401
         """Return what was promised for the same exact prefix, without looking anything up."""
@@ -199,7 +212,7 @@ class RequestReuse:
     def published(self, req: Any, node: object) -> None:  # noqa: ANN401
         """Make donors of what `req` has given to the exact tree, once its prompt is complete."""
         flight = self._flights.get(req)
-        if flight is None or refused_request(req) is not None:
+        if flight is None or self._refused(req) is not None:
             return
         if not req.finished() and not self._publisher.is_complete(req):
             return
@@ -219,7 +232,7 @@ class RequestReuse:
             node: Its node in the exact tree.
         """
         flight = self._flights.get(req)
-        if flight is None or not flight.loaded or flight.adopted or flight.is_substituted:
+        if flight is None or not flight.loaded or flight.adopted or flight.is_substituted or self._is_stale:
             return  # what saw another text's K/V is nobody's donor
         try:
             req.refresh_fill_ids()
@@ -263,6 +276,25 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; the donors are lost
             self.log.failed("capture", "-", error)
 
+    # Changes of everything
+
     def clear(self) -> None:
-        """The cache was flushed: no donor's K/V are there any more."""
+        """The cache was flushed, which SGLang does only while no request has K/V: what comes now is of today's weights."""
+        self._forget()
+        self._is_empty, self._is_stale = True, False
+
+    def weights_change(self) -> None:
+        """Whatever was computed so far, by a request that still runs too, was computed by other weights.
+
+        SGLang's tree may keep such K/V, and requests may attend to them: nothing is copied or registered until it is flushed.
+        """
+        self._forget()
+        if not self._is_empty and not self._is_stale:
+            self._is_stale = True
+            logger.warning("weights change: %s", _STALE)
+
+    def _forget(self) -> None:
+        """Forget all donors, and what was promised of them."""
         self._library.clear()
+        for flight in self._flights.values():
+            flight.spans = []

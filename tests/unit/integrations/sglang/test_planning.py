@@ -84,6 +84,31 @@ def test_settings_come_from_file_then_environment(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("environ", "remark"),
+    [
+        ({"KVGRAFT_MIN_RUN": "32", "OTHER": "1"}, None),
+        (
+            {"KVGRAFT_MIN_RUNS": "32"},
+            "KVGRAFT_MIN_RUNS is ignored: unknown setting 'min_runs'; did you mean 'min_run'?",
+        ),
+        ({"kvgraft_min_run": "32"}, "kvgraft_min_run is ignored: did you mean KVGRAFT_MIN_RUN?"),
+        ({"KVGRAFT_LOAD": "sync"}, "KVGRAFT_LOAD is ignored: unknown setting 'load'"),
+    ],
+)
+def test_variables_that_nobody_reads_are_told(environ, remark):
+    SGLangConfig.resolve(environ)
+    remarks = SGLangConfig.remarks(environ)
+    assert [line.startswith(remark) for line in remarks] == [True] if remark else remarks == []
+
+
+def test_setting_of_file_and_environment_is_told(tmp_path):
+    path = tmp_path / "kvgraft.json"
+    path.write_text('{"min_run": 32, "host_bytes": "2GiB"}')
+    environ = {"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64"}
+    assert SGLangConfig.remarks(environ) == [f"KVGRAFT_MIN_RUN=64 is taken instead of min_run in {path}"]
+
+
+@pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"KVGRAFT_MIN_RUN": "4"}, "KVGRAFT_MIN_RUN: min_run must be at least 16"),

@@ -371,3 +371,49 @@ def test_tokens_of_regions_that_were_not_loaded_do_not_count_as_recomputed(make_
     kept.prefix_len = 90
     assert world.reuse.load_next(kept, room=0) is None
     assert report(world, kept)["recomputed_tokens"] == 10
+
+
+def test_nothing_is_copied_after_weights_change_until_the_cache_is_flushed(make_world, make_tokens):
+    world, document, evicted = make_world(), make_tokens(100), make_tokens(100)
+    world.publish("donor", document)
+    world.tree.evict(world.publish("evicted", evicted), 0)
+    waiting = FakeRequest("waiting", document[10:90] + make_tokens(10))
+    assert promise(world, waiting) == 80
+    world.reuse.weights_change()
+    assert world.reuse.promised(waiting, 0) == 0
+    assert world.reuse.load_first(waiting, 80) == 0
+    assert world.library.host_bytes == 0
+    world.publish("old prefix", document + make_tokens(50))
+    for text in (document, evicted):
+        req = FakeRequest("query", text + make_tokens(5))
+        assert promise(world, req) == 0
+        assert report(world, req)["miss"]["reason"] == MissReason.REUSE_OFF.value
+    world.reuse.clear()
+    world.publish("donor", document)
+    assert promise(world, FakeRequest("query", make_tokens(5) + document)) == 0
+    assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100
+
+
+def test_request_that_ran_while_weights_changed_is_nobodys_donor(make_world, make_tokens):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    req = FakeRequest("grafted", document[:60] + tail)
+    world.reuse.load_first(req, promise(world, req))
+    world.reuse.weights_change()
+    row = world.tree.allocate(100)
+    req.owned, req.is_finished = 100, True
+    world.reuse.adopt_computed(req, row.int(), None)
+    assert world.reuse.adopted(req) == []
+    assert len(world.library.catalogue) == 0
+
+
+def test_weights_that_change_while_the_cache_is_empty_change_nothing(make_world, make_tokens):
+    """Trainers flush with every part of an update and then say that it was the last."""
+    world, document = make_world(), make_tokens(100)
+    world.reuse.weights_change()
+    world.publish("donor", document)
+    world.reuse.weights_change()
+    world.reuse.clear()
+    world.reuse.weights_change()
+    world.publish("donor", document)
+    assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100
