@@ -30,6 +30,7 @@ from kvgraft.bench.client import (
     completion_body,
     has_text,
     note_usage,
+    now,
 )
 from kvgraft.bench.serve_workload import load_workload
 from kvgraft.bench.server_process import ServerProcess, end_on_sigterm, rss_bytes
@@ -146,7 +147,7 @@ class Soak:
         self._count("whole", exchange, wanted)
 
     async def _stream(self) -> None:
-        exchange = Exchange(time.perf_counter())
+        exchange = Exchange(now())
         body, wanted = self._exact_body(stream=True)
         await self._client.stream(body, exchange)
         if exchange.failure:

@@ -16,6 +16,7 @@ import pytest
         "kvgraft.engine",
         "kvgraft.engine.attention",
         "kvgraft.observability",
+        "kvgraft.reuse",
         "kvgraft.server",
         "kvgraft.fidelity",
     ],

@@ -48,6 +48,7 @@ class EngineSnapshot:
         usage: K/V slots by holder.
         window_usage: Slots of window layers by holder, where these have slots of their own.
         num_donors: Donors in all tiers.
+        donor_tokens: Their tokens.
         host_bytes: Bytes of donors in host memory.
         num_errors: Lookups, grafts and publications that failed and became misses.
         num_preemptions: Requests that lost their slots and were computed again, counted each time.
@@ -61,6 +62,7 @@ class EngineSnapshot:
     usage: SlotUsage
     window_usage: SlotUsage | None
     num_donors: int
+    donor_tokens: int
     host_bytes: int
     num_errors: int
     num_preemptions: int
@@ -135,6 +137,7 @@ class AsyncLLM:
             usage=engine.space.usage(),
             window_usage=engine.space.window_usage(),
             num_donors=len(engine.space.donors),
+            donor_tokens=engine.space.donors.num_tokens,
             host_bytes=engine.space.host.used_bytes,
             num_errors=engine.manager.num_errors,
             num_preemptions=engine.scheduler.num_preemptions,

@@ -94,12 +94,15 @@ class Engine:
         )
         self.adapter, prefix = _adapter_and_prefix(self.loaded.model, config)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
-        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS))
+        lengths, longest = self.adapter.lengths, self.builder.max_model_len
+        lengths.require(longest)
+        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), longest)
         self.space = _kv_space(self.adapter, prefix, config)
         self.manager = CacheManager(
             self.adapter,
             self.space,
             flops=ModelFlops.of_model(self.loaded.model),
+            lengths=lengths,
             min_run=config.min_run,
             max_generation=config.max_generation,
             refusal=self.self_check.refusal,
@@ -230,6 +233,7 @@ class Engine:
             slots_cached=usage.cached,
             slots_donor=usage.donor,
             num_donors=len(self.space.donors),
+            donor_tokens=self.space.donors.num_tokens,
             host_bytes=self.space.host.used_bytes,
         )
 

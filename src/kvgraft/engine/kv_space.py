@@ -14,12 +14,11 @@ import numpy as np
 
 from kvgraft.donors import Donor, DonorCatalogue
 from kvgraft.errors import CapacityError, CorruptCacheError
-from kvgraft.memory import HostKVStore, KVBlock, Owner, SlotAllocator, SlotPool
+from kvgraft.graft.executor import BlockSource
+from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import HybridSlotPool, SlotUsage, StoreKey
@@ -39,15 +38,6 @@ class SlotKV:
 @dataclass(frozen=True, slots=True)
 class HostKV:
     """K/V of a donor that lie in the host store under its id."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _BlockSource:
-    block: KVBlock
-    device: torch.device
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.block.keys[layer].to(self.device), self.block.values[layer].to(self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +117,7 @@ class KVSpace:
         start, stop = match.donor_start, match.donor_start + match.length
         if isinstance(donor.kv, SlotKV):
             return self.pool.place(donor.kv.slots[start:stop])
-        return _BlockSource(self.host.get(donor.donor_id, start, match.length), self.pool.device)
+        return BlockSource(self.host.get(donor.donor_id, start, match.length), self.pool.device)
 
     def match(self, key: RadixKey) -> MatchResult:
         """Find the longest stored prefix of `key`; lock it before anything may evict."""

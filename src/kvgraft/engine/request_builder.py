@@ -12,12 +12,13 @@ import numpy as np
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select import SelectionPolicy, configured_policy
+from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import Namespace, ReuseMode, TokenArray
 
 if TYPE_CHECKING:
     from kvgraft.config import EngineConfig
     from kvgraft.engine.loading import LoadedModel
+    from kvgraft.graft.select import SelectionPolicy
 
 Prompt = str | Sequence[int] | TokenArray
 """Text (needs a tokenizer) or token ids."""

@@ -51,6 +51,7 @@ class StepRecord:
         slots_cached: K/V slots that only the prefix cache holds, or it and donors.
         slots_donor: K/V slots that donors alone hold.
         num_donors: Donors in all tiers.
+        donor_tokens: Their tokens.
         host_bytes: Bytes of donors in host memory.
     """
 
@@ -64,6 +65,7 @@ class StepRecord:
     slots_cached: int
     slots_donor: int
     num_donors: int
+    donor_tokens: int
     host_bytes: int
 
 

@@ -64,7 +64,7 @@ class AllBlocksCleared:
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class _Run:
+class _StoredRun:
     """Stored pages that go on growing; lists, because appending to tuples would make a chunked prefill quadratic."""
 
     __slots__ = ("_first", "_hashes", "_token_ids")
@@ -91,11 +91,25 @@ class _Run:
         return replace(self._first, block_hashes=tuple(self._hashes), token_ids=tuple(self._token_ids))
 
 
+class _RemovedRun:
+    """Removed pages of one medium that go on growing, as a list for the same reason."""
+
+    __slots__ = ("hashes", "medium")
+
+    def __init__(self, medium: str | None) -> None:
+        self.medium = medium
+        self.hashes: list[int] = []
+
+    def close(self) -> BlockRemoved:
+        """Return the run as one event."""
+        return BlockRemoved(tuple(self.hashes), self.medium)
+
+
 class EventLog:
     """Records what a cache stores and removes until `take` fetches it; neighbouring events are merged.
 
     Stored and removed hashes are the same sets over the life of a cache: a node keeps the digests of its pages, and a
-    split divides them. Not thread-safe.
+    split divides them. The log itself keeps only what has not been fetched yet. Not thread-safe.
     """
 
     def __init__(self, *, key: bytes = b"", medium: str | None = "GPU") -> None:
@@ -108,24 +122,25 @@ class EventLog:
         self._key = key
         self._medium = medium
         self._events: list[KVEvent] = []
-        self._open: _Run | None = None
-        self._seeds: dict[Hashable, bytes] = {}
+        self._open: _StoredRun | _RemovedRun | None = None
 
     def __len__(self) -> int:
         return len(self._events) + (self._open is not None)
 
     def take(self) -> list[KVEvent]:
-        """Return and forget what was recorded. Complexity: O(1)."""
+        """Return and forget what was recorded. Complexity: O(pages of the last event)."""
         self._close_run()
         events, self._events = self._events, []
         return events
 
     def stored(self, node: RadixNode, page_size: int, medium: str | None = None) -> None:
         """Record a new node, computing the hashes of its pages. Complexity: O(tokens of the node), one SHA-256 per page."""
-        namespace, parent = self._above(node)
+        assert node.parent is not None, "the root is never recorded"
+        assert node.namespace is not None, "only the root has no namespace"
+        parent = node.parent.page_hashes[-DIGEST_BYTES:]
+        extra_key, salt, _ = node.namespace
         if not node.page_hashes:
-            node.page_hashes = self._chain(node, page_size, parent or self._seed(namespace))
-        salt = namespace[1] if isinstance(namespace, tuple) else None
+            node.page_hashes = self._chain(node, page_size, parent or self._seed(node.namespace))
         self._append_stored(
             BlockStored(
                 block_hashes=_short(node.page_hashes),
@@ -134,20 +149,18 @@ class EventLog:
                 block_size=page_size,
                 medium=medium or self._medium,
                 cache_salt=None if salt is None else str(salt),
-                lora_name=_lora_name(namespace),
+                lora_name=extra_key if isinstance(extra_key, str) else None,
             )
         )
 
     def removed(self, node: RadixNode, medium: str | None = None) -> None:
-        """Record that a node goes."""
-        self._close_run()
+        """Record that a node goes. Complexity: O(pages of the node)."""
         medium = medium or self._medium
-        hashes = _short(node.page_hashes)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.medium == medium:
-            self._events[-1] = BlockRemoved(last.block_hashes + hashes, medium)
-        else:
-            self._events.append(BlockRemoved(hashes, medium))
+        run = self._open
+        if not isinstance(run, _RemovedRun) or run.medium != medium:
+            self._close_run()
+            self._open = run = _RemovedRun(medium)
+        run.hashes += _short(node.page_hashes)
 
     def cleared(self) -> None:
         """Record that everything goes."""
@@ -156,27 +169,16 @@ class EventLog:
 
     def _append_stored(self, event: BlockStored) -> None:
         """Record pages; they join the run in progress if they continue it and all else is equal."""
-        if self._open is not None and self._open.accepts(event):
+        if isinstance(self._open, _StoredRun) and self._open.accepts(event):
             self._open.append(event)
             return
         self._close_run()
-        self._open = _Run(event)
+        self._open = _StoredRun(event)
 
     def _close_run(self) -> None:
         if self._open is not None:
             self._events.append(self._open.close())
             self._open = None
-
-    def _above(self, node: RadixNode) -> tuple[Hashable, bytes]:
-        """Namespace of a node and the digest of the page in front of it, empty at the beginning."""
-        parent = node.parent
-        assert parent is not None, "the root is never recorded"
-        digest = parent.page_hashes[-DIGEST_BYTES:]
-        step = node
-        while step.parent is not None and step.parent.parent is not None:
-            step = step.parent
-        assert isinstance(step.edge, tuple), "children of the root carry their namespace"
-        return step.edge[0], digest
 
     def _chain(self, node: RadixNode, page_size: int, previous: bytes) -> bytes:
         tokens = node.tokens
@@ -188,15 +190,13 @@ class EventLog:
             digests.append(previous)
         return b"".join(digests)
 
-    def _seed(self, namespace: Hashable) -> bytes:
-        """Digest that starts the chains of a namespace: fields with a presence byte and a length cannot run together."""
-        if namespace not in self._seeds:
-            fields = namespace if isinstance(namespace, tuple) else (namespace,)
-            raw = b"".join(_encode(part) for part in fields)
-            self._seeds[namespace] = hashlib.blake2b(
-                raw, digest_size=32, key=self._key, person=b"kvgraft.page"
-            ).digest()
-        return self._seeds[namespace]
+    def _seed(self, namespace: tuple[Hashable, ...]) -> bytes:
+        """Digest that starts the chains of a namespace: fields with a presence byte and a length cannot run together.
+
+        Computed for every sequence that begins, not kept: a table of tenants would grow as long as new ones come.
+        """
+        raw = b"".join(_encode(part) for part in namespace)
+        return hashlib.blake2b(raw, digest_size=32, key=self._key, person=b"kvgraft.page").digest()
 
 
 def _encode(part: Hashable) -> bytes:
@@ -205,11 +205,6 @@ def _encode(part: Hashable) -> bytes:
     raw = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
     kind = b"\1" if isinstance(part, bytes) else b"\2"
     return kind + len(raw).to_bytes(8, "little") + raw
-
-
-def _lora_name(namespace: Hashable) -> str | None:
-    extra_key = namespace[0] if isinstance(namespace, tuple) else None
-    return extra_key if isinstance(extra_key, str) else None
 
 
 def _short(digests: bytes) -> tuple[int, ...]:

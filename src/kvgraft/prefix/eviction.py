@@ -111,7 +111,7 @@ class SLRU(EvictionPolicy):
     """Segmented LRU: what was used again stays longer than what was seen once.
 
     Attributes:
-        protected_threshold: Hits that lift a node into the protected segment.
+        protected_threshold: Hits that lift a node into the protected segment; the insert that makes it is the first.
 
     Source: Karedla et al., "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994.
     """
@@ -266,6 +266,8 @@ class EvictionQueue(Generic[Item]):
         Raises:
             CorruptCacheError: The first one that does not hold.
         """
+        if len(self._keys) != len(self._items):
+            raise CorruptCacheError(f"{len(self._keys)} keys for {len(self._items)} nodes in the eviction queue")
         for index, (key, item) in enumerate(zip(self._keys, self._items, strict=True)):
             if item.queue_index != index:
                 raise CorruptCacheError(f"node at {index} of the eviction queue believes to be at {item.queue_index}")

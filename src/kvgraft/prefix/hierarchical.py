@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 HOST_MEDIUM = "CPU_PINNED"
 
 WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1, "write_through_selective": 2}
-"""Uses after which a node is copied to the host; None copies it when it leaves the device."""
+"""Hits after which a node is copied to the host, its first insert included; None copies it when it leaves the device."""
 
 
 class TierTransfer(Protocol):
@@ -226,7 +226,7 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
-        counted_len: int = 0,
+        counted_len: int | None = None,
     ) -> InsertResult:
         """Store as `RadixCache.insert`; what lies on the host only takes device slots from the insert.
 
@@ -261,9 +261,11 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
         if self._events is not None:
             self._events.stored(node, self._page_size)
 
-    def _add_leaf(self, parent: HierNode, key: RadixKey, slots: SlotArray, total_len: int, priority: int) -> HierNode:
+    def _add_leaf(
+        self, parent: HierNode, key: RadixKey, slots: SlotArray, total_len: int, priority: int, *, hit_count: int
+    ) -> HierNode:
         parent.device_children += 1
-        return super()._add_leaf(parent, key, slots, total_len, priority)
+        return super()._add_leaf(parent, key, slots, total_len, priority, hit_count=hit_count)
 
     def _divide(self, node: HierNode, length: int) -> HierNode:
         return self._tree.divide(node, length)
@@ -312,7 +314,7 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
         assert self._backup_after is not None
         step: HierNode | None = last
         while step is not None and step.parent is not None and not step.on_host:
-            if step.hit_count + 1 >= self._backup_after:
+            if step.hit_count >= self._backup_after:
                 self._backup(step)
             step = step.parent
 
@@ -351,10 +353,8 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
     def _drop_host_leaf(self, node: HierNode) -> None:
         """Take out an unqueued, childless node that lies on the host only."""
         self._free_copy(node)
-        last_access, reach = node.last_access, node.reach
         parent = self._tree.remove_leaf(node)
-        parent.last_access = max(parent.last_access, last_access)
-        parent.reach = max(parent.reach, reach)
+        parent.learn_from(node)
         self._requeue(parent)
         self._queue_if_candidate(parent)
 
@@ -398,8 +398,7 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
         else:
             self._drop_host_subtree(node)
             self._tree.remove_leaf(node)
-        parent.last_access = max(parent.last_access, node.last_access)
-        parent.reach = max(parent.reach, node.reach)
+        parent.learn_from(node)
         self._queue_if_candidate(parent)
 
     def _drop_host_subtree(self, top: HierNode) -> None:
@@ -544,8 +543,8 @@ def _check_tiers(node: HierNode, root: HierNode) -> None:
     require(node.on_device or node.on_host, "a node lies in no tier")
     require(len(node.kv_indices) in (0, len(node)), "a node has not one device slot per token")
     require(len(node.host_indices) in (0, len(node)), "a node has not one host slot per token")
-    assert node.parent is not None, "the root is not checked"
-    require(node.parent is root or not node.on_device or node.parent.on_device, "a node hangs on the device alone")
+    parent = node.parent or root
+    require(parent is root or not node.on_device or parent.on_device, "a node hangs on the device alone")
     require(node.device_children == sum(child.on_device for child in node.children.values()), "device children differ")
     require(node.on_device or not node.lock_ref, "a node on the host only is locked")
     require(node.host_locks >= 0, "host_locks is negative")

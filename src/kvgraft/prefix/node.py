@@ -12,6 +12,7 @@ from kvgraft.prefix.key import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
+    from kvgraft.prefix.key import KeyNamespace
     from kvgraft.types import TokenArray
 
 NOT_QUEUED = -1
@@ -27,6 +28,7 @@ class RadixNode(PrefixHandle):
     Attributes:
         tree: Identity of the tree the node belongs to; None once it was dropped.
         parent: None for a root and for a node that was dropped.
+        namespace: What must be equal besides the tokens, shared with the parent's; None for a root.
         edge: Key under which `parent.children` holds this node.
         tokens: int64 token ids as bytes, owned; a bigram view has one token more than elements.
         kv_indices: Read-only int64 `(num_elements,)`, owned: never a view that would keep a longer array alive.
@@ -37,7 +39,7 @@ class RadixNode(PrefixHandle):
         handle_locks: Locks that were taken through this very node.
         last_access: Time of the last match or insert through this node, in ticks of the tree's clock.
         created: Time at which the node was made.
-        hit_count: Requests that inserted through this node after the one that made it.
+        hit_count: Requests that inserted through this node, the one that made it included.
         priority: Largest priority of an insert through this node.
         reach: Length of the longest sequence that was inserted through this node.
         page_hashes: Digests of the pages, 32 bytes each, where events are recorded.
@@ -54,6 +56,7 @@ class RadixNode(PrefixHandle):
         "kv_indices",
         "last_access",
         "lock_ref",
+        "namespace",
         "page_hashes",
         "parent",
         "priority",
@@ -74,10 +77,12 @@ class RadixNode(PrefixHandle):
         end: int,
         now: int,
         priority: int = 0,
+        namespace: KeyNamespace | None = None,
     ) -> None:
         self.tree = tree
         self.parent = parent
         self.edge = edge
+        self.namespace = namespace
         self.tokens = tokens
         self.kv_indices = kv_indices
         self.children: dict[Hashable, Self] = {}
@@ -128,6 +133,15 @@ class RadixNode(PrefixHandle):
             yield node
             stack.extend(node.children.values())
 
+    def learn_from(self, leaf: RadixNode) -> None:
+        """Take over what a leaf below has seen since, now that it goes and this node may have to compete.
+
+        A continued insert touches only what is new, so until then its path does not know of it.
+        """
+        self.last_access = max(self.last_access, leaf.last_access)
+        self.reach = max(self.reach, leaf.reach)
+        self.priority = max(self.priority, leaf.priority)
+
     def divide(self, length: int, now: int, page_size: int) -> Self:
         """Cut after `length` elements, whole pages; return the new node of the upper part, which is linked in.
 
@@ -147,6 +161,7 @@ class RadixNode(PrefixHandle):
             end=self.start + length,
             now=now,
             priority=self.priority,
+            namespace=self.namespace,
         )
         upper.last_access = self.last_access
         upper.hit_count = self.hit_count
@@ -164,7 +179,7 @@ class RadixNode(PrefixHandle):
 
     def detach(self) -> None:
         """Let a dropped node hold nothing, however long somebody keeps its handle."""
-        self.tree = self.parent = None
+        self.tree = self.parent = self.namespace = None
         self.children.clear()
         self.tokens = self.page_hashes = b""
         self.kv_indices = NO_SLOTS

@@ -154,13 +154,12 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         path, partial, run = tree.descend(key, start, length)
         if partial is not None:
             path.append(self._divide(partial, run))
-        if not path:
-            return path, start
         for node in path:
             node.last_access = now
-        node = path[-1]
-        self._requeue(node)
-        return path, node
+        last = path[-1] if path else start
+        last.last_access = now
+        self._requeue(last)
+        return path, last
 
     def _requeue(self, node: Node) -> None:
         """Restore the order of eviction after the facts about a node changed."""
@@ -179,7 +178,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
-        counted_len: int = 0,
+        counted_len: int | None = None,
     ) -> InsertResult:
         """Store `key` in whole pages; the part that is not stored yet takes its slots from `kv_indices`.
 
@@ -188,9 +187,11 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             kv_indices: One slot per element of `key`; copied. A simulated cache takes the token ids if there are none.
             after: Handle of a stored prefix with which `key` begins; only what follows is compared and stored.
             priority: For the `priority` policy; the path keeps the largest it has seen.
-            counted_len: Nodes up to here were counted as hit by the same request before.
+            counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
 
-        Complexity: O(tokens of `key` behind `after`) plus O(nodes on the way there).
+        Every node on the path counts a hit, the one that is made now included.
+
+        Complexity: O(tokens of `key` behind `after`) plus O(nodes behind `counted_len`).
 
         Raises:
             ConfigError: `kv_indices` are not integers, one per element, or `after` is no prefix of `key`.
@@ -203,10 +204,11 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         start = tree.root if after is None else tree.resolve_prefix(key, after)
         total_len = key.aligned_len(self._page_size)
         path, node = self._walk(key, start, total_len)
+        counted_len = start.end if counted_len is None else counted_len
         self._credit(start, path, total_len, priority, counted_len)
         prefix_len = self._stored_len(node, path, slots)
         if node.end < total_len:
-            node = self._add_leaf(node, key, slots, total_len, priority)
+            node = self._add_leaf(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
         return InsertResult(prefix_len, max(total_len, start.end), node)
 
     def _offered(self, key: RadixKey, kv_indices: SlotArray | None) -> SlotArray:
@@ -217,22 +219,29 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         return key.token_ids[: len(key)]
 
     def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
-        """Count hits, raise priorities and remember the length of the sequence along the path of an insert."""
-        for node in path:
-            if node.end > counted_len:
-                node.hit_count += 1
+        """Count hits, raise priorities and remember the length of the sequence along the path of an insert.
+
+        In front of `start` only hits are counted, and those of a request once; the rest is learnt when a leaf goes.
+        """
+        for node in path or [start]:
             node.priority = max(node.priority, priority)
             node.reach = max(node.reach, total_len)
+        step = path[-1] if path else start
+        while step.parent is not None and step.end > counted_len:
+            step.hit_count += 1
+            step = step.parent
         self._requeue(path[-1] if path else start)
 
     def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
         """Elements whose slots the cache had already; `path` was walked by an insert that offers `slots`."""
         return node.end
 
-    def _add_leaf(self, parent: Node, key: RadixKey, slots: SlotArray, total_len: int, priority: int) -> Node:
+    def _add_leaf(
+        self, parent: Node, key: RadixKey, slots: SlotArray, total_len: int, priority: int, *, hit_count: int
+    ) -> Node:
         if parent.queue_index >= 0:
             self._queue.remove(parent)
-        leaf = self._tree.add_leaf(parent, key, slots, parent.end, total_len, priority=priority)
+        leaf = self._tree.add_leaf(parent, key, slots, parent.end, total_len, priority=priority, hit_count=hit_count)
         self._evictable_size += len(leaf)
         self._queue.add(leaf)
         if self._events is not None:
@@ -342,15 +351,11 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         return EvictResult(np.concatenate(dropped) if dropped else NO_SLOTS)
 
     def _drop_leaf(self, leaf: Node) -> None:
-        """Take an unqueued leaf out of the tree; its parent may become a candidate.
-
-        The parent learns when it was last used through the leaf: a continued insert touches only what is new.
-        """
+        """Take an unqueued leaf out of the tree; its parent may become a candidate."""
         if self._events is not None:
             self._events.removed(leaf)
         parent = self._tree.remove_leaf(leaf)
-        parent.last_access = max(parent.last_access, leaf.last_access)
-        parent.reach = max(parent.reach, leaf.reach)
+        parent.learn_from(leaf)
         self._queue_if_candidate(parent)
 
     def reset(self) -> SlotArray:

@@ -39,7 +39,7 @@ class CacheRequest:
         protected_len: Positions whose slots the cache owns.
         skip_insert: Never store this request (set by a substituted match).
         session_id: Streaming session that the request belongs to.
-        num_inserted: Positions that earlier calls stored or found, for which no hit is counted again.
+        num_inserted: Positions that earlier calls for this request stored; no hit is counted there again.
         swa_indices: Slots of the sliding-window pool by position, -1 where there are none any more.
         swa_evicted_len: Positions below it have lost their own sliding-window slots.
     """
@@ -88,7 +88,7 @@ class CacheRequest:
         self.swa_indices = np.array(match.swa_indices, dtype=np.int64)
         self.handle = handle
         self.protected_len = 0 if match.owned else match.prefix_len
-        self.num_inserted = 0 if match.substituted else match.prefix_len
+        self.num_inserted = 0
         self.skip_insert = self.skip_insert or match.skip_insert
 
     def grow(self, kv_indices: SlotArray, swa_indices: SlotArray = NO_SLOTS) -> None:

@@ -28,8 +28,7 @@ from kvgraft.prefix.key import RadixKey, common_prefix_len
 from kvgraft.prefix.request import CacheRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
+    from kvgraft.prefix.key import KeyNamespace
     from kvgraft.types import TokenArray
 
 
@@ -47,7 +46,7 @@ class _Session:
     """What a session keeps between turns, and who uses it now."""
 
     token_ids: TokenArray
-    namespace: tuple[Hashable, Hashable, bool]
+    namespace: KeyNamespace
     kv_indices: SlotArray
     swa_indices: SlotArray
     swa_evicted_len: int

@@ -218,7 +218,7 @@ class SWARadixCache(BaseRadixCache[SWANode]):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
-        counted_len: int = 0,
+        counted_len: int | None = None,
         swa_indices: SlotArray | None = None,
         prev_prefix_len: int = 0,
         swa_evicted_len: int = 0,
@@ -240,7 +240,7 @@ class SWARadixCache(BaseRadixCache[SWANode]):
             kv_indices: Full-attention slot of each element; not read below `prev_prefix_len`.
             after: Handle of a stored prefix no longer than `prev_prefix_len`, behind which to start.
             priority: For the `priority` policy.
-            counted_len: Nodes up to here were counted as hit by the same request before.
+            counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
             swa_indices: Sliding-window slot of each element; not read below `max(prev_prefix_len, swa_evicted_len)`.
             prev_prefix_len: Positions whose slots the cache owns already, under the caller's lock.
             swa_evicted_len: Positions below it have no window slots to offer; whole pages.
@@ -256,6 +256,7 @@ class SWARadixCache(BaseRadixCache[SWANode]):
         start = self._insert_start(key, after, prev_prefix_len, swa_evicted_len)
         total_len = key.aligned_len(self._page_size)
         path, node = self._walk(key, start, total_len)
+        counted_len = start.end if counted_len is None else counted_len
         self._credit(start, path, total_len, priority, counted_len)
         freed, swa_freed = self._merge(path, slots, windows, prev_prefix_len, swa_evicted_len)
         prefix_len = node.end
@@ -264,7 +265,9 @@ class SWARadixCache(BaseRadixCache[SWANode]):
                 f"{prev_prefix_len} tokens are said to be stored, {prefix_len} are: lock the prefix"
             )
         if max(swa_evicted_len, prefix_len) < total_len:
-            node = self._add_tail(node, key, slots, windows, evicted=swa_evicted_len, priority=priority)
+            node = self._add_tail(
+                node, key, slots, windows, evicted=swa_evicted_len, priority=priority, counted_len=counted_len
+            )
         self._touch_windows(node)
         return SWAInsertResult(prefix_len, node.end, node, join_slots(freed), join_slots(swa_freed))
 
@@ -310,23 +313,33 @@ class SWARadixCache(BaseRadixCache[SWANode]):
         self._windows.add(node.window)
 
     def _add_tail(
-        self, parent: SWANode, key: RadixKey, slots: SlotArray, windows: SlotArray, *, evicted: int, priority: int
+        self,
+        parent: SWANode,
+        key: RadixKey,
+        slots: SlotArray,
+        windows: SlotArray,
+        *,
+        evicted: int,
+        priority: int,
+        counted_len: int,
     ) -> SWANode:
         """Add what is not stored: a tombstone up to `evicted` and a live leaf behind it."""
         total_len = key.aligned_len(self._page_size)
         if parent.end < evicted:
-            parent = self._add_node(parent, key, slots, evicted, priority)
-        leaf = self._add_node(parent, key, slots, total_len, priority)
+            parent = self._add_node(parent, key, slots, evicted, priority, hit_count=int(evicted > counted_len))
+        leaf = self._add_node(parent, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
         self._set_window(leaf, windows[leaf.start : leaf.end])
         if self._cap and len(leaf) > self._cap:
             self._divide(leaf, len(leaf) - self._cap)
         self._queue.add(leaf)
         return leaf
 
-    def _add_node(self, parent: SWANode, key: RadixKey, slots: SlotArray, stop: int, priority: int) -> SWANode:
+    def _add_node(
+        self, parent: SWANode, key: RadixKey, slots: SlotArray, stop: int, priority: int, *, hit_count: int
+    ) -> SWANode:
         if parent.queue_index >= 0:
             self._queue.remove(parent)
-        node = self._tree.add_leaf(parent, key, slots, parent.end, stop, priority=priority)
+        node = self._tree.add_leaf(parent, key, slots, parent.end, stop, priority=priority, hit_count=hit_count)
         self._evictable_size += len(node)
         if self._events is not None:
             self._events.stored(node, self._page_size)
@@ -483,10 +496,8 @@ class SWARadixCache(BaseRadixCache[SWANode]):
             self._evictable_size -= len(node)
             if self._events is not None:
                 self._events.removed(node)
-            last_access, reach = node.last_access, node.reach
             parent = self._tree.remove_leaf(node)
-            parent.last_access = max(parent.last_access, last_access)
-            parent.reach = max(parent.reach, reach)
+            parent.learn_from(node)
             if parent.children or parent.lock_ref:
                 return freed, swa_freed
             if parent.window is not None:

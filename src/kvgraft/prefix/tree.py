@@ -76,15 +76,35 @@ class RadixTree(Generic[Node]):
         return node.divide(length, self.now, self.page_size)
 
     def add_leaf(
-        self, parent: Node, key: RadixKey, kv_indices: SlotArray, start: int, stop: int, *, priority: int = 0
+        self,
+        parent: Node,
+        key: RadixKey,
+        kv_indices: SlotArray,
+        start: int,
+        stop: int,
+        *,
+        priority: int = 0,
+        hit_count: int = 0,
     ) -> Node:
         """Hang copies of elements `[start, stop)` of the key below `parent`, which ends at `start`."""
         tokens = bytes(key.slice_bytes(start, stop))
         edge: Hashable = tokens[: (self.page_size + key.is_bigram) * TOKEN_BYTES]
-        if parent is self.root:
-            edge = (key.namespace, edge)
-        slots = frozen_copy(kv_indices[start:stop])
-        leaf = self._node_class(parent.tree, parent, edge, tokens, slots, end=stop, now=self.now, priority=priority)
+        namespace = parent.namespace
+        if namespace is None:
+            namespace = key.namespace
+            edge = (namespace, edge)
+        leaf = self._node_class(
+            parent.tree,
+            parent,
+            edge,
+            tokens,
+            frozen_copy(kv_indices[start:stop]),
+            end=stop,
+            now=self.now,
+            priority=priority,
+            namespace=namespace,
+        )
+        leaf.hit_count = hit_count
         parent.children[edge] = leaf
         return leaf
 

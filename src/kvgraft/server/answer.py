@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 
 if TYPE_CHECKING:

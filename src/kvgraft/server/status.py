@@ -72,7 +72,10 @@ async def metrics(request: Request) -> Response:
     usage = snapshot.usage
     recorder.set_load(snapshot.num_running, snapshot.num_waiting)
     recorder.set_memory(
-        (usage.free, usage.request, usage.cached, usage.donor), snapshot.num_donors, snapshot.host_bytes
+        (usage.free, usage.request, usage.cached, usage.donor),
+        snapshot.num_donors,
+        snapshot.donor_tokens,
+        snapshot.host_bytes,
     )
     recorder.set_errors(snapshot.num_errors)
     return Response(recorder.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

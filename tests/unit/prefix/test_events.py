@@ -6,6 +6,7 @@ import hashlib
 import struct
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,83 @@ def test_replaying_the_events_gives_what_is_stored(page_size, hybrid):
                 known -= set(event.block_hashes)
         assert len(known) * page_size == cache.total_size
         cache.check()
+
+
+# cost
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_eviction_writes_each_hash_into_an_event_once(monkeypatch, hybrid):
+    """Neighbouring removals become one event without writing what it has so far again."""
+    written = []
+
+    @dataclass(frozen=True, slots=True)
+    class Counted(BlockRemoved):
+        def __post_init__(self):
+            written.append(len(self.block_hashes))
+
+    monkeypatch.setattr("kvgraft.prefix.events.BlockRemoved", Counted)
+    log = EventLog()
+    cache = SWARadixCache(1, sliding_window_size=4, events=log) if hybrid else RadixCache(1, events=log)
+    for first in range(300):
+        slots = np.arange(4 * first, 4 * first + 4)
+        cache.insert(RadixKey([first, 1, 2, 3]), slots, **({"swa_indices": slots} if hybrid else {}))
+    log.take()
+    for _ in range(300):
+        cache.evict(4)
+    (removed,) = log.take()
+    assert len(removed.block_hashes) == 4 * 300
+    assert sum(written) == 4 * 300
+
+
+def lines_run(function):
+    """Lines of Python that a call runs: work, counted without a clock."""
+    count, outer = 0, sys.gettrace()
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(outer)
+    return count
+
+
+@pytest.mark.parametrize("make", [lambda log: RadixCache(1, events=log), lambda log: RadixCache(1)])
+def test_a_long_chain_costs_its_length_with_events_as_without(make):
+    def run(num_nodes):
+        cache, handle = make(EventLog()), None
+        tokens = np.arange(num_nodes)
+        for end in range(1, num_nodes + 1):
+            handle = cache.insert(RadixKey(tokens[:end]), tokens[:end], after=handle).handle
+        cache.evict(num_nodes)
+        assert cache.total_size == 0
+
+    assert lines_run(lambda: run(400)) < 2.2 * lines_run(lambda: run(200))
+
+
+def test_rotating_salts_leave_nothing_behind():
+    """A tenant that never comes back costs nothing once its pages are gone and its events are fetched."""
+    cache, log = make_cache(2, key=b"secret")
+    known, most_entries = set(), 0
+    for turn in range(5_000):
+        put(cache, 1, 2, 3, 4, 5, 6, first_slot=6 * turn, cache_salt=f"tenant-{turn}", extra_key=turn)
+        if cache.total_size > 60:
+            cache.evict(cache.total_size - 60)
+        for event in log.take():
+            if isinstance(event, BlockStored):
+                known |= set(event.block_hashes)
+            else:
+                known -= set(event.block_hashes)
+        entries = sum(len(value) for value in vars(log).values() if isinstance(value, (dict, list, set)))
+        most_entries = max(most_entries, entries)
+    assert most_entries <= 2
+    assert len(known) == cache.total_size // 2 == 30
+    assert len(cache.root_handle.children) == 10
 
 
 # wire format

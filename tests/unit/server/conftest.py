@@ -114,6 +114,7 @@ class FakeEngine:
             usage=SlotUsage(60, 10, 20, 10, 100),
             window_usage=self.window_usage,
             num_donors=3,
+            donor_tokens=300,
             host_bytes=4,
             num_errors=5,
             num_preemptions=6,

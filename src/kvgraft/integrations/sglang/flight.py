@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.donors import computed_runs
+from kvgraft.reuse.lineage import computed_runs
 from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvgraft.donors.generations import ComputedRun
     from kvgraft.integrations.sglang.ranks import Span
     from kvgraft.integrations.sglang.reports import Attempt
+    from kvgraft.reuse.lineage import ComputedRun
     from kvgraft.types import Miss, Namespace
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvgraft.observability.prometheus import token_outcome
-from kvgraft.observability.report import token_kinds
+from kvgraft.reuse.metrics import token_kinds, token_outcome
 
 if TYPE_CHECKING:
     from kvgraft.types import GraftReport

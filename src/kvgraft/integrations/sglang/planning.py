@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.donors import plan_graft
-from kvgraft.graft.select import configured_policy
 from kvgraft.integrations.sglang.regions import loadable
+from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from kvgraft.integrations.sglang.texts import HostKV, TreeKV
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvgraft.observability.report import token_kinds
+from kvgraft.reuse.metrics import token_kinds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

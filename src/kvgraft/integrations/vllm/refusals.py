@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvgraft.graft.rope_probe import refused_rope_parameters
+from kvgraft.graft.rope_proof import refused_rope_parameters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

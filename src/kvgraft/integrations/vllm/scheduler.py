@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors import computed_runs
-from kvgraft.graft.select import configured_policy
 from kvgraft.graft.sparse_prefill import selection_context
 from kvgraft.integrations.vllm.donor_registry import DonorRegistry
 from kvgraft.integrations.vllm.lookup import Lookup, covered_head, covering
@@ -18,7 +16,9 @@ from kvgraft.integrations.vllm.namespaces import namespace_of
 from kvgraft.integrations.vllm.refusals import refused_request
 from kvgraft.integrations.vllm.request_state import Claim, RequestState
 from kvgraft.integrations.vllm.taint import taint_block_hashes
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.lineage import computed_runs
+from kvgraft.reuse.policy import configured_policy
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.rope_probe import TOLERANCE, find_rotations, relative_error
+from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, relative_error
 from kvgraft.integrations.vllm.sparse_pass import DecoderStack, RankModel
 from kvgraft.integrations.vllm.virtual_batch import BlockTable, Runs
 

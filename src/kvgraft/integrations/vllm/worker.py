@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.select import Observable, configured_policy
+from kvgraft.graft.select import Observable
 from kvgraft.integrations.vllm.donor_store import DonorStore
 from kvgraft.integrations.vllm.graft_job import GraftJob, read_block
 from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
@@ -19,6 +19,7 @@ from kvgraft.integrations.vllm.model_handle import ModelHandle
 from kvgraft.integrations.vllm.self_check import checked
 from kvgraft.integrations.vllm.sparse_pass import RankModel
 from kvgraft.integrations.vllm.virtual_batch import BlockTable
+from kvgraft.reuse.policy import configured_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
 
 
