@@ -21,6 +21,7 @@ _START_S = 900.0
 """A quiet machine takes half a minute, nearly all of it imports; a busy one took five."""
 _ANSWER_S = 900.0
 """Nothing here waits for a machine to be fast."""
+_ROUNDS = 10
 _OPTIONS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -107,7 +108,7 @@ class SGLangServer:
 
     def is_healthy(self):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30) as response:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=_ANSWER_S) as response:
                 return response.status == 200
         except (urllib.error.URLError, OSError):
             return False
@@ -115,6 +116,15 @@ class SGLangServer:
     def get(self, path):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=_ANSWER_S) as response:
             return response.read().decode()
+
+    def settle(self):
+        """Let the scheduler come to rest and look after its slots: each question takes it once round its loop."""
+        for _ in range(_ROUNDS):
+            self.get("/server_info")
+
+    def flush(self):
+        """Empty the cache as soon as nothing runs."""
+        return self.post_raw(f"/flush_cache?timeout={_ANSWER_S}")
 
     def post_raw(self, path, body=None):
         """Whether a POST succeeds."""

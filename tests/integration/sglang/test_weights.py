@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from models import VOCABULARY
@@ -88,8 +87,7 @@ def test_nothing_is_copied_between_new_weights_and_a_flush(server, references, l
     server.generate(document + ids(40), 1)  # SGLang's own hit on what the old weights computed
     _, answer = shifted(server, document, ids)
     assert answer["meta_info"]["cached_tokens"] == 0, "what attended to the old weights' K/V is no donor"
-    time.sleep(1)
-    assert server.post_raw("/flush_cache")
+    assert server.flush()
     server.generate(document, 1)
     prompt, answer = shifted(server, document, ids)
     assert answer["meta_info"]["cached_tokens"] == 300
@@ -137,7 +135,7 @@ def test_request_that_runs_while_weights_change(server, references, load, ids, m
 def test_released_memory_holds_no_donors(server, ids):
     document = ids(300)
     server.generate(document, 1)
-    time.sleep(1)
+    server.settle()
     assert server.post_raw("/release_memory_occupation", {})
     assert server.post_raw("/resume_memory_occupation", {})
     _, answer = shifted(server, document, ids)
