@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.base import (
+from kvgraft.prefix.base import PrefixCache
+from kvgraft.prefix.results import (
     NO_SLOTS,
     NOTHING_FREED,
     EvictResult,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
-    PrefixCache,
     PrefixHandle,
     SlotArray,
 )
-from kvgraft.prefix.swa_lifecycle import swa_frontier
+from kvgraft.prefix.swa.frontier import swa_frontier
 
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.request import CacheRequest
+    from kvgraft.prefix.request import RequestRow
 
 
 class _EmptyPrefix(PrefixHandle):
@@ -71,6 +71,7 @@ class ChunkCache(PrefixCache):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
+        counted_len: int | None = None,
     ) -> InsertResult:
         """Take nothing."""
         return InsertResult(0, 0, self._handle)
@@ -90,17 +91,10 @@ class ChunkCache(PrefixCache):
         self.inc_lock_ref(handle)
         return NOTHING_FREED
 
-    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
-        """Leave everything with the request."""
-        return NOTHING_FREED
-
-    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
-        """Return every slot of the request."""
-        swa_freed = req.swa_indices[req.swa_evicted_len :]
-        result = EvictResult(req.kv_indices, swa_freed)
-        req.kv_indices = req.swa_indices = NO_SLOTS
-        req.handle, req.protected_len, req.swa_evicted_len = None, 0, 0
-        return result
+    def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """The empty prefix has none."""
+        self.inc_lock_ref(handle)
+        return NO_SLOTS
 
     def reset(self) -> SlotArray:
         """Return nothing."""
@@ -119,7 +113,7 @@ class SWAChunkCache(ChunkCache):
             raise ConfigError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
         self.sliding_window_size = sliding_window_size
 
-    def advance_window(self, req: CacheRequest) -> EvictResult:
+    def advance_window(self, req: RequestRow) -> EvictResult:
         """Return window slots below the frontier. Complexity: O(tokens freed)."""
         frontier = swa_frontier(req.committed_len, self.sliding_window_size, self.page_size)
         start = req.swa_evicted_len

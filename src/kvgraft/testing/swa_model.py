@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvgraft.prefix import EvictResult, SlotArray
-    from kvgraft.prefix.swa_node import SWALock
+    from kvgraft.prefix.swa.node import SWALock
 
 Tokens = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from tests.unit.integrations.sglang.conftest import FakeRequest
 
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang.provider import SemanticSource, load_provider
-from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
 
 
 class Recall(SemanticPrefixProvider):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
 from kvgraft.prefix.key import TOKEN_BYTES
+from kvgraft.prefix.radix.node import RadixNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from kvgraft.prefix.base import SlotArray
-    from kvgraft.prefix.node import RadixNode
+    from kvgraft.prefix.results import SlotArray
+
+Node = TypeVar("Node", bound=RadixNode)
 
 
 def check_tree(
@@ -45,7 +47,7 @@ def check_tree(
     return evictable_size, sum(len(node) for node in nodes) - evictable_size
 
 
-def check_structure(root: RadixNode, page_size: int) -> list[RadixNode]:
+def check_structure(root: Node, page_size: int) -> list[Node]:
     """Verify links, edges, lengths and lock counts; returns the nodes without the root."""
     nodes = list(root.subtree())
     require(not len(root) and root.parent is None and root.end == 0, "the root is not empty")

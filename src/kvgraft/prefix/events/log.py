@@ -1,4 +1,4 @@
-"""KV events: which pages a cache stores and removes, for routers and indexes outside.
+"""Records which pages a cache stores and removes, for routers and indexes outside.
 
 A page is named by a hash that chains over all pages in front of it and is seeded with its namespace and, if given, a
 secret key, so that nobody without the key can test whether another tenant's text is cached.
@@ -8,60 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
+from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.prefix.key import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from kvgraft.prefix.node import RadixNode
+    from kvgraft.prefix.events.event import KVEvent
+    from kvgraft.prefix.key import KeyNamespace
+    from kvgraft.types import TokenArray
 
 DIGEST_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """Pages were stored, each continuing the one in front.
+class Pages(Protocol):
+    """What the log reads of a node, and the digests that it leaves there.
 
     Attributes:
-        block_hashes: One signed 64-bit hash per page.
-        parent_block_hash: Hash of the page in front of the first, None at the beginning of a sequence.
-        token_ids: Tokens of all pages.
-        block_size: Tokens per page.
-        lora_id: Adapter number, where the engine has one.
-        medium: Where the KV lies: `GPU`, `CPU_PINNED`, ...
-        cache_salt: The tenant's salt as text, if any.
-        session_id: Streaming session, if any.
-        lora_name: Adapter, if any.
+        tokens: int64 token ids as bytes; a bigram view has one token more than elements.
+        namespace: What must be equal besides the tokens; None for the root of a tree.
+        page_hashes: Digests of the pages, 32 bytes each; empty until the log has computed them.
     """
 
-    block_hashes: tuple[int, ...]
-    parent_block_hash: int | None
-    token_ids: tuple[int, ...]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    lora_name: str | None = None
+    tokens: bytes
+    namespace: KeyNamespace | None
+    page_hashes: bytes
 
+    @property
+    def parent(self) -> Pages | None:
+        """What lies in front."""
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """Pages are gone from `medium`."""
+    @property
+    def token_ids(self) -> TokenArray:
+        """The tokens as int64."""
 
-    block_hashes: tuple[int, ...]
-    medium: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
-    """Nothing is stored any more."""
-
-
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+    def __len__(self) -> int: ...
 
 
 class _StoredRun:
@@ -133,7 +117,7 @@ class EventLog:
         events, self._events = self._events, []
         return events
 
-    def stored(self, node: RadixNode, page_size: int, medium: str | None = None) -> None:
+    def stored(self, node: Pages, page_size: int, medium: str | None = None) -> None:
         """Record a new node, computing the hashes of its pages. Complexity: O(tokens of the node), one SHA-256 per page."""
         assert node.parent is not None, "the root is never recorded"
         assert node.namespace is not None, "only the root has no namespace"
@@ -153,7 +137,7 @@ class EventLog:
             )
         )
 
-    def removed(self, node: RadixNode, medium: str | None = None) -> None:
+    def removed(self, node: Pages, medium: str | None = None) -> None:
         """Record that a node goes. Complexity: O(pages of the node)."""
         medium = medium or self._medium
         run = self._open
@@ -180,7 +164,7 @@ class EventLog:
             self._events.append(self._open.close())
             self._open = None
 
-    def _chain(self, node: RadixNode, page_size: int, previous: bytes) -> bytes:
+    def _chain(self, node: Pages, page_size: int, previous: bytes) -> bytes:
         tokens = node.tokens
         overlap = len(tokens) // TOKEN_BYTES - len(node)
         step, width = page_size * TOKEN_BYTES, (page_size + overlap) * TOKEN_BYTES

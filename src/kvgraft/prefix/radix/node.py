@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from kvgraft.prefix.base import NO_SLOTS, PrefixHandle, SlotArray
+from kvgraft.prefix.eviction.queue import NOT_QUEUED
 from kvgraft.prefix.key import TOKEN_BYTES
+from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
     from kvgraft.prefix.key import KeyNamespace
     from kvgraft.types import TokenArray
-
-NOT_QUEUED = -1
-"""`queue_index` of what waits in no eviction queue."""
 
 
 class RadixNode(PrefixHandle):

@@ -7,11 +7,11 @@ import pytest
 
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import (
-    CacheRequest,
     ChunkCache,
     MatchPrefixParams,
     RadixCache,
     RadixKey,
+    RequestRow,
     StreamingSession,
     SWARadixCache,
 )
@@ -25,7 +25,7 @@ class Engine:
         self.running, self.hybrid = [], hybrid
 
     def begin(self, token_ids, session_id="s", **fields):
-        req = CacheRequest("r", np.asarray(token_ids), np.empty(0, np.int64), session_id=session_id, **fields)
+        req = RequestRow("r", np.asarray(token_ids), np.empty(0, np.int64), session_id=session_id, **fields)
         self.take_back(self.cache.begin_turn(req))
         self.running.append(req)
         self.check()
@@ -96,7 +96,7 @@ def test_the_first_lock_is_kept_between_turns_and_released_once():
 def test_match_gives_the_row_under_a_handle_whose_locks_do_nothing():
     engine = Engine()
     engine.turn([1, 2, 3, 4])
-    req = CacheRequest("r", np.array([1, 2, 3, 9]), np.empty(0, np.int64), session_id="s")
+    req = RequestRow("r", np.array([1, 2, 3, 9]), np.empty(0, np.int64), session_id="s")
     match = engine.cache.match_prefix(MatchPrefixParams(req.key(4), req))
     assert match.prefix_len == 3
     engine.cache.inc_lock_ref(match.handle)
@@ -142,6 +142,18 @@ def test_an_abort_before_the_start_keeps_the_session():
     engine.end(req, engine.cache.cancel_turn)
     assert engine.cache.session_held_tokens == 3
     assert engine.begin([1, 2, 3, 4]).committed_len == 3
+
+
+def test_a_cancelled_turn_that_departed_leaves_nothing_of_its_own_under_the_tokens_of_the_session():
+    """Slots that it took behind its point of departure hold other text, or nothing at all yet."""
+    engine = Engine()
+    engine.turn([1, 2, 3, 4, 5, 6])
+    req = engine.begin([1, 2, 3, 9, 9, 9, 9, 9])
+    engine.compute(req)
+    engine.end(req, engine.cache.cancel_turn)
+    assert engine.cache.session_held_tokens == 3
+    again = engine.begin([1, 2, 3, 4, 5, 6, 7])
+    assert again.committed_len == 3
 
 
 def test_closing_while_a_turn_runs_ends_the_session_with_the_turn():

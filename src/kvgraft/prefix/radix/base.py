@@ -1,4 +1,4 @@
-"""The exact prefix cache: a radix tree from token prefixes to KV slots, in which a match costs its own length."""
+"""What radix caches share: lookup, insert, locks and eviction over one tree. A match costs its own length."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.base import (
+from kvgraft.prefix.base import PrefixCache
+from kvgraft.prefix.eviction.policies import EvictionPolicy, make_eviction_policy
+from kvgraft.prefix.eviction.queue import EvictionQueue
+from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.radix.invariants import check_tree
+from kvgraft.prefix.radix.node import RadixNode
+from kvgraft.prefix.radix.tree import RadixTree
+from kvgraft.prefix.results import (
     NO_SLOTS,
     NOTHING_FREED,
     EvictResult,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
-    PrefixCache,
     PrefixHandle,
     SlotArray,
     as_slots,
 )
-from kvgraft.prefix.eviction import EvictionPolicy, EvictionQueue, make_eviction_policy
-from kvgraft.prefix.invariants import check_tree
-from kvgraft.prefix.key import RadixKey
-from kvgraft.prefix.lifecycle import store_finished, store_unfinished
-from kvgraft.prefix.node import RadixNode
-from kvgraft.prefix.semantic_prefix import SemanticFallback, SemanticPrefixProvider, SlotCopier
-from kvgraft.prefix.tree import RadixTree
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.events import EventLog
-    from kvgraft.prefix.request import CacheRequest
+    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.prefix.lifecycle import StoredRow
+    from kvgraft.prefix.request import RequestRow
 
 Node = TypeVar("Node", bound=RadixNode)
 
@@ -83,7 +83,6 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         self._events = events
         self._disabled = disabled
         self._simulated = simulated
-        self._semantic: SemanticFallback | None = None
 
     @classmethod
     def create_simulated(cls, page_size: int = 1, **options: object) -> Self:
@@ -125,20 +124,14 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
     def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
         """Find the longest stored prefix in whole pages and mark it as used now.
 
-        Splits the node in which the match ends, so that the handle covers exactly what was matched. On a miss on
-        behalf of a request the semantic provider is asked, if one is set.
+        Splits the node in which the match ends, so that the handle covers exactly what was matched.
 
         Complexity: O(matched tokens) at the speed of `memcmp`, plus O(nodes on the path).
         """
-        if isinstance(params, RadixKey):
-            return self._match_prefix_exact(params)
-        result = self._match_prefix_exact(params.key)
-        if self._semantic is None or params.req is None or result.prefix_len or result.host_hit_len:
-            return result
-        return self._semantic.on_miss(self, params.key, params.req.rid, result)
+        return self._match_prefix_exact(params if isinstance(params, RadixKey) else params.key)
 
     def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
-        """Match without ever asking the semantic provider."""
+        """Match by the key alone."""
         if self._disabled:
             return MatchResult([], 0, self._tree.root)
         path, node = self._walk(key, self._tree.root, key.aligned_len(self._page_size))
@@ -247,20 +240,6 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if self._events is not None:
             self._events.stored(leaf, self._page_size)
         return leaf
-
-    def split_prompt(self, handle: PrefixHandle, req: CacheRequest) -> None:
-        """Cut the last node of a finished request at the end of its prompt, whose part gets one more priority.
-
-        Outputs are seldom asked for again, so they can then be evicted without the prompt.
-        """
-        node = self._tree.resolve(handle)
-        if req.prompt_len is None:
-            return
-        boundary = req.prompt_len - req.is_bigram
-        boundary -= boundary % self._page_size
-        if node.start < boundary < node.end:
-            upper = self._divide(node, boundary - node.start)
-            upper.priority = max(upper.priority, req.priority) + 1
 
     # locks
 
@@ -373,24 +352,6 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             self._events.cleared()
         return freed
 
-    # requests
-
-    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
-        """Store what `req` has computed so far; see `lifecycle.store_unfinished`."""
-        return store_unfinished(self, req)
-
-    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
-        """Store what `req` has computed, release it and return what the caller frees.
-
-        The semantic provider hears of it unless nothing was inserted.
-        """
-        announce = self._semantic is not None and is_insert and not req.skip_insert and not self._disabled
-        token_ids = req.token_ids[: req.committed_len]
-        result = store_finished(self, req, is_insert=is_insert)
-        if announce and self._semantic is not None:
-            self._semantic.on_cached(req.rid, token_ids)
-        return result
-
     def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
         """Slots of positions `[start, end)` of a stored prefix. Complexity: O(slots + nodes that hold them).
 
@@ -399,40 +360,21 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         """
         return self._tree.path_slots(self._tree.resolve(handle), start)
 
-    # semantic fallback
+    # requests
 
-    @property
-    def semantic(self) -> SemanticFallback | None:
-        """The active semantic fallback with its counters, or None."""
-        return self._semantic
+    def end_prompt(self, stored: StoredRow, req: RequestRow) -> None:
+        """Cut the last node of a finished request at the end of its prompt, whose part gets one more priority.
 
-    @property
-    def _semantic_provider(self) -> SemanticPrefixProvider | None:
-        return None if self._semantic is None else self._semantic.provider
-
-    def set_semantic_provider(
-        self,
-        provider: SemanticPrefixProvider | None,
-        *,
-        copy_slots: SlotCopier | None = None,
-        deadline_s: float | None = None,
-    ) -> None:
-        """Ask `provider` where an exact lookup on behalf of a request finds nothing; None asks nobody any more.
-
-        Args:
-            provider: Its `on_init` is called once, here.
-            copy_slots: Copies the KV of given slots into new ones and returns those, or None if there is no room. A
-                hit then hands out slots that the caller owns. Without it a hit refers to the donor's slots, read-only
-                and under the donor's lock.
-            deadline_s: Seconds that a call may take; a call that raises or takes longer is a counted miss. None calls
-                directly and lets exceptions through.
+        Outputs are seldom asked for again, so they can then be evicted without the prompt.
         """
-        if self._semantic is not None:
-            self._semantic.close()
-        self._semantic = None
-        if provider is not None:
-            self._semantic = SemanticFallback(provider, copy_slots=copy_slots, deadline_s=deadline_s)
-            provider.on_init()
+        node = self._tree.resolve(stored.handle)
+        if req.prompt_len is None:
+            return
+        boundary = req.prompt_len - req.is_bigram
+        boundary -= boundary % self._page_size
+        if node.start < boundary < node.end:
+            upper = self._divide(node, boundary - node.start)
+            upper.priority = max(upper.priority, req.priority) + 1
 
     # invariants
 
@@ -449,21 +391,3 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if sizes != (self._evictable_size, self._protected_size):
             counted = (self._evictable_size, self._protected_size)
             raise CorruptCacheError(f"evictable and protected tokens are {sizes}, counted as {counted}")
-
-
-class RadixCache(BaseRadixCache[RadixNode]):
-    """A radix tree on one pool of slots; namespaces part at the root's children. Not thread-safe."""
-
-    _node_class = RadixNode
-
-    def evict(self, num_tokens: int, *, trim: bool = False) -> EvictResult:
-        """Drop unlocked leaves in the order of the policy until `num_tokens` are freed or nothing unlocked is left.
-
-        Args:
-            num_tokens: Tokens to free.
-            trim: Cut the last leaf, so that no page is dropped beyond what is asked for; otherwise nodes go whole,
-                which is cheaper and leaves fewer fragments.
-
-        Complexity: O(log n) per dropped node plus O(tokens freed), with `trim` O(tokens of the last leaf) more.
-        """
-        return self._evict_leaves(num_tokens, trim=trim)

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.base import FidelitySpan, MatchResult, PrefixHandle, SlotArray
 from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.results import FidelitySpan, MatchResult, PrefixHandle, SlotArray
 from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
 
-    from kvgraft.prefix.radix import BaseRadixCache
+    from kvgraft.prefix.results import EvictResult
     from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,23 @@ class SubstitutedMatchResult(MatchResult):
         self.source_id = source_id
 
 
+class DonorCache(Protocol):
+    """What the fallback asks of a cache whose prefixes may stand in for others."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
+        """Match by the key alone."""
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
+        """Keep a prefix from eviction."""
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Give back a lock."""
+
+
 class SemanticFallback:
     """Turns a provider's proposal into a sound match of one cache.
 
@@ -132,7 +149,7 @@ class SemanticFallback:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def on_miss(self, cache: BaseRadixCache[Any], key: RadixKey, rid: str, miss: MatchResult) -> MatchResult:
+    def on_miss(self, cache: DonorCache, key: RadixKey, rid: str, miss: MatchResult) -> MatchResult:
         """Ask the provider; returns a substituted match, or `miss`."""
         token_ids = self._handed_out(key.token_ids)
         proposal = self._call(lambda: self.provider.on_prefix_miss(rid=rid, token_ids=token_ids))
@@ -158,7 +175,7 @@ class SemanticFallback:
 
     def _realise(
         self,
-        cache: BaseRadixCache[Any],
+        cache: DonorCache,
         key: RadixKey,
         proposal: SemanticPrefixResult,
         miss: MatchResult,
@@ -186,7 +203,7 @@ class SemanticFallback:
         source_id = proposal.source_id
         return SubstitutedMatchResult([slots], length, handle, owned=owned, spans=spans, source_id=source_id)
 
-    def _copy(self, cache: BaseRadixCache[Any], handle: PrefixHandle, slots: SlotArray) -> SlotArray | None:
+    def _copy(self, cache: DonorCache, handle: PrefixHandle, slots: SlotArray) -> SlotArray | None:
         """Let the owner copy; the donor is locked meanwhile, because making room may evict."""
         assert self._copy_slots is not None
         lock = cache.inc_lock_ref(handle)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.base import NO_SLOTS, PrefixHandle, SlotArray
 from kvgraft.prefix.key import TOKEN_BYTES, common_prefix_len
-from kvgraft.prefix.node import RadixNode, frozen_copy
+from kvgraft.prefix.radix.node import RadixNode, frozen_copy
+from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -8,28 +8,24 @@ a lookup. What a session holds is in no other hands: `session_held_tokens` is pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.base import (
+from kvgraft.prefix.base import PrefixCache
+from kvgraft.prefix.key import RadixKey, common_prefix_len
+from kvgraft.prefix.request import RequestRow
+from kvgraft.prefix.results import (
     NO_SLOTS,
     NOTHING_FREED,
     EvictResult,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
-    PrefixCache,
     PrefixHandle,
     SlotArray,
+    join_results,
 )
-from kvgraft.prefix.key import RadixKey, common_prefix_len
-from kvgraft.prefix.request import CacheRequest
-
-if TYPE_CHECKING:
-    from kvgraft.prefix.key import KeyNamespace
-    from kvgraft.types import TokenArray
 
 
 class SessionHandle(PrefixHandle):
@@ -43,15 +39,15 @@ class SessionHandle(PrefixHandle):
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What a session keeps between turns, and who uses it now."""
+    """A session: row and lock between turns, and who uses them now.
 
-    token_ids: TokenArray
-    namespace: KeyNamespace
-    kv_indices: SlotArray
-    swa_indices: SlotArray
-    swa_evicted_len: int
-    lock: PrefixHandle | None
-    protected_len: int
+    Attributes:
+        held: What the session holds; while a turn runs, nothing but the tokens that the turn began with.
+        in_use: Whether a turn runs.
+        closing: Whether the session ends with that turn.
+    """
+
+    held: RequestRow
     in_use: bool = False
     closing: bool = False
 
@@ -90,13 +86,12 @@ class StreamingSession(PrefixCache):
     @property
     def session_held_tokens(self) -> int:
         """Slots that idle sessions own besides what the cache owns."""
-        return sum(len(s.kv_indices) - s.protected_len for s in self._sessions.values() if not s.in_use)
+        return sum(len(s.held.own_slots(s.held.protected_len).freed) for s in self._idle())
 
     @property
     def session_held_swa_tokens(self) -> int:
         """Sliding-window slots that idle sessions own."""
-        idle = [s for s in self._sessions.values() if not s.in_use and len(s.swa_indices)]
-        return sum(len(s.swa_indices) - max(s.protected_len, s.swa_evicted_len) for s in idle)
+        return sum(len(s.held.own_slots(s.held.protected_len).swa_freed) for s in self._idle())
 
     def supports_streaming_session(self) -> bool:
         """Whether sessions are kept: yes."""
@@ -112,11 +107,11 @@ class StreamingSession(PrefixCache):
         if session_id is None or session is None or session.in_use or isinstance(params, RadixKey):
             return self.inner.match_prefix(params)
         length = self._shared_len(session, params.key)
-        if length < session.protected_len:
+        if length < session.held.protected_len:
             return self.inner.match_prefix(params)
-        return MatchResult([session.kv_indices[:length].copy()], length, SessionHandle(session_id))
+        return MatchResult([session.held.kv_indices[:length].copy()], length, SessionHandle(session_id))
 
-    def begin_turn(self, req: CacheRequest) -> EvictResult:
+    def begin_turn(self, req: RequestRow) -> EvictResult:
         """Let `req` start from its session or, without one, from a match in the wrapped cache.
 
         Locks what it starts from, sets the row, and returns what the session held behind the point of departure.
@@ -130,26 +125,17 @@ class StreamingSession(PrefixCache):
         if session.in_use:
             raise ConfigError(f"session {req.session_id!r} has a turn running; finish or abort it first")
         length = self._shared_len(session, req.key(max(len(req.token_ids) - 1, 0)))
-        if length < session.protected_len:
+        if length < session.held.protected_len:
             freed = self.close_session(req.session_id or "")
-            return _together(freed, self._begin_fresh(req))
-        return self._continue(session, req, length)
+            return join_results(freed, self._begin_fresh(req))
+        session.in_use = True
+        session.held.token_ids = session.held.token_ids[:length]
+        return req.take_over(session.held, length)
 
-    def _begin_fresh(self, req: CacheRequest) -> EvictResult:
+    def _begin_fresh(self, req: RequestRow) -> EvictResult:
         match = self.inner.match_prefix(MatchPrefixParams(req.key(max(len(req.token_ids) - 1, 0)), req))
         req.adopt(match, self.inner.inc_lock_ref(match.handle))
         return NOTHING_FREED
-
-    def _continue(self, session: _Session, req: CacheRequest, length: int) -> EvictResult:
-        own_swa = max(length, session.swa_evicted_len)
-        freed = EvictResult(session.kv_indices[length:].copy(), session.swa_indices[own_swa:].copy())
-        req.kv_indices = session.kv_indices[:length].copy()
-        req.swa_indices = session.swa_indices[:length].copy()
-        req.swa_evicted_len = min(session.swa_evicted_len, length)
-        req.handle, req.protected_len = session.lock, session.protected_len
-        req.num_inserted = session.protected_len
-        session.in_use = True
-        return freed
 
     def insert(
         self,
@@ -158,9 +144,10 @@ class StreamingSession(PrefixCache):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
+        counted_len: int | None = None,
     ) -> InsertResult:
         """As the wrapped cache."""
-        return self.inner.insert(key, kv_indices, after=after, priority=priority)
+        return self.inner.insert(key, kv_indices, after=after, priority=priority, counted_len=counted_len)
 
     def evict(self, num_tokens: int) -> EvictResult:
         """As the wrapped cache; what sessions hold stays."""
@@ -174,11 +161,15 @@ class StreamingSession(PrefixCache):
         """As the wrapped cache; a session's handle holds no lock."""
         return NOTHING_FREED if isinstance(handle, SessionHandle) else self.inner.dec_lock_ref(handle)
 
-    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
+    def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """As the wrapped cache."""
+        return self.inner.path_slots(handle, start)
+
+    def cache_unfinished_req(self, req: RequestRow) -> EvictResult:
         """As the wrapped cache: chunks of a turn are shared like any others."""
         return self.inner.cache_unfinished_req(req)
 
-    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
+    def cache_finished_req(self, req: RequestRow, *, is_insert: bool = True) -> EvictResult:
         """Keep row and lock of a turn for the next one; an abort (`is_insert=False`) ends the session and frees all."""
         if req.session_id is None:
             return self.inner.cache_finished_req(req, is_insert=is_insert)
@@ -186,20 +177,18 @@ class StreamingSession(PrefixCache):
         if not is_insert or req.skip_insert or (session is not None and session.closing):
             self._sessions.pop(req.session_id, None)
             return self.inner.cache_finished_req(req, is_insert=is_insert)
-        self._sessions[req.session_id] = _Session(
-            token_ids=req.token_ids[: req.committed_len].copy(),
-            namespace=req.key().namespace,
-            kv_indices=req.kv_indices,
-            swa_indices=req.swa_indices,
-            swa_evicted_len=req.swa_evicted_len,
-            lock=req.handle,
-            protected_len=req.protected_len,
+        held = RequestRow(
+            req.session_id,
+            req.token_ids[: req.committed_len].copy(),
+            NO_SLOTS,
+            extra_key=req.extra_key,
+            cache_salt=req.cache_salt,
+            is_bigram=req.is_bigram,
         )
-        req.kv_indices = req.swa_indices = NO_SLOTS
-        req.handle, req.protected_len, req.swa_evicted_len = None, 0, 0
-        return NOTHING_FREED
+        self._sessions[req.session_id] = _Session(held)
+        return held.take_over(req, req.committed_len)
 
-    def cancel_turn(self, req: CacheRequest) -> EvictResult:
+    def cancel_turn(self, req: RequestRow) -> EvictResult:
         """Undo `begin_turn` of a turn that has computed nothing; the session keeps what it held.
 
         Returns what the turn owned beyond the session, which is nothing unless it grew its row.
@@ -207,16 +196,9 @@ class StreamingSession(PrefixCache):
         session = None if req.session_id is None else self._sessions.get(req.session_id)
         if session is None or not session.in_use or session.closing:
             return self.cache_finished_req(req, is_insert=False)
-        kept = min(len(session.kv_indices), req.committed_len)
-        freed = EvictResult(req.kv_indices[kept:], req.swa_indices[kept:])
-        session.kv_indices, session.swa_indices = req.kv_indices[:kept], req.swa_indices[:kept]
-        session.token_ids = session.token_ids[:kept]
-        session.lock, session.protected_len = req.handle, req.protected_len
-        session.swa_evicted_len = min(req.swa_evicted_len, kept)
-        session.in_use = False
-        req.kv_indices = req.swa_indices = NO_SLOTS
-        req.handle, req.protected_len, req.swa_evicted_len = None, 0, 0
-        return freed
+        held, session.in_use = session.held, False
+        held.token_ids = held.token_ids[: req.committed_len]
+        return held.take_over(req, len(held.token_ids))
 
     def close_session(self, session_id: str) -> EvictResult:
         """End a session and return what it owned; while a turn runs, it ends with that turn. Unknown ones are ended."""
@@ -227,14 +209,11 @@ class StreamingSession(PrefixCache):
             session.closing = True
             return NOTHING_FREED
         del self._sessions[session_id]
-        own_swa = max(session.protected_len, session.swa_evicted_len)
-        freed = EvictResult(session.kv_indices[session.protected_len :], session.swa_indices[own_swa:])
-        late = NOTHING_FREED if session.lock is None else self.inner.dec_lock_ref(session.lock)
-        return _together(freed, late)
+        return self.inner.cache_finished_req(session.held, is_insert=False)
 
     def reset(self) -> SlotArray:
         """Forget everything, idle sessions included; turns that run keep their rows."""
-        held = [s.kv_indices[s.protected_len :] for s in self._sessions.values() if not s.in_use]
+        held = [s.held.own_slots(s.held.protected_len).freed for s in self._idle()]
         self._sessions.clear()
         return np.concatenate([self.inner.reset(), *held])
 
@@ -242,9 +221,12 @@ class StreamingSession(PrefixCache):
         """Verify the wrapped cache."""
         self.inner.check()
 
+    def _idle(self) -> list[_Session]:
+        return [session for session in self._sessions.values() if not session.in_use]
+
     def _session_id(self, params: MatchPrefixParams | RadixKey) -> str | None:
         req = None if isinstance(params, RadixKey) else params.req
-        return req.session_id if isinstance(req, CacheRequest) else None
+        return req.session_id if isinstance(req, RequestRow) else None
 
     @staticmethod
     def _shared_len(session: _Session, key: RadixKey) -> int:
@@ -252,12 +234,9 @@ class StreamingSession(PrefixCache):
 
         It cannot in another namespace, nor in the middle of a row whose windows have moved on.
         """
-        if session.namespace != key.namespace:
+        held = session.held
+        if held.key().namespace != key.namespace:
             return -1
-        length = min(common_prefix_len(session.token_ids, key.token_ids), len(key))
-        windows = session.swa_indices[:length]
-        return -1 if length < len(session.kv_indices) and bool((windows < 0).any()) else length
-
-
-def _together(first: EvictResult, second: EvictResult) -> EvictResult:
-    return EvictResult(np.concatenate([first.freed, second.freed]), np.concatenate([first.swa_freed, second.swa_freed]))
+        length = min(common_prefix_len(held.token_ids, key.token_ids), len(key))
+        windows = held.swa_indices[:length]
+        return -1 if length < len(held.kv_indices) and bool((windows < 0).any()) else length

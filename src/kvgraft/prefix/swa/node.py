@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.prefix.base import PrefixHandle, SlotArray
-from kvgraft.prefix.node import NOT_QUEUED, RadixNode, frozen_copy
+from kvgraft.prefix.eviction.queue import NOT_QUEUED
+from kvgraft.prefix.radix.node import RadixNode, frozen_copy
+from kvgraft.prefix.results import PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
     from typing import Self

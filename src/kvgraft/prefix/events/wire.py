@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import IntegrationError
-from kvgraft.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

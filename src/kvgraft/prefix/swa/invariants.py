@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.prefix.invariants import require, require_owned, require_unique
+from kvgraft.prefix.radix.invariants import require, require_owned, require_unique
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from kvgraft.prefix.swa_node import SWANode, Window
+    from kvgraft.prefix.swa.node import SWANode, Window
 
 
 def check_hybrid_tree(root: SWANode, queued: Set[Window], *, unique_slots: bool = True) -> tuple[int, int]:

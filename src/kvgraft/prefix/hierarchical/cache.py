@@ -10,146 +10,43 @@ through `TierTransfer`, and a transfer that fails leaves the tree as it was.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.base import NO_SLOTS, EvictResult, InsertResult, MatchResult, PrefixHandle, SlotArray, join_slots
-from kvgraft.prefix.eviction import EvictionPolicy, EvictionQueue
-from kvgraft.prefix.invariants import check_structure, require, require_owned, require_unique
-from kvgraft.prefix.node import RadixNode, frozen_copy
-from kvgraft.prefix.radix import BaseRadixCache
+from kvgraft.prefix.eviction.queue import EvictionQueue
+from kvgraft.prefix.hierarchical.invariants import check_tiered_tree
+from kvgraft.prefix.hierarchical.node import HierNode
+from kvgraft.prefix.hierarchical.transfer import (
+    HOST_MEDIUM,
+    WRITE_POLICIES,
+    LoadBack,
+    LoadBackResult,
+    TieredMatchResult,
+    TierTransfer,
+)
+from kvgraft.prefix.radix.cache import SemanticRadixCache
+from kvgraft.prefix.radix.node import frozen_copy
+from kvgraft.prefix.results import (
+    NO_SLOTS,
+    EvictResult,
+    InsertResult,
+    MatchResult,
+    PrefixHandle,
+    SlotArray,
+    join_slots,
+)
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from kvgraft.prefix.events import EventLog
+    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.prefix.eviction.policies import EvictionPolicy
     from kvgraft.prefix.key import RadixKey
 
 logger = logging.getLogger(__name__)
 
-HOST_MEDIUM = "CPU_PINNED"
 
-WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1, "write_through_selective": 2}
-"""Hits after which a node is copied to the host, its first insert included; None copies it when it leaves the device."""
-
-
-class TierTransfer(Protocol):
-    """What the owner of both pools does for the cache. On failure it keeps nothing allocated."""
-
-    def backup(self, kv_indices: SlotArray) -> SlotArray | None:
-        """Copy device slots to new host slots and return those; None if there is no room on the host."""
-
-    def load(self, host_indices: SlotArray) -> SlotArray | None:
-        """Copy host slots to new device slots and return those; None if there is no room on the device."""
-
-    def free_host(self, host_indices: SlotArray) -> None:
-        """Take back host slots."""
-
-
-class HierNode(RadixNode):
-    """A node of a two-tier tree.
-
-    Attributes:
-        length: Elements of the node, in whichever tier.
-        host_indices: Read-only host slots, one per element; empty without a copy.
-        host_locks: Load-backs that read the copy.
-        device_children: Children whose KV lies on the device.
-    """
-
-    __slots__ = ("device_children", "host_indices", "host_locks", "length")
-
-    def __init__(self, *args: object, **fields: object) -> None:
-        super().__init__(*args, **fields)  # type: ignore[arg-type]
-        self.length = len(self.kv_indices)
-        self.host_indices = NO_SLOTS
-        self.host_locks = 0
-        self.device_children = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the KV lies on the device."""
-        return len(self.kv_indices) > 0
-
-    @property
-    def on_host(self) -> bool:
-        """Whether there is a copy on the host."""
-        return len(self.host_indices) > 0
-
-    def divide(self, length: int, now: int, page_size: int) -> Self:
-        """Cut as any node, in both tiers."""
-        upper = super().divide(length, now, page_size)
-        upper.length, self.length = length, self.length - length
-        upper.host_locks = self.host_locks
-        upper.device_children = int(self.on_device)
-        if self.on_host:
-            upper.host_indices = frozen_copy(self.host_indices[:length])
-            self.host_indices = frozen_copy(self.host_indices[length:])
-        return upper
-
-    def detach(self) -> None:
-        """Let a dropped node hold nothing."""
-        super().detach()
-        self.host_indices = NO_SLOTS
-        self.length = 0
-
-
-class TieredMatchResult(MatchResult):
-    """A match of a device part and, behind it, a host part."""
-
-    __slots__ = ("_host_handle", "host_hit_len")
-
-    def __init__(self, parts: list[SlotArray], device: HierNode, host: HierNode) -> None:
-        super().__init__(parts, device.end, device)
-        self._host_handle = host
-        self.host_hit_len = host.end - device.end
-
-    @property
-    def host_handle(self) -> PrefixHandle:
-        """Where the host part ends."""
-        return self._host_handle
-
-
-@dataclass(slots=True, eq=False)
-class LoadBack:
-    """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort.
-
-    Attributes:
-        host_indices: Host slots to copy to the device.
-        start: First position of the host part.
-        node: Where it ends.
-        lock: Lock on the device part in front.
-        done: Whether it was committed or aborted.
-    """
-
-    host_indices: SlotArray
-    start: int
-    node: HierNode
-    lock: PrefixHandle
-    done: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadBackResult:
-    """The prefix after a load-back.
-
-    Attributes:
-        handle: The prefix that lies on the device now.
-        prefix_len: Its length.
-        freed: Device slots that were not needed, because another request brought the same KV meanwhile.
-    """
-
-    handle: PrefixHandle
-    prefix_len: int
-    freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
-
-
-class HierarchicalRadixCache(BaseRadixCache[HierNode]):
+class HierarchicalRadixCache(SemanticRadixCache[HierNode]):
     """A radix cache whose evicted prefixes live on in host memory. Not thread-safe.
 
     Invariants (verified by `check`), besides those of a radix tree:
@@ -515,39 +412,9 @@ class HierarchicalRadixCache(BaseRadixCache[HierNode]):
         Raises:
             CorruptCacheError: The first one that does not hold.
         """
-        root = self._tree.root
-        check_structure(root, self._page_size)
-        nodes = list(root.subtree())[1:]
         self._queue.check()
         self._host_queue.check()
-        for node in nodes:
-            _check_tiers(node, root)
-        require_unique([node.kv_indices for node in nodes if node.on_device])
-        require_unique([node.host_indices for node in nodes if node.on_host])
-        device = {node for node in nodes if node.on_device and not node.device_children and not node.lock_ref}
-        require(device == set(self._queue), "the device queue does not hold exactly the unlocked device leaves")
-        host = {node for node in nodes if not node.on_device and not node.children and not node.host_locks}
-        require(host == set(self._host_queue), "the host queue does not hold exactly the unread host leaves")
-        self._check_sizes(nodes)
-
-    def _check_sizes(self, nodes: list[HierNode]) -> None:
-        evictable = sum(len(node) for node in nodes if node.on_device and not node.lock_ref)
-        protected = sum(len(node) for node in nodes if node.on_device and node.lock_ref)
-        host_size = sum(len(node) for node in nodes if node.on_host)
+        sizes = check_tiered_tree(self._tree.root, self._page_size, set(self._queue), set(self._host_queue))
         counted = (self._evictable_size, self._protected_size, self._host_size)
-        found = (evictable, protected, host_size)
-        require(found == counted, f"evictable, protected and host tokens are {found}, counted as {counted}")
-
-
-def _check_tiers(node: HierNode, root: HierNode) -> None:
-    require(node.on_device or node.on_host, "a node lies in no tier")
-    require(len(node.kv_indices) in (0, len(node)), "a node has not one device slot per token")
-    require(len(node.host_indices) in (0, len(node)), "a node has not one host slot per token")
-    parent = node.parent or root
-    require(parent is root or not node.on_device or parent.on_device, "a node hangs on the device alone")
-    require(node.device_children == sum(child.on_device for child in node.children.values()), "device children differ")
-    require(node.on_device or not node.lock_ref, "a node on the host only is locked")
-    require(node.host_locks >= 0, "host_locks is negative")
-    for array in (node.kv_indices, node.host_indices):
-        if len(array):
-            require_owned(array)
+        if sizes != counted:
+            raise CorruptCacheError(f"evictable, protected and host tokens are {sizes}, counted as {counted}")

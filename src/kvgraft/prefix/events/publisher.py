@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.prefix.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch
+from kvgraft.prefix.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-    from kvgraft.prefix.events import KVEvent
+    from kvgraft.prefix.events.event import KVEvent
 
 logger = logging.getLogger(__name__)
 
