@@ -125,12 +125,16 @@ def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
     assert rows[0]["flop_bound"] > 1
 
 
-def test_demo_json_compares_the_modes(capsys, model_dir):
+def test_demo_json_compares_the_modes(capsys, model_dir, monkeypatch):
+    monkeypatch.setattr("kvgraft.demo.session._LIBRARY_PASSAGES", 3)  # of 24 passages, 3 requests share none
     code, out, _ = run(capsys, "demo", "--model", model_dir, "--requests", "3", "--documents", "2", "--json")
     modes = {mode["name"]: mode for mode in json.loads(out)["modes"]}
     assert code == 0
     assert modes["off"]["reused_tokens"] == 0
-    assert modes["graft"]["reused_tokens"] >= modes["exact"]["reused_tokens"]
+    none = modes["graft, none recomputed"]
+    assert none["reused_tokens"] > modes["graft"]["reused_tokens"] > modes["exact"]["reused_tokens"]
+    assert modes["graft"]["recomputed_tokens"] > none["recomputed_tokens"] == 0
+    assert none["agreement"]["mean_kl"] > 1e-6
     assert modes["graft"]["agreement"]["requests"] == 3
 
 
