@@ -125,6 +125,16 @@ def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
     assert rows[0]["flop_bound"] > 1
 
 
+def test_bench_ttft_of_a_model_that_grafts_nothing_is_an_error(capsys, tmp_path, monkeypatch):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    tiny_model("llama", rope_parameters=rope).save_pretrained(tmp_path)
+    monkeypatch.setenv("KVGRAFT_REUSE", "exact")
+    code, out, err = run(capsys, "bench", "ttft", "--model", str(tmp_path), "--lengths", "400", "--repeat", "1")
+    assert (code, out) == (2, "")
+    assert "nothing was grafted of a document of 200 tokens" in err
+    assert "dynamic" in err
+
+
 def test_demo_json_compares_the_modes(capsys, model_dir, monkeypatch):
     monkeypatch.setattr("kvgraft.demo.session._LIBRARY_PASSAGES", 3)  # of 24 passages, 3 requests share none
     code, out, _ = run(capsys, "demo", "--model", model_dir, "--requests", "3", "--documents", "2", "--json")
