@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraft.errors import ConfigError, ModelError
+from kvgraft.config.setting import quoted
+from kvgraft.errors import ConfigError, ModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,6 +98,10 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 def _resolve(name: str) -> str:
     from kvgraft.models import BUNDLED_MODEL, bundled_model_path
 
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ConfigError(
+            f"{quoted(name)} names no model; give a Hugging Face directory, a hub id or {BUNDLED_MODEL!r}"
+        )
     if name == BUNDLED_MODEL:
         return str(bundled_model_path())
     path = Path(name)
@@ -145,7 +150,6 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
 
 
 def _load_failure(name: str, error: Exception) -> str:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"cannot load model {name}: {first_line[:200].rstrip('.')}; check the directory or hub id, or try 'graft-tiny'"
+        f"cannot load model {name}: {one_line(error).rstrip('.')}; check the directory or hub id, or try 'graft-tiny'"
     )

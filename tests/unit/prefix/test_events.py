@@ -19,8 +19,8 @@ from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 msgspec = pytest.importorskip("msgspec")
 zmq = pytest.importorskip("zmq")
 
-from kvgraft.prefix.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber  # noqa: E402
-from kvgraft.prefix.wire import EventBatch, decode_batch, encode_batch  # noqa: E402
+from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber  # noqa: E402
+from kvgraft.prefix.events.wire import EventBatch, decode_batch, encode_batch  # noqa: E402
 
 
 def make_cache(page_size=1, **options):
@@ -158,7 +158,7 @@ def test_eviction_writes_each_hash_into_an_event_once(monkeypatch, hybrid):
         def __post_init__(self):
             written.append(len(self.block_hashes))
 
-    monkeypatch.setattr("kvgraft.prefix.events.BlockRemoved", Counted)
+    monkeypatch.setattr("kvgraft.prefix.events.log.BlockRemoved", Counted)
     log = EventLog()
     cache = SWARadixCache(1, sliding_window_size=4, events=log) if hybrid else RadixCache(1, events=log)
     for first in range(300):

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix.base import NO_SLOTS
-from kvgraft.prefix.eviction import EvictionQueue, make_eviction_policy
-from kvgraft.prefix.node import NOT_QUEUED, RadixNode
+from kvgraft.prefix.eviction.policies import make_eviction_policy
+from kvgraft.prefix.eviction.queue import NOT_QUEUED, EvictionQueue
+from kvgraft.prefix.radix.node import RadixNode
+from kvgraft.prefix.results import NO_SLOTS
 
 
 def make_node(last_access):

@@ -10,10 +10,10 @@ import pytest
 
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import (
-    CacheRequest,
     MatchPrefixParams,
     RadixCache,
     RadixKey,
+    RequestRow,
     SemanticPrefixProvider,
     SemanticPrefixResult,
 )
@@ -46,7 +46,7 @@ def propose(token_ids=DONOR, **fields):
 
 
 def make_request(rid="r1", token_ids=QUERY, num_slots=0, **fields):
-    return CacheRequest(rid, np.array(token_ids), np.arange(100, 100 + num_slots), **fields)
+    return RequestRow(rid, np.array(token_ids), np.arange(100, 100 + num_slots), **fields)
 
 
 def make_cache(provider=None, page_size=1, *, extra_key=None, **options):
@@ -186,7 +186,7 @@ def test_18_exceptions_reach_the_caller_without_a_deadline():
 @pytest.mark.parametrize(("source_id", "expected"), [("doc-7", 1), ("", 0)])
 def test_19_20_a_named_source_is_logged_an_unnamed_one_is_not(caplog, source_id, expected):
     cache = make_cache(Provider(propose(source_id=source_id)))
-    with caplog.at_level(logging.DEBUG, "kvgraft.prefix.semantic_prefix"):
+    with caplog.at_level(logging.DEBUG, "kvgraft.prefix.semantic"):
         ask(cache)
     records = [record for record in caplog.records if "semantic hit" in record.message]
     assert len(records) == expected

@@ -1,7 +1,7 @@
 """Attach a `SemanticPrefixProvider`: on a miss it may name a stored prompt whose K/V stand in. Off unless configured.
 
 What it proposes is copied into slots of the request like any other donor's K/V, at the same positions, is reported as
-`substituted` and never published. Source of the contract: `kvgraft.prefix.semantic_prefix`.
+`substituted` and never published. Source of the contract: `kvgraft.prefix.semantic`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvgraft.donors import Donor
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang.ranks import Span
 from kvgraft.integrations.sglang.texts import Origin, TreeKV, TreeText
-from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.types import DonorId, Fidelity
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class SemanticSource:
         assert isinstance(kv, TreeKV)
         length = min(end, donor.num_tokens, proposal.num_cached_tokens or donor.num_tokens)
         length = min(length, self._tree.resident(kv.text, length).length) // self._page_size * self._page_size
-        return (Span(0, length, donor, 0, Fidelity.SUBSTITUTED),) if length else ()
+        return (Span(0, length, donor, 0, fidelity=Fidelity.SUBSTITUTED),) if length else ()
 
     def cached(self, rid: str, tokens: array[int]) -> None:
         """Tell the provider what a finished request has stored."""
