@@ -101,8 +101,8 @@ def _run_round(llm: LLM, document: TokenArray, beginning: TokenArray, other: Tok
     _first_token(llm, document, ReuseMode.OFF)
     graft = _first_token(llm, prompt, ReuseMode.GRAFT)
     if not graft.report.shifted_tokens:
-        miss = graft.report.miss
-        why = llm.graft_refusal or (miss and f"{miss.reason.value} {miss.detail}".strip()) or "all was recomputed"
+        missed = graft.report.miss
+        why = llm.graft_refusal or (f"{missed.reason.value} {missed.detail}" if missed else "all was recomputed")
         raise ConfigError(
             f"nothing was grafted of a document of {len(document)} tokens ({why}); choose another --model or selection"
         )

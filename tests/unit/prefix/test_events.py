@@ -415,11 +415,15 @@ def test_a_subscriber_gets_what_a_cache_publishes(endpoints):
 
 def test_a_late_subscriber_is_told_what_it_missed(endpoints):
     publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], endpoints[1], buffer_steps=3))
-    for index in range(5):
-        publisher.publish([BlockRemoved((index,))])
+    early = ZmqEventSubscriber(endpoints[0])
+    sent = join(publisher, early)[-1].events[0].block_hashes[0] + 1
+    for number in range(sent, sent + 5):
+        publisher.publish([BlockRemoved((number,))])
+    receive(early, 5)
     subscriber = ZmqEventSubscriber(endpoints[0], replay_endpoint=endpoints[1])
-    numbers = [batch.events[0].block_hashes[0] for batch in join(publisher, subscriber, first=5)]
+    numbers = [batch.events[0].block_hashes[0] for batch in join(publisher, subscriber, first=sent + 5)]
     publisher.close()
+    early.close()
     subscriber.close()
     # The three newest were kept when it asked, the one that told it of a gap among them.
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
