@@ -6,7 +6,7 @@ defaults.
 
 from kvgraft.config.engine import EngineConfig
 from kvgraft.config.server import ServerConfig
-from kvgraft.config.setting import rule_of
+from kvgraft.config.setting import quoted, rule_of
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.config.sources import Resolved, file_errors, resolve
 from kvgraft.config.table import default_text, grouped_settings, settings_table, table_of
@@ -21,6 +21,7 @@ __all__ = [
     "default_text",
     "file_errors",
     "grouped_settings",
+    "quoted",
     "resolve",
     "rule_of",
     "settings_table",
