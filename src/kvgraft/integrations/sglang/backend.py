@@ -23,7 +23,7 @@ from kvgraft.integrations.sglang.reports import Metrics, NoMetrics, RequestLog
 from kvgraft.integrations.sglang.reuse import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
-from kvgraft.integrations.sglang.versions import drift, installed_version
+from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +50,11 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
         ConfigError: A setting is wrong.
     """
     config = SGLangConfig.resolve()
-    problems = [*drift(), *_missing_hooks()]
+    problems = [*drift(), *missing_hooks()]
     if problems:
         raise IntegrationError(f"SGLang {installed_version()} has changed: {'; '.join(problems)}")
+    for remark in _remarks():
+        logger.warning("kvgraft: %s", remark)
     reason = refused_server(ctx) or _refused_provider(ctx, config)
     rope: Sequence[RopeSpec] = ()
     if reason is None:
@@ -99,16 +101,10 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     return cache
 
 
-def _missing_hooks() -> list[str]:
-    """SGLang only logs a hook that it cannot apply; each applied one leaves a trace."""
-    from sglang.srt.managers.scheduler import Scheduler
-
-    names = ("get_prefill_adder_class", "get_output_streamer_class")
-    return [
-        f"the hook on Scheduler.{name} was not applied"
-        for name in names
-        if not hasattr(getattr(Scheduler, name), "__wrapped__")
-    ]
+def _remarks() -> list[str]:
+    found = installed_version() or ""
+    patch = untested_patch(found)
+    return [*SGLangConfig.remarks(), *([] if patch is None else [f"SGLang {found} is {patch}"])]
 
 
 def _refused_provider(ctx: Any, config: SGLangConfig) -> str | None:  # noqa: ANN401

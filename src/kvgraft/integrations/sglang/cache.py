@@ -31,7 +31,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def __init__(self, params: Any) -> None:  # noqa: ANN401 - SGLang's CacheInitParams
         self.reuse: RequestReuse | None = None
         self._freed_by_eviction: list[Tensor] = []
-        self._rid_of_row: dict[int, str] = {}
+        self._req_of_row: dict[int, Any] = {}
         super().__init__(params)
 
     def attach(self, reuse: RequestReuse) -> None:
@@ -48,7 +48,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         exact_len = exact.device_prefix_len
         if key.limit is None:
             # The scheduler sorts its queue; it matches again, with a limit, before it admits a request.
-            promised = self.reuse.promised(req.rid, exact_len)
+            promised = self.reuse.promised(req, exact_len)
         else:
             promised = self.reuse.promise(req, key.token_ids, len(key), exact_len)
         if not promised:
@@ -69,7 +69,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def prefix_device_indices(self, req: Any) -> Tensor:  # noqa: ANN401 - SGLang's Req
         """Slots of the exact prefix, then those that were loaded behind it."""
-        private = [] if self.reuse is None else self.reuse.private_slots(req.rid)
+        private = [] if self.reuse is None else self.reuse.private_slots(req)
         if not private:
             indices: Tensor = super().prefix_device_indices(req)
             return indices
@@ -77,7 +77,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
         """Tokens to compute from `position` until the next region; None up to the end."""
-        return None if self.reuse is None else self.reuse.next_gap(req.rid, position)
+        return None if self.reuse is None else self.reuse.next_gap(req, position)
 
     def load_between_chunks(self, req: Any, room: int) -> None:  # noqa: ANN401
         """Load the regions at which `req`, between two chunks, has arrived, into its row."""
@@ -101,7 +101,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if super().claim_kv_row(req):
             return True
         if self.reuse is not None and req.kv.holds_kv:
-            self._rid_of_row[req.kv.req_pool_idx] = req.rid
+            self._req_of_row[req.kv.req_pool_idx] = req
             if req.finished() and type(req.finished_reason).__name__ != "FINISH_ABORT":
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
                 self.reuse.adopt_computed(req, row, req.last_node)
@@ -109,15 +109,15 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:  # noqa: ANN401
         """Free a row's ranges, but for those that the tree took over."""
-        rid = self._rid_of_row.get(kv.req_pool_idx)
-        if self.reuse is not None and rid is not None:
-            ranges = subtract(ranges, self.reuse.adopted(rid))
+        req = self._req_of_row.get(kv.req_pool_idx)
+        if self.reuse is not None and req is not None:
+            ranges = subtract(ranges, self.reuse.adopted(req))
         super().free_kv_row(kv, ranges)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:  # noqa: ANN401
         """The row is freed."""
         super().on_release(req, checkpointed=checkpointed)
-        self._rid_of_row.pop(req.kv.req_pool_idx, None)
+        self._req_of_row.pop(req.kv.req_pool_idx, None)
         if self.reuse is not None:
             self.reuse.landed(req)
 
@@ -125,7 +125,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """A request was aborted, in the queue or on its way."""
         super().release_aborted_request(handle)
         if self.reuse is not None:
-            self.reuse.aborted(handle.rid)
+            self.reuse.aborted(handle)
 
     # Eviction
 

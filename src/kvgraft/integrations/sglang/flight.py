@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.sglang.ranks import Span
+    from kvgraft.integrations.sglang.reports import Attempt
     from kvgraft.reuse.lineage import ComputedRun
     from kvgraft.types import Miss, Namespace
 
@@ -31,9 +32,9 @@ class Flight:
     """State of a request from its first match to its release; a retracted request starts a new one.
 
     Attributes:
-        rid: SGLang's name of the request.
-        attempt: How often it was retracted before.
+        rid: SGLang's name of the request; clients choose it.
         namespace: Whose donors it may use and who may use its text.
+        attempts: What became of it before each retraction so far.
         num_tokens: Length of the prompt, with output that was generated before a retraction.
         exact_len: Tokens that the exact prefix gave when it was matched last.
         end: Positions from it on are computed.
@@ -49,7 +50,7 @@ class Flight:
 
     rid: str
     namespace: Namespace
-    attempt: int = 0
+    attempts: tuple[Attempt, ...] = ()
     num_tokens: int = 0
     exact_len: int = 0
     end: int = 0
@@ -60,7 +61,6 @@ class Flight:
     registered_len: int = 0
     adopted: list[tuple[int, int]] = field(default_factory=list)
     miss: Miss | None = None
-    recomputed: int = 0
     num_steps: int = 1
     lookup_ms: float = 0.0
     graft_ms: float = 0.0

@@ -33,13 +33,13 @@ class ReusePlan:
     Attributes:
         regions: Sorted, disjoint, whole pages behind the exact prefix.
         miss: Why there are none, or None.
-        recomputed: Reused tokens that the selection policy had computed again.
+        recomputed: By region, tokens in front of it that the selection policy had computed again.
         lookup_ms: Time that it took.
     """
 
     regions: tuple[Match, ...] = ()
     miss: Miss | None = None
-    recomputed: int = 0
+    recomputed: tuple[int, ...] = ()
     lookup_ms: float = 0.0
 
 
@@ -84,7 +84,7 @@ class ReusePlanner:
             return ReusePlan(miss=Miss(MissReason.NO_DONORS))
         if self._seconds_per_token * end > self._deadline_s:
             self._seconds_per_token *= _RATE_MEMORY  # one slow lookup must not end all that follow
-            return ReusePlan(miss=Miss(MissReason.NOT_WORTH_IT, f"a lookup in {end} tokens would miss its deadline"))
+            return ReusePlan(miss=Miss(MissReason.DEADLINE, f"a lookup in {end} tokens would take too long"))
         started = time.perf_counter()
         token_ids = np.frombuffer(tokens[:end], np.int64)
         matches = self._library.find(namespace, token_ids, exact_len)
@@ -107,4 +107,4 @@ class ReusePlanner:
         planned = plan_graft(end + 1, exact_len, regions, self._costs, min_run=self._min_run)
         if isinstance(planned, Miss):
             return ReusePlan(miss=planned)
-        return ReusePlan(planned.spans, None, recomputed)
+        return ReusePlan(planned.spans, None, tuple(recomputed[span.target_start] for span in planned.spans))

@@ -77,7 +77,7 @@ class SemanticSource:
         assert isinstance(kv, TreeKV)
         length = min(end, donor.num_tokens, proposal.num_cached_tokens or donor.num_tokens)
         length = min(length, self._tree.resident(kv.text, length).length) // self._page_size * self._page_size
-        return (Span(0, length, donor, 0, Fidelity.SUBSTITUTED),) if length else ()
+        return (Span(0, length, donor, 0, fidelity=Fidelity.SUBSTITUTED),) if length else ()
 
     def cached(self, rid: str, tokens: array[int]) -> None:
         """Tell the provider what a finished request has stored."""

@@ -80,4 +80,4 @@ class Publisher:
 
 
 def _origin(flight: Flight) -> Origin:
-    return Origin(flight.rid, flight.attempt)
+    return Origin(flight.rid, len(flight.attempts))

@@ -7,7 +7,7 @@ with a digest of the tokens that it copies. A rank on which the donor is another
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor
 
 _KEEP, _REPLACE = 0, 1
-_FIELDS = 5
+_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +33,7 @@ class Span:
         length: Number of tokens.
         donor: Where they come from; None if this rank does not know the donor that rank 0 chose.
         donor_start: Index of the first token in the donor.
+        recomputed: Tokens in front of it that the donor had and that the selection policy has computed again.
         fidelity: `shifted`, or `substituted` if a semantic provider chose the donor.
     """
 
@@ -40,6 +41,7 @@ class Span:
     length: int
     donor: Donor | None
     donor_start: int
+    recomputed: int = 0
     fidelity: Fidelity = Fidelity.SHIFTED
 
     @property
@@ -50,7 +52,7 @@ class Span:
     def behind(self, position: int) -> Span:
         """Return the part at or behind `position`, which lies in the span."""
         cut = position - self.start
-        return Span(position, self.length - cut, self.donor, self.donor_start + cut, self.fidelity)
+        return replace(self, start=position, length=self.length - cut, donor_start=self.donor_start + cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,21 @@ class TensorParallelRanks:
             assert span.donor is not None
             assert span.fidelity is Fidelity.SHIFTED, "only catalogued donors can be sent"
             digest = _digest(span.donor, span.donor_start, span.length)
-            numbers += [span.start, span.length, span.donor.donor_id, span.donor_start, digest]
+            numbers += [span.start, span.length, span.donor.donor_id, span.donor_start, span.recomputed, digest]
         return numbers
 
     def _decoded(self, numbers: list[int]) -> Decision:
         if numbers[0] == _KEEP:
             return Decision(None)
         rows = [numbers[first : first + _FIELDS] for first in range(1, len(numbers), _FIELDS)]
-        return Decision(tuple(self._span(*row) for row in rows))
+        return Decision(tuple(self._span(row) for row in rows))
 
-    def _span(self, start: int, length: int, donor_id: int, donor_start: int, digest: int) -> Span:
+    def _span(self, numbers: list[int]) -> Span:
+        start, length, donor_id, donor_start, recomputed, digest = numbers
         donor = self._donor_of(DonorId(donor_id))
         if donor is not None and _digest(donor, donor_start, length) != digest:
             donor = None
-        return Span(start, length, donor, donor_start)
+        return Span(start, length, donor, donor_start, recomputed)
 
 
 def _digest(donor: Donor, start: int, length: int) -> int:

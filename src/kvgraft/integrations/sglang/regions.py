@@ -12,14 +12,12 @@ from kvgraft.types import Match
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from kvgraft.graft.select import SelectionPolicy
 
 
 def loadable(
     matches: Sequence[Match], *, start: int, end: int, page_size: int, policy: SelectionPolicy, min_run: int
-) -> tuple[list[Match], int]:
+) -> tuple[list[Match], dict[int, int]]:
     """Cut `matches` to regions that can be loaded as whole pages.
 
     A token that the policy wants computed again becomes part of the gap in front of the next region, because SGLang
@@ -34,14 +32,19 @@ def loadable(
         min_run: Regions that become shorter are dropped.
 
     Returns:
-        The regions, sorted and disjoint, and how many reused tokens the policy had computed again.
+        The regions, sorted and disjoint, and by the start of each how many tokens of its run, in front of it, the policy had
+        computed again.
 
     Complexity: O(tokens matched).
     """
     clipped = [part for match in matches if (part := cut(match, start, end)) is not None]
-    kept, recomputed = _without_recomputed(clipped, end, policy)
-    aligned = (_aligned(region, page_size) for region in kept)
-    return [region for region in aligned if region is not None and region.length >= min_run], recomputed
+    regions, recomputed = [], {}
+    for part, in_front in _kept(clipped, end, policy):
+        region = _aligned(part, page_size)
+        if region is not None and region.length >= min_run:
+            regions.append(region)
+            recomputed[region.target_start] = in_front
+    return regions, recomputed
 
 
 def cut(match: Match, start: int, end: int) -> Match | None:
@@ -57,24 +60,21 @@ def _aligned(match: Match, page_size: int) -> Match | None:
     return cut(match, -(-match.target_start // page_size) * page_size, match.target_end // page_size * page_size)
 
 
-def _without_recomputed(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> tuple[list[Match], int]:
+def _kept(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> Iterator[tuple[Match, int]]:
+    """Yield what the policy leaves of `matches`, and how many tokens of the same match it takes in front of each."""
     if not matches:
-        return [], 0
+        return
     reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in matches])
     distance = np.concatenate([np.arange(match.length) for match in matches])
     live = np.setdiff1d(np.arange(num_tokens), reused, assume_unique=True)
     step = next(policy.steps(SelectionContext(num_tokens, reused, distance, live)))
-    if not len(step.positions):
-        return matches, 0
     keep = np.ones(num_tokens, np.bool_)
     keep[step.positions] = False
-    return [part for match in matches for part in _kept_parts(match, keep)], len(step.positions)
-
-
-def _kept_parts(match: Match, keep: NDArray[np.bool_]) -> Iterator[Match]:
-    window = keep[match.target_start : match.target_end]
-    edges = np.flatnonzero(np.diff(window, prepend=False, append=False))
-    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        part = cut(match, match.target_start + first, match.target_start + last)
-        if part is not None:
-            yield part
+    for match in matches:
+        position = match.target_start
+        edges = np.flatnonzero(np.diff(keep[match.target_start : match.target_end], prepend=False, append=False))
+        for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            part = cut(match, match.target_start + first, match.target_start + last)
+            if part is not None:
+                yield part, part.target_start - position
+                position = part.target_end

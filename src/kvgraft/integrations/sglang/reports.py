@@ -1,32 +1,32 @@
-"""What becomes of every request: a `GraftReport` per attempt, for the log, a file, the response and the metrics."""
+"""What becomes of every request: one report, and one per attempt, for log, file, response and metrics."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from kvgraft.integrations.sglang.texts import HostKV, TreeKV
 from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgraft.integrations.sglang.flight import Flight, LoadedSpan
 
 logger = logging.getLogger(__name__)
-
-_MAX_PENDING = 4096
-"""Reports of requests whose response never comes (a client that left) are forgotten beyond this number."""
 
 
 class Metrics(Protocol):
     """Takes counts; `SGLangMetrics` gives them to SGLang's Prometheus endpoint."""
 
     def count_report(self, report: GraftReport) -> None:
-        """One attempt of a request."""
+        """One request that ended."""
 
     def count_error(self, stage: str) -> None:
         """A lookup, copy or registration failed and became a miss."""
@@ -52,11 +52,10 @@ class RequestLog:
     """
 
     def __init__(self, metrics: Metrics, path: str = "", *, is_first_rank: bool = True) -> None:
-        self._metrics = metrics
         self._path = Path(path) if path and is_first_rank else None
         self._is_first_rank = is_first_rank
-        self._attempts: dict[str, list[dict[str, object]]] = {}
-        self._pending: OrderedDict[str, dict[str, object]] = OrderedDict()
+        self._pending: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
+        self.metrics = metrics
         self.num_errors = 0
 
     @property
@@ -64,17 +63,15 @@ class RequestLog:
         """Whether a response waits for its report."""
         return bool(self._pending)
 
-    def finished(self, flight: Flight, policy: str, output_tokens: int) -> None:
+    def finished(self, req: Any, flight: Flight, policy: str) -> None:  # noqa: ANN401 - SGLang's Req
         """A request has its answer."""
-        self._end(flight, policy, "finished", output_tokens)
+        entry = self._ended(flight, policy, "finished", len(req.output_ids))
+        if self._is_first_rank:
+            self._pending[req] = entry
 
     def aborted(self, flight: Flight, policy: str) -> None:
         """A request ended without an answer."""
-        self._end(flight, policy, "aborted", 0)
-
-    def retracted(self, flight: Flight, policy: str) -> None:
-        """A request lost its slots and will be planned anew."""
-        self._attempts.setdefault(flight.rid, []).append(self._attempt(flight, policy))
+        self._ended(flight, policy, "aborted", 0)
 
     def failed(self, stage: str, rid: str, error: Exception) -> Miss:
         """Log and count an exception that was caught; returns the miss that it becomes."""
@@ -82,42 +79,31 @@ class RequestLog:
         self.count_error(stage)
         return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
 
-    def num_attempts(self, rid: str) -> int:
-        """Return how often a request has been retracted so far."""
-        return len(self._attempts.get(rid, ()))
-
     def count_error(self, stage: str) -> None:
         """Count something that went wrong and became a miss."""
         self.num_errors += 1
-        self._metrics.count_error(stage)
+        self.metrics.count_error(stage)
 
-    def take(self, rid: str) -> dict[str, object] | None:
+    def take(self, req: Any) -> dict[str, object] | None:  # noqa: ANN401 - SGLang's Req
         """Return a request's report once, for its response."""
-        return self._pending.pop(rid, None)
+        return self._pending.pop(req, None)
 
-    def _end(self, flight: Flight, policy: str, outcome: str, output_tokens: int) -> None:
-        attempts = [*self._attempts.pop(flight.rid, []), self._attempt(flight, policy)]
+    def _ended(self, flight: Flight, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
+        attempts = [*flight.attempts, Attempt.of(flight, policy)]
+        report = least_exact([attempt.report for attempt in attempts])
         entry: dict[str, object] = {
             "request_id": flight.rid,
             "time": time.time(),
             "outcome": outcome,
             "output_tokens": output_tokens,
-            "attempts": attempts,
+            "report": report_as_dict(report),
+            "attempts": [attempt.as_dict() for attempt in attempts],
         }
-        if not self._is_first_rank:
-            return
-        self._tell(flight, outcome)
-        if outcome == "finished":
-            self._pending[flight.rid] = entry
-            if len(self._pending) > _MAX_PENDING:
-                self._pending.popitem(last=False)
-        self._write(entry)
-
-    def _attempt(self, flight: Flight, policy: str) -> dict[str, object]:
-        report = graft_report(flight, policy)
-        self._metrics.count_report(report)
-        sources = [_source(item) for item in flight.loaded]
-        return {**report_as_dict(report), "sources": sources, "prefill_steps": flight.num_steps}
+        if self._is_first_rank:
+            self.metrics.count_report(report)
+            self._tell(flight, outcome)
+            self._write(entry)
+        return entry
 
     def _tell(self, flight: Flight, outcome: str) -> None:
         level = logging.INFO if flight.loaded else logging.DEBUG
@@ -147,6 +133,29 @@ class RequestLog:
             self._path = None
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What became of a request up to its end or to a retraction."""
+
+    report: GraftReport
+    sources: tuple[dict[str, object], ...]
+    prefill_steps: int
+
+    @classmethod
+    def of(cls, flight: Flight, policy: str) -> Attempt:
+        """Sum up where a request stands."""
+        return cls(graft_report(flight, policy), tuple(map(_source, flight.loaded)), flight.num_steps)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it in types that JSON has."""
+        return {**report_as_dict(self.report), "sources": list(self.sources), "prefill_steps": self.prefill_steps}
+
+
+def least_exact(reports: Sequence[GraftReport]) -> GraftReport:
+    """Return the report of a request that was retracted: its answer rests on every attempt, so the worst one speaks."""
+    return max(reports, key=lambda report: (report.shifted_tokens + report.substituted_tokens, -report.exact_tokens))
+
+
 def graft_report(flight: Flight, policy: str) -> GraftReport:
     """Sum a request's prefill up."""
     by_class = dict.fromkeys(Fidelity, 0)
@@ -160,7 +169,7 @@ def graft_report(flight: Flight, policy: str) -> GraftReport:
         exact_tokens=flight.exact_len,
         shifted_tokens=by_class[Fidelity.SHIFTED],
         substituted_tokens=by_class[Fidelity.SUBSTITUTED],
-        recomputed_tokens=flight.recomputed,
+        recomputed_tokens=sum(item.span.recomputed for item in flight.loaded),
         computed_tokens=max(0, flight.num_tokens - flight.exact_len - flight.loaded_len),
         spans=tuple(_span_report(item) for item in flight.loaded),
         policy=policy,

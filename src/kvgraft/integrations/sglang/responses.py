@@ -28,7 +28,7 @@ def reporting(streamer_class: type[Any]) -> type[Any]:
             """Return one list per request: its report, or nothing."""
             fields: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
             log = _log(self.tree_cache)
-            reports = [None if log is None else log.take(req.rid) for req in reqs]
+            reports = [None if log is None else log.take(req) for req in reqs]
             return {**fields, "kvgraft": [[] if report is None else [report] for report in reports]}
 
     return ReportingOutputStreamer

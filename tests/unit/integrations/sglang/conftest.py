@@ -18,7 +18,7 @@ from kvgraft.integrations.sglang.loading import Loader
 from kvgraft.integrations.sglang.planning import ReusePlanner
 from kvgraft.integrations.sglang.publishing import Publisher
 from kvgraft.integrations.sglang.ranks import OneRank
-from kvgraft.integrations.sglang.reports import NoMetrics, RequestLog
+from kvgraft.integrations.sglang.reports import RequestLog
 from kvgraft.integrations.sglang.reuse import RequestReuse
 from kvgraft.integrations.sglang.tree import Resident
 
@@ -89,7 +89,7 @@ class FakeTree:
         self.free_slots += slots[keep:]
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeRequest:
     """The fields of SGLang's `Req` that the integration reads or sets."""
 
@@ -99,6 +99,7 @@ class FakeRequest:
     cache_salt: str | None = None
     lora_id: str | None = None
     output_ids: array = field(default_factory=lambda: array("q"))
+    cache_request_handle: SimpleNamespace = field(default_factory=SimpleNamespace)
     session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
     skip_radix_cache_insert: bool = False
     prefix_len: int = 0
@@ -120,6 +121,19 @@ class FakeRequest:
         return self.owned
 
 
+class CountedReports:
+    """Metrics that keep what they are told."""
+
+    def __init__(self):
+        self.reports, self.errors = [], []
+
+    def count_report(self, report):
+        self.reports.append(report)
+
+    def count_error(self, stage):
+        self.errors.append(stage)
+
+
 class World:
     """All parts of one scheduler's reuse on fakes."""
 
@@ -136,7 +150,7 @@ class World:
         self.planner = ReusePlanner(
             self.library, self.config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), page_size
         )
-        self.log = RequestLog(NoMetrics(), str(tmp_path / "reports.jsonl"))
+        self.log = RequestLog(CountedReports(), str(tmp_path / "reports.jsonl"))
         ranks = OneRank()
         self.reuse = RequestReuse(
             library=self.library,

@@ -52,7 +52,7 @@ def test_first_k_is_part_of_the_plan(make_world, make_tokens):
     world.publish("donor", document)
     found = plan(world, document[:80] + make_tokens(5), selection="first_k", first_k=10)
     assert spans(found) == [(10, 70)]
-    assert found.recomputed == 10
+    assert found.recomputed == (10,)
 
 
 def test_lookup_that_would_miss_its_deadline_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
@@ -65,8 +65,7 @@ def test_lookup_that_would_miss_its_deadline_is_not_begun_and_is_tried_again_lat
     first = planner.plan(namespace, prompt, 0, 200)
     assert first.regions, "the first lookup measures"
     second = planner.plan(namespace, prompt, 0, 200)
-    assert second.miss.reason is MissReason.NOT_WORTH_IT
-    assert "deadline" in second.miss.detail
+    assert second.miss.reason is MissReason.DEADLINE
     assert any(planner.plan(namespace, prompt, 0, 200).regions for _ in range(200))
 
 
@@ -82,6 +81,31 @@ def test_settings_come_from_file_then_environment(tmp_path):
     path.write_text('{"min_run": 32, "selection": "first_k", "host_bytes": "2GiB"}')
     config = SGLangConfig.resolve({"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64", "OTHER": "1"})
     assert (config.min_run, config.selection, config.host_bytes) == (64, "first_k", 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("environ", "remark"),
+    [
+        ({"KVGRAFT_MIN_RUN": "32", "OTHER": "1"}, None),
+        (
+            {"KVGRAFT_MIN_RUNS": "32"},
+            "KVGRAFT_MIN_RUNS is ignored: unknown setting 'min_runs'; did you mean 'min_run'?",
+        ),
+        ({"kvgraft_min_run": "32"}, "kvgraft_min_run is ignored: did you mean KVGRAFT_MIN_RUN?"),
+        ({"KVGRAFT_LOAD": "sync"}, "KVGRAFT_LOAD is ignored: unknown setting 'load'"),
+    ],
+)
+def test_variables_that_nobody_reads_are_told(environ, remark):
+    SGLangConfig.resolve(environ)
+    remarks = SGLangConfig.remarks(environ)
+    assert [line.startswith(remark) for line in remarks] == [True] if remark else remarks == []
+
+
+def test_setting_of_file_and_environment_is_told(tmp_path):
+    path = tmp_path / "kvgraft.json"
+    path.write_text('{"min_run": 32, "host_bytes": "2GiB"}')
+    environ = {"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64"}
+    assert SGLangConfig.remarks(environ) == [f"KVGRAFT_MIN_RUN=64 is taken instead of min_run in {path}"]
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def test_stand_in_is_copied_and_called_substituted(make_world, make_tokens):
     assert req.skip_radix_cache_insert
     req.is_finished, req.owned = True, 40
     world.reuse.adopt_computed(req, None, None)
-    assert world.reuse.adopted("query") == []
+    assert world.reuse.adopted(req) == []
     world.reuse.landed(req)
-    attempt = world.log.take("query")["attempts"][0]
+    attempt = world.log.take(req)["attempts"][0]
     assert (attempt["substituted_tokens"], attempt["shifted_tokens"]) == (39, 0)
     assert attempt["spans"][0]["fidelity"] == "substituted"
     world.conserved(private=39)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from array import array
 
 import numpy as np
 import pytest
@@ -105,8 +104,9 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
 def test_only_catalogued_donors_can_be_sent():
     from kvgraft.types import Fidelity
 
-    span = Span(0, 10, make_donor(1), 0, Fidelity.SUBSTITUTED)
+    span = Span(0, 10, make_donor(1), 0, fidelity=Fidelity.SUBSTITUTED)
     ranks = object.__new__(TensorParallelRanks)
     with pytest.raises(AssertionError, match="catalogued"):
         ranks._encoded(Decision((span,)))
-    assert array("q", ranks._encoded(Decision((Span(0, 10, make_donor(1), 2),)))).tolist()[:-1] == [1, 0, 10, 1, 2]
+    sent = ranks._encoded(Decision((Span(0, 10, make_donor(1), 2, 3),)))
+    assert sent[:-1] == [1, 0, 10, 1, 2, 3]
