@@ -59,6 +59,9 @@ class RequestReuse:
         fingerprint: Of the model, for namespaces.
         min_run: Shortest run that is loaded.
         semantic: Asked where nothing else is found; None for nobody.
+
+    Attributes:
+        is_stale: Whether SGLang's cache may hold K/V of other weights, so that nothing is copied or registered.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class RequestReuse:
         self._min_run = min_run
         self._semantic = semantic
         self._is_empty = True
-        self._is_stale = False
+        self.is_stale = False
         self._states: WeakKeyDictionary[Any, RequestState] = WeakKeyDictionary()
 
     @property
@@ -128,7 +131,7 @@ class RequestReuse:
         reason = refused_request(req)
         if reason is not None:
             return Miss(MissReason.MODEL_REFUSED, reason)
-        return Miss(MissReason.REUSE_OFF, _STALE) if self._is_stale else None
+        return Miss(MissReason.REUSE_OFF, _STALE) if self.is_stale else None
 
     def _decide(self, state: RequestState, req: Any, tokens: array[int], end: int, exact_len: int) -> Decision:  # noqa: ANN401
         try:
@@ -225,7 +228,7 @@ class RequestReuse:
             node: Its node in the exact tree.
         """
         state = self._states.get(req)
-        if state is None or not state.lineage.is_approximate or state.adopted or self._is_stale:
+        if state is None or not state.lineage.is_approximate or state.adopted or self.is_stale:
             return
         try:
             req.refresh_fill_ids()
@@ -275,7 +278,7 @@ class RequestReuse:
     def clear(self) -> None:
         """The cache was flushed, which SGLang does only while no request has K/V: what comes now is of today's weights."""
         self._forget()
-        self._is_empty, self._is_stale = True, False
+        self._is_empty, self.is_stale = True, False
 
     def weights_change(self) -> None:
         """Whatever was computed so far, by a request that still runs too, was computed by other weights.
@@ -283,8 +286,8 @@ class RequestReuse:
         SGLang's tree may keep such K/V, and requests may attend to them: nothing is copied or registered until it is flushed.
         """
         self._forget()
-        if not self._is_empty and not self._is_stale:
-            self._is_stale = True
+        if not self._is_empty and not self.is_stale:
+            self.is_stale = True
             logger.warning("weights change: %s", _STALE)
 
     def _forget(self) -> None:
