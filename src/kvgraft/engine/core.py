@@ -95,9 +95,9 @@ class Engine:
         )
         self.adapter, prefix = _adapter_and_prefix(self.loaded.model, config)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
-        lengths, longest = self.adapter.lengths, self.builder.max_model_len
-        lengths.require(longest)
-        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), longest)
+        lengths = self.adapter.lengths
+        lengths.require(self.builder.max_model_len)
+        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
         self.space = _kv_space(self.adapter, prefix, config)
         self.manager = CacheManager(
             self.adapter,
@@ -291,6 +291,15 @@ def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[T
 
 
 def _kv_space(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
+    try:
+        return _space_over(adapter, prefix, config)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the books of {quoted(config.donor_tokens)} donor_tokens do not fit into memory; lower donor_tokens"
+        ) from error
+
+
+def _space_over(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
     if isinstance(adapter.pool, HybridSlotPool):
         assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
