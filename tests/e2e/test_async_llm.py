@@ -17,6 +17,8 @@ from kvgraft.engine.loading import adopt_model
 from kvgraft.errors import ConfigError, KVGraftError, OverloadedError, RequestError
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
+PATIENCE_S = 120.0
+
 
 def make(family="llama", **settings):
     settings = {"num_slots": 2_000, "selection": "none"} | settings
@@ -49,13 +51,19 @@ def assert_same_up_to_ties(token_ids, alone):
             return
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def single_runs(request):
+    """A family, 24 prompts and lengths, and what each gets alone."""
+    rng = np.random.default_rng(20261121)
+    lengths = rng.integers(20, 70, 24)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in rng.integers(5, 120, 24)]
+    return request.param, prompts, lengths, greedy_alone(request.param, prompts, lengths)
+
+
 @pytest.mark.parametrize("reuse", ["off", "exact"])
-def test_concurrent_greedy_text_is_that_of_single_runs_though_slots_run_out(family, reuse, rng):
-    """32 requests whose slots are three times what the pool holds: preempted ones are computed again."""
-    lengths = rng.integers(20, 90, 32)
-    prompts = [rng.integers(3, VOCABULARY, n) for n in rng.integers(5, 120, 32)]
-    alone = greedy_alone(family, prompts, lengths)
+def test_concurrent_greedy_text_is_that_of_single_runs_though_slots_run_out(single_runs, reuse):
+    """24 requests whose slots are three times what the pool holds: preempted ones are computed again."""
+    family, prompts, lengths, alone = single_runs
     need = sum(len(prompt) + int(length) for prompt, length in zip(prompts, lengths, strict=True))
 
     async def main():
@@ -106,12 +114,11 @@ def test_disconnects_and_cancellations_at_every_stage_leak_nothing(rng):
         llm = make(num_slots=1_200)
         generator = np.random.default_rng(5)
         counts = await asyncio.gather(*(client(llm, i, generator) for i in range(48)))
-        for _ in range(200):
-            await llm.check()
-            snapshot = llm.snapshot()
-            if not snapshot.num_running and not snapshot.num_waiting:
-                break
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while (snapshot := llm.snapshot()).num_running or snapshot.num_waiting:
+                await llm.check()
+                await asyncio.sleep(0.01)
+        await llm.check()
         await llm.close()
         return counts, snapshot
 
@@ -222,7 +229,7 @@ def test_close_lets_streams_finish_within_grace_and_fails_the_rest(rng):
         assert (snapshot.is_alive, snapshot.usage.request) == (False, 0)
         return await asyncio.gather(task, return_exceptions=True)
 
-    assert len(asyncio.run(main(30.0, 40))[0]) == 40
+    assert len(asyncio.run(main(PATIENCE_S, 40))[0]) == 40
     assert isinstance(asyncio.run(main(0.0, 1_500))[0], OverloadedError)
 
 

@@ -34,6 +34,7 @@ COVERED = HELPERS | {
     "bench_streams.py",
     "record.py",
     "soak.py",
+    "prefix/bench_events.py",
     "prefix/bench_hybrid_chat.py",
     "prefix/bench_hybrid_memory.py",
     "prefix/bench_trees.py",
@@ -244,6 +245,17 @@ def test_record_keeps_what_a_benchmark_printed(load, run, monkeypatch, tmp_path)
 
 
 class TestPrefix:
+    def test_events_are_timed_with_and_without_a_log(self, load, run):
+        _, out = run(load("prefix/bench_events.py"), "--nodes", 40, "--tokens", 8)
+        rows = json.loads(out)
+        assert [row["shape"] for row in rows] == ["wide", "deep"]
+        assert all(
+            row[step][side] > 0
+            for row in rows
+            for step in ("fill", "evict")
+            for side in ("log / bare", "log, us per node")
+        )
+
     def test_hybrid_chat_holds_less_and_answers_the_same(self, load, run, monkeypatch):
         monkeypatch.setattr("kvgraft.prefix.registry._FACTORIES", {})
         options = ("--turns", 5, "--window", 16, "--prompt-tokens", 20, "--output-tokens", 20)

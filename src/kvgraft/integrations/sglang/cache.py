@@ -15,14 +15,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from kvgraft.integrations.sglang.ranges import subtract
-from kvgraft.integrations.sglang.tree import Resident
+from kvgraft.errors import CorruptCacheError
+from kvgraft.integrations.sglang.donors.ranges import subtract
+from kvgraft.integrations.sglang.donors.tree import Resident
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.reuse import RequestReuse
-    from kvgraft.integrations.sglang.texts import TreeText
+    from kvgraft.integrations.sglang.donors.texts import TreeText
+    from kvgraft.integrations.sglang.requests import RequestReuse
 
 
 class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -119,7 +120,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().on_release(req, checkpointed=checkpointed)
         self._req_of_row.pop(req.kv.req_pool_idx, None)
         if self.reuse is not None:
-            self.reuse.landed(req)
+            self.reuse.released(req)
 
     def release_aborted_request(self, handle: Any) -> None:  # noqa: ANN401 - CacheRequestHandle
         """A request was aborted, in the queue or on its way."""
@@ -160,35 +161,35 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.reuse.evicted(freed)
 
 
-class RadixTree:
-    """`Tree` on SGLang's cache; never asks it for reuse."""
+class SGLangTree:
+    """`DonorTree` on SGLang's cache; never asks it for reuse."""
 
     def __init__(self, cache: GraftRadixCache) -> None:
         self._cache = cache
         self._page_size = int(cache.page_size)
 
     def resident(self, text: TreeText, end: int) -> Resident:
-        """See `Tree.resident`."""
+        """See `DonorTree.resident`."""
         limit = min(len(text.tokens), -(-end // self._page_size) * self._page_size)
         key = RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
         found = UnifiedRadixCache.match_prefix(self._cache, MatchPrefixParams(key=key))
         return Resident(int(found.device_prefix_len), found.last_device_node)
 
     def pin(self, node: object) -> object:
-        """See `Tree.pin`."""
+        """See `DonorTree.pin`."""
         return self._cache.lock(node)
 
     def unpin(self, pin: object) -> None:
-        """See `Tree.unpin`."""
+        """See `DonorTree.unpin`."""
         self._cache.unlock(pin)
 
     def slots(self, node: object) -> Tensor:
-        """See `Tree.slots`."""
+        """See `DonorTree.slots`."""
         indices: Tensor = self._cache.path_device_indices(node)
         return indices
 
     def allocate(self, num_tokens: int) -> Tensor | None:
-        """See `Tree.allocate`."""
+        """See `DonorTree.allocate`."""
         allocator = self._cache.token_to_kv_pool_allocator
         lacking = num_tokens - allocator.available_size()
         if lacking > 0:
@@ -197,11 +198,12 @@ class RadixTree:
         return slots
 
     def free(self, slots: Tensor) -> None:
-        """See `Tree.free`."""
+        """See `DonorTree.free`."""
         self._cache.token_to_kv_pool_allocator.free(slots)
 
     def adopt(self, text: TreeText, slots: Tensor) -> None:
-        """See `Tree.adopt`."""
+        """See `DonorTree.adopt`."""
         key = RadixKey(text.tokens, text.extra_key, cache_salt=text.cache_salt)
         result = self._cache.insert(InsertParams(key=key, value=slots))
-        assert result.prefix_len == 0, "a name of our own was not new"
+        if result.prefix_len:
+            raise CorruptCacheError(f"a name of our own had {result.prefix_len} tokens already")

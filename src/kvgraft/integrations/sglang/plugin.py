@@ -46,15 +46,15 @@ def _refusing_factory(reason: str) -> Any:  # noqa: ANN401
 def _adder_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
     if not _grafts(scheduler):
         return result
-    from kvgraft.integrations.sglang.phases import phased
+    from kvgraft.integrations.sglang.planning.chunks import chunked
 
-    return phased(result)
+    return chunked(result)
 
 
 def _streamer_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
     if not _grafts(scheduler) or scheduler.rust_server is not None:
         return result
-    from kvgraft.integrations.sglang.responses import reporting
+    from kvgraft.integrations.sglang.reporting.responses import reporting
 
     return reporting(result)
 

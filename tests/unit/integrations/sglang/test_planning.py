@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.planning import ReusePlanner, request_namespace
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner, request_namespace
 from kvgraft.types import MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
     config = SGLangConfig(donor_tokens=1 << 15, **settings)
-    planner = ReusePlanner(
-        world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1
-    )
+    planner = LoadPlanner(world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1)
     return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
 
 
 def spans(found):
-    return [(region.target_start, region.length) for region in found.regions]
+    return [(region.start, region.length) for region in found.spans]
 
 
 def test_regions_that_save_less_than_a_phase_are_computed(make_world, make_tokens):
@@ -52,21 +52,22 @@ def test_first_k_is_part_of_the_plan(make_world, make_tokens):
     world.publish("donor", document)
     found = plan(world, document[:80] + make_tokens(5), selection="first_k", first_k=10)
     assert spans(found) == [(10, 70)]
-    assert found.recomputed == (10,)
+    assert [span.recomputed for span in found.spans] == [10]
 
 
-def test_lookup_that_would_miss_its_deadline_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
+def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)
-    config = SGLangConfig(donor_tokens=1 << 15, lookup_deadline_ms=1e-4)
-    planner = ReusePlanner(world.library, config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), 1)
-    namespace = request_namespace("model", None, None, None)
-    prompt = document + make_tokens(5)
-    first = planner.plan(namespace, prompt, 0, 200)
-    assert first.regions, "the first lookup measures"
-    second = planner.plan(namespace, prompt, 0, 200)
-    assert second.miss.reason is MissReason.DEADLINE
-    assert any(planner.plan(namespace, prompt, 0, 200).regions for _ in range(200))
+    config = SGLangConfig(donor_tokens=1 << 15, lookup_deadline_ms=20)
+    costs = CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+    seconds = itertools.count(step=1)
+    planner = LoadPlanner(world.library, config, costs, 1, clock=lambda: next(seconds))
+    namespace, prompt = request_namespace("model", None, None, None), document + make_tokens(5)
+    assert planner.plan(namespace, prompt, 0, 200).spans, "the first lookup measures"
+    assert planner.plan(namespace, prompt, 0, 200).miss.reason is MissReason.DEADLINE
+    assert any(planner.plan(namespace, prompt, 0, 200).spans for _ in range(200))
+    ranks_agree = LoadPlanner(world.library, config, costs, 1, has_deadline=False, clock=lambda: next(seconds))
+    assert all(ranks_agree.plan(namespace, prompt, 0, 200).spans for _ in range(3))
 
 
 def test_namespaces_do_not_run_into_one_another():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.graft.select import selection_policy
-from kvgraft.integrations.sglang.ranges import subtract
-from kvgraft.integrations.sglang.regions import cut, loadable
+from kvgraft.integrations.sglang.donors.ranges import subtract
+from kvgraft.integrations.sglang.planning.regions import cut, loadable
 from kvgraft.types import Match
 
 NONE, FIRST_8 = selection_policy("none"), selection_policy("first_k", k=8)

@@ -25,7 +25,7 @@ def promise(world, req, exact_len=0):
 
 def report(world, req):
     req.is_finished = True
-    world.reuse.landed(req)
+    world.reuse.released(req)
     return world.log.take(req)["attempts"][-1]
 
 
@@ -197,14 +197,14 @@ def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
 def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    for rid, end in (("a", lambda req: world.reuse.aborted(req.cache_request_handle)), ("b", world.reuse.landed)):
+    for rid, end in (("a", lambda req: world.reuse.aborted(req.cache_request_handle)), ("b", world.reuse.released)):
         req = FakeRequest(rid, document[10:90] + make_tokens(10))
         promise(world, req)
         end(req)
     promise(world, req)
     req.is_finished = True
-    world.reuse.landed(req)
-    assert world.reuse.num_flights == 0
+    world.reuse.released(req)
+    assert world.reuse.num_requests == 0
     lines = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
     assert [(line["request_id"], line["outcome"], len(line["attempts"])) for line in lines] == [
         ("donor", "finished", 1),
@@ -309,7 +309,7 @@ def test_two_requests_of_one_id_keep_what_is_theirs(make_world, make_tokens):
 
 
 def retract(world, req):
-    world.reuse.landed(req)
+    world.reuse.released(req)
     req.kv.cache_protected_len = 0
 
 
@@ -324,7 +324,7 @@ def test_report_does_not_become_better_when_a_request_is_retracted(make_world, m
     world.tree.evict(node, 0)
     assert promise(world, req) == 0
     req.is_finished = True
-    world.reuse.landed(req)
+    world.reuse.released(req)
     entry = world.log.take(req)
     assert [attempt["shifted_tokens"] for attempt in entry["attempts"]] == [80, 0]
     assert entry["report"] == {k: v for k, v in entry["attempts"][0].items() if k in entry["report"]}
@@ -338,7 +338,7 @@ def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_
     world.reuse.load_first(req, promise(world, req))
     retract(world, req)
     world.reuse.aborted(req.cache_request_handle)
-    assert world.reuse.num_flights == 0
+    assert world.reuse.num_requests == 0
     last = json.loads((tmp_path / "reports.jsonl").read_text().splitlines()[-1])
     assert (last["request_id"], last["outcome"], last["report"]["shifted_tokens"]) == ("query", "aborted", 80)
 

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvgraft.integrations.sglang.texts import TreeText
+    from kvgraft.integrations.sglang.donors.texts import TreeText
 
 _NOBODY = -1
 
 
-class Piece(NamedTuple):
+class TextPart(NamedTuple):
     """Consecutive tokens of a text: `text.tokens[start : start + length]` lie in `slots[first : first + length]`.
 
-    `slots` are those that `SlotLedger.pieces` was asked about.
+    `slots` are those that `SlotTexts.in_slots` was asked about.
     """
 
     text: TreeText
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     first: int
 
 
-class SlotLedger:
+class SlotTexts:
     """Remembers for every slot of the pool the text and the index in it. The last claim of a slot counts.
 
     Complexity: every method is O(slots named).
@@ -66,14 +66,14 @@ class SlotLedger:
                 del self._texts[number], self._held[number]
         self._owners[slots] = _NOBODY
 
-    def pieces(self, slots: NDArray[np.int64]) -> Iterator[Piece]:
+    def in_slots(self, slots: NDArray[np.int64]) -> Iterator[TextPart]:
         """Yield the texts that lie in `slots`, cut where text or order breaks off."""
         owners, indices = self._owners[slots], self._indices[slots]
         breaks = np.flatnonzero((np.diff(owners) != 0) | (np.diff(indices) != 1)) + 1
         for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(slots)], strict=True):
             number = int(owners[first]) if last > first else _NOBODY
             if number != _NOBODY:
-                yield Piece(self._texts[number], int(indices[first]), last - first, first)
+                yield TextPart(self._texts[number], int(indices[first]), last - first, first)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -1,4 +1,4 @@
-"""Further regions by phased prefill: compute a gap as a chunk, load the next region, go on.
+"""Further regions: compute a gap as a chunk of the prompt, load the next region, go on.
 
 SGLang's scheduler follows one unfinished prompt at a time. A phased prompt leaves most of a step's chunk budget over, which
 stock scheduling never does, so this adder also decides who may use it. The queueing rule:
@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 
 
 @cache
-def phased(adder_class: type[Any]) -> type[Any]:
+def chunked(adder_class: type[Any]) -> type[Any]:
     """Derive from SGLang's `PrefillAdder` one that ends chunks at regions and loads these between chunks."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
     fields = {"passed_over": AddReqResult.CONTINUE, "most_output_tokens": CLIP_MAX_NEW_TOKENS}
-    return type("PhasedPrefillAdder", (PhasedAdmission, adder_class), fields)
+    return type("RegionPrefillAdder", (RegionAdmission, adder_class), fields)
 
 
-class PhasedAdmission:
+class RegionAdmission:
     """Put in front of a `PrefillAdder` whose `tree_cache` is a `GraftRadixCache`.
 
     Attributes:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvgraft.integrations.sglang.phases import PhasedAdmission
+from kvgraft.integrations.sglang.planning.chunks import RegionAdmission
 
 CONTINUE, OTHER, NO_TOKEN = "continue", "other", "no token"
 
@@ -61,7 +61,7 @@ class FakeAdder:
             self.rem_chunk_tokens -= length
 
 
-class Adder(PhasedAdmission, FakeAdder):
+class Adder(RegionAdmission, FakeAdder):
     passed_over = CONTINUE
     most_output_tokens = 100
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.integrations.sglang.conftest import FakeRequest
 
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.provider import SemanticSource, load_provider
+from kvgraft.integrations.sglang.planning.semantic import SemanticSource, load_provider
 from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
 
 
@@ -45,7 +45,7 @@ class Broken(Recall):
         raise RuntimeError("no")
 
 
-def attach(world, provider, deadline_s=5.0):
+def attach(world, provider, deadline_s=60.0):
     world.reuse._semantic = SemanticSource(provider, world.tree, 1, deadline_s)
     return provider
 
@@ -62,7 +62,7 @@ def test_stand_in_is_copied_and_called_substituted(make_world, make_tokens):
     req.is_finished, req.owned = True, 40
     world.reuse.adopt_computed(req, None, None)
     assert world.reuse.adopted(req) == []
-    world.reuse.landed(req)
+    world.reuse.released(req)
     attempt = world.log.take(req)["attempts"][0]
     assert (attempt["substituted_tokens"], attempt["shifted_tokens"]) == (39, 0)
     assert attempt["spans"][0]["fidelity"] == "substituted"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.texts import TreeText
+    from kvgraft.integrations.sglang.donors.texts import TreeText
 
 
 class Resident(NamedTuple):
@@ -22,7 +22,7 @@ class Resident(NamedTuple):
     node: object
 
 
-class Tree(Protocol):
+class DonorTree(Protocol):
     """A radix tree with its allocator."""
 
     def resident(self, text: TreeText, end: int) -> Resident:

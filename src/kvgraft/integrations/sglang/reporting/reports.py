@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from kvgraft.integrations.sglang.texts import HostKV, TreeKV
-from kvgraft.reuse.report import report_as_dict
-from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
+from kvgraft.reuse.report import report_as_dict, request_report
+from kvgraft.types import GraftReport, Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvgraft.integrations.sglang.flight import Flight, LoadedSpan
+    from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.integrations.sglang.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,11 @@ class Metrics(Protocol):
     def count_report(self, report: GraftReport) -> None:
         """One request that ended."""
 
-    def count_error(self, stage: str) -> None:
-        """A lookup, copy or registration failed and became a miss."""
+    def count_error(self) -> None:
+        """Something failed and became a miss."""
+
+    def show_donors(self, num_donors: int, num_tokens: int, host_bytes: int) -> None:
+        """How many donors there are."""
 
 
 class NoMetrics:
@@ -38,7 +41,10 @@ class NoMetrics:
     def count_report(self, report: GraftReport) -> None:
         """Ignore it."""
 
-    def count_error(self, stage: str) -> None:
+    def count_error(self) -> None:
+        """Ignore it."""
+
+    def show_donors(self, num_donors: int, num_tokens: int, host_bytes: int) -> None:
         """Ignore it."""
 
 
@@ -63,36 +69,42 @@ class RequestLog:
         """Whether a response waits for its report."""
         return bool(self._pending)
 
-    def finished(self, req: Any, flight: Flight, policy: str) -> None:  # noqa: ANN401 - SGLang's Req
+    def finished(self, req: Any, state: RequestState, policy: str) -> None:  # noqa: ANN401 - SGLang's Req
         """A request has its answer."""
-        entry = self._ended(flight, policy, "finished", len(req.output_ids))
+        entry = self._ended(state, policy, "finished", len(req.output_ids))
         if self._is_first_rank:
             self._pending[req] = entry
 
-    def aborted(self, flight: Flight, policy: str) -> None:
+    def aborted(self, state: RequestState, policy: str) -> None:
         """A request ended without an answer."""
-        self._ended(flight, policy, "aborted", 0)
+        self._ended(state, policy, "aborted", 0)
 
     def failed(self, stage: str, rid: str, error: Exception) -> Miss:
         """Log and count an exception that was caught; returns the miss that it becomes."""
         logger.error("%s for request %s failed; it goes on without", stage, rid, exc_info=error)
-        self.count_error(stage)
+        self.count_error()
         return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
 
-    def count_error(self, stage: str) -> None:
+    def count_error(self) -> None:
         """Count something that went wrong and became a miss."""
         self.num_errors += 1
-        self.metrics.count_error(stage)
+        self.metrics.count_error()
+
+    def show_donors(self, library: DonorLibrary) -> None:
+        """Show how many donors there are."""
+        self.metrics.show_donors(len(library), library.catalogue.num_tokens, library.host_bytes)
 
     def take(self, req: Any) -> dict[str, object] | None:  # noqa: ANN401 - SGLang's Req
         """Return a request's report once, for its response."""
         return self._pending.pop(req, None)
 
-    def _ended(self, flight: Flight, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
-        attempts = [*flight.attempts, Attempt.of(flight, policy)]
+    def _ended(self, state: RequestState, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
+        # One that waits again after a retraction has not been matched.
+        current = () if state.attempts and not state.num_tokens else (Attempt.of(state, policy),)
+        attempts = (*state.attempts, *current)
         report = least_exact([attempt.report for attempt in attempts])
         entry: dict[str, object] = {
-            "request_id": flight.rid,
+            "request_id": state.rid,
             "time": time.time(),
             "outcome": outcome,
             "output_tokens": output_tokens,
@@ -101,25 +113,24 @@ class RequestLog:
         }
         if self._is_first_rank:
             self.metrics.count_report(report)
-            self._tell(flight, outcome)
+            self._tell(state, outcome, report)
             self._write(entry)
         return entry
 
-    def _tell(self, flight: Flight, outcome: str) -> None:
-        level = logging.INFO if flight.loaded else logging.DEBUG
+    def _tell(self, state: RequestState, outcome: str, report: GraftReport) -> None:
         logger.log(
-            level,
+            logging.INFO if report.spans else logging.DEBUG,
             "request %s %s: %d prompt tokens, %d exact, %d copied in %d regions, %d steps, lookup %.2f ms, copy %.2f ms%s",
-            flight.rid,
+            state.rid,
             outcome,
-            flight.num_tokens,
-            flight.exact_len,
-            flight.loaded_len,
-            len(flight.loaded),
-            flight.num_steps,
-            flight.lookup_ms,
-            flight.graft_ms,
-            "" if flight.miss is None else f"; {flight.miss.reason.value}: {flight.miss.detail}",
+            report.num_tokens,
+            report.exact_tokens,
+            report.shifted_tokens + report.substituted_tokens,
+            len(report.spans),
+            state.num_steps,
+            state.lookup_ms,
+            state.graft_ms,
+            "" if state.miss is None else f"; {state.miss.reason.value}: {state.miss.detail}",
         )
 
     def _write(self, entry: dict[str, object]) -> None:
@@ -142,9 +153,11 @@ class Attempt:
     prefill_steps: int
 
     @classmethod
-    def of(cls, flight: Flight, policy: str) -> Attempt:
+    def of(cls, state: RequestState, policy: str) -> Attempt:
         """Sum up where a request stands."""
-        return cls(graft_report(flight, policy), tuple(map(_source, flight.loaded)), flight.num_steps)
+        timings_ms = {"lookup": state.lookup_ms, "graft": state.graft_ms}
+        report = request_report(state.lineage, state.num_tokens, policy=policy, timings_ms=timings_ms, miss=state.miss)
+        return cls(report, tuple(state.sources), state.num_steps)
 
     def as_dict(self) -> dict[str, object]:
         """Return it in types that JSON has."""
@@ -154,51 +167,3 @@ class Attempt:
 def least_exact(reports: Sequence[GraftReport]) -> GraftReport:
     """Return the report of a request that was retracted: its answer rests on every attempt, so the worst one speaks."""
     return max(reports, key=lambda report: (report.shifted_tokens + report.substituted_tokens, -report.exact_tokens))
-
-
-def graft_report(flight: Flight, policy: str) -> GraftReport:
-    """Sum a request's prefill up."""
-    by_class = dict.fromkeys(Fidelity, 0)
-    for item in flight.loaded:
-        by_class[item.span.fidelity] += item.span.length
-    miss = flight.miss
-    if not flight.loaded and miss is None:
-        miss = Miss(MissReason.NO_MATCH, "nothing was loaded")
-    return GraftReport(
-        num_tokens=flight.num_tokens,
-        exact_tokens=flight.exact_len,
-        shifted_tokens=by_class[Fidelity.SHIFTED],
-        substituted_tokens=by_class[Fidelity.SUBSTITUTED],
-        recomputed_tokens=sum(item.span.recomputed for item in flight.loaded),
-        computed_tokens=max(0, flight.num_tokens - flight.exact_len - flight.loaded_len),
-        spans=tuple(_span_report(item) for item in flight.loaded),
-        policy=policy,
-        timings_ms={"lookup": flight.lookup_ms, "graft": flight.graft_ms},
-        miss=None if flight.loaded else miss,
-    )
-
-
-def _span_report(item: LoadedSpan) -> SpanReport:
-    span, donor = item.span, item.span.donor
-    assert donor is not None
-    position = donor.start_position + span.donor_start
-    return SpanReport(
-        span.start,
-        span.length,
-        DonorId(int(donor.donor_id)),
-        span.donor_start,
-        span.start - position,
-        span.fidelity,
-        donor.generation,
-    )
-
-
-def _source(item: LoadedSpan) -> dict[str, object]:
-    """Say what computed a span, where in its text, and from which tier it was copied."""
-    donor = item.span.donor
-    assert donor is not None
-    kv = donor.kv
-    assert isinstance(kv, TreeKV | HostKV)
-    origin = kv.text.origin if isinstance(kv, TreeKV) else kv.origin
-    position = donor.start_position + item.span.donor_start
-    return {"request": origin.request, "attempt": origin.attempt, "position": position, "tier": item.tier}

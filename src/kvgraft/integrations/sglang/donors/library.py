@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvgraft.donors import DonorCatalogue
-from kvgraft.errors import CapacityError
-from kvgraft.integrations.sglang.ledger import Piece, SlotLedger
-from kvgraft.integrations.sglang.texts import HostKV, TreeKV, TreeText
+from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts, TextPart
+from kvgraft.integrations.sglang.donors.texts import HostKV, TreeKV, TreeText
 from kvgraft.memory.store import HostKVStore
+from kvgraft.reuse.registration import Registration
 
 if TYPE_CHECKING:
     from array import array
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from kvgraft.config.sglang import SGLangConfig
     from kvgraft.donors import Donor
-    from kvgraft.integrations.sglang.kv_pool import KVPool
-    from kvgraft.integrations.sglang.tree import Tree
+    from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
+    from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.memory.block import KVBlock
     from kvgraft.types import Match, Namespace, TokenArray
 
@@ -53,39 +54,55 @@ class DonorLibrary:
     Every change of the catalogue is the same on all ranks as long as their trees evict the same.
     """
 
-    def __init__(self, tree: Tree, pool: KVPool, config: SGLangConfig) -> None:
+    def __init__(self, tree: DonorTree, buffers: KVBuffers, config: SGLangConfig) -> None:
         self.catalogue = DonorCatalogue(config.donor_tokens, min_run=config.min_run)
         self.version = 0
         self.host_hits = self.captured_tokens = 0
         self._tree = tree
-        self._pool = pool
+        self._buffers = buffers
         self._min_run = config.min_run
-        self._max_generation = config.max_generation
+        self.rules = Registration(self, self.catalogue, min_run=config.min_run, max_generation=config.max_generation)
         self._host = HostKVStore(config.host_bytes)
         self._host_order: OrderedDict[int, Donor] = OrderedDict()
         self._next_store_key = 0
-        self._ledger = SlotLedger(pool.num_slots)
+        self._slot_texts = SlotTexts(buffers.num_slots)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of donors in host memory."""
         return self._host.used_bytes
 
-    def find(self, namespace: Namespace, token_ids: TokenArray, start: int) -> list[Match]:
+    def __len__(self) -> int:
+        return len(self.catalogue)
+
+    def find(
+        self,
+        namespace: Namespace,
+        token_ids: NDArray[np.integer[Any]],
+        *,
+        start: int = 0,
+        max_generation: int | None = None,
+    ) -> list[Match]:
         """Find runs at or behind `start` whose K/V are there right now.
 
         Complexity: of `DonorCatalogue.find`, plus one walk in the tree per match.
         """
-        return self._find(namespace, token_ids, start, self._max_generation)
+        for _ in range(_MAX_REPAIRS):
+            matches = self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation)
+            # All stale donors are corrected before the next lookup; one lookup for each would be too many.
+            stale = [match for match in matches if not self._verify(match)]
+            if not stale:
+                return matches
+        return [match for match in matches if self._verify(match)]
 
     def register(self, text: TreeText, start: int, slots: NDArray[np.int64]) -> None:
         """Make `text.tokens[start : start + len(slots)]`, which lie in `slots`, a donor unless they are one already."""
         stop = start + len(slots)
-        if stop - start < self._min_run or text.generation > self._max_generation:
+        if not self.rules.admits(stop - start, text.generation):
             return
         tokens = np.frombuffer(text.tokens[start:stop], np.int64)
-        self._ledger.claim(text, start, slots)
-        if self._is_known(text.namespace, tokens, text.generation):
+        self._slot_texts.claim(text, start, slots)
+        if self.rules.is_known(text.namespace, tokens, text.generation):
             return
         self._add(text.namespace, tokens, TreeKV(text, start), text.generation, text.base + start)
 
@@ -94,9 +111,9 @@ class DonorLibrary:
         # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
         slots = torch.cat(list(reversed(freed)))
         numbers = slots.cpu().numpy()
-        for piece in list(self._ledger.pieces(numbers)):
-            self._capture(piece, slots)
-        self._ledger.forget(numbers)
+        for part in list(self._slot_texts.in_slots(numbers)):
+            self._capture(part, slots)
+        self._slot_texts.forget(numbers)
 
     def has(self, donor: Donor, start: int, length: int) -> bool:
         """Tell whether `donor.token_ids[start : start + length]` have K/V somewhere."""
@@ -104,9 +121,9 @@ class DonorLibrary:
 
     def wants(self, namespace: Namespace, tokens: array[int], generation: int) -> bool:
         """Tell whether a text is worth keeping: long enough, of low enough generation, and not known yet."""
-        if len(tokens) < self._min_run or generation > self._max_generation:
+        if not self.rules.admits(len(tokens), generation):
             return False
-        return not self._is_known(namespace, np.frombuffer(tokens, np.int64), generation)
+        return not self.rules.is_known(namespace, np.frombuffer(tokens, np.int64), generation)
 
     def on_device(self, donor: Donor, start: int, length: int) -> DonorSlots | None:
         """Pin `donor.token_ids[start : start + length]` in the tree; None if they are not all there.
@@ -139,7 +156,7 @@ class DonorLibrary:
     def clear(self) -> None:
         """Forget everything; for a flushed cache."""
         self.catalogue.reset()
-        self._ledger.clear()
+        self._slot_texts.clear()
         for store_key in self._host_order:
             self._host.remove(store_key)
         self._host_order.clear()
@@ -154,16 +171,8 @@ class DonorLibrary:
         self.catalogue.check()
         self._host.check()
         kept = {kv.store_key for donor in self.catalogue if isinstance(kv := donor.kv, HostKV)}
-        assert kept == set(self._host_order), "blocks in host memory and their donors are not the same"
-
-    def _find(self, namespace: Namespace, token_ids: TokenArray, start: int, max_generation: int) -> list[Match]:
-        for _ in range(_MAX_REPAIRS):
-            matches = self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation)
-            # All stale donors are corrected before the next lookup; one lookup for each would be too many.
-            stale = [match for match in matches if not self._verify(match)]
-            if not stale:
-                return matches
-        return [match for match in matches if self._verify(match)]
+        if kept != set(self._host_order):
+            raise CorruptCacheError("blocks in host memory and their donors are not the same")
 
     def _verify(self, match: Match) -> bool:
         """Tell whether a match is there in full; cut its donor to what is there if not."""
@@ -190,11 +199,6 @@ class DonorLibrary:
         live = self._tree.resident(kv.text, kv.offset + donor.num_tokens).length - kv.offset
         return max(0, min(length, live - start))
 
-    def _is_known(self, namespace: Namespace, tokens: TokenArray, generation: int) -> bool:
-        """Tell whether donors of at most `generation` have all of `tokens` already."""
-        known = self._find(namespace, tokens, 0, generation)
-        return sum(match.length for match in known) == len(tokens)
-
     def _add(
         self, namespace: Namespace, tokens: TokenArray, kv: TreeKV | HostKV, generation: int, position: int
     ) -> Donor | None:
@@ -209,24 +213,24 @@ class DonorLibrary:
         self.version += 1
         return added.donor
 
-    def _capture(self, piece: Piece, slots: Tensor) -> None:
-        if piece.length < self._min_run or not self._host.budget_bytes:
+    def _capture(self, part: TextPart, slots: Tensor) -> None:
+        if part.length < self._min_run or not self._host.budget_bytes:
             return
-        text, stop = piece.text, piece.start + piece.length
-        tokens = np.frombuffer(text.tokens[piece.start : stop], np.int64)
-        if self._is_known(text.namespace, tokens, text.generation):
+        text, stop = part.text, part.start + part.length
+        tokens = np.frombuffer(text.tokens[part.start : stop], np.int64)
+        if self.rules.is_known(text.namespace, tokens, text.generation):
             return
-        if not self._make_room(piece.length * self._pool.bytes_per_token):
+        if not self._make_room(part.length * self._buffers.bytes_per_token):
             return
         store_key = self._next_store_key
         handle = HostKV(store_key, text.origin)
-        donor = self._add(text.namespace, tokens, handle, text.generation, text.base + piece.start)
+        donor = self._add(text.namespace, tokens, handle, text.generation, text.base + part.start)
         if donor is None:
             return
         self._next_store_key += 1
-        self._host.put(store_key, self._pool.export(slots[piece.first : piece.first + piece.length]))
+        self._host.put(store_key, self._buffers.export(slots[part.first : part.first + part.length]))
         self._host_order[store_key] = donor
-        self.captured_tokens += piece.length
+        self.captured_tokens += part.length
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drop least recently used blocks until `num_bytes` fit."""

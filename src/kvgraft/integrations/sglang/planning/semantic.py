@@ -17,8 +17,8 @@ import numpy as np
 
 from kvgraft.donors import Donor
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.ranks import Span
-from kvgraft.integrations.sglang.texts import Origin, TreeKV, TreeText
+from kvgraft.integrations.sglang.donors.texts import Origin, TreeKV, TreeText
+from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.types import DonorId, Fidelity
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from kvgraft.integrations.sglang.tree import Tree
+    from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.types import Namespace
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class SemanticSource:
     One call runs at a time. While a stalled one still runs nobody is asked, so a stuck provider costs one deadline.
     """
 
-    def __init__(self, provider: SemanticPrefixProvider, tree: Tree, page_size: int, deadline_s: float) -> None:
+    def __init__(self, provider: SemanticPrefixProvider, tree: DonorTree, page_size: int, deadline_s: float) -> None:
         self._provider = provider
         self._tree = tree
         self._page_size = page_size

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvgraft.integrations.sglang.reports import RequestLog
+    from kvgraft.integrations.sglang.reporting.reports import RequestLog
 
 
 @cache

@@ -7,12 +7,13 @@ with a digest of the tokens that it copies. A rank on which the donor is another
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.types import DonorId, Fidelity
 
 if TYPE_CHECKING:
@@ -22,37 +23,6 @@ if TYPE_CHECKING:
 
 _KEEP, _REPLACE = 0, 1
 _FIELDS = 6
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """Consecutive prompt tokens to be loaded from one donor.
-
-    Attributes:
-        start: Position in the prompt.
-        length: Number of tokens.
-        donor: Where they come from; None if this rank does not know the donor that rank 0 chose.
-        donor_start: Index of the first token in the donor.
-        recomputed: Tokens in front of it that the donor had and that the selection policy has computed again.
-        fidelity: `shifted`, or `substituted` if a semantic provider chose the donor.
-    """
-
-    start: int
-    length: int
-    donor: Donor | None
-    donor_start: int
-    recomputed: int = 0
-    fidelity: Fidelity = Fidelity.SHIFTED
-
-    @property
-    def end(self) -> int:
-        """First position behind the span."""
-        return self.start + self.length
-
-    def behind(self, position: int) -> Span:
-        """Return the part at or behind `position`, which lies in the span."""
-        cut = position - self.start
-        return replace(self, start=position, length=self.length - cut, donor_start=self.donor_start + cut)
 
 
 @dataclass(frozen=True, slots=True)

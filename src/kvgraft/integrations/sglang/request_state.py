@@ -1,62 +1,50 @@
-"""One request on its way through prefill: what is to be loaded, what was, and where it stands."""
+"""One request on its way through prefill: what is to be loaded, what was, and what its K/V are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.reuse.lineage import computed_runs
-from kvgraft.types import Fidelity
+from kvgraft.reuse.lineage import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.ranks import Span
-    from kvgraft.integrations.sglang.reports import Attempt
-    from kvgraft.reuse.lineage import ComputedRun
+    from kvgraft.integrations.sglang.planning.spans import Span
+    from kvgraft.integrations.sglang.reporting.reports import Attempt
     from kvgraft.types import Miss, Namespace
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedSpan:
-    """A span whose K/V were copied; `tier` is `device` or `host`."""
-
-    span: Span
-    tier: str
-
-
 @dataclass(slots=True, eq=False)
-class Flight:
-    """State of a request from its first match to its release; a retracted request starts a new one.
+class RequestState:
+    """State of a request from its first match to its release. A retracted one begins anew, but for its `attempts`.
 
     Attributes:
         rid: SGLang's name of the request; clients choose it.
         namespace: Whose donors it may use and who may use its text.
         attempts: What became of it before each retraction so far.
+        lineage: Where its K/V come from, from the last match on.
         num_tokens: Length of the prompt, with output that was generated before a retraction.
-        exact_len: Tokens that the exact prefix gave when it was matched last.
-        end: Positions from it on are computed.
-        version: Of the donor library when the plan was made; -1 for never.
+        planned_for: What the plan depends on: version of the donors, length of the prompt, end, exact length.
         spans: Still to be loaded, ascending.
-        loaded: Copied so far, ascending.
+        sources: By span of the lineage, who computed it and from which tier it was copied.
         private: Slots that were loaded before the request had a row.
         registered_len: Tokens from the start that are donors already.
         adopted: Ranges of the row that the tree took over under names of our own.
         miss: Why nothing was planned or loaded.
         num_steps: Prefill steps that the plan's gaps were cut into, the first one included.
+        lookup_ms: Time of the last lookup.
+        graft_ms: Time of all copies.
     """
 
     rid: str
     namespace: Namespace
     attempts: tuple[Attempt, ...] = ()
+    lineage: Lineage = field(default_factory=lambda: Lineage(0))
     num_tokens: int = 0
-    exact_len: int = 0
-    end: int = 0
-    version: int = -1
+    planned_for: tuple[int, int, int, int] | None = None
     spans: list[Span] = field(default_factory=list)
-    loaded: list[LoadedSpan] = field(default_factory=list)
+    sources: list[dict[str, object]] = field(default_factory=list)
     private: list[Tensor] = field(default_factory=list)
     registered_len: int = 0
     adopted: list[tuple[int, int]] = field(default_factory=list)
@@ -65,17 +53,17 @@ class Flight:
     lookup_ms: float = 0.0
     graft_ms: float = 0.0
 
-    @property
-    def loaded_len(self) -> int:
-        """Tokens copied so far."""
-        return sum(item.span.length for item in self.loaded)
+    def matched(self, num_tokens: int, exact_len: int) -> None:
+        """Note that SGLang gives the first `exact_len` tokens; the request has no K/V of its own yet."""
+        self.num_tokens, self.lineage = num_tokens, Lineage(exact_len)
 
-    @property
-    def is_substituted(self) -> bool:
-        """Whether K/V of other tokens were copied."""
-        return any(item.span.fidelity is Fidelity.SUBSTITUTED for item in self.loaded)
+    def loaded(self, spans: list[Span], sources: list[dict[str, object]]) -> None:
+        """Note that `spans` were copied."""
+        self.lineage.copy([span.report() for span in spans])
+        self.lineage.recompute(sum(span.recomputed for span in spans), inside=False)
+        self.sources += sources
 
-    def stretch(self, position: int) -> list[Span]:
+    def adjoining(self, position: int) -> list[Span]:
         """Return the spans that follow one another from `position` on."""
         found: list[Span] = []
         for span in self.spans:
@@ -99,12 +87,3 @@ class Flight:
     def next_start(self, position: int) -> int | None:
         """Return where the next span behind `position` begins, or None."""
         return next((span.start for span in self.spans if span.start > position), None)
-
-    def computed_segments(self, start: int, stop: int) -> list[ComputedRun]:
-        """Return the runs in `[start, stop)` that were computed."""
-        return list(computed_runs(self._copied(), start, stop))
-
-    def _copied(self) -> Iterator[tuple[int, int, int]]:
-        for item in self.loaded:
-            assert item.span.donor is not None
-            yield item.span.start, item.span.end, item.span.donor.generation
