@@ -16,7 +16,7 @@ STAGES = {
     "job built": (f"{WORKER}.graft_worker", "GraftJob"),
     "spans written": (f"{WORKER}.group_kv", "PagedKV.prepare"),
     "batch built": (f"{WORKER}.sparse_pass", "virtual_batch"),
-    "keys compared": (f"{WORKER}.group_kv", "GroupKV.read_layer"),
+    "keys compared": (f"{WORKER}.group_kv", "GroupPlace.read"),
     "keys summed": (f"{WORKER}.passes", "KeyDeviationPass.deviation"),
     "later layers": (f"{WORKER}.passes", "LaterLayersPass.__init__"),
     "gaps kept": (f"{WORKER}.graft_job", "read_block"),
@@ -31,6 +31,7 @@ STAGES = {
     "layers found": (f"{WORKER}.self_check", "DecoderStack.of"),
 }
 """Where a rank may fail, by what it does there."""
+
 
 def break_rank(worker, rank, stage):
     """Let one rank fail at a stage, from now on."""
@@ -47,7 +48,11 @@ def break_rank(worker, rank, stage):
     def fails(*args, **kwargs):
         raise RuntimeError(f"injected: {stage}")
 
-    worker.mended = owner, name, vars(owner)[name]  # functions are sent by value: a global would be another one each time
+    worker.mended = (
+        owner,
+        name,
+        vars(owner)[name],
+    )  # functions are sent by value: a global would be another one each time
     setattr(owner, name, fails)
 
 

@@ -97,7 +97,9 @@ def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
             continue
         assert warm.shifted == 0, stage
         assert warm.report["miss"]["reason"] == "error", stage
-        assert warm.report["miss"]["detail"].endswith(("another rank failed; its log says why", "could not read its donors"))
+        assert warm.report["miss"]["detail"].endswith(
+            ("another rank failed; its log says why", "could not read its donors")
+        )
         warm.assert_like(answer["cold"])
     for stage, (first, second) in checks.items():
         assert "another rank failed" in first, stage

@@ -237,21 +237,8 @@ class Engine:
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(([],))
             cached.num_computed_tokens.append(request.computed)
-        for request in [] if self.preempted else list(self.waiting):  # vLLM admits nobody in a step that preempts
-            local = self.cached(request)
-            external, waits = self.graft.match(request, len(local))
-            assert external <= request.num_tokens - 1 - len(local)
-            if not room:
-                break
-            self.waiting.remove(request)
-            request.kv = local
-            blocks = (list(range(1, 200)),)
-            self.graft.admit(request, blocks, external)
-            request.computed, request.waits = len(local) + external, waits
-            self.running.append(request)
-            if not waits:
-                scheduled[request.request_id] = min(chunk, request.num_tokens - request.computed)
-                self._list(request, new, cached, blocks)
+        if not self.preempted:  # vLLM admits nobody in a step that preempts
+            self._admit(room, chunk, scheduled, new, cached)
         output = SimpleNamespace(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
@@ -279,6 +266,23 @@ class Engine:
         for request_id in scheduled:
             if request_id not in failed:
                 self._sample(self.requests[request_id])
+
+    def _admit(self, room, chunk, scheduled, new, cached):
+        for request in list(self.waiting):
+            local = self.cached(request)
+            external, waits = self.graft.match(request, len(local))
+            assert external <= request.num_tokens - 1 - len(local)
+            if not room:
+                break
+            self.waiting.remove(request)
+            request.kv = local
+            blocks = (list(range(1, 200)),)
+            self.graft.admit(request, blocks, external)
+            request.computed, request.waits = len(local) + external, waits
+            self.running.append(request)
+            if not waits:
+                scheduled[request.request_id] = min(chunk, request.num_tokens - request.computed)
+                self._list(request, new, cached, blocks)
 
     def _list(self, request, new, cached, blocks):
         if request.is_new:
