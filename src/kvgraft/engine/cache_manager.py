@@ -14,7 +14,7 @@ from kvgraft.engine.donor_register import DonorRegister, HostDonors, SlotDonors
 from kvgraft.engine.hybrid_space import HybridKVSpace
 from kvgraft.engine.request import Request, RequestCache
 from kvgraft.engine.windows import RequestWindows
-from kvgraft.errors import CapacityError
+from kvgraft.errors import CapacityError, ConfigError
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from kvgraft.engine.adapter import TransformersAdapter
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.kv_space import KVSpace
+    from kvgraft.engine.rope_lengths import RopeLengths
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.types import TokenArray
+    from kvgraft.types import Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,14 @@ class CacheManager:
         space: KVSpace,
         *,
         flops: ModelFlops,
+        lengths: RopeLengths,
         min_run: int,
         max_generation: int,
         refusal: str | None,
     ) -> None:
         self.space = space
         self.flops = flops
+        self._lengths = lengths
         self._num_errors = 0
         self._adapter = adapter
         self._min_run = min_run
@@ -83,17 +86,18 @@ class CacheManager:
         """
         timings: dict[str, float] = {}
         num_tokens = len(request.token_ids)
+        namespace = self._lengths.namespace(request.namespace, num_tokens)
         prefix_slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
         with _timed(timings, "lookup"):
             if request.reuse is not ReuseMode.OFF:
                 # The last token is always computed: its logits are what the request is for.
-                match = self.space.match(RadixKey(request.token_ids[:-1], request.namespace.key))
+                match = self.space.match(RadixKey(request.token_ids[:-1], namespace.key))
                 prefix_slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
                 self.space.allocator.retain(prefix_slots, Owner.REQUEST)
-            planned, donors = self._plan(request, len(prefix_slots))
+            planned, donors = self._plan(request, namespace, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
-        cache = RequestCache(request, plan, miss, prefix_slots, lock, donors, timings)
+        cache = RequestCache(request, namespace, plan, miss, prefix_slots, lock, donors, timings)
         self._pin(cache)
         try:
             if self._windows is not None:
@@ -144,6 +148,18 @@ class CacheManager:
         """
         return len(positions) if self._windows is None else self._windows.reserve(cache, positions)
 
+    def outgrows(self, cache: RequestCache, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` needs other angles than its K/V have, and must be begun again."""
+        return self._lengths.is_long(num_tokens) and not self._lengths.is_long(cache.plan.num_tokens)
+
+    def require_one_table(self, prompt_len: int, num_tokens: int) -> None:
+        """Raise `ConfigError` if a prompt that grows to `num_tokens` would outgrow its angles on the way."""
+        if self._lengths.is_long(num_tokens) and not self._lengths.is_long(prompt_len):
+            raise ConfigError(
+                f"this model has other angles for more than {self._lengths.switch} tokens, and prompt and continuation lie "
+                "on both sides; make the continuation shorter or the prompt longer"
+            )
+
     @property
     def longest_piece(self) -> int | None:
         """Rows of a sequence that can always be computed in one piece if it runs alone; None for any number."""
@@ -190,7 +206,9 @@ class CacheManager:
         """Release the request; nothing of it is kept."""
         self._release(cache)
 
-    def _plan(self, request: Request, exact_len: int) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
+    def _plan(
+        self, request: Request, namespace: Namespace, exact_len: int
+    ) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
         if request.reuse is not ReuseMode.GRAFT:
             return Miss(MissReason.REUSE_OFF), ()
         if self._refusal is not None:
@@ -199,9 +217,7 @@ class CacheManager:
         if not len(donors):
             return Miss(MissReason.NO_DONORS), ()
         try:
-            matches = donors.find(
-                request.namespace, request.token_ids, start=exact_len, max_generation=self._max_generation
-            )
+            matches = donors.find(namespace, request.token_ids, start=exact_len, max_generation=self._max_generation)
             planned = plan_graft(
                 len(request.token_ids), exact_len, matches, self._cost_model(request.policy), min_run=self._min_run
             )
@@ -256,7 +272,7 @@ class CacheManager:
     def _publish_prefix(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Give the exact prefix cache what a full prefill would have computed too: everything in front of the first graft."""
         exact_len = cache.exact_len(len(token_ids))
-        key, slots = RadixKey(token_ids[:exact_len], cache.request.namespace.key), cache.kv_indices[:exact_len]
+        key, slots = RadixKey(token_ids[:exact_len], cache.namespace.key), cache.kv_indices[:exact_len]
         if cache.windows is None or not isinstance(self.space, HybridKVSpace):
             self.space.store_prefix(key, slots)
         else:

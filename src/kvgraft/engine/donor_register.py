@@ -52,7 +52,7 @@ class SlotDonors(DonorRegister):
             for start, stop, generation in computed_pieces(cache, len(token_ids)):
                 self._add_once(cache, token_ids, start, stop, generation)
             return
-        known = self._donors.find(cache.request.namespace, token_ids, max_generation=0)
+        known = self._donors.find(cache.namespace, token_ids, max_generation=0)
         if any(match.length == len(token_ids) for match in known):
             return
         self._remove_superseded(known)
@@ -86,7 +86,7 @@ class SlotDonors(DonorRegister):
         if not self._is_worth(stop - start, generation):
             return None
         return self._space.add_donor(
-            cache.request.namespace,
+            cache.namespace,
             token_ids[start:stop],
             cache.kv_indices[start:stop].copy(),
             generation=generation,
@@ -120,7 +120,7 @@ class HostDonors(DonorRegister):
         self._windows.forget_captured(cache)
 
     def _is_known(self, cache: RequestCache, piece: TokenArray) -> bool:
-        matches = self._donors.find(cache.request.namespace, piece, max_generation=0)
+        matches = self._donors.find(cache.namespace, piece, max_generation=0)
         return any(match.length == len(piece) for match in matches)
 
     def _add(self, cache: RequestCache, token_ids: TokenArray, start: int, stop: int, generation: int) -> None:
@@ -129,7 +129,7 @@ class HostDonors(DonorRegister):
             if not self._is_worth(last - first, generation):
                 continue
             self._space.add_host_donor(
-                cache.request.namespace,
+                cache.namespace,
                 token_ids[first:last],
                 cache.kv_indices[first:last],
                 block,

@@ -95,8 +95,13 @@ class Scheduler:
         return Step(parts, len(streams), prefill_flops, failed)
 
     def _grow_streams(self) -> list[ActiveRequest]:
-        """Give every stream the slot of its next token; who arrived last is preempted where there are none."""
+        """Give every stream the slot of its next token; who arrived last is preempted where there are none.
+
+        A stream whose model has other angles from here on is computed again with these, as if it were a prompt.
+        """
         for active in [active for active in self.running if not active.is_prefilling]:
+            if active.cache is not None and self._manager.outgrows(active.cache, active.num_tokens):
+                self._send_back(active)
             while active in self.running and not self._grow(active):
                 self._preempt(max(self.running, key=lambda running: running.request.arrival))
         return [active for active in self.running if not active.is_prefilling]
@@ -111,14 +116,18 @@ class Scheduler:
         return True
 
     def _preempt(self, active: ActiveRequest) -> None:
+        self._send_back(active)
+        # Nobody is admitted until a request ends, or the victim would be back at once and be preempted again.
+        self._is_blocked = True
+
+    def _send_back(self, active: ActiveRequest) -> None:
+        """Make a running request the first of those that wait; it is computed again."""
         cache = active.cache
         assert cache is not None
         self._manager.suspend(cache, active.suspend())
         self.running.remove(active)
         self.waiting.push_front(active)
         self.num_preemptions += 1
-        # Nobody is admitted until a request ends, or the victim would be back at once and be preempted again.
-        self._is_blocked = True
 
     def _add_prefills(
         self,

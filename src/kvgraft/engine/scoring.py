@@ -43,7 +43,13 @@ def score(
     *,
     max_rows: int,
 ) -> Score:
-    """Prefill `request` as its reuse mode says, then feed `continuation` and collect the logits."""
+    """Prefill `request` as its reuse mode says, then feed `continuation` and collect the logits.
+
+    Raises:
+        ConfigError: The continuation outgrows the angles that its prompt was computed with.
+        CapacityError: Running requests hold the slots.
+    """
+    manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
     cache = manager.begin(request)
     try:
         manager.graft(cache)

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvgraft.errors import CapacityError
 from kvgraft.memory import KVBlock, Owner
-from kvgraft.prefix.swa_node import SWALock
+from kvgraft.prefix.swa.node import SWALock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
