@@ -144,7 +144,7 @@ def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder, alone)
 
 
 @contextmanager
-def http_server(**options):
+def http_server(log, **options):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -158,12 +158,17 @@ def http_server(**options):
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "4", "--block-size", "32"]
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            command, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        _wait_until_ready(process, port)
+        _wait_until_ready(process, port, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -173,11 +178,11 @@ def http_server(**options):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_until_ready(process, port, patience_s=300):
-    deadline = time.monotonic() + patience_s
+def _wait_until_ready(process, port, log):
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise AssertionError(process.stdout.read()[-5000:])
+            raise AssertionError(log.read_text()[-5000:])
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
         except OSError:
@@ -187,9 +192,11 @@ def _wait_until_ready(process, port, patience_s=300):
     raise AssertionError("the server did not become ready")
 
 
-def test_openai_client_over_http():
+def test_openai_client_over_http(tmp_path):
     openai = pytest.importorskip("openai")
-    with http_server(selection="none", min_saved_tokens=16) as url:
+    log = tmp_path / "server.log"
+    with http_server(log, selection="none", min_saved_tokens=16) as url:
+        assert "kvgraft is ready: mode graft, selection none" in log.read_text(), "users see it in vLLM's log"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def ask(prompt, mode, **more):

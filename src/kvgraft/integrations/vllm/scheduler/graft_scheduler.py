@@ -219,7 +219,7 @@ class GraftScheduler:
         anything else that they are told from now on, and give up grafts that are under way.
 
         Args:
-            prefixes_are_gone: vLLM's own prefix cache was reset too; where it still holds what the old model computed, nothing
+            prefixes_are_gone: vLLM reset its own prefix cache too; where that has what the old model computed, nothing
                 behind its hits is captured.
         """
         logger.info("all donors are forgotten: the caches were reset")
