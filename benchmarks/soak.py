@@ -292,7 +292,8 @@ async def kill_phase(server: ServerProcess, args: argparse.Namespace) -> int:
         soak = Soak(client, args.seed + 1, findings)
         await soak.prepare()
         load = asyncio.ensure_future(soak.run(20 * args.clients, args.clients))
-        await asyncio.sleep(1.0)
+        while findings.total < args.clients and not load.done():
+            await asyncio.sleep(0.05)
         server.kill()
         await asyncio.wait_for(load, _STALL_SECONDS)
     return findings.problems.total()

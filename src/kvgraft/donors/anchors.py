@@ -120,7 +120,7 @@ class AnchorIndex:
         return len(self._own(row, keys)[0])
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Forget the anchors of all rows; the table keeps its size."""
         # Fresh zeros give the committed memory back, which overwriting would not.
         self._tags, self._ages = np.zeros_like(self._tags), np.zeros_like(self._ages)
         self._num_entries = 0

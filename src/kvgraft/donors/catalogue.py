@@ -10,7 +10,7 @@ import numpy as np
 from kvgraft.donors.anchors import AnchorIndex, Hits
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
-from kvgraft.donors.eviction import EvictionQueue
+from kvgraft.donors.eviction import DonorQueue
 from kvgraft.donors.fingerprint import GRAM_TOKENS, Fingerprinter, Hashes, Tokens
 from kvgraft.donors.matcher import find_runs
 from kvgraft.donors.tiling import tile
@@ -99,7 +99,7 @@ class DonorCatalogue:
         self._min_run = min_run
         self._index = AnchorIndex.for_tokens(capacity_tokens)
         self._arena = TokenArena(capacity_tokens, max_rows)
-        self._queue = EvictionQueue()
+        self._queue = DonorQueue()
         self._entries: dict[DonorId, _Entry] = {}
         self._tenants: dict[Namespace, _Tenant] = {}
         self._num_tenants = 0

@@ -147,12 +147,13 @@ class ActiveRequest:
         sampling = self.request.sampling
         is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
         delta = "" if is_eos else self._text.push(token_id)
+        is_full = len(self.output_ids) >= sampling.max_new_tokens or self.num_tokens >= self._max_model_len
+        if is_eos or is_full:
+            delta += self._text.flush()
         if is_eos or self._text.stopped:
             self.finish_reason = FinishReason.STOP
-        elif len(self.output_ids) >= sampling.max_new_tokens or self.num_tokens >= self._max_model_len:
+        elif is_full:
             self.finish_reason = FinishReason.LENGTH
-        if self.finish_reason is not None:
-            delta += self._text.flush()
         return StreamPart(delta, token_id, logprobs=self._sampler.logprobs(logits, token_id))
 
     def output(self) -> RequestOutput:

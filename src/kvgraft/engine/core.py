@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.config import EngineConfig
+from kvgraft.config.setting import quoted
 from kvgraft.engine.active import ActiveRequest
 from kvgraft.engine.adapter import TransformersAdapter, take_over
 from kvgraft.engine.cache_manager import CacheManager
@@ -24,17 +26,16 @@ from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
 from kvgraft.engine.slot_plan import SlotPlan
 from kvgraft.engine.text import OutputText
-from kvgraft.errors import ConfigError, OverloadedError, RequestError
+from kvgraft.errors import ConfigError, OverloadedError, RequestError, one_line
 from kvgraft.memory import HybridSlotPool
 from kvgraft.observability import NullRecorder, Recorder, RequestRecord, StepRecord
 from kvgraft.prefix import PrefixCache, SWARadixCache, TreeCacheBuildContext, create_tree_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
-    from kvgraft.config import EngineConfig
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
     from kvgraft.engine.scheduler import Step
     from kvgraft.graft.model import SequenceOutput, SequenceRows
@@ -94,9 +95,9 @@ class Engine:
         )
         self.adapter, prefix = _adapter_and_prefix(self.loaded.model, config)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
-        lengths, longest = self.adapter.lengths, self.builder.max_model_len
-        lengths.require(longest)
-        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), longest)
+        lengths = self.adapter.lengths
+        lengths.require(self.builder.max_model_len)
+        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
         self.space = _kv_space(self.adapter, prefix, config)
         self.manager = CacheManager(
             self.adapter,
@@ -110,6 +111,7 @@ class Engine:
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
         self._recorder: Recorder = recorder or NullRecorder()
+        self._recorder_failed = False
         self._active: dict[str, ActiveRequest] = {}
         self._eos_token_ids = _eos_token_ids(self.loaded)
 
@@ -137,8 +139,8 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.builder.longest,
         )
-        self._active[request.request_id] = active
         self.scheduler.add(active)
+        self._active[request.request_id] = active
 
     def cancel(self, request_id: str) -> bool:
         """End a request at whatever stage; nothing of it is kept. False if it has ended already."""
@@ -165,7 +167,7 @@ class Engine:
                 events.append(event)
         seconds = time.perf_counter() - started
         self._pace.observe(seconds, step.num_streams, step.prefill_flops)
-        self._recorder.record_step(self._step_record(step, seconds))
+        self._record(lambda: self._recorder.record_step(self._step_record(step, seconds)))
         return events
 
     def _forward(self, batch: Sequence[SequenceRows]) -> Sequence[SequenceOutput | Exception]:
@@ -207,7 +209,7 @@ class Engine:
     def _fail(self, active: ActiveRequest, error: Exception) -> StepEvent:
         logger.error("request %s failed", active.request.request_id, exc_info=error)
         self._drop(active, "error")
-        failure = RequestError(f"the engine failed on this request: {type(error).__name__}: {error}")
+        failure = RequestError(f"the engine failed on this request: {one_line(error)}")
         return StepEvent(active.request.request_id, error=failure)
 
     def _drop(self, active: ActiveRequest, outcome: str) -> None:
@@ -218,7 +220,16 @@ class Engine:
     def _forget(self, active: ActiveRequest, outcome: str) -> None:
         del self._active[active.request.request_id]
         self.scheduler.remove(active)
-        self._recorder.record_request(_request_record(active, outcome))
+        self._record(lambda: self._recorder.record_request(_request_record(active, outcome)))
+
+    def _record(self, record: Callable[[], None]) -> None:
+        """Tell the recorder, which is not ours: its failures harm nobody, and the first is logged."""
+        try:
+            record()
+        except Exception:
+            if not self._recorder_failed:
+                logger.exception("a recorder failed; further failures of it are not logged")
+            self._recorder_failed = True
 
     def _step_record(self, step: Step, seconds: float) -> StepRecord:
         usage = self.space.usage()
@@ -236,6 +247,17 @@ class Engine:
             donor_tokens=self.space.donors.num_tokens,
             host_bytes=self.space.host.used_bytes,
         )
+
+
+def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:
+    """The settings meant by a caller: `config`, by default the environment's, with single ones changed.
+
+    Raises:
+        ConfigError: A setting is wrong, or `config` is none.
+    """
+    if not (config is None or isinstance(config, EngineConfig)):
+        raise ConfigError(f"config is an EngineConfig or None, not {quoted(config)}")
+    return (config or EngineConfig.from_env()).updated(settings)
 
 
 def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:
@@ -269,6 +291,15 @@ def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[T
 
 
 def _kv_space(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
+    try:
+        return _space_over(adapter, prefix, config)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the books of {quoted(config.donor_tokens)} donor_tokens do not fit into memory; lower donor_tokens"
+        ) from error
+
+
+def _space_over(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
     if isinstance(adapter.pool, HybridSlotPool):
         assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.config import EngineConfig
-from kvgraft.engine.core import Engine, StepEvent
+from kvgraft.config.setting import quoted
+from kvgraft.engine.core import Engine, StepEvent, engine_config
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.scoring import Score, score
 from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode, TokenArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
+    from kvgraft.config import EngineConfig
     from kvgraft.engine.adapter import TransformersAdapter
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.engine.loading import LoadedModel
@@ -55,7 +57,7 @@ class LLM:
             ConfigError: A setting or the model's name is wrong.
             ModelError: The model cannot be loaded or fails the self-check.
         """
-        self._engine = Engine(model, (config or EngineConfig.from_env()).updated(settings))
+        self._engine = Engine(model, engine_config(config, settings))
         self._events: dict[str, deque[StepEvent]] = {}
 
     @property
@@ -196,8 +198,8 @@ class LLM:
     def _run(self, request: Request) -> Iterator[StreamPart]:
         """Step the engine until `request` ends; what steps give to other open streams waits for them."""
         request = replace(request, arrival=time.perf_counter())
-        events = self._events[request.request_id] = deque()
         self._engine.add(request)
+        events = self._events[request.request_id] = deque()
         try:
             while True:
                 while not events:
@@ -219,6 +221,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, an array or a sequence of ids is one."""
     if isinstance(prompts, str | np.ndarray):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ConfigError(f"give a prompt (text or token ids) or a list of prompts, not {quoted(prompts)}")
     if not len(prompts):
         raise ConfigError("no prompt was given")
     if isinstance(prompts[0], int | np.integer):

@@ -43,7 +43,7 @@ class BlockSource:
     device: torch.device
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """See `KVSource.read`."""
+        """Copy one layer to the device; see `KVSource`."""
         keys, values = self.block.keys[layer], self.block.values[layer]
         return keys.to(self.device, non_blocking=True), values.to(self.device, non_blocking=True)
 

@@ -73,17 +73,17 @@ class Recorder(Protocol):
     """Takes records on the engine's thread; must be quick and must not raise."""
 
     def record_request(self, record: RequestRecord) -> None:
-        """A request ended."""
+        """Take in a request that has ended, however it did."""
 
     def record_step(self, record: StepRecord) -> None:
-        """A step was run."""
+        """Take in a step after its outputs were handed out."""
 
 
 class NullRecorder:
-    """Listens to nothing."""
+    """A recorder for engines that nobody watches; keeps nothing."""
 
     def record_request(self, record: RequestRecord) -> None:
-        """Ignore it."""
+        """Ignore what became of a request."""
 
     def record_step(self, record: StepRecord) -> None:
-        """Ignore it."""
+        """Ignore what a step did."""

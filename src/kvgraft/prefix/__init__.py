@@ -1,4 +1,7 @@
-"""Exact prefix caches: which KV slots hold a prompt's first tokens. Needs numpy alone and touches no KV."""
+"""Exact prefix caches: which KV slots hold a prompt's first tokens. Needs numpy alone and touches no KV.
+
+Public modules: `eviction.policies`, for the policies themselves.
+"""
 
 from __future__ import annotations
 

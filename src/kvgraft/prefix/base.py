@@ -39,7 +39,7 @@ class PrefixCache(ABC):
 
     @property
     def total_size(self) -> int:
-        """Stored tokens."""
+        """Stored tokens, locked or not."""
         return self.evictable_size + self.protected_size
 
     @property

@@ -42,22 +42,22 @@ class ChunkCache(PrefixCache):
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Tokens per page; windows are freed in whole ones."""
         return self._page_size
 
     @property
     def evictable_size(self) -> int:
-        """Nothing is stored."""
+        """0: requests own all slots themselves."""
         return 0
 
     @property
     def protected_size(self) -> int:
-        """Nothing is stored."""
+        """0: there is nothing that a lock could protect."""
         return 0
 
     @property
     def disabled(self) -> bool:
-        """Always."""
+        """True: a request that ends gets all of its slots back."""
         return True
 
     def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
@@ -73,11 +73,11 @@ class ChunkCache(PrefixCache):
         priority: int = 0,
         counted_len: int | None = None,
     ) -> InsertResult:
-        """Take nothing."""
+        """Take nothing; all of `kv_indices` stay the caller's."""
         return InsertResult(0, 0, self._handle)
 
     def evict(self, num_tokens: int) -> EvictResult:
-        """Free nothing."""
+        """Free nothing, however much is asked for: only requests hold slots."""
         return NOTHING_FREED
 
     def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
@@ -97,11 +97,11 @@ class ChunkCache(PrefixCache):
         return NO_SLOTS
 
     def reset(self) -> SlotArray:
-        """Return nothing."""
+        """Return nothing; slots of running requests stay theirs."""
         return NO_SLOTS
 
     def check(self) -> None:
-        """Hold always."""
+        """Find nothing: there is no state that could be damaged."""
 
 
 class SWAChunkCache(ChunkCache):

@@ -113,7 +113,7 @@ class DonorCache(Protocol):
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Tokens per page; a substituted match is cut to whole ones."""
 
     def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
         """Match by the key alone."""

@@ -98,7 +98,7 @@ class Owner:
         self.full, self.swa = CheckedSlots(4096), CheckedSlots(4096, first=100_000)
 
     def begin(self, token_ids: np.ndarray, rid: str = "r") -> RequestRow:
-        """Match and lock."""
+        """Start a request from what is stored of its prompt, locked; its last token is always computed."""
         req = RequestRow(rid, np.asarray(token_ids), np.empty(0, np.int64), prompt_len=len(token_ids))
         match = self.cache.match_prefix(req.key(len(token_ids) - 1))
         req.adopt(match, self.cache.inc_lock_ref(match.handle))

@@ -56,11 +56,15 @@ def run_in_simulated_time(work: Coroutine[Any, Any, Result]) -> Result:
 class SimulatedServer:
     """A client and the server behind it: one prompt at a time for `prefill_s`, then `tokens` tokens every `token_s`.
 
-    It has the methods of `CompletionsClient` that a load test uses. `status` other than 200 fails every request.
+    It has the methods of `CompletionsClient` that a load test uses. `status` other than 200 fails every request. With
+    `prefill_s_per_token` prompts take time by their length, and tokens are given only while no prompt is computed.
     """
 
     prefill_s: float = 0.001
-    tokens: int = 3
+    prefill_s_per_token: float = 0.0
+    tokens: int | None = 3
+    """Of every answer; None gives as many as were asked for."""
+
     token_s: float = 0.001
     status: int = 200
     models: tuple[dict[str, object], ...] = ({"id": "fake", "max_model_len": 1_000},)
@@ -78,14 +82,22 @@ class SimulatedServer:
 
     async def stream(self, body: bytes, exchange: Exchange) -> None:
         exchange.sent_s = now()
-        self.bodies.append(json.loads(body))
+        fields = json.loads(body)
+        self.bodies.append(fields)
         if self.status == 200:
-            async with self._machine:
-                await asyncio.sleep(self.prefill_s)
-            for _ in range(self.tokens):
-                exchange.token_s.append(now())
-                await asyncio.sleep(self.token_s)
-            exchange.prompt_tokens, exchange.completion_tokens, exchange.reused_tokens = 10, self.tokens, 4
+            await self._answer(fields, exchange)
         else:
             exchange.failure = f"http {self.status}"
         exchange.ended_s = now()
+
+    async def _answer(self, fields: dict[str, Any], exchange: Exchange) -> None:
+        tokens = fields["max_tokens"] if self.tokens is None else self.tokens
+        async with self._machine:
+            await asyncio.sleep(self.prefill_s + self.prefill_s_per_token * len(fields["prompt"]))
+        for _ in range(tokens):
+            if self.prefill_s_per_token:
+                async with self._machine:
+                    pass
+            exchange.token_s.append(now())
+            await asyncio.sleep(self.token_s)
+        exchange.prompt_tokens, exchange.completion_tokens, exchange.reused_tokens = 10, tokens, 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -363,10 +364,28 @@ def test_nonsense_is_refused_in_one_line(payload):
 # publisher
 
 
-def receive(subscriber, num_batches, timeout_s=5):
-    batches, deadline = [], time.monotonic() + timeout_s
+PATIENCE_S = 60
+
+
+def receive(subscriber, num_batches):
+    batches, deadline = [], time.monotonic() + PATIENCE_S
     while len(batches) < num_batches and time.monotonic() < deadline:
         batches += subscriber.receive(0.05)
+    return batches
+
+
+def join(publisher, subscriber, first=0):
+    """Publish until something arrives, because PUB drops what is sent before it knows of the subscription.
+
+    Returns the batches that arrived, up to the last one that was published. Their events are numbered from `first` on.
+    """
+    batches, number, deadline = [], first, time.monotonic() + PATIENCE_S
+    while not batches and time.monotonic() < deadline:
+        publisher.publish([BlockRemoved((number,))])
+        number += 1
+        batches = subscriber.receive(0.2)
+    while batches[-1].events[0].block_hashes != (number - 1,):
+        batches += subscriber.receive(0.2)
     return batches
 
 
@@ -379,7 +398,7 @@ def test_a_subscriber_gets_what_a_cache_publishes(endpoints):
     cache, log = make_cache(2)
     publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], topic="kv"))
     subscriber = ZmqEventSubscriber(endpoints[0], topic="kv")
-    time.sleep(0.2)  # PUB drops what is sent before a subscription arrives
+    join(publisher, subscriber)
     put(cache, 1, 2, 3, 4)
     publisher.publish(log.take())
     publisher.publish([])
@@ -396,26 +415,30 @@ def test_a_subscriber_gets_what_a_cache_publishes(endpoints):
 
 def test_a_late_subscriber_is_told_what_it_missed(endpoints):
     publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], endpoints[1], buffer_steps=3))
-    for index in range(5):
-        publisher.publish([BlockRemoved((index,))])
-    time.sleep(0.3)
+    early = ZmqEventSubscriber(endpoints[0])
+    sent = join(publisher, early)[-1].events[0].block_hashes[0] + 1
+    for number in range(sent, sent + 5):
+        publisher.publish([BlockRemoved((number,))])
+    receive(early, 5)
     subscriber = ZmqEventSubscriber(endpoints[0], replay_endpoint=endpoints[1])
-    time.sleep(0.2)
-    publisher.publish([BlockRemoved((5,))])
-    batches = receive(subscriber, 4)
+    numbers = [batch.events[0].block_hashes[0] for batch in join(publisher, subscriber, first=sent + 5)]
     publisher.close()
+    early.close()
     subscriber.close()
-    assert [batch.events[0].block_hashes for batch in batches] == [(3,), (4,), (5,)]
-    assert subscriber.num_missed == 3
+    # The three newest were kept when it asked, the one that told it of a gap among them.
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    assert len(numbers) >= 3
+    assert subscriber.num_missed == numbers[0] > 0
 
 
 def test_a_full_queue_drops_and_counts(endpoints, monkeypatch, caplog):
-    monkeypatch.setattr(ZmqEventPublisher, "_send_next", lambda self: time.sleep(0.01) or True)
+    goes_on = threading.Event()
+    monkeypatch.setattr(ZmqEventPublisher, "_send_next", lambda self: not goes_on.wait(PATIENCE_S))
     publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], max_queue_size=1))
     for _ in range(3):
         publisher.publish([AllBlocksCleared()])
     assert publisher.num_dropped == 2
-    monkeypatch.setattr(ZmqEventPublisher, "_send_next", lambda self: False)
+    goes_on.set()
     publisher.close(0.1)
     assert "KV events are dropped" in caplog.text
 

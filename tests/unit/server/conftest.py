@@ -19,7 +19,7 @@ from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
 from kvgraft.types import GraftReport, Miss, MissReason
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 VOCABULARY = 256
 
 

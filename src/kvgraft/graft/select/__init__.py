@@ -23,6 +23,7 @@ from kvgraft.graft.select.first_k import FirstK
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
 from kvgraft.graft.select.query_seam import QuerySeam
+from kvgraft.graft.select.ratio import RatioPolicy
 
 SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
     "none": NoRecompute,
@@ -51,6 +52,7 @@ __all__ = [
     "Observable",
     "Observation",
     "QuerySeam",
+    "RatioPolicy",
     "Recompute",
     "SelectionContext",
     "SelectionPolicy",

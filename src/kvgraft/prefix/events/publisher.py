@@ -187,7 +187,7 @@ class ZmqEventSubscriber:
         return [*batches, decode_batch(frames[2])]
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; what was not received by then is lost."""
         self._socket.close(linger=0)
 
     def _missed(self, number: int) -> Iterator[EventBatch]:

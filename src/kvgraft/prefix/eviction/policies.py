@@ -56,7 +56,7 @@ class LRU(EvictionPolicy):
     """Least recently used: what was not matched or inserted for longest leaves first."""
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Time of the last use."""
         return node.last_access
 
 
@@ -65,7 +65,7 @@ class LFU(EvictionPolicy):
     """Least frequently used, then least recently."""
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Hits, then time of the last use."""
         return (node.hit_count, node.last_access)
 
 
@@ -74,7 +74,7 @@ class FIFO(EvictionPolicy):
     """First made, first out."""
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Time at which the node was made."""
         return node.created
 
 
@@ -83,7 +83,7 @@ class MRU(EvictionPolicy):
     """Most recently used leaves first, for loops longer than the cache."""
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Time of the last use, the latest smallest."""
         return -node.last_access
 
 
@@ -92,7 +92,7 @@ class FILO(EvictionPolicy):
     """First made, last out."""
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Time at which the node was made, the latest smallest."""
         return -node.created
 
 
@@ -101,7 +101,7 @@ class Priority(EvictionPolicy):
     """Lowest priority leaves first, then least recently used."""
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Priority, then time of the last use."""
         return (node.priority, node.last_access)
 
 
@@ -121,7 +121,7 @@ class SLRU(EvictionPolicy):
         _require_at_least("protected_threshold", self.protected_threshold, 1)
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Whether the node is protected, then time of the last use."""
         return (int(node.hit_count >= self.protected_threshold), node.last_access)
 
 
@@ -147,7 +147,7 @@ class TLRU(EvictionPolicy):
         _require_at_least("next_prompt_estimate", self.next_prompt_estimate, 0)
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """See `EvictionPolicy`."""
+        """Whether losing the node would make the next prompt late, then time of the last use."""
         computed = node.reach - node.start + self.next_prompt_estimate
         return (int(computed > self.threshold), node.last_access)
 

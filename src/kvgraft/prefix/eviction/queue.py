@@ -78,7 +78,7 @@ class EvictionQueue(Generic[Item]):
         return item
 
     def clear(self) -> None:
-        """Withdraw all."""
+        """Withdraw all candidates; each may be added again."""
         for item in self._items:
             item.queue_index = NOT_QUEUED
         self._keys.clear()

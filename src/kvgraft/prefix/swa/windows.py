@@ -119,7 +119,7 @@ class TreeWindows:
         return window.swa_indices
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all windows, covered or not, of nodes that the tree has dropped."""
         self._queue.clear()
         self.evictable_size = self.protected_size = 0
 

@@ -59,9 +59,9 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
     processes = [context.Process(target=worker, args=(rank, tmp_path / "store", results)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = sorted((results.get(timeout=120) for _ in processes), key=lambda entry: entry["rank"])
+    found = sorted((results.get(timeout=600) for _ in processes), key=lambda entry: entry["rank"])
     for process in processes:
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0
     assert [entry["asked"] for entry in found] == [3, 3]
     assert [entry["planned"] for entry in found] == [

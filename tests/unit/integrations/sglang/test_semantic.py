@@ -45,7 +45,7 @@ class Broken(Recall):
         raise RuntimeError("no")
 
 
-def attach(world, provider, deadline_s=5.0):
+def attach(world, provider, deadline_s=60.0):
     world.reuse.semantic = SemanticSource(provider, world.tree, 1, deadline_s)
     return provider
 

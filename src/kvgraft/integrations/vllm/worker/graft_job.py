@@ -1,4 +1,4 @@
-"""One graft on one rank: reused K/V in, gaps and chosen tokens computed, piece by piece."""
+"""One graft on one rank: reused K/V in, gaps and chosen tokens computed, pass by pass."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import numpy as np
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.select import NoRecompute, Observation, Recompute
 from kvgraft.graft.sparse_prefill import selection_context
-from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.messages import GraftOutcome
-from kvgraft.integrations.vllm.passes import AllLayersPass, GraftedPrompt, GraftPass, KeyDeviationPass
-from kvgraft.integrations.vllm.spans import ReusedSpans
-from kvgraft.integrations.vllm.virtual_batch import BlockTable
-from kvgraft.integrations.vllm.window_ring import WindowRing
+from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
+from kvgraft.integrations.vllm.worker.passes import AllLayersPass, GraftedPrompt, GraftPass, KeyDeviationPass
+from kvgraft.integrations.vllm.worker.ranks import all_ranks
+from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+from kvgraft.integrations.vllm.worker.window_ring import WindowRing
 from kvgraft.memory.block import KVBlock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.integrations.vllm.donor_store import DonorStore
     from kvgraft.integrations.vllm.messages import Graft
-    from kvgraft.integrations.vllm.sparse_pass import RankModel
+    from kvgraft.integrations.vllm.worker.donor_store import DonorStore
+    from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class GraftJob:
         except Exception as error:
             logger.exception("graft of request %s: donors cannot be read; it is computed", command.request_id)
             self._fell_back = f"{type(error).__name__}: {error}"
-        if not self._rank.all_ranks(not self._fell_back):
+        if not all_ranks(not self._fell_back):
             self._fell_back = self._fell_back or "another rank could not read its donors"
             if command.plan.exact_len and any(home.group.window for home in self._homes):
                 # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
@@ -123,10 +124,10 @@ class GraftJob:
 
     def _keep(self, rows: NDArray[np.int64]) -> None:
         """Copy computed text that shall become donors."""
-        for piece_id, start, stop in self.command.captures:
+        for text_id, start, stop in self.command.captures:
             kept = rows[(rows >= start) & (rows < stop)]
             if len(kept):
-                self._donors.append(piece_id, read_block(self._homes, kept))
+                self._donors.append(text_id, read_block(self._homes, kept))
 
 
 def read_block(homes: list[GroupKV], positions: NDArray[np.int64]) -> KVBlock:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.integrations.vllm.donor_store import DonorStore
+    from kvgraft.integrations.vllm.worker.donor_store import DonorStore
     from kvgraft.types import Match
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.integrations.vllm.group_kv import GroupKV
-from kvgraft.integrations.vllm.virtual_batch import BlockTable
+from kvgraft.integrations.vllm.worker.group_kv import GroupKV
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.integrations.vllm.layers import LayerGroup
-    from kvgraft.integrations.vllm.spans import ReusedSpans
+    from kvgraft.integrations.vllm.worker.layers import LayerGroup
+    from kvgraft.integrations.vllm.worker.spans import ReusedSpans
 
 
 class WindowRing(GroupKV):

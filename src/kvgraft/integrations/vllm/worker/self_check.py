@@ -15,8 +15,8 @@ import torch
 
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, relative_error
-from kvgraft.integrations.vllm.sparse_pass import DecoderStack, RankModel
-from kvgraft.integrations.vllm.virtual_batch import BlockTable, Runs
+from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable, Runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
 
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.vllm.layers import caches_bound
-from kvgraft.integrations.vllm.virtual_batch import Runs, virtual_batch
+from kvgraft.integrations.vllm.worker.layers import caches_bound
+from kvgraft.integrations.vllm.worker.ranks import together
+from kvgraft.integrations.vllm.worker.virtual_batch import Runs, virtual_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.integrations.vllm.layers import AttentionLayer, LayerGroup
-    from kvgraft.integrations.vllm.virtual_batch import BlockTable
+    from kvgraft.integrations.vllm.worker.layers import AttentionLayer, LayerGroup
+    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +57,15 @@ class RankModel:
 
     @contextmanager
     def batch(self, runs: Runs, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
-        """Prepare a pass over `runs` with K/V in `caches` by `tables`, one per group; gives the positions on the device."""
+        """Prepare a pass over `runs` with K/V in `caches` by `tables`, one per group; gives the positions on the device.
+
+        What follows within may be a collective operation: all ranks have prepared then.
+        """
         layers: list[AttentionLayer] = [layer for group in self.groups for layer in group.layers]
         bound = [cache for group_caches in caches for cache in group_caches]
-        with (
-            caches_bound(layers, bound),
-            virtual_batch(self.vllm_config, self.groups, tables, runs, self.device) as on_device,
-        ):
-            yield on_device
+        with caches_bound(layers, bound), ExitStack() as stack:
+            context = virtual_batch(self.vllm_config, self.groups, tables, runs, self.device)
+            yield together(lambda: stack.enter_context(context))
 
     def run(
         self,
@@ -76,23 +77,6 @@ class RankModel:
         """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing."""
         with self.batch(runs, tables, caches) as on_device:
             self.model(input_ids=torch.from_numpy(token_ids).to(self.device), positions=on_device)
-
-    def all_ranks(self, agree: bool) -> bool:
-        """Whether all tensor-parallel ranks agree; every rank must ask."""
-        group = get_tp_group()
-        if group.world_size == 1:
-            return agree
-        vote = torch.tensor([int(agree)])
-        torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-        return bool(vote.item())
-
-    def summed_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum a float32 tensor over the tensor-parallel ranks, in host memory."""
-        group = get_tp_group()
-        values = values.cpu()
-        if group.world_size > 1:
-            torch.distributed.all_reduce(values, group=group.cpu_group)
-        return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)

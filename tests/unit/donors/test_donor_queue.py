@@ -1,16 +1,16 @@
-"""EvictionQueue: Greedy-Dual-Size-Frequency order."""
+"""DonorQueue: Greedy-Dual-Size-Frequency order."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvgraft.donors.eviction import EvictionQueue
+from kvgraft.donors.eviction import DonorQueue
 from kvgraft.errors import CorruptCacheError
 
 
 def make_queue(**values):
-    queue = EvictionQueue()
+    queue = DonorQueue()
     for name, value in values.items():
         queue.put(name, value)
     return queue
@@ -49,7 +49,7 @@ def test_value_ages_as_others_leave():
 
 def test_iteration_is_the_order_of_leaving_and_changes_nothing():
     rng = np.random.default_rng(0)
-    queue = EvictionQueue()
+    queue = DonorQueue()
     for step in range(500):
         queue.put(int(rng.integers(0, 100)), float(rng.integers(0, 20)))
         if step % 3 == 0:

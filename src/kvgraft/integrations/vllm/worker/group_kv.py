@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.graft.rope import RopeShift, RopeSpec
-    from kvgraft.integrations.vllm.layers import LayerGroup
-    from kvgraft.integrations.vllm.spans import ReusedSpans
-    from kvgraft.integrations.vllm.virtual_batch import BlockTable
+    from kvgraft.integrations.vllm.worker.layers import LayerGroup
+    from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 
 class GroupKV(ABC):

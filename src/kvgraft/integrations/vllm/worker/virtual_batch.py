@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
 
-    from kvgraft.integrations.vllm.layers import LayerGroup
+    from kvgraft.integrations.vllm.worker.layers import LayerGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)

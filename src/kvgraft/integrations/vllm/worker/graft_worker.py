@@ -10,15 +10,17 @@ import torch
 
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.select import Observable
-from kvgraft.integrations.vllm.donor_store import DonorStore
-from kvgraft.integrations.vllm.graft_job import GraftJob, read_block
-from kvgraft.integrations.vllm.group_kv import GroupKV, PagedKV
-from kvgraft.integrations.vllm.layers import layer_groups
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
-from kvgraft.integrations.vllm.model_handle import ModelHandle
-from kvgraft.integrations.vllm.self_check import checked
-from kvgraft.integrations.vllm.sparse_pass import RankModel
-from kvgraft.integrations.vllm.virtual_batch import BlockTable
+from kvgraft.integrations.vllm.worker.donor_store import DonorStore
+from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block
+from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
+from kvgraft.integrations.vllm.worker.layers import layer_groups
+from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
+from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
+from kvgraft.integrations.vllm.worker.self_check import checked
+from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
 from kvgraft.reuse.policy import configured_policy
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import Capture, Graft, PieceId, StepCommands
+    from kvgraft.integrations.vllm.messages import Capture, Graft, StepCommands, TextId
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
@@ -58,10 +60,13 @@ class GraftWorker:
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._outcomes: dict[str, GraftOutcome] = {}
-        self._lost_pieces: set[PieceId] = set()
-        self._dead_pieces: set[PieceId] = set()
+        self._lost_texts: set[TextId] = set()
+        self._dead_texts: set[TextId] = set()
         self._lost_donors: set[DonorId] = set()
         self._told_refusal = False
+        self._told_bytes = 0
+        self._witness: WeightsWitness | None = None
+        self._weights_changed = False
 
     @property
     def refusal(self) -> str:
@@ -91,7 +96,7 @@ class GraftWorker:
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Take the paged caches and prove their layout."""
         try:
-            self._groups = layer_groups(self._vllm_config, self._kv_cache_config, kv_caches)
+            self._groups = together(lambda: layer_groups(self._vllm_config, self._kv_cache_config, kv_caches))
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._groups = ()
             self._refuse(error)
@@ -101,16 +106,22 @@ class GraftWorker:
     def load(self, commands: StepCommands) -> None:
         """Begin new grafts and go on with those under way, within the step's budget."""
         self._prepare()
+        if commands.reset:
+            self._forget_everything("the caches were reset")
+            if self._witness is not None:
+                self._witness.has_changed()  # whatever was loaded since is what runs from now on
+        if commands.grafts or commands.seals or commands.captures:
+            self._look_at_weights()
         for request_id in commands.cancels:
             if self._jobs.pop(request_id, None) is not None:
                 self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
         for seal in commands.seals:
-            self._seal(seal.piece_id, seal.donor_id)
+            self._seal(seal.text_id, seal.donor_id)
         for command in commands.grafts:
             self._begin(command)
-        for piece_id in commands.discards:
-            self._donors.discard(piece_id)
-            self._dead_pieces.discard(piece_id)
+        for text_id in commands.discards:
+            self._donors.discard(text_id)
+            self._dead_texts.discard(text_id)
         for donor_id in commands.drops:
             self._donors.drop(donor_id)
         self._work()
@@ -120,11 +131,11 @@ class GraftWorker:
         self._prepare()
         for capture in commands.captures:
             if self._rank is None:
-                self._lose(capture.piece_id)
-            elif capture.piece_id not in self._dead_pieces:
+                self._lose(capture.text_id)
+            elif capture.text_id not in self._dead_texts:
                 self._capture(self._rank, capture)
             if capture.donor_id is not None:
-                self._seal(capture.piece_id, capture.donor_id)
+                self._seal(capture.text_id, capture.donor_id)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Asynchronous grafts that ended since the last call, and those among them that failed."""
@@ -139,16 +150,21 @@ class GraftWorker:
 
     def take_report(self) -> WorkerReport | None:
         """What happened since the last call; None for nothing worth telling."""
-        if not (self._outcomes or self._lost_pieces or self._lost_donors or (self._refusal and not self._told_refusal)):
+        used_bytes = self._donors.used_bytes
+        is_refused = bool(self._refusal and not self._told_refusal)
+        lost = self._lost_texts or self._lost_donors or self._weights_changed
+        if not (self._outcomes or lost or is_refused or used_bytes != self._told_bytes):
             return None
         report = WorkerReport(
             self._outcomes,
-            frozenset(self._lost_pieces),
+            frozenset(self._lost_texts),
             frozenset(self._lost_donors),
             self._refusal,
-            self._donors.used_bytes,
+            used_bytes,
+            self._weights_changed,
         )
-        self._outcomes, self._lost_pieces, self._lost_donors = {}, set(), set()
+        self._told_bytes, self._weights_changed = used_bytes, False
+        self._outcomes, self._lost_texts, self._lost_donors = {}, set(), set()
         self._told_refusal = bool(self._refusal)
         return report
 
@@ -163,9 +179,26 @@ class GraftWorker:
             return
         try:
             rank = RankModel(self._vllm_config, self._handle.model, self._groups)
-            self._rank = checked(rank, needs_stack=Observable.KEY_DEVIATION in self._policy.observes)
+            needs_stack = Observable.KEY_DEVIATION in self._policy.observes
+            self._rank = together(lambda: checked(rank, needs_stack=needs_stack))
+            self._witness = WeightsWitness(rank.model)
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._refuse(error)
+
+    def _look_at_weights(self) -> None:
+        """Forget what the model computed before its weights were changed in place; all ranks notice together."""
+        if self._witness is not None and not all_ranks(not self._witness.has_changed()):
+            self._forget_everything("the model's weights were changed in place")
+            self._weights_changed = True
+
+    def _forget_everything(self, reason: str) -> None:
+        """Drop donors and texts, refuse later captures of these texts, and let vLLM compute what is being grafted."""
+        logger.warning("all donors are forgotten: %s", reason)
+        for job in list(self._jobs.values()):
+            del self._jobs[job.command.request_id]
+            self._fail(job.command, reason)
+        self._dead_texts |= self._donors.text_ids
+        self._donors.clear()
 
     def _refuse(self, error: Exception) -> None:
         self._refusal = f"{error}" if isinstance(error, IntegrationError) else f"{type(error).__name__}: {error}"
@@ -178,10 +211,9 @@ class GraftWorker:
             self._fail(command, "the self-check has not passed")
             return
         try:
-            job = GraftJob(
-                command, self._rank, self._donors, self._policy, max_rows=self._config.max_recompute_tokens_per_step
-            )
-            job.begin()
+            rows, rank = self._config.max_recompute_tokens_per_step, self._rank
+            job = together(lambda: GraftJob(command, rank, self._donors, self._policy, max_rows=rows))
+            together(job.begin)
         except Exception as error:
             logger.exception("graft of request %s failed; vLLM computes it", command.request_id)
             self._fail(command, f"{type(error).__name__}: {error}")
@@ -203,7 +235,7 @@ class GraftWorker:
     def _step(self, job: GraftJob, limit: int) -> int:
         try:
             with torch.inference_mode():
-                return job.step(limit)
+                return together(lambda: job.step(limit))
         except Exception as error:
             logger.exception("graft of request %s failed; vLLM computes it", job.command.request_id)
             job.outcome = GraftOutcome(0, 0.0, 0.0, f"{type(error).__name__}: {error}", failed=True)
@@ -221,9 +253,9 @@ class GraftWorker:
     def _fail(self, command: Graft, reason: str) -> None:
         """Let vLLM compute the positions: by blocks where their numbers tell the request, by request otherwise."""
         self._outcomes[command.request_id] = GraftOutcome(0, 0.0, 0.0, reason, failed=True)
-        for piece_id in (*(piece_id for piece_id, _, _ in command.captures), command.tail):
-            if piece_id is not None:
-                self._lose(piece_id)
+        for text_id in (*(text_id for text_id, _, _ in command.captures), command.tail):
+            if text_id is not None:
+                self._lose(text_id)
         if len(command.block_ids) == 1:
             first = command.plan.exact_len // self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             self._failed_blocks.update(command.block_ids[0][first:])
@@ -236,20 +268,20 @@ class GraftWorker:
         if command.asynchronous:
             self._loaded.add(command.request_id)
 
-    def _seal(self, piece_id: PieceId, donor_id: DonorId) -> None:
+    def _seal(self, text_id: TextId, donor_id: DonorId) -> None:
         try:
-            self._donors.seal(piece_id, donor_id)
+            self._donors.seal(text_id, donor_id)
         except Exception as error:  # noqa: BLE001 - a donor less is no reason to end the engine
-            if piece_id not in self._dead_pieces:
+            if text_id not in self._dead_texts:
                 logger.warning("a donor is not kept: %s: %s", type(error).__name__, error)
             self._lost_donors.add(donor_id)
-            self._dead_pieces.discard(piece_id)
+            self._dead_texts.discard(text_id)
 
-    def _lose(self, piece_id: PieceId) -> None:
-        """Forget a piece and refuse its captures until the scheduler has heard of it."""
-        self._lost_pieces.add(piece_id)
-        self._dead_pieces.add(piece_id)
-        self._donors.discard(piece_id)
+    def _lose(self, text_id: TextId) -> None:
+        """Forget a text and refuse its captures until the scheduler has heard of it."""
+        self._lost_texts.add(text_id)
+        self._dead_texts.add(text_id)
+        self._donors.discard(text_id)
 
     def _capture(self, rank: RankModel, capture: Capture) -> None:
         try:
@@ -259,7 +291,7 @@ class GraftWorker:
                 homes.append(
                     PagedKV(group, first_layer, rank.rope, table, [layer.cache for layer in group.layers], start=0)
                 )
-            self._donors.append(capture.piece_id, read_block(homes, np.arange(capture.start, capture.stop)))
+            self._donors.append(capture.text_id, read_block(homes, np.arange(capture.start, capture.stop)))
         except Exception:
             logger.exception("capture of computed text failed; it becomes no donor")
-            self._lose(capture.piece_id)
+            self._lose(capture.text_id)

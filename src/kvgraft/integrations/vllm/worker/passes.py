@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.integrations.vllm.virtual_batch import Runs
+from kvgraft.integrations.vllm.worker.ranks import summed_over_ranks
+from kvgraft.integrations.vllm.worker.virtual_batch import Runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.integrations.vllm.group_kv import GroupKV
-    from kvgraft.integrations.vllm.spans import ReusedSpans
-    from kvgraft.integrations.vllm.sparse_pass import DecoderStack, RankModel
-    from kvgraft.integrations.vllm.virtual_batch import BlockTable
+    from kvgraft.integrations.vllm.worker.group_kv import GroupKV
+    from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+    from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
+    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 CHECK_LAYER = 1
 """The first layer whose keys depend on what stands in front of a token."""
@@ -110,7 +111,7 @@ class KeyDeviationPass(GraftPass):
 
     def deviation(self) -> NDArray[np.float32]:
         """float32 per position, summed over all ranks' heads and the channels of the check layer; all ranks must ask."""
-        found: NDArray[np.float32] = self._prompt.rank.summed_over_ranks(self._deviation).numpy()
+        found: NDArray[np.float32] = summed_over_ranks(self._deviation).numpy()
         return found
 
     def later_layers(self, rows: NDArray[np.int64]) -> LaterLayersPass:
