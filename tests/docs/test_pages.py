@@ -225,6 +225,14 @@ def test_python_blocks_parse_and_import_what_exists(name):
         assert not used - code_index().words
 
 
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_nothing_installs_kvgraft_by_name(name):
+    """No index has it; an extra of an installed kvgraft is another matter, and said to be one."""
+    text = "\n".join([*page(name).spans, *(block.text for block in page(name).blocks)])
+    installs = [line for line in text.splitlines() if re.search(r"pip install", line)]
+    assert not [line for line in installs if re.search(r"pip install (-\S+ )*'?kvgraft(?!\[bench\]'$)", line)]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
