@@ -15,7 +15,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.core import Engine, StepEvent, engine_config
+from kvgraft.engine.assembly import engine_config
+from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
 from kvgraft.types import ReuseMode
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.config.setting import quoted
-from kvgraft.engine.core import Engine, StepEvent, engine_config
+from kvgraft.engine.assembly import engine_config
+from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.scoring import Score, score
 from kvgraft.errors import ConfigError
