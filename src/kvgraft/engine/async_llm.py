@@ -113,12 +113,12 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings."""
+        """Settings that the engine runs with, defaults filled in."""
         return self._engine.config
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as loaded."""
+        """The model, its tokenizer and its fingerprint."""
         return self._engine.loaded
 
     @property

@@ -139,7 +139,7 @@ class Engine:
         self.space.reset()
 
     def cancel_all(self) -> None:
-        """End every request."""
+        """End every request, as `cancel` does."""
         for request_id in list(self._active):
             self.cancel(request_id)
 

@@ -68,7 +68,7 @@ class HybridKVSpace(KVSpace):
         return usage.total - usage.request
 
     def window_usage(self) -> SlotUsage:
-        """Window slots by holder."""
+        """Count window slots that are free, or held by requests and prefixes."""
         return self.windows.usage()
 
     def allocate_windows(self, num_tokens: int, *, after: int | None = None) -> NDArray[np.int64]:

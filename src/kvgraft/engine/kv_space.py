@@ -87,7 +87,7 @@ class KVSpace:
         return self._epoch
 
     def usage(self) -> SlotUsage:
-        """Slots by holder."""
+        """Count slots that are free, or held by requests, prefixes and donors."""
         return self.allocator.usage()
 
     def window_usage(self) -> SlotUsage | None:

@@ -80,7 +80,7 @@ class NoWindows(RequestWindows):
         """There is no second row of slots."""
 
     def require_room(self, kv: RequestKV, num_tokens: int) -> None:
-        """There always is."""
+        """Never raises: what the request needs it has in the one space."""
 
     def fill(self, kv: RequestKV, num_tokens: int) -> None:
         """The slots of all layers are there already."""
