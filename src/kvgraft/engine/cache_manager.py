@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.windows import RequestWindows
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.reuse.lookup import Lookup
-    from kvgraft.types import Namespace, TokenArray
+    from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -90,30 +90,33 @@ class CacheManager:
         Raises:
             CapacityError: There are not enough slots, even after eviction; the request holds nothing.
         """
-        timings: dict[str, float] = {}
-        num_tokens = len(request.token_ids)
-        namespace = self._lengths.namespace(request.namespace, num_tokens)
-        prefix_slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
-        with _timed(timings, "lookup"):
-            if request.reuse is not ReuseMode.OFF:
-                # The last token is always computed: its logits are what the request is for.
-                match = self.space.match(RadixKey(request.token_ids[:-1], namespace.key))
-                prefix_slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
-                self.space.allocator.retain(prefix_slots, Owner.REQUEST)
-            planned, donors = self._plan(request, namespace, len(prefix_slots))
-        miss = planned if isinstance(planned, Miss) else None
-        plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
-        lineage = Lineage(len(prefix_slots))
-        kv = RequestKV(request, namespace, self.space.epoch, lineage, plan, miss, prefix_slots, lock, donors, timings)
-        self._pin(kv)
+        started = time.perf_counter()
+        kv = self._locked_prefix(request)
         try:
-            self._windows.adopt(kv, swa_indices, is_donor=self._leaves_donors(request))
+            self._plan(kv)
+            kv.timings_ms["lookup"] = (time.perf_counter() - started) * 1e3
+            self._pin(kv)
             fresh = self._allocate_prompt(kv, headroom)
-            kv.kv_indices = np.concatenate([prefix_slots, fresh])
+            kv.kv_indices = np.concatenate([kv.kv_indices, fresh])
             self._begin_windows(kv)
         except BaseException:
             self._release(kv)
             raise
+        return kv
+
+    def _locked_prefix(self, request: Request) -> RequestKV:
+        """Begin with the exact prefix, which the request holds from now on."""
+        num_tokens, epoch = len(request.token_ids), self.space.epoch
+        namespace = self._lengths.namespace(request.namespace, num_tokens)
+        slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
+        if request.reuse is not ReuseMode.OFF:
+            # The last token is always computed: its logits are what the request is for.
+            match = self.space.match(RadixKey(request.token_ids[:-1], namespace.key))
+            slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
+            self.space.allocator.retain(slots, Owner.REQUEST)
+        plan = _no_graft(num_tokens, len(slots))
+        kv = RequestKV(request, namespace, epoch, Lineage(len(slots)), plan, None, slots, lock, ())
+        self._windows.adopt(kv, swa_indices, is_donor=self._leaves_donors(request))
         return kv
 
     def graft(self, kv: RequestKV) -> None:
@@ -210,18 +213,22 @@ class CacheManager:
         """Release the request; nothing of it is kept."""
         self._release(kv)
 
-    def _plan(
-        self, request: Request, namespace: Namespace, exact_len: int
-    ) -> tuple[GraftPlan | Miss, tuple[Donor, ...]]:
+    def _plan(self, kv: RequestKV) -> None:
+        """Decide what to graft behind the exact prefix."""
+        request = kv.request
         if request.reuse is not ReuseMode.GRAFT:
-            return Miss(MissReason.REUSE_OFF), ()
+            kv.miss = Miss(MissReason.REUSE_OFF)
+            return
         if self._refusal is not None:
-            return Miss(MissReason.MODEL_REFUSED, self._refusal), ()
-        found = self._lookup.find(namespace, request.token_ids, exact_len, self._costs(request.policy))
-        if isinstance(found.planned, Miss):
-            return found.planned, ()
-        donors = (self.space.donors.get(match.donor_id) for match in found.planned.spans)
-        return found.planned, tuple(donor for donor in donors if donor is not None)
+            kv.miss = Miss(MissReason.MODEL_REFUSED, self._refusal)
+            return
+        costs = self._costs(request.policy)
+        planned = self._lookup.find(kv.namespace, request.token_ids, kv.plan.exact_len, costs).planned
+        if isinstance(planned, Miss):
+            kv.miss = planned
+            return
+        donors = (self.space.donors.get(match.donor_id) for match in planned.spans)
+        kv.plan, kv.donors = planned, tuple(donor for donor in donors if donor is not None)
 
     def _allocate_prompt(self, kv: RequestKV, headroom: int) -> NDArray[np.int64]:
         """Slots behind the exact prefix. Where the donors themselves take the room, the prompt is computed instead."""
@@ -237,6 +244,7 @@ class CacheManager:
 
     def _give_up_graft(self, kv: RequestKV, miss: Miss) -> None:
         self._unpin(kv)
+        kv.lineage.withdraw()
         kv.miss, kv.donors = miss, ()
         kv.plan = _no_graft(kv.plan.num_tokens, kv.plan.exact_len)
 
