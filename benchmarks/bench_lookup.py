@@ -33,6 +33,7 @@ PROMPT_TOKENS = 32_768
 PIECE_TOKENS = 512
 REPEATS = 200
 NAMESPACE = Namespace("benchmark")
+SECRET = bytes(32)
 
 
 def random_tokens(rng: np.random.Generator, *shape: int) -> Tokens:
@@ -58,7 +59,7 @@ def timed(call: Callable[[], object]) -> float:
 
 def filled_catalogue(texts: Tokens) -> DonorCatalogue:
     """A catalogue that is full with `texts` (num_donors, length)."""
-    catalogue = DonorCatalogue(texts.size)
+    catalogue = DonorCatalogue(texts.size, secret=SECRET)
     for text in texts:
         catalogue.add(NAMESPACE, text, None)
     return catalogue
@@ -149,7 +150,7 @@ def bench_hostile() -> dict[str, dict[str, float]]:
     """Lookups of hostile prompts."""
     result = {}
     for name, (texts, prompt) in hostile_cases(np.random.default_rng(1)).items():
-        catalogue = DonorCatalogue(sum(map(len, texts)))
+        catalogue = DonorCatalogue(sum(map(len, texts)), secret=SECRET)
         for text in texts:
             catalogue.add(NAMESPACE, text, None)
         seconds = [timed(lambda: catalogue.find(NAMESPACE, prompt)) for _ in range(20)]  # noqa: B023

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgraft.donors.catalogue import AddResult, DonorCatalogue
+from kvgraft.donors.catalogue import AddResult, DonorCatalogue, new_secret
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
 from kvgraft.donors.generations import computed_runs
@@ -16,5 +16,6 @@ __all__ = [
     "Donor",
     "DonorCatalogue",
     "computed_runs",
+    "new_secret",
     "plan_graft",
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, new_secret
 from kvgraft.errors import CapacityError
 from kvgraft.integrations.sglang.ledger import Piece, SlotLedger
 from kvgraft.integrations.sglang.texts import HostKV, TreeKV, TreeText
@@ -53,8 +53,11 @@ class DonorLibrary:
     Every change of the catalogue is the same on all ranks as long as their trees evict the same.
     """
 
-    def __init__(self, tree: Tree, pool: KVPool, config: SGLangConfig) -> None:
-        self.catalogue = DonorCatalogue(config.donor_tokens, min_run=config.min_run)
+    def __init__(self, tree: Tree, pool: KVPool, config: SGLangConfig, *, secret: bytes | None = None) -> None:
+        """Make an empty library; ranks that serve one request together need one `secret`."""
+        self.catalogue = DonorCatalogue(
+            config.donor_tokens, min_run=config.min_run, secret=new_secret() if secret is None else secret
+        )
         self.version = 0
         self.host_hits = self.captured_tokens = 0
         self._tree = tree
