@@ -14,7 +14,7 @@ import argparse
 import json
 import platform
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 VOCABULARY = 32_000
 PROMPT_TOKENS = 32_768
 PIECE_TOKENS = 512
+DOCUMENT_TOKENS = 8_192
+"""Of the shifted document."""
 REPEATS = 200
+NUM_TWINS = 2_000
+"""Donors that share a passage, in one of the hostile cases."""
+SIZES = ((1_000, 8_192), (100_000, 512))
+"""Donors and tokens of each."""
+LEAST_FOUND = 0.95
+"""Of the tokens that a prompt shares with donors; a lookup that finds less is fast for the wrong reason."""
 NAMESPACE = Namespace("benchmark")
 SECRET = bytes(32)
 
@@ -77,7 +85,7 @@ def pieces_prompt(rng: np.random.Generator, texts: Tokens) -> Tokens:
 
 def shifted_prompt(rng: np.random.Generator, texts: Tokens) -> Tokens:
     """Consecutive donors of 8K tokens together, in the middle of new text."""
-    count = max(1, 8_192 // texts.shape[1])
+    count = max(1, DOCUMENT_TOKENS // texts.shape[1])
     first = int(rng.integers(0, len(texts) - count + 1))
     document = texts[first : first + count].ravel()
     fresh = random_tokens(rng, PROMPT_TOKENS - len(document))
@@ -89,12 +97,12 @@ def fresh_prompt(rng: np.random.Generator, _: Tokens) -> Tokens:
     return random_tokens(rng, PROMPT_TOKENS)
 
 
-def bench_lookup(num_donors: int, donor_tokens: int) -> dict[str, object]:
+def bench_lookup(num_donors: int, donor_tokens: int) -> dict[str, Any]:
     """Lookups by kind of prompt, registration into and removal from a full catalogue."""
     rng = np.random.default_rng(0)
     texts = random_tokens(rng, num_donors, donor_tokens)
     catalogue = filled_catalogue(texts)
-    result: dict[str, object] = {"donors": num_donors, "donor_tokens": donor_tokens}
+    result: dict[str, Any] = {"donors": num_donors, "donor_tokens": donor_tokens}
     for name, make in {"pieces": pieces_prompt, "shifted": shifted_prompt, "fresh": fresh_prompt}.items():
         found, seconds = 0, []
         for _ in range(REPEATS):
@@ -109,6 +117,11 @@ def bench_lookup(num_donors: int, donor_tokens: int) -> dict[str, object]:
     result["remove_32k"] = percentiles([timed(lambda d=d: catalogue.remove(d.donor_id)) for d in newest])
     result["anchors_per_removal"] = round((before - catalogue.num_anchors) / len(newest))
     result["anchors_left"] = catalogue.num_anchors
+    shared = {"pieces": PROMPT_TOKENS, "shifted": min(DOCUMENT_TOKENS, texts.size), "fresh": 0}
+    for name, most in shared.items():
+        found = result[name]["matched_tokens"]
+        if not LEAST_FOUND * most <= found <= most:
+            raise SystemExit(f"bench_lookup: {name} prompts share {most} tokens with donors, {found} were found")
     return result
 
 
@@ -136,8 +149,8 @@ def hostile_cases(rng: np.random.Generator) -> dict[str, tuple[list[Tokens], Tok
         "one line repeated": ([np.resize(line, PROMPT_TOKENS)] * 8, np.resize(np.roll(line, 7), PROMPT_TOKENS)),
         "two lines in random order": (random_lines[:8], random_lines[8]),
         "two tokens alternating": ([np.resize(line[:2], PROMPT_TOKENS)] * 8, np.resize(line[1::-1], PROMPT_TOKENS)),
-        "2,000 donors with one passage": (
-            [np.concatenate([random_tokens(rng, 32), passage[:1_024]]) for _ in range(2_000)],
+        f"{NUM_TWINS:,} donors with one passage": (
+            [np.concatenate([random_tokens(rng, 32), passage[:1_024]]) for _ in range(NUM_TWINS)],
             np.tile(passage[:1_024], 32),
         ),
         "common snippets in noise": ([among_noise() for _ in range(8)], among_noise()),
@@ -165,7 +178,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the donors")
     args = parser.parse_args()
     scale = 10 if args.quick else 1
-    sizes = [(1_000 // scale, 8_192), (100_000 // scale, 512)]
+    sizes = [(num_donors // scale, donor_tokens) for num_donors, donor_tokens in SIZES]
     result = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
         "prompt_tokens": PROMPT_TOKENS,

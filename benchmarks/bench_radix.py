@@ -25,10 +25,10 @@ LEAF_TOKENS = 192
 LEAVES_PER_PARENT = 99
 
 
-def median_us(call: Callable[[int], object], repeats: int = REPEATS) -> float:
-    """Median time of `call(i)` for i = 0 .. repeats - 1."""
+def median_us(call: Callable[[int], object], repeats: int = 0) -> float:
+    """Median time of `call(i)` for i = 0 .. repeats - 1; `REPEATS` calls by default."""
     times = []
-    for i in range(repeats):
+    for i in range(repeats or REPEATS):
         start = time.perf_counter()
         call(i)
         times.append(time.perf_counter() - start)
@@ -51,6 +51,17 @@ def bench_length(num_tokens: int) -> dict[str, float]:
     chain = RadixCache()
     for end in range(512, num_tokens + 1, 512):
         chain.insert(RadixKey(token_ids[:end]), slots[:end])
+
+    for name, tree, tokens, expected in (
+        ("one node", cache, token_ids, num_tokens),
+        ("nodes of 512", chain, token_ids, num_tokens // 512 * 512),
+        ("a miss", cache, misses[0], 0),
+    ):
+        found = tree.match_prefix(RadixKey(tokens)).prefix_len
+        if found != expected:
+            raise SystemExit(
+                f"bench_radix: {name} matched {found} tokens instead of {expected}; its times mean nothing"
+            )
 
     def insert_cold(_: int) -> None:
         RadixCache().insert(RadixKey(token_ids), slots)
@@ -91,6 +102,10 @@ def bench_eviction(num_nodes: int, page_size: int) -> dict[str, float]:
     """Eviction of 64 tokens, in a fresh tree and when every leaf was touched in random order since."""
     cache, prompts = build_tree(num_nodes, page_size)
     fresh = median_us(lambda _: cache.evict(64))
+    held = cache.evictable_size
+    cache.evict(64)
+    if cache.evictable_size > held - 64:
+        raise SystemExit("bench_radix: an eviction of 64 tokens freed fewer; its times mean nothing")
     order = np.random.default_rng(2).permutation(len(prompts))
     match = median_us(lambda i: cache.match_prefix(RadixKey(prompts[order[i]])), len(order))
     start = time.perf_counter()

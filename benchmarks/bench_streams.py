@@ -20,12 +20,11 @@ import random
 import shlex
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from kvgraft.bench.client import CompletionsClient, Exchange, completion_body
+from kvgraft.bench.client import CompletionsClient, Exchange, completion_body, now
 from kvgraft.bench.server_process import ServerProcess, end_on_sigterm
 from kvgraft.errors import KVGraftError
 
@@ -120,7 +119,7 @@ class StreamBench:
             await _cancel(tasks)
 
     def _start(self, bodies: list[bytes]) -> tuple[list[Exchange], list[asyncio.Task[None]]]:
-        exchanges = [Exchange(time.perf_counter()) for _ in bodies]
+        exchanges = [Exchange(now()) for _ in bodies]
         pairs = zip(bodies, exchanges, strict=True)
         return exchanges, [asyncio.ensure_future(self._client.stream(body, exchange)) for body, exchange in pairs]
 

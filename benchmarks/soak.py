@@ -30,6 +30,7 @@ from kvgraft.bench.client import (
     completion_body,
     has_text,
     note_usage,
+    now,
 )
 from kvgraft.bench.serve_workload import load_workload
 from kvgraft.bench.server_process import ServerProcess, end_on_sigterm, rss_bytes
@@ -146,7 +147,7 @@ class Soak:
         self._count("whole", exchange, wanted)
 
     async def _stream(self) -> None:
-        exchange = Exchange(time.perf_counter())
+        exchange = Exchange(now())
         body, wanted = self._exact_body(stream=True)
         await self._client.stream(body, exchange)
         if exchange.failure:
@@ -291,7 +292,8 @@ async def kill_phase(server: ServerProcess, args: argparse.Namespace) -> int:
         soak = Soak(client, args.seed + 1, findings)
         await soak.prepare()
         load = asyncio.ensure_future(soak.run(20 * args.clients, args.clients))
-        await asyncio.sleep(1.0)
+        while findings.total < args.clients and not load.done():
+            await asyncio.sleep(0.05)
         server.kill()
         await asyncio.wait_for(load, _STALL_SECONDS)
     return findings.problems.total()

@@ -1,16 +1,53 @@
-"""Shared fixtures: one thread setting, seeds, and a model small enough to build in every test."""
+"""Shared fixtures and settings: one thread, seeds, and how property tests draw their cases."""
 
 from __future__ import annotations
 
 import logging
+import os
+
+# Before torch is imported, and inherited by every server that a test starts: in a model this small two OpenMP threads
+# mostly wait for one another, and beside any other busy process they wait ten times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import hashlib
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("kvgraft", deadline=None, derandomize=True)
-settings.load_profile("kvgraft")
+# No limit of time anywhere: a busy machine is no bug. A failing example is printed with what repeats it.
+_COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("local", _COMMON)
+settings.register_profile("ci", _COMMON, database=None)
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "local")
+settings.load_profile(_PROFILE)
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "no git"
+    return found.stdout.strip() or "no commit"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """In the profile `ci` the commit decides which cases are drawn: new ones with every commit, the same in all its runs."""
+    if _PROFILE == "ci" and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = int.from_bytes(hashlib.sha256(_commit().encode()).digest()[:4], "big")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to draw the same cases again."""
+    seed = config.getoption("--hypothesis-seed")
+    if seed is None:
+        return f"property tests: profile {_PROFILE}, drawn at random; what fails is printed and tried first in the next run"
+    return f"property tests: profile {_PROFILE}; draw the same cases again with --hypothesis-seed={seed}"
 
 
 @pytest.fixture

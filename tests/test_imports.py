@@ -22,7 +22,8 @@ def run_python(code):
 
 
 @pytest.mark.parametrize(
-    "module", ["kvgraft", "kvgraft.prefix", "kvgraft.donors", "kvgraft.memory", "kvgraft.config", "kvgraft.cli"]
+    "module",
+    ["kvgraft", "kvgraft.prefix", "kvgraft.donors", "kvgraft.reuse", "kvgraft.memory", "kvgraft.config", "kvgraft.cli"],
 )
 def test_core_modules_load_neither_torch_nor_transformers(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'tokenizers'}} & set(sys.modules)))"

@@ -14,7 +14,7 @@ import json
 
 import numpy as np
 
-from kvgraft.prefix import CacheRequest, SWARadixCache
+from kvgraft.prefix import RequestRow, SWARadixCache
 from kvgraft.testing.slots import CheckedSlots
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 200, 300
@@ -32,7 +32,7 @@ def chat(turns: int, window: int, page_size: int) -> dict[str, list[int]]:
     for turn in range(turns):
         prompt = np.concatenate([history, rng.integers(0, 32_000, PROMPT_TOKENS)])
         tokens = np.concatenate([prompt, rng.integers(0, 32_000, OUTPUT_TOKENS)])
-        req = CacheRequest(str(turn), tokens, np.empty(0, np.int64), prompt_len=len(prompt))
+        req = RequestRow(str(turn), tokens, np.empty(0, np.int64), prompt_len=len(prompt))
         match = cache.match_prefix(req.key(len(prompt) - 1))
         assert turn == 0 or match.prefix_len >= len(history) // page_size * page_size - page_size
         req.adopt(match, cache.inc_lock_ref(match.handle))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_LONGEST_LINE = 240
+
 
 class KVGraftError(Exception):
     """Base of every error that kvgraft raises on purpose."""
@@ -37,3 +39,10 @@ class IntegrationError(KVGraftError):
 
 class CorruptCacheError(KVGraftError):
     """An invariant of a cache, pool or catalogue does not hold."""
+
+
+def one_line(error: BaseException) -> str:
+    """Say what a foreign error is, in one line: its type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    message = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    return message if len(message) <= _LONGEST_LINE else message[:_LONGEST_LINE] + "..."

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +14,10 @@ import torch
 
 from kvgraft.engine import LLM, AsyncLLM, FinishReason, SamplingParams
 from kvgraft.engine.loading import adopt_model
-from kvgraft.errors import ConfigError, OverloadedError, RequestError
+from kvgraft.errors import ConfigError, KVGraftError, OverloadedError, RequestError
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+PATIENCE_S = 120.0
 
 
 def make(family="llama", **settings):
@@ -46,13 +51,19 @@ def assert_same_up_to_ties(token_ids, alone):
             return
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def single_runs(request):
+    """A family, 24 prompts and lengths, and what each gets alone."""
+    rng = np.random.default_rng(20261121)
+    lengths = rng.integers(20, 70, 24)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in rng.integers(5, 120, 24)]
+    return request.param, prompts, lengths, greedy_alone(request.param, prompts, lengths)
+
+
 @pytest.mark.parametrize("reuse", ["off", "exact"])
-def test_concurrent_greedy_text_is_that_of_single_runs_though_slots_run_out(family, reuse, rng):
-    """32 requests whose slots are three times what the pool holds: preempted ones are computed again."""
-    lengths = rng.integers(20, 90, 32)
-    prompts = [rng.integers(3, VOCABULARY, n) for n in rng.integers(5, 120, 32)]
-    alone = greedy_alone(family, prompts, lengths)
+def test_concurrent_greedy_text_is_that_of_single_runs_though_slots_run_out(single_runs, reuse):
+    """24 requests whose slots are three times what the pool holds: preempted ones are computed again."""
+    family, prompts, lengths, alone = single_runs
     need = sum(len(prompt) + int(length) for prompt, length in zip(prompts, lengths, strict=True))
 
     async def main():
@@ -103,12 +114,11 @@ def test_disconnects_and_cancellations_at_every_stage_leak_nothing(rng):
         llm = make(num_slots=1_200)
         generator = np.random.default_rng(5)
         counts = await asyncio.gather(*(client(llm, i, generator) for i in range(48)))
-        for _ in range(200):
-            await llm.check()
-            snapshot = llm.snapshot()
-            if not snapshot.num_running and not snapshot.num_waiting:
-                break
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while (snapshot := llm.snapshot()).num_running or snapshot.num_waiting:
+                await llm.check()
+                await asyncio.sleep(0.01)
+        await llm.check()
         await llm.close()
         return counts, snapshot
 
@@ -219,7 +229,7 @@ def test_close_lets_streams_finish_within_grace_and_fails_the_rest(rng):
         assert (snapshot.is_alive, snapshot.usage.request) == (False, 0)
         return await asyncio.gather(task, return_exceptions=True)
 
-    assert len(asyncio.run(main(30.0, 40))[0]) == 40
+    assert len(asyncio.run(main(PATIENCE_S, 40))[0]) == 40
     assert isinstance(asyncio.run(main(0.0, 1_500))[0], OverloadedError)
 
 
@@ -270,3 +280,104 @@ def test_fairness_a_tenant_with_many_requests_does_not_starve_another(rng):
         return order
 
     assert asyncio.run(main()).index("modest") < 8
+
+
+def with_seed_that_no_generator_takes(request):
+    """A request whose sampling went unchecked, as a program that fills in fields by itself can make one."""
+    sampling = copy.copy(request.sampling)
+    object.__setattr__(sampling, "seed", 2**64)
+    return replace(request, sampling=sampling)
+
+
+async def collect(stream):
+    try:
+        return [part.token_id async for part in stream]
+    except KVGraftError as error:
+        return error
+
+
+def test_request_that_the_engine_cannot_take_fails_alone(rng):
+    """Requests that come in the same moment were lost with it, and waited for ever."""
+    prompt = rng.integers(3, VOCABULARY, 20)
+
+    async def main():
+        llm = make()
+        requests = [await llm.prepare(prompt, SamplingParams(5, ignore_eos=True), "off") for _ in range(5)]
+        requests[2] = with_seed_that_no_generator_takes(requests[2])
+        results = await asyncio.wait_for(asyncio.gather(*(collect(llm.stream(r)) for r in requests)), 30)
+        later = await asyncio.wait_for(run(llm, prompt, SamplingParams(5, ignore_eos=True)), 30)
+        await llm.close()
+        return results, [part.token_id for part in later]
+
+    results, later = asyncio.run(main())
+    failed = results.pop(2)
+    assert isinstance(failed, RequestError)
+    assert "\n" not in str(failed)
+    assert all(tokens == later for tokens in results)
+
+
+def test_dead_engine_fails_every_stream_with_one_error_and_those_that_come_later(rng, monkeypatch):
+    """Running, waiting, not yet taken and submitted after its death: nobody waits, all are told the same."""
+
+    async def main():
+        llm = make(max_running=1)
+        requests = [await llm.prepare(rng.integers(3, VOCABULARY, 20), SamplingParams(400), "off") for _ in range(4)]
+        running = llm.stream(requests[0])
+        await anext(running)
+        waiting = asyncio.ensure_future(collect(llm.stream(requests[1])))
+        await asyncio.sleep(0.05)
+
+        def die():
+            raise SystemError("bookkeeping is broken")
+
+        monkeypatch.setattr(llm._engine.scheduler, "schedule", die)
+        untaken = asyncio.ensure_future(collect(llm.stream(requests[2])))
+        errors = await asyncio.wait_for(asyncio.gather(collect(running), waiting, untaken), 30)
+        errors.append(await asyncio.wait_for(collect(llm.stream(requests[3])), 30))
+        with pytest.raises(KVGraftError, match="the engine has stopped"):
+            await asyncio.wait_for(llm.check(), 30)
+        with pytest.raises(KVGraftError, match="the engine has stopped"):
+            await asyncio.wait_for(llm.reset(), 30)
+        await asyncio.wait_for(llm.close(), 30)
+        return errors
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    errors = asyncio.run(main())
+    assert {(type(error), str(error)) for error in errors} == {
+        (OverloadedError, "the engine has stopped; try another one")
+    }
+
+
+def test_commands_that_race_with_the_death_of_the_engine_are_answered(rng, monkeypatch):
+    """The thread ends between a command's check that it lives and its arrival."""
+
+    async def main():
+        llm = make()
+        requests = [await llm.prepare(rng.integers(3, VOCABULARY, 9), SamplingParams(2), "off") for _ in range(30)]
+        streams = [asyncio.ensure_future(collect(llm.stream(request))) for request in requests[:15]]
+        closing = asyncio.ensure_future(llm.close())
+        streams += [asyncio.ensure_future(collect(llm.stream(request))) for request in requests[15:]]
+        results = await asyncio.wait_for(asyncio.gather(*streams), 30)
+        await closing
+        llm._is_closing = False  # as a task saw it that was interrupted right behind its check
+        results.append(await asyncio.wait_for(collect(llm.stream(requests[0])), 30))
+        return results
+
+    assert all(isinstance(result, OverloadedError) for result in asyncio.run(main())[15:])
+
+
+def test_recorder_that_fails_harms_no_request(rng):
+    class Broken:
+        def record_request(self, record):
+            raise ValueError("no disk")
+
+        def record_step(self, record):
+            raise ValueError("no disk")
+
+    async def main():
+        llm = AsyncLLM(adopt_model("llama", tiny_model("llama"), None), None, Broken(), num_slots=400)
+        parts = await asyncio.wait_for(run(llm, rng.integers(3, VOCABULARY, 9), SamplingParams(3)), 30)
+        await llm.close()
+        return parts
+
+    assert len(asyncio.run(main())) == 3

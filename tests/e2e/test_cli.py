@@ -125,12 +125,26 @@ def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
     assert rows[0]["flop_bound"] > 1
 
 
-def test_demo_json_compares_the_modes(capsys, model_dir):
+def test_bench_ttft_of_a_model_that_grafts_nothing_is_an_error(capsys, tmp_path, monkeypatch):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    tiny_model("llama", rope_parameters=rope).save_pretrained(tmp_path)
+    monkeypatch.setenv("KVGRAFT_REUSE", "exact")
+    code, out, err = run(capsys, "bench", "ttft", "--model", str(tmp_path), "--lengths", "400", "--repeat", "1")
+    assert (code, out) == (2, "")
+    assert "nothing was grafted of a document of 200 tokens" in err
+    assert "dynamic" in err
+
+
+def test_demo_json_compares_the_modes(capsys, model_dir, monkeypatch):
+    monkeypatch.setattr("kvgraft.demo.session._LIBRARY_PASSAGES", 3)  # of 24 passages, 3 requests share none
     code, out, _ = run(capsys, "demo", "--model", model_dir, "--requests", "3", "--documents", "2", "--json")
     modes = {mode["name"]: mode for mode in json.loads(out)["modes"]}
     assert code == 0
     assert modes["off"]["reused_tokens"] == 0
-    assert modes["graft"]["reused_tokens"] >= modes["exact"]["reused_tokens"]
+    none = modes["graft, none recomputed"]
+    assert none["reused_tokens"] > modes["graft"]["reused_tokens"] > modes["exact"]["reused_tokens"]
+    assert modes["graft"]["recomputed_tokens"] > none["recomputed_tokens"] == 0
+    assert none["agreement"]["mean_kl"] > 1e-6
     assert modes["graft"]["agreement"]["requests"] == 3
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import openai
@@ -20,7 +21,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-START_S = 60
+from kvgraft.cli import main
+
+START_S = 300
+PATIENCE_S = 60
+"""Longest wait for what takes a moment on a quiet machine."""
+
 KEY = "test-key"
 DOCUMENT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    sides = 6\n" * 12
 
@@ -54,16 +60,16 @@ class Process:
         return line
 
     def client(self, key=KEY, **options):
-        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=30, **options)
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **options)
 
     def get(self, path):
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as response:
             return response.read().decode()
 
     def health(self):
         return json.loads(self.get("/health"))
 
-    def wait_until_idle(self, patience_s=10):
+    def wait_until_idle(self, patience_s=PATIENCE_S):
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             health = self.health()
@@ -72,16 +78,27 @@ class Process:
             time.sleep(0.05)
         raise AssertionError(f"still busy: {health}")
 
+    def wait_until_draining(self):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            try:
+                self.get("/health")
+            except urllib.error.HTTPError as refusal:
+                if json.loads(refusal.read())["status"] == "shutting_down":
+                    return
+            time.sleep(0.02)
+        raise AssertionError("still takes requests")
+
     def close(self):
         """End it and return its exit code."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         try:
-            code = self.process.wait(timeout=20)
+            code = self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=PATIENCE_S)
         self.process.stdout.close()
         self.process.stderr.close()
         return code
@@ -269,7 +286,7 @@ BODIES = st.fixed_dictionaries(
 def test_every_valid_body_is_answered(server, body):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         answer = response.read()
     assert b'data: {"error"' not in answer  # a token may be called "error", so look for the whole event
     assert b'"miss":{"reason":"error"' not in answer, "".join(server.log[-20:])
@@ -304,14 +321,14 @@ def test_log_lines_are_json_with_ids_and_counts(server, client):
     client.completions.create(
         model="graft-tiny", prompt="x", max_tokens=2, extra_headers={"x-request-id": "look-for-me"}
     )
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not any("look-for-me" in line for line in server.log):
         time.sleep(0.05)
     (entry,) = [json.loads(line) for line in server.log if "look-for-me" in line]
     assert (entry["status"], entry["output_tokens"], entry["path"]) == (200, 2, "/v1/completions")
 
 
-def raw(server, data, wait_s=5.0):
+def raw(server, data, wait_s=PATIENCE_S):
     """Send bytes and read until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=wait_s) as connection:
         connection.sendall(data)
@@ -335,11 +352,11 @@ def test_what_is_no_http_is_400_and_does_no_harm(server, data):
     assert server.health()["status"] == "ok"
 
 
-def test_port_in_use_is_one_line_and_exit_code_2(server):
-    command = [sys.executable, "-m", "kvgraft", "serve", "--port", str(server.port)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
+def test_port_in_use_is_one_line_and_exit_code_2(server, capsys):
+    assert main(["serve", "--port", str(server.port)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
         f"kvgraft: cannot listen on 127.0.0.1 port {server.port}: Address already in use; choose another --port\n"
     )
 
@@ -353,11 +370,17 @@ def test_port_in_use_is_one_line_and_exit_code_2(server):
         (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
     ],
 )
-def test_bad_start_is_one_line_and_exit_code_2(flags, words):
-    command = [sys.executable, "-m", "kvgraft", "serve", "--port", "0", *flags]
+def test_bad_start_is_one_line_and_exit_code_2(flags, words, capsys):
+    assert main(["serve", "--port", "0", *flags]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert words in captured.err
+
+
+def test_exit_code_is_that_of_the_process():
+    command = [sys.executable, "-m", "kvgraft", "serve", "--port", "http"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert words in result.stderr
 
 
 def consume(stream, outcome):
@@ -369,9 +392,9 @@ def consume(stream, outcome):
 
 
 def test_sigterm_finishes_short_streams_fails_long_ones_and_exits_0():
-    server = Process("--shutdown-grace-s", "3")
+    server = Process("--shutdown-grace-s", "4")
     with server.client() as client:
-        long, short = long_stream(client), long_stream(client, max_tokens=12)
+        long, short = long_stream(client), long_stream(client, max_tokens=6)
         for stream in (long, short):
             next(iter(stream))
         outcomes = [[], []]
@@ -379,13 +402,13 @@ def test_sigterm_finishes_short_streams_fails_long_ones_and_exits_0():
         for thread in threads:
             thread.start()
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        server.wait_until_draining()
         with pytest.raises(openai.InternalServerError) as refused:
             client.completions.create(model="graft-tiny", prompt="x")
         assert refused.value.status_code == 503
         for thread in threads:
-            thread.join(timeout=20)
-    assert server.process.wait(timeout=20) == 0
+            thread.join(timeout=PATIENCE_S)
+    assert server.process.wait(timeout=PATIENCE_S) == 0
     server.close()
     assert outcomes[1][-1] == "length"
     assert isinstance(outcomes[0][-1], openai.APIError)
@@ -393,7 +416,7 @@ def test_sigterm_finishes_short_streams_fails_long_ones_and_exits_0():
 
 
 def test_full_server_refuses_with_429_and_a_second_signal_ends_it_at_once():
-    server = Process("--shutdown-grace-s", "60", "--max-running", "1", "--max-waiting", "1")
+    server = Process("--shutdown-grace-s", "600", "--max-running", "1", "--max-waiting", "1")
     body = b'{"prompt": "x", "max_tokens": 3000, "ignore_eos": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with server.client() as client, socket.create_connection(("127.0.0.1", server.port)) as waiting:
@@ -406,24 +429,8 @@ def test_full_server_refuses_with_429_and_a_second_signal_ends_it_at_once():
             client.completions.create(model="graft-tiny", prompt="x")
         assert refused.value.response.headers["retry-after"] == "1"
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        server.wait_until_draining()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=5) == 128 + signal.SIGTERM
+        assert server.process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
         stream.close()
     server.close()
-
-
-def test_killed_server_comes_back_on_the_same_port():
-    server = Process()
-    with server.client() as client:
-        stream = long_stream(client)
-        next(iter(stream))
-        server.process.kill()
-        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the client makes of a connection cut off
-            list(stream)
-    server.close()
-    again = Process(port=server.port)
-    with again.client() as client:
-        assert client.completions.create(model="graft-tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
-    assert again.wait_until_idle()["invariant"] == "ok"
-    assert again.close() == 0

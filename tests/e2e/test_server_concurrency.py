@@ -14,6 +14,7 @@ from kvgraft.bench.server_process import ServerProcess
 
 NUM_CLIENTS = 32
 MAX_TIE = 1e-4
+PATIENCE_S = 600
 
 
 class Ask:
@@ -22,7 +23,7 @@ class Ask:
     def __init__(self, number):
         rng = random.Random(number)
         self.prompt = [rng.randrange(5, 4_000) for _ in range(rng.randrange(10, 300))]
-        self.length = rng.randrange(8, 60)
+        self.length = rng.randrange(8, 40)
         self.reuse = ("off", "exact")[number % 2]
         self.leaves_after = rng.randrange(0, 8) if number % 4 == 3 else None
         self.alone = None
@@ -64,13 +65,13 @@ def assert_same_up_to_ties(got, alone):
 
 
 async def when_idle(http):
-    for _ in range(200):
-        health = await http.get_json("/health")
-        assert health["invariant"] == "ok"
-        if not any(health["requests"].values()):
-            return health
-        await asyncio.sleep(0.05)
-    raise AssertionError(health)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            health = await http.get_json("/health")
+            assert health["invariant"] == "ok"
+            if not any(health["requests"].values()):
+                return health
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_many_clients_get_what_each_would_get_alone_and_leak_nothing():
 
     async def main(url):
         async with (
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
             CompletionsClient(url) as http,
         ):
             for ask in asks:

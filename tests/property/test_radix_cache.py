@@ -24,6 +24,7 @@ Prefix = tuple[object, tuple[int, ...]]
 class Page:
     slots: tuple[int, ...]
     last_access: int
+    hits: int = 1
 
 
 @dataclass
@@ -110,15 +111,30 @@ class RadixCacheMachine(RuleBasedStateMachine):
     )
     def insert(self, page_kinds, tail, extra_key, lock, reuse):
         """Insert with slots of its own, or like a request that runs on the cache's slots where it matched."""
-        tokens = self.expand(page_kinds, tail)
+        self.store(self.expand(page_kinds, tail), extra_key, None, lock=lock, reuse=reuse)
+
+    @precondition(lambda self: self.locks)
+    @rule(
+        data=st.data(), page_kinds=st.lists(st.integers(0, 2), max_size=4), tail=st.integers(0, 20), lock=st.booleans()
+    )
+    def insert_behind(self, data, page_kinds, tail, lock):
+        """Continue a locked prefix; in front of the handle no hit is counted, all else is as for a plain insert."""
+        after = data.draw(st.sampled_from(self.locks))
+        extra_key, tokens = after.prefix
+        self.store(tokens + self.expand(page_kinds, tail), extra_key, after, lock=lock, reuse=True)
+
+    def store(self, tokens, extra_key, after, *, lock, reuse):
         stored = self.touch(tokens, extra_key)
         prefix_len = len(stored) * self.page_size
+        for prefix in stored:
+            self.pages[prefix].hits += after is None or len(prefix[1]) > len(after.prefix[1])
         slots = np.arange(self.next_slot, self.next_slot + len(tokens))
         self.next_slot += len(tokens)
         offered = slots.copy()
         if reuse:
             offered[:prefix_len] = self.slots_of(stored)
-        result = self.cache.insert(RadixKey(np.array(tokens, dtype=np.int64), extra_key), offered)
+        key = RadixKey(np.array(tokens, dtype=np.int64), extra_key)
+        result = self.cache.insert(key, offered, after=None if after is None else after.handle)
         total_len = len(tokens) - len(tokens) % self.page_size
         assert (result.prefix_len, result.total_len) == (prefix_len, total_len)
         for prefix in self.prefixes(tokens, extra_key)[len(stored) :]:
@@ -195,6 +211,12 @@ class RadixCacheMachine(RuleBasedStateMachine):
         assert self.cache.protected_size == protected_size
         assert self.cache.total_size == len(self.pages) * self.page_size
         assert self.cache.evictable_size == self.cache.total_size - protected_size
+
+    @invariant()
+    def hits_agree(self):
+        expected = {slot: page.hits for page in self.pages.values() for slot in page.slots}
+        found = {slot: node.hit_count for node in self.cache.root_handle.subtree() for slot in node.kv_indices.tolist()}
+        assert found == expected
 
     @invariant()
     def slots_are_conserved(self):

@@ -8,7 +8,7 @@ import torch
 
 from kvgraft.engine.adapter import TransformersAdapter
 from kvgraft.engine.self_check import self_check
-from kvgraft.graft.executor import SpanCopy, copy_spans
+from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopePairing, RopeShift, rotate_keys
 from kvgraft.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model
@@ -57,6 +57,11 @@ def test_zero_shift_changes_nothing_beyond_rounding():
     torch.testing.assert_close(moved, keys, rtol=0, atol=1e-6)
 
 
+def graft(adapter, span, kv_indices):
+    spans = RotatedSpans([span], adapter.rope, adapter.pool.device)
+    copy_spans(spans, adapter.pool.place(kv_indices[spans.positions]), range(adapter.num_layers))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shifted_graft_equals_recomputation_at_layer_0(family, rng):
     """Layer 0 does not depend on context, so there a graft must be right, whatever stood in front."""
@@ -68,7 +73,7 @@ def test_shifted_graft_equals_recomputation_at_layer_0(family, rng):
     donor_slots, grafted, computed = np.arange(120), np.arange(120, 321), np.arange(321, 522)
     adapter.forward([SequenceRows(donor, np.arange(120), donor_slots)])
     adapter.forward([SequenceRows(prompt, np.arange(201), computed)])
-    copy_spans(adapter, [SpanCopy(PoolSource(adapter.pool, donor_slots[30:]), 30, 111, 90)], grafted)
+    graft(adapter, SpanCopy(PoolSource(adapter.pool, donor_slots[30:]), 30, 111, 90), grafted)
     for read in (adapter.pool.keys, adapter.pool.values):
         actual, expected = read(0)[grafted[111:]], read(0)[computed[111:]]
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -80,7 +85,7 @@ def test_shifted_graft_of_the_whole_context_equals_recomputation_in_every_layer(
     self_check(adapter, np.arange(64))
     prompt = rng.integers(3, VOCABULARY, 100)
     adapter.forward([SequenceRows(prompt, np.arange(100), np.arange(100))])
-    copy_spans(adapter, [SpanCopy(PoolSource(adapter.pool, np.arange(100)), 0, 50, 100)], np.arange(100, 400))
+    graft(adapter, SpanCopy(PoolSource(adapter.pool, np.arange(100)), 0, 50, 100), np.arange(100, 400))
     with adapter.stock() as model, torch.inference_mode():
         cache = model(torch.from_numpy(prompt)[None], position_ids=torch.arange(50, 150)[None]).past_key_values
     for layer in range(adapter.num_layers):

@@ -6,8 +6,8 @@ and the client often shares its cores with the server under test.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,9 +32,14 @@ _READ_SECONDS = 120.0
 """Silence of a server after which a request has failed."""
 
 
+def now() -> float:
+    """Seconds of the running event loop's clock, which is monotonic."""
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one request so far; seconds are of `time.perf_counter`.
+    """What is known of one request so far; seconds are of `now`.
 
     Attributes:
         scheduled_s: When it was to be sent.
@@ -137,7 +142,7 @@ class CompletionsClient:
 
         Raises nothing but `CancelledError`; a cancelled exchange has no end.
         """
-        exchange.sent_s = time.perf_counter()
+        exchange.sent_s = now()
         try:
             await self._read_stream(body, exchange)
         except HTTPStatusError as error:
@@ -150,7 +155,7 @@ class CompletionsClient:
             exchange.failure = "disconnected"
         except (ValueError, TypeError, LookupError, AttributeError):
             exchange.failure = "malformed event"
-        exchange.ended_s = time.perf_counter()
+        exchange.ended_s = now()
 
     async def _read_stream(self, body: bytes, exchange: Exchange) -> None:
         is_whole = False
@@ -162,7 +167,7 @@ class CompletionsClient:
             if "error" in event:
                 exchange.failure = "error in stream"
             if has_text(event):
-                exchange.token_s.append(time.perf_counter())
+                exchange.token_s.append(now())
             note_usage(event, exchange)
         exchange.completion_tokens = exchange.completion_tokens or len(exchange.token_s)
         if exchange.failure is None and not is_whole:

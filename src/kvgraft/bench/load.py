@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.bench.client import GONE, Exchange
+from kvgraft.bench.client import GONE, Exchange, now
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -64,7 +63,7 @@ async def run_open_loop(
         gave_up = str(behind)
     finally:
         await loop.cancel()
-    return LoadResult(tuple(loop.exchanges), len(bodies), time.perf_counter() - loop.start, gave_up)
+    return LoadResult(tuple(loop.exchanges), len(bodies), loop.seconds(), gave_up)
 
 
 class _FellBehindError(Exception):
@@ -76,17 +75,22 @@ class _OpenLoop:
 
     def __init__(self, send: Send, give_up_s: float, advance: Callable[[], object]) -> None:
         self.exchanges: list[Exchange] = []
-        self.start = time.perf_counter() + _LEAD_SECONDS
+        self.start = now() + _LEAD_SECONDS
         self._send = send
         self._give_up_s = give_up_s
         self._advance = advance
         self._running: dict[asyncio.Task[None], Exchange] = {}
 
+    def seconds(self) -> float:
+        """From the first arrival until the last request ended, or until now where one has not."""
+        ends = [exchange.ended_s for exchange in self.exchanges if exchange.ended_s is not None]
+        return (max(ends) if len(ends) == len(self.exchanges) else now()) - self.start
+
     async def send_all(self, bodies: Sequence[bytes], arrivals: Sequence[float]) -> None:
         """Send every request at its time."""
         for body, arrival in zip(bodies, arrivals, strict=True):
             moment = self.start + arrival
-            while (left := moment - time.perf_counter()) > 0:
+            while (left := moment - now()) > 0:
                 await self._pause(left)
             exchange = Exchange(moment)
             self.exchanges.append(exchange)
@@ -98,9 +102,9 @@ class _OpenLoop:
     async def wait_for_rest(self) -> None:
         """Wait until every request has ended."""
         limit = 2 * self._give_up_s
-        deadline = time.perf_counter() + limit
+        deadline = now() + limit
         while self._running:
-            left = deadline - time.perf_counter()
+            left = deadline - now()
             if left <= 0:
                 raise _FellBehindError(f"{len(self._running)} requests ran on {limit:g} s after the last arrival")
             await self._pause(left)
@@ -118,7 +122,7 @@ class _OpenLoop:
         self._check_waits()
 
     def _check_waits(self) -> None:
-        oldest = time.perf_counter() - self._give_up_s
+        oldest = now() - self._give_up_s
         if any(not exchange.token_s and exchange.scheduled_s < oldest for exchange in self._running.values()):
             raise _FellBehindError(f"a request waited {self._give_up_s:g} s for its first token")
 
@@ -136,7 +140,7 @@ async def run_closed_loop(
 
     async def client() -> None:
         for body in waiting:
-            exchange = Exchange(time.perf_counter())
+            exchange = Exchange(now())
             exchanges.append(exchange)
             await send(body, exchange)
             advance()

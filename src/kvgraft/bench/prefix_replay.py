@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvgraft.prefix import RadixCache, RadixKey, make_eviction_policy
-from kvgraft.prefix.eviction import TLRU
+from kvgraft.prefix.eviction.policies import TLRU
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

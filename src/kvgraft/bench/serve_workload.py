@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvgraft.bench.packs import load_pack
@@ -103,11 +104,16 @@ def _rag_prompts(count: int, seed: int) -> list[str]:
     return prompts
 
 
-def _library(rng: random.Random) -> list[Passage]:
+@cache
+def _short_passages() -> tuple[Passage, ...]:
     from kvgraft.demo.documents import passages, stdlib_modules
 
-    modules = [module for module in stdlib_modules() if "test" not in module.name]
-    found = [p for module in modules for p in passages(module) if len(p.source) <= _LONGEST_PASSAGE]
+    modules = stdlib_modules(wanted=lambda name: "test" not in name)
+    return tuple(p for module in modules for p in passages(module) if len(p.source) <= _LONGEST_PASSAGE)
+
+
+def _library(rng: random.Random) -> list[Passage]:
+    found = list(_short_passages())
     if len(found) < 10 * _DOCUMENTS_PER_PROMPT:
         raise ConfigError("the standard library's sources are not installed; install Python with its .py files")
     rng.shuffle(found)

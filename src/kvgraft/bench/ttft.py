@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine import LLM, RequestOutput, SamplingParams
+from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ class _Round:
 def measure_ttft(
     llm: LLM, length: int, shift: int, *, repeat: int, seed: int, advance: Callable[[], object]
 ) -> TtftResult:
-    """Run `repeat` rounds of every mode, interleaved, over random tokens; raises `ConfigError` if `length` does not fit."""
+    """Run `repeat` rounds of every mode, interleaved, over random tokens.
+
+    Raises:
+        ConfigError: `length` does not fit, or nothing was grafted, so that there is nothing to measure.
+    """
     rng = np.random.default_rng((seed, length))
 
     def draw(count: int) -> TokenArray:
@@ -95,6 +100,12 @@ def _run_round(llm: LLM, document: TokenArray, beginning: TokenArray, other: Tok
     llm.reset()
     _first_token(llm, document, ReuseMode.OFF)
     graft = _first_token(llm, prompt, ReuseMode.GRAFT)
+    if not graft.report.shifted_tokens:
+        missed = graft.report.miss
+        why = llm.graft_refusal or (f"{missed.reason.value} {missed.detail}" if missed else "all was recomputed")
+        raise ConfigError(
+            f"nothing was grafted of a document of {len(document)} tokens ({why}); choose another --model or selection"
+        )
     llm.reset()
     return _Round(cold, prefix, again, graft, miss)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
 from kvgraft.errors import ConfigError
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ defaults.
 
 from kvgraft.config.engine import EngineConfig
 from kvgraft.config.server import ServerConfig
+from kvgraft.config.setting import quoted, rule_of
+from kvgraft.config.sglang import SGLangConfig
 from kvgraft.config.sources import Resolved, file_errors, resolve
 from kvgraft.config.table import default_text, grouped_settings, settings_table, table_of
 from kvgraft.config.vllm import VLLMConfig
@@ -13,12 +15,15 @@ from kvgraft.config.vllm import VLLMConfig
 __all__ = [
     "EngineConfig",
     "Resolved",
+    "SGLangConfig",
     "ServerConfig",
     "VLLMConfig",
     "default_text",
     "file_errors",
     "grouped_settings",
+    "quoted",
     "resolve",
+    "rule_of",
     "settings_table",
     "table_of",
 ]

@@ -144,7 +144,7 @@ def quoted(value: object) -> str:
     if value is None:
         return "nothing"
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except ValueError:  # an integer of more digits than Python prints
         return "a huge number"
     return text if len(text) <= _LONGEST_QUOTE else text[:_LONGEST_QUOTE] + "..."

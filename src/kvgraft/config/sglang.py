@@ -26,7 +26,7 @@ class SGLangConfig(Settings):
     """
 
     selection: str = setting(
-        "none", "policy that chooses reused tokens to compute again", REUSE, choices=("none", "first_k")
+        "first_k", "policy that chooses reused tokens to compute again", REUSE, choices=("none", "first_k")
     )
     first_k: int = setting(16, "tokens per run that first_k computes again", REUSE, low=1)
     min_run: int = setting(
@@ -88,3 +88,30 @@ class SGLangConfig(Settings):
             except ConfigError as error:
                 raise ConfigError(f"{variable}: {error}") from error
         return config
+
+    @classmethod
+    def remarks(cls, environ: Mapping[str, str] | None = None) -> list[str]:
+        """Say in one line each which variables nobody reads and which settings are given twice; raises as `resolve` does."""
+        environ = os.environ if environ is None else environ
+        file_name = environ.get(CONFIG_FILE_VARIABLE)
+        in_file = read_settings(file_name) if file_name else {}
+        lines = []
+        for variable in sorted(environ):
+            name = variable.upper().removeprefix(ENV_PREFIX).lower()
+            if not variable.upper().startswith(ENV_PREFIX) or variable == CONFIG_FILE_VARIABLE:
+                continue
+            if name not in cls.rules():
+                lines.append(f"{variable} is ignored: {cls._unknown(name)}")
+            elif variable != variable.upper():
+                lines.append(f"{variable} is ignored: did you mean {variable.upper()}?")
+            elif name in in_file:
+                lines.append(f"{variable}={environ[variable]} is taken instead of {name} in {file_name}")
+        return lines
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        try:
+            cls.field(name)
+        except ConfigError as error:
+            return str(error)
+        return ""

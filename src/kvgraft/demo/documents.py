@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 HELD_OUT = frozenset(
     {
@@ -54,6 +54,11 @@ INSTRUCTIONS = (
 )
 
 
+def is_held_out(module: str) -> bool:
+    """Whether the module of this dotted name is kept out of training."""
+    return any(name in module for name in HELD_OUT)
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     """One source file of the standard library: dotted `name` and its text."""
@@ -64,7 +69,7 @@ class Module:
     @property
     def held_out(self) -> bool:
         """Whether this module is kept out of training."""
-        return any(name in self.name for name in HELD_OUT)
+        return is_held_out(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +100,20 @@ class Question:
     answer: str
 
 
-def stdlib_modules(root: Path | None = None) -> list[Module]:
-    """Read the standard library's `.py` files below `root`, sorted by name; unreadable files are left out."""
+def stdlib_modules(root: Path | None = None, *, wanted: Callable[[str], bool] = lambda _: True) -> list[Module]:
+    """Read the standard library's `.py` files below `root`, sorted by name; unreadable files are left out.
+
+    Args:
+        root: Default: where this Python has it.
+        wanted: Whether to read the module of this dotted name.
+    """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _GENERATED.intersection(parts) or (parts[0] == "encodings" and parts[-1][-1].isdigit()):
+            continue
+        if not wanted(".".join(parts)):
             continue
         try:
             source = path.read_text(encoding="utf-8")

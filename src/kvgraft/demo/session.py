@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
-from kvgraft.demo.documents import INSTRUCTIONS, Passage, ask, passages, prompt, stdlib_modules
+from kvgraft.demo.documents import INSTRUCTIONS, Passage, ask, is_held_out, passages, prompt, stdlib_modules
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,9 +38,14 @@ def rag_session(num_requests: int, documents_per_request: int, seed: int) -> lis
     return requests
 
 
+@cache
+def _long_passages() -> tuple[Passage, ...]:
+    modules = stdlib_modules(wanted=lambda name: is_held_out(name) and not name.startswith("test"))
+    return tuple(p for m in modules for p in passages(m) if len(p.source) >= _MIN_PASSAGE_CHARACTERS)
+
+
 def _library(rng: random.Random) -> Sequence[Passage]:
-    found = [p for m in stdlib_modules() if m.held_out and not m.name.startswith("test") for p in passages(m)]
-    long_enough = [p for p in found if len(p.source) >= _MIN_PASSAGE_CHARACTERS]
+    long_enough = _long_passages()
     if len(long_enough) < _LIBRARY_PASSAGES:
         raise ConfigError("the standard library's sources are not installed; install Python with its .py files")
     return rng.sample(long_enough, _LIBRARY_PASSAGES)

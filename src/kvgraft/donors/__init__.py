@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvgraft.donors.catalogue import AddResult, DonorCatalogue, new_secret
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
-from kvgraft.donors.generations import computed_runs
 from kvgraft.donors.planner import CostModel, plan_graft
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "CostModel",
     "Donor",
     "DonorCatalogue",
-    "computed_runs",
     "new_secret",
     "plan_graft",
 ]

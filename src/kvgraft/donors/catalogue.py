@@ -11,7 +11,7 @@ import numpy as np
 from kvgraft.donors.anchors import AnchorIndex
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
-from kvgraft.donors.eviction import EvictionQueue
+from kvgraft.donors.eviction import DonorQueue
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Anchors, Fingerprinter, Hashes, Tokens
 from kvgraft.donors.matcher import Passages, find_runs
 from kvgraft.donors.passages import PassageIndex
@@ -119,7 +119,7 @@ class DonorCatalogue:
         self._index = AnchorIndex.for_tokens(capacity_tokens)
         self._passages = PassageIndex(capacity_tokens, max_rows, max(GUARANTEED_RUN, min_run))
         self._arena = TokenArena(capacity_tokens, max_rows)
-        self._queue = EvictionQueue()
+        self._queue = DonorQueue()
         self._entries: dict[DonorId, _Entry] = {}
         self._tenants: dict[Namespace, _Tenant] = {}
         self._num_tenants = 0

@@ -15,7 +15,7 @@ _Entry = tuple[float, int, DonorId]
 """Priority, order of the change, donor."""
 
 
-class EvictionQueue:
+class DonorQueue:
     """Donors by priority: `clock + value`, value being what a donor saves per token that it occupies.
 
     The clock rises to the priority of what leaves, so that a donor which saved much but long ago is overtaken by what

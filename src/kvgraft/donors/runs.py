@@ -29,12 +29,12 @@ class Runs(NamedTuple):
 
     @classmethod
     def empty(cls) -> Runs:
-        """No runs."""
+        """What a prompt has that matches no donor."""
         return cls(*(np.empty(0, np.int64) for _ in cls._fields))
 
     @property
     def num_runs(self) -> int:
-        """Number of runs."""
+        """How many runs were found, each within one donor."""
         return len(self.starts)
 
     @property

@@ -1,4 +1,7 @@
-"""The embedded engine: any transformers decoder, run with K/V reuse."""
+"""The embedded engine: any transformers decoder, run with K/V reuse.
+
+Public modules: `request_builder`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ object whose layers scatter new K/V into the pool. No model code is touched and 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvgraft.engine.attention import AttentionChoice, BatchAttention, HybridBatch, LayerQuery, choose_attention
 from kvgraft.engine.layers import ModelLayers, layer_shapes, unsupported_attention
+from kvgraft.engine.rope_lengths import RopeLengths
 from kvgraft.engine.slot_plan import SlotPlan, build_pool
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
@@ -38,10 +39,22 @@ ATTENTION_NAME = "kvgraft"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PackedBatch:
-    """One forward pass: where each row's K/V goes, and which keys each row sees."""
+    """One forward pass: where each row's K/V goes, and which keys each row sees.
+
+    Rows of the pass beyond `num_rows` belong to no sequence: their K/V are not kept, and they see nothing.
+    """
 
     target: KVPlace
     attention: BatchAttention
+    num_rows: int
+
+    def attend(self, layer: int, query: LayerQuery) -> Tensor:
+        """Attention of a layer: (heads, rows, dim) like the query."""
+        spare = query.query.shape[1] - self.num_rows
+        if not spare:
+            return self.attention.attend(layer, query)
+        mixed = self.attention.attend(layer, replace(query, query=query.query[:, : self.num_rows]))
+        return torch.nn.functional.pad(mixed, (0, 0, 0, spare))
 
 
 class TransformersAdapter:
@@ -51,10 +64,12 @@ class TransformersAdapter:
         pool: K/V of all layers; window layers may have slots of their own.
         attention: The attention backend and why it was chosen.
         rope: Per layer how keys rotate; set by the self-check, None while shifting is refused.
+        lengths: At which lengths of sequences the model's angles change.
     """
 
     def __init__(self, model: PreTrainedModel, pool: SlotPool | HybridSlotPool, attention: AttentionChoice) -> None:
         self._model = model
+        self.lengths = RopeLengths.of_model(model.config.get_text_config(decoder=True))
         self.pool = pool
         self.attention = attention
         self.rope: Sequence[RopeSpec | None] | None = None
@@ -87,12 +102,12 @@ class TransformersAdapter:
 
     @property
     def num_layers(self) -> int:
-        """Number of attention layers."""
+        """Attention layers of the model, each with K/V in the pool."""
         return len(self.pool.layers)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The wrapped model."""
+        """The transformers model, whose attention is kvgraft's outside of `stock`."""
         return self._model
 
     @contextmanager
@@ -104,12 +119,29 @@ class TransformersAdapter:
         finally:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
-    @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
-        """Compute `batch` in one pass; writes the K/V of its rows into their slots."""
+        """Compute `batch`; writes the K/V of its rows into their slots.
+
+        One pass, or two where sequences lie on both sides of a length at which the model's angles change.
+        """
+        is_long = [self.lengths.is_long(rows.seq_len or int(rows.positions[-1]) + 1) for rows in batch]
+        if len(set(is_long)) == 1:
+            return self._forward_pass(batch, is_long=is_long[0])
+        outputs: dict[int, SequenceOutput] = {}
+        for side in (False, True):
+            members = [index for index, long in enumerate(is_long) if long is side]
+            outputs.update(zip(members, self._forward_pass([batch[i] for i in members], is_long=side), strict=True))
+        return [outputs[index] for index in range(len(batch))]
+
+    @torch.inference_mode()
+    def _forward_pass(self, batch: Sequence[SequenceRows], *, is_long: bool) -> list[SequenceOutput]:
         packed = self._lay_out(batch)
         token_ids = np.concatenate([rows.token_ids for rows in batch])
         positions = np.concatenate([rows.positions for rows in batch])
+        switch = self.lengths.switch
+        if is_long and switch is not None and positions.max() < switch:
+            # A piece of a long sequence: a spare row at the first long position makes transformers take its table.
+            token_ids, positions = np.append(token_ids, token_ids[-1]), np.append(positions, switch)
         device = self.pool.device
         output = self._model(
             input_ids=torch.from_numpy(token_ids).to(device)[None],
@@ -126,10 +158,10 @@ class TransformersAdapter:
         target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
         backend, pool = self.attention.backend, self.pool
         if not isinstance(pool, HybridSlotPool):
-            return _PackedBatch(pool.place(target), backend.plan(batch, pool))
+            return _PackedBatch(pool.place(target), backend.plan(batch, pool), len(target))
         attention = HybridBatch(batch, pool, backend)
         windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
-        return _PackedBatch(pool.place(target, np.concatenate(windows)), attention)
+        return _PackedBatch(pool.place(target, np.concatenate(windows)), attention, len(target))
 
 
 def take_over(model: PreTrainedModel) -> ModelLayers:
@@ -162,11 +194,10 @@ def _layer_windows(model: PreTrainedModel, num_layers: int) -> tuple[int | None,
 
 
 class _WindowProbe:
-    """Stands in for a forward pass and notes which window each layer asks for; its own attention."""
+    """Stands in for a forward pass and notes which window each layer asks for."""
 
     def __init__(self) -> None:
         self.windows: dict[int, int | None] = {}
-        self.attention = self
 
     def attend(self, layer: int, query: LayerQuery) -> Tensor:
         """Note the window; the result is of the right shape and means nothing."""
@@ -194,7 +225,8 @@ class _PoolLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write the rows' K/V, (1, num_kv_heads, num_rows, head_dim), into their slots."""
-        self._batch.target.write(self._layer, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        keys, values = (states[0, :, : self._batch.num_rows].transpose(0, 1) for states in (key_states, value_states))
+        self._batch.target.write(self._layer, keys, values)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -237,7 +269,7 @@ def _attend(  # noqa: PLR0917 - transformers' interface
     assert isinstance(layer, int)
     window = sliding_window or getattr(module, "sliding_window", None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    mixed = kvgraft_batch.attention.attend(layer, LayerQuery(query[0], scale, window, softcap))
+    mixed = kvgraft_batch.attend(layer, LayerQuery(query[0], scale, window, softcap))
     return mixed.transpose(0, 1)[None].contiguous(), None
 
 

@@ -7,6 +7,7 @@ pass run on the engine's thread, between steps that it takes for all requests to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -14,14 +15,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.config import EngineConfig
+from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
-from kvgraft.errors import KVGraftError, OverloadedError, RequestError
+from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
+    from kvgraft.config import EngineConfig
     from kvgraft.engine.loading import LoadedModel
     from kvgraft.engine.request import Request, StreamPart
     from kvgraft.engine.request_builder import Prompt
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHUTTING_DOWN = "the server is shutting down; try another one"
+_STOPPED = "the engine has stopped; try another one"
 _MAX_STEP_S = 0.25
 """Longest prefill of one step while no stream runs: how long a new request or a cancellation may go unnoticed."""
 
@@ -48,6 +52,7 @@ class EngineSnapshot:
         usage: K/V slots by holder.
         window_usage: Slots of window layers by holder, where these have slots of their own.
         num_donors: Donors in all tiers.
+        donor_tokens: Their tokens.
         host_bytes: Bytes of donors in host memory.
         num_errors: Lookups, grafts and publications that failed and became misses.
         num_preemptions: Requests that lost their slots and were computed again, counted each time.
@@ -61,6 +66,7 @@ class EngineSnapshot:
     usage: SlotUsage
     window_usage: SlotUsage | None
     num_donors: int
+    donor_tokens: int
     host_bytes: int
     num_errors: int
     num_preemptions: int
@@ -86,10 +92,11 @@ class AsyncLLM:
         **settings: object,
     ) -> None:
         """Load `model` and start the engine's thread; takes as long as loading does. Arguments and errors as for `LLM`."""
-        config = (config or EngineConfig.from_env()).updated(settings)
+        config = engine_config(config, settings)
         self._streams: dict[str, _Stream] = {}
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
+        self._ended: OverloadedError | None = None
         self._is_closing = False
         self._is_stopped = False
         # The engine is made on the thread that steps it: OpenMP keeps a team of workers for every thread that computes, and
@@ -106,12 +113,12 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings."""
+        """Settings that the engine runs with, defaults filled in."""
         return self._engine.config
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as loaded."""
+        """The model, its tokenizer and its fingerprint."""
         return self._engine.loaded
 
     @property
@@ -135,6 +142,7 @@ class AsyncLLM:
             usage=engine.space.usage(),
             window_usage=engine.space.window_usage(),
             num_donors=len(engine.space.donors),
+            donor_tokens=engine.space.donors.num_tokens,
             host_bytes=engine.space.host.used_bytes,
             num_errors=engine.manager.num_errors,
             num_preemptions=engine.scheduler.num_preemptions,
@@ -172,14 +180,14 @@ class AsyncLLM:
         """Generate for `request`, a part per token; closing the iterator or cancelling its task cancels the request.
 
         Raises:
-            OverloadedError: Too many requests wait, or the engine is closing.
+            OverloadedError: Too many requests wait, or the engine is closing or has died.
             ConfigError: An unfinished request has the same id.
             RequestError: The engine failed on this request.
         """
         if self._is_closing:
-            raise OverloadedError("the server is shutting down; try another one")
+            raise self._ended or OverloadedError(_SHUTTING_DOWN)
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        self._command(lambda: self._add(request, stream))
+        self._command(lambda: self._add(request, stream), lambda error: stream.put([error]))
         try:
             while True:
                 item = await stream.items.get()
@@ -189,20 +197,27 @@ class AsyncLLM:
                 if item.output is not None:
                     return
         finally:
-            self._command(lambda: self._cancel(request.request_id, stream))
+            self._command(lambda: self._cancel(request.request_id, stream), _ignore)
 
     async def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping between two steps.
 
         Raises:
             CorruptCacheError: One does not hold.
-            RequestError: The engine's thread has died.
+            OverloadedError: The engine's thread has ended.
         """
         await self._call(self._engine.space.check)
 
     async def reset(self) -> None:
-        """Forget all cached prefixes and donors; running requests go on."""
-        await self._call(self._engine.space.reset)
+        """Forget all cached prefixes and donors, on the device and on the host, between two steps.
+
+        Call it after you have changed the model's weights in place. Running requests go on with the K/V that they have, and
+        nothing of them is kept; those that wait start afresh.
+
+        Raises:
+            OverloadedError: The engine's thread has ended.
+        """
+        await self._call(self._engine.reset)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Accept no more requests, let the others finish for `grace_s` seconds, fail the rest and stop the thread."""
@@ -220,29 +235,30 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def settle(error: BaseException | None) -> None:
+        def settle(error: Exception | None) -> None:
             if not done.done():
                 done.set_result(None) if error is None else done.set_exception(error)
 
         def run() -> None:
-            error: BaseException | None = None
+            error: Exception | None = None
             try:
                 function()
             except Exception as failure:  # noqa: BLE001 - it belongs to whoever asked
                 error = failure
-            loop.call_soon_threadsafe(settle, error)
+            _call_on(loop, lambda: settle(error))
 
-        self._command(run)
-        while not done.done():
-            await asyncio.wait([done], timeout=0.5)
-            if not done.done() and not self._thread.is_alive():
-                raise RequestError("the engine has stopped; restart the server")
-        done.result()
+        self._command(run, lambda error: _call_on(loop, lambda: settle(error)))
+        await done
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, run: Callable[[], None], fail: Callable[[KVGraftError], object]) -> None:
+        """Have `run` called on the engine's thread, or `fail` with the reason why it was not."""
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            ended = self._ended
+            if ended is None:
+                self._commands.append(_Command(run, fail))
+                self._wake.notify()
+        if ended is not None:
+            fail(ended)
 
     # What follows runs on the engine's thread.
 
@@ -263,34 +279,37 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
-            while self._next_commands():
+            while self._obey_commands():
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
         except BaseException:
             logger.critical("the engine's thread died; all requests fail", exc_info=True)
             raise
         finally:
-            self._is_closing = True
-            self._fail_all("the server is shutting down" if self._is_stopped else "the engine has stopped")
+            self._end(OverloadedError(_SHUTTING_DOWN if self._is_stopped else _STOPPED))
 
-    def _next_commands(self) -> bool:
-        """Run what was asked meanwhile; waits while there is nothing to do. False when it is time to stop."""
+    def _obey_commands(self) -> bool:
+        """Run what was asked meanwhile; waits while there is nothing to do. False when it is time to stop.
+
+        A command that fails tells whoever gave it; the others are obeyed.
+        """
         with self._wake:
             while not (self._commands or self._engine.has_work or self._is_stopped):
                 self._wake.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            command()
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                command.run()
+            except KVGraftError as error:
+                command.fail(error)
+            except Exception as error:
+                logger.exception("the engine cannot take a request")
+                command.fail(RequestError(f"the engine cannot take this request: {one_line(error)}"))
         return not self._is_stopped
 
     def _add(self, request: Request, stream: _Stream) -> None:
-        try:
-            self._engine.add(request)
-        except KVGraftError as error:
-            stream.put([error])
-        else:
-            self._streams[request.request_id] = stream
+        self._engine.add(request)
+        self._streams[request.request_id] = stream
 
     def _cancel(self, request_id: str, stream: _Stream) -> None:
         if self._streams.get(request_id) is stream:
@@ -310,16 +329,27 @@ class AsyncLLM:
         for loop, items in by_loop.items():
             _post(loop, items)
 
-    def _fail_all(self, reason: str) -> None:
+    def _end(self, error: OverloadedError) -> None:
+        """Tell everybody that nothing more will come: streams, commands that were not obeyed, and all later ones."""
+        self._is_closing = True
         with self._wake:
+            self._ended = error
             commands = list(self._commands)
             self._commands.clear()
-        for command in commands:  # requests that came too late are told so below
-            command()
-        self._engine.cancel_all()
+        for command in commands:
+            command.fail(error)
         for stream in self._streams.values():
-            stream.put([OverloadedError(f"{reason}; try another one")])
+            stream.put([error])
         self._streams.clear()
+        self._engine.cancel_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do on the engine's thread, and who is told if it cannot be done."""
+
+    run: Callable[[], None]
+    fail: Callable[[KVGraftError], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,5 +368,14 @@ def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, StreamPart
         for stream, item in items:
             stream.items.put_nowait(item)
 
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(put_all)
+    _call_on(loop, put_all)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Have an event loop call `function`, from any thread; nobody is left to be told if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+def _ignore(_: KVGraftError) -> None:
+    """Nobody waits for an answer."""

@@ -11,28 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.active import ActiveRequest
-from kvgraft.engine.adapter import TransformersAdapter, take_over
-from kvgraft.engine.cache_manager import CacheManager
-from kvgraft.engine.flops import ModelFlops
-from kvgraft.engine.hybrid_space import HybridKVSpace
-from kvgraft.engine.kv_space import KVSpace
+from kvgraft.engine.assembly import adapter_and_prefix, cache_manager
 from kvgraft.engine.loading import LoadedModel, load_model
 from kvgraft.engine.pace import Pace
 from kvgraft.engine.request_builder import RequestBuilder
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
-from kvgraft.engine.slot_plan import SlotPlan
 from kvgraft.engine.text import OutputText
-from kvgraft.errors import ConfigError, OverloadedError, RequestError
-from kvgraft.memory import HybridSlotPool
+from kvgraft.errors import ConfigError, OverloadedError, RequestError, one_line
 from kvgraft.observability import NullRecorder, Recorder, RequestRecord, StepRecord
-from kvgraft.prefix import PrefixCache, SWARadixCache, TreeCacheBuildContext, create_tree_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedModel
+    from collections.abc import Callable, Sequence
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
@@ -92,21 +83,16 @@ class Engine:
         self.loaded = (
             model if isinstance(model, LoadedModel) else load_model(model, dtype=config.dtype, device=config.device)
         )
-        self.adapter, prefix = _adapter_and_prefix(self.loaded.model, config)
+        self.adapter, prefix = adapter_and_prefix(self.loaded.model, config)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
-        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS))
-        self.space = _kv_space(self.adapter, prefix, config)
-        self.manager = CacheManager(
-            self.adapter,
-            self.space,
-            flops=ModelFlops.of_model(self.loaded.model),
-            min_run=config.min_run,
-            max_generation=config.max_generation,
-            refusal=self.self_check.refusal,
-        )
+        self.adapter.lengths.require(self.builder.max_model_len)
+        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
+        self.manager = cache_manager(self.adapter, prefix, config, self.self_check.refusal)
+        self.space = self.manager.space
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
         self._recorder: Recorder = recorder or NullRecorder()
+        self._recorder_failed = False
         self._active: dict[str, ActiveRequest] = {}
         self._eos_token_ids = _eos_token_ids(self.loaded)
 
@@ -134,8 +120,8 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.builder.longest,
         )
-        self._active[request.request_id] = active
         self.scheduler.add(active)
+        self._active[request.request_id] = active
 
     def cancel(self, request_id: str) -> bool:
         """End a request at whatever stage; nothing of it is kept. False if it has ended already."""
@@ -145,8 +131,15 @@ class Engine:
         self._drop(active, "abort")
         return True
 
+    def reset(self) -> None:
+        """Forget all prefixes and donors, on the device and on the host. For weights that were changed in place.
+
+        Requests that run go on with the K/V that they have, and nothing of them is kept; those that wait start afresh.
+        """
+        self.space.reset()
+
     def cancel_all(self) -> None:
-        """End every request."""
+        """End every request, as `cancel` does."""
         for request_id in list(self._active):
             self.cancel(request_id)
 
@@ -162,7 +155,7 @@ class Engine:
                 events.append(event)
         seconds = time.perf_counter() - started
         self._pace.observe(seconds, step.num_streams, step.prefill_flops)
-        self._recorder.record_step(self._step_record(step, seconds))
+        self._record(lambda: self._recorder.record_step(self._step_record(step, seconds)))
         return events
 
     def _forward(self, batch: Sequence[SequenceRows]) -> Sequence[SequenceOutput | Exception]:
@@ -187,35 +180,44 @@ class Engine:
             return self._fail(active, error)
         if part is None:
             return None
-        assert active.cache is not None
+        assert active.kv is not None
         if active.finish_reason is not None:
             part = replace(part, output=self._finish(active))
         elif was_prefilling:
-            self.manager.publish(active.cache, active.known_token_ids)
+            self.manager.publish(active.kv, active.known_token_ids)
         return StepEvent(active.request.request_id, part)
 
     def _finish(self, active: ActiveRequest) -> RequestOutput:
-        assert active.cache is not None
+        assert active.kv is not None
         assert active.finish_reason is not None
-        self.manager.finish(active.cache, active.known_token_ids)
+        self.manager.finish(active.kv, active.known_token_ids)
         self._forget(active, active.finish_reason)
         return active.output()
 
     def _fail(self, active: ActiveRequest, error: Exception) -> StepEvent:
         logger.error("request %s failed", active.request.request_id, exc_info=error)
         self._drop(active, "error")
-        failure = RequestError(f"the engine failed on this request: {type(error).__name__}: {error}")
+        failure = RequestError(f"the engine failed on this request: {one_line(error)}")
         return StepEvent(active.request.request_id, error=failure)
 
     def _drop(self, active: ActiveRequest, outcome: str) -> None:
-        if active.cache is not None:
-            self.manager.abort(active.cache)
+        if active.kv is not None:
+            self.manager.abort(active.kv)
         self._forget(active, outcome)
 
     def _forget(self, active: ActiveRequest, outcome: str) -> None:
         del self._active[active.request.request_id]
         self.scheduler.remove(active)
-        self._recorder.record_request(_request_record(active, outcome))
+        self._record(lambda: self._recorder.record_request(_request_record(active, outcome)))
+
+    def _record(self, record: Callable[[], None]) -> None:
+        """Tell the recorder, which is not ours: its failures harm nobody, and the first is logged."""
+        try:
+            record()
+        except Exception:
+            if not self._recorder_failed:
+                logger.exception("a recorder failed; further failures of it are not logged")
+            self._recorder_failed = True
 
     def _step_record(self, step: Step, seconds: float) -> StepRecord:
         usage = self.space.usage()
@@ -230,46 +232,9 @@ class Engine:
             slots_cached=usage.cached,
             slots_donor=usage.donor,
             num_donors=len(self.space.donors),
+            donor_tokens=self.space.donors.num_tokens,
             host_bytes=self.space.host.used_bytes,
         )
-
-
-def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:
-    """Choose the prefix cache and allocate the slots that suit it.
-
-    Window layers get slots of their own where the prefix cache can tell them apart, and where that saves anything.
-
-    Raises:
-        ConfigError: The prefix cache or the attention backend is unknown.
-        ModelError: The model cannot be served.
-    """
-    layers = take_over(model)
-    backend = None if config.radix_cache_backend == "default" else config.radix_cache_backend
-    plan = SlotPlan.windowed(layers, model.dtype, config.num_slots, config.kv_bytes, max_running=config.max_running)
-    prefix = create_tree_cache(
-        TreeCacheBuildContext(
-            backend=backend,
-            sliding_window_size=layers.sliding_window_size,
-            is_hybrid_swa=plan is not None and not layers.is_all_swa,
-            is_all_swa=plan is not None and layers.is_all_swa,
-        )
-    )
-    if not isinstance(prefix, SWARadixCache):
-        plan = SlotPlan.uniform(layers, model.dtype, config.num_slots, config.kv_bytes)
-    elif plan is None or prefix.sliding_window_size != layers.sliding_window_size:
-        raise ConfigError(
-            f"prefix-cache backend {config.radix_cache_backend!r} keeps windows of {prefix.sliding_window_size} tokens; this "
-            f"model has {layers.sliding_window_size or 'none'} or too few slots: choose radix_cache_backend 'default'"
-        )
-    return TransformersAdapter.over(model, layers, plan, config.attention), prefix
-
-
-def _kv_space(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
-    sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
-    if isinstance(adapter.pool, HybridSlotPool):
-        assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
-        return HybridKVSpace(adapter.pool, prefix, **sizes)
-    return KVSpace(adapter.pool, prefix, **sizes)
 
 
 def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.config import EngineConfig
+from kvgraft.config.setting import quoted
+from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.scoring import Score, score
@@ -17,8 +19,9 @@ from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode, TokenArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
+    from kvgraft.config import EngineConfig
     from kvgraft.engine.adapter import TransformersAdapter
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.engine.loading import LoadedModel
@@ -55,27 +58,27 @@ class LLM:
             ConfigError: A setting or the model's name is wrong.
             ModelError: The model cannot be loaded or fails the self-check.
         """
-        self._engine = Engine(model, (config or EngineConfig.from_env()).updated(settings))
+        self._engine = Engine(model, engine_config(config, settings))
         self._events: dict[str, deque[StepEvent]] = {}
 
     @property
     def config(self) -> EngineConfig:
-        """Settings."""
+        """Settings that the engine runs with, defaults filled in."""
         return self._engine.config
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as loaded."""
+        """The model, its tokenizer and its fingerprint."""
         return self._engine.loaded
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output."""
+        """Tokens that prompt and output may have together by the model's limit; the pool may hold fewer."""
         return self._engine.builder.max_model_len
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The configured selection policy."""
+        """Chooses what requests compute again that name no policy themselves."""
         return self._engine.builder.policy
 
     @property
@@ -85,7 +88,7 @@ class LLM:
 
     @property
     def space(self) -> KVSpace:
-        """All K/V."""
+        """Slots, stored prefixes and donors: what is kept, and where."""
         return self._engine.space
 
     @property
@@ -182,12 +185,16 @@ class LLM:
         self._engine.builder.build(prompt, sampling, request_id="validated")
 
     def usage(self) -> SlotUsage:
-        """K/V slots by holder."""
+        """Count K/V slots that are free, or held by requests, prefixes and donors."""
         return self.space.usage()
 
     def reset(self) -> None:
-        """Forget all cached prefixes and donors."""
-        self.space.reset()
+        """Forget all cached prefixes and donors, on the device and on the host.
+
+        Call it after you have changed the model's weights in place. Streams that are open go on with the K/V that they have,
+        and nothing of them is kept.
+        """
+        self._engine.reset()
 
     def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`."""
@@ -196,8 +203,8 @@ class LLM:
     def _run(self, request: Request) -> Iterator[StreamPart]:
         """Step the engine until `request` ends; what steps give to other open streams waits for them."""
         request = replace(request, arrival=time.perf_counter())
-        events = self._events[request.request_id] = deque()
         self._engine.add(request)
+        events = self._events[request.request_id] = deque()
         try:
             while True:
                 while not events:
@@ -219,6 +226,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, an array or a sequence of ids is one."""
     if isinstance(prompts, str | np.ndarray):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ConfigError(f"give a prompt (text or token ids) or a list of prompts, not {quoted(prompts)}")
     if not len(prompts):
         raise ConfigError("no prompt was given")
     if isinstance(prompts[0], int | np.integer):

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvgraft.errors import ConfigError, ModelError
+from kvgraft.config.setting import quoted
+from kvgraft.errors import ConfigError, ModelError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_WEIGHTS = 64
 """Elements of each weight tensor that enter the fingerprint; a fine-tune changes practically all of them."""
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_NAMED_KEYS, _LONGEST_KEY = 3, 120
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,20 +63,38 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
 
     Raises:
         ConfigError: `name`, `dtype` or `device` cannot be used as given.
-        ModelError: The directory is corrupt or holds a model that transformers cannot load as a decoder.
+        ModelError: The directory is corrupt, or holds a model that transformers cannot load as a decoder, or other weights
+            than its configuration says.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     source = _resolve(name)
     torch_dtype, torch_device = _dtype(dtype), _device(device)
     try:
         config = AutoConfig.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, config=config)
     except Exception as error:
-        raise ModelError(_load_failure(name, error)) from error
-    torch.nn.Module.to(model, torch_device)
-    tokenizer = _load_tokenizer(source)
-    return adopt_model(name, model, tokenizer)
+        raise ModelError(_load_failure(name, one_line(error))) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model {name} has type {quoted(config.model_type)}, for which transformers has no causal language model; "
+            "choose a text decoder"
+        )
+    loaded: Any
+    with _without_log():
+        try:
+            # Mismatches are let through here only to be named: whatever transformers would make up is refused.
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch_dtype, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+        except Exception as error:
+            raise ModelError(_load_failure(name, one_line(error))) from error
+    model, info = loaded
+    _require_weights(name, info)
+    try:
+        torch.nn.Module.to(model, torch_device)
+    except RuntimeError as error:
+        raise ModelError(f"model {name} cannot be moved to {torch_device}: {one_line(error)}") from error
+    return adopt_model(name, model, _load_tokenizer(name, source))
 
 
 def adopt_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
@@ -97,6 +129,10 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 def _resolve(name: str) -> str:
     from kvgraft.models import BUNDLED_MODEL, bundled_model_path
 
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ConfigError(
+            f"{quoted(name)} names no model; give a Hugging Face directory, a hub id or {BUNDLED_MODEL!r}"
+        )
     if name == BUNDLED_MODEL:
         return str(bundled_model_path())
     path = Path(name)
@@ -126,26 +162,94 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}; choose auto, cpu or cuda") from error
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"unknown device {quoted(name)}; choose auto, cpu or cuda") from error
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {quoted(name)} is not supported; choose auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "device 'cuda' was asked for but torch sees none; use --device cpu or install a CUDA build of torch"
+            f"device {quoted(name)} was asked for but torch sees none; use --device cpu or install a CUDA build of torch"
         )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {quoted(name)} was asked for but torch sees {torch.cuda.device_count()} of them")
     return device
 
 
-def _load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
+def _require_weights(name: str, info: Mapping[str, Collection[Any]]) -> None:
+    """Refuse a model with weights that its checkpoint does not hold, or not in that shape: transformers makes them up.
+
+    Tied embeddings and buffers that a model computes for itself are not among them.
+
+    Args:
+        name: What the user called the model.
+        info: transformers' account of what it loaded.
+
+    Raises:
+        ModelError: There are such weights, or weights that the model has no place for.
+    """
+    reshaped = [f"{key} {tuple(found)} instead of {tuple(due)}" for key, found, due in info["mismatched_keys"]]
+    problems = [
+        f"{len(keys)} tensors {kind} ({_some(keys)})"
+        for kind, keys in (
+            ("are missing", info["missing_keys"]),
+            ("are unexpected", info["unexpected_keys"]),
+            ("have another shape", reshaped),
+            ("could not be read", info["error_msgs"]),
+        )
+        if keys
+    ]
+    if problems:
+        raise ModelError(
+            f"the weights of model {name} do not fit its config.json: {'; '.join(problems)}; fetch the checkpoint again, or "
+            "correct the configuration"
+        )
+
+
+def _some(keys: Collection[str]) -> str:
+    first = [" ".join(key.split())[:_LONGEST_KEY] for key in sorted(keys)[:_NAMED_KEYS]]
+    return ", ".join(first) + (", ..." if len(keys) > _NAMED_KEYS else "")
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep transformers from logging a table of what it loaded; `_require_weights` says what is wrong in one line."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model, None if it has none.
+
+    Raises:
+        ModelError: It has one that cannot be used.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except Exception:  # noqa: BLE001 - a directory without a tokenizer still serves token ids
-        return None
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        if not _has_tokenizer(source):
+            return None
+        raise ModelError(
+            f"cannot load the tokenizer of model {name}: {one_line(error).rstrip('.')}; fetch its files again, or remove "
+            "them to serve token ids"
+        ) from error
+    return tokenizer
 
 
-def _load_failure(name: str, error: Exception) -> str:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"cannot load model {name}: {first_line[:200].rstrip('.')}; check the directory or hub id, or try 'graft-tiny'"
-    )
+def _has_tokenizer(source: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(source).is_dir():
+        return any((Path(source) / file).exists() for file in _TOKENIZER_FILES)
+    return any(isinstance(try_to_load_from_cache(source, file), str) for file in _TOKENIZER_FILES)
+
+
+def _load_failure(name: str, reason: str) -> str:
+    return f"cannot load model {name}: {reason.rstrip('.')}; check the directory or hub id, or try 'graft-tiny'"

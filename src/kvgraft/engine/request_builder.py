@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.config.setting import quoted
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.errors import ConfigError
-from kvgraft.graft.select import SelectionPolicy, configured_policy
+from kvgraft.errors import ConfigError, one_line
+from kvgraft.graft.select import SelectionPolicy
+from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import Namespace, ReuseMode, TokenArray
 
 if TYPE_CHECKING:
@@ -49,16 +51,28 @@ class RequestBuilder:
         if isinstance(prompt, str):
             if self._loaded.tokenizer is None:
                 raise ConfigError(f"model {self._loaded.name} has no tokenizer; give token ids")
-            prompt = self._loaded.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+            prompt = self._encode(prompt, add_special_tokens=add_special_tokens)
         vocabulary = self._loaded.vocab_size
         try:
-            token_ids = np.array(prompt, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError) as error:
+            given = np.asarray(prompt)
+            is_numbers = given.dtype.kind in "iu" or not given.size
+            token_ids = given.astype(np.int64) if is_numbers else None
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"a prompt is text or a list of token ids in [0, {vocabulary})") from error
+        if token_ids is None:
+            raise ConfigError(f"a prompt is text or a list of token ids in [0, {vocabulary}), not {quoted(prompt)}")
         if token_ids.ndim != 1 or not len(token_ids):
             raise ConfigError("the prompt is empty; give at least one token")
         if token_ids.min() < 0 or token_ids.max() >= vocabulary:
             raise ConfigError(f"token ids must lie in [0, {vocabulary}); was the prompt tokenised for another model?")
+        return token_ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert self._loaded.tokenizer is not None
+        try:
+            token_ids: list[int] = self._loaded.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        except Exception as error:  # lone surrogates have no UTF-8; a tokenizer is foreign code
+            raise ConfigError(f"the prompt cannot be tokenised: {one_line(error)}") from error
         return token_ids
 
     def build(
@@ -78,7 +92,13 @@ class RequestBuilder:
             ConfigError: The prompt is empty or too long, or an argument is wrong.
         """
         token_ids = self.tokenize(prompt, add_special_tokens=add_special_tokens)
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise ConfigError(f"sampling is a SamplingParams or None, not {quoted(sampling)}")
+        if not isinstance(cache_salt, str):
+            raise ConfigError(f"cache_salt is a text, not {quoted(cache_salt)}")
+        if not (request_id is None or isinstance(request_id, str)):
+            raise ConfigError(f"request_id is a text or None, not {quoted(request_id)}")
         if len(token_ids) + 1 > self.longest:
             raise ConfigError(
                 f"the prompt has {len(token_ids)} tokens and {self.longest - 1} fit (model length {self.max_model_len}, "
@@ -94,7 +114,11 @@ class RequestBuilder:
         """The policy meant by a name or by None, the configured one."""
         if selection is None:
             return self.policy
-        return self._named_policy(selection) if isinstance(selection, str) else selection
+        if isinstance(selection, str):
+            return self._named_policy(selection)
+        if not isinstance(selection, SelectionPolicy):
+            raise ConfigError(f"selection is the name of a policy, a SelectionPolicy or None, not {quoted(selection)}")
+        return selection
 
     def _named_policy(self, name: str) -> SelectionPolicy:
         config = self._config
@@ -106,4 +130,4 @@ def reuse_mode(reuse: ReuseMode | str) -> ReuseMode:
     try:
         return ReuseMode(reuse)
     except ValueError as error:
-        raise ConfigError(f"unknown reuse mode {reuse!r}; choose {', '.join(ReuseMode)}") from error
+        raise ConfigError(f"unknown reuse mode {quoted(reuse)}; choose {', '.join(ReuseMode)}") from error

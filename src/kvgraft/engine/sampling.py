@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.config.setting import quoted
 from kvgraft.errors import ConfigError
+
+_SEEDS = (-(2**63), 2**64 - 1)
+"""What torch's generators take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +41,29 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k must be 0 (all) or more, not {self.top_k}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ConfigError(f"logprobs must be 0 or more, not {self.logprobs}")
-        if any(not text for text in self.stop):
-            raise ConfigError("stop texts must not be empty; leave them out")
+        """Check every value; raises `ConfigError`."""
+        _require(_is_integer(self.max_new_tokens, 1), "max_new_tokens is an integer of at least 1", self.max_new_tokens)
+        _require(_is_number(self.temperature, 0), "temperature is a number from 0 (greedy) on", self.temperature)
+        _require(
+            _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "top_p is a number above 0 and at most 1", self.top_p
+        )
+        _require(_is_integer(self.top_k, 0), "top_k is an integer, 0 (all) or more", self.top_k)
+        _require(
+            self.seed is None or (_is_integer(self.seed, _SEEDS[0]) and self.seed <= _SEEDS[1]),
+            "seed is an integer from -2**63 to 2**64 - 1, or None",
+            self.seed,
+        )
+        _require(
+            isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+            "stop is a tuple of texts that are not empty",
+            self.stop,
+        )
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos is True or False", self.ignore_eos)
+        _require(
+            self.logprobs is None or _is_integer(self.logprobs, 0),
+            "logprobs is an integer, 0 or more, or None",
+            self.logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +95,8 @@ class Sampler:
         params = self._params
         if params.temperature == 0:
             return int(logits.argmax())
-        # A temperature near 0 must sharpen towards the largest logit, not overflow to inf - inf.
-        scaled = (logits - logits.max()) / params.temperature
+        # A temperature near 0 must sharpen towards the largest logit; float32 would round it to 0, or give inf - inf.
+        scaled = ((logits - logits.max()).double() / params.temperature).float()
         if params.top_k and params.top_k < len(scaled):
             scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
         probabilities = scaled.softmax(dim=-1)
@@ -96,6 +113,25 @@ class Sampler:
         return TokenLogprobs(
             token_id, float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
         )
+
+
+def _is_integer(value: object, low: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= low)
+
+
+def _is_number(value: object, low: float) -> bool:
+    """Whether it is a finite number of at least `low`; integers beyond the floats are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return low <= float(value) < math.inf
+    except OverflowError:
+        return False
+
+
+def _require(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"{rule}, not {quoted(value)}")
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Prove, once per loaded model, that kvgraft may touch its K/V; refuse with a reason where it cannot be proved.
 
-Three proofs: K/V written to the pool reads back unchanged; the sparse forward of a whole prompt, and of gaps in it, equals
-the model's own forward; and moved keys equal keys computed at the new position, in every layer. For the last one a prompt
+Four proofs: K/V written to the pool reads back unchanged; the sparse forward of a whole prompt, and of gaps in it, equals
+the model's own forward; one sequence's length changes another's logits nowhere but where the engine keeps them apart
+(`rope_lengths`); and moved keys equal keys computed at the new position, in every layer. For the last one a prompt
 of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each layer's
 key is a pure function of token and position. That also tells which layers rotate at all and how their channels pair up.
 """
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.loading import embedding_size
+from kvgraft.engine.rope_lengths import check_lengths
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
-from kvgraft.graft.rope_probe import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
+from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,8 +49,13 @@ class SelfCheckReport:
     refusal: str | None
 
 
-def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfCheckReport:
-    """Run the proofs in the slots `kv_indices` (`PROBE_SLOTS` of them, of every space) and set `adapter.rope`.
+def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int = 4096) -> SelfCheckReport:
+    """Run the proofs and set `adapter.rope`.
+
+    Args:
+        adapter: The model.
+        kv_indices: Slots to run them in, `PROBE_SLOTS` of them, of every space.
+        longest: Tokens of the longest sequence that is to be served.
 
     Raises:
         ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
@@ -60,7 +67,8 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray) -> SelfChec
         )
     _check_slots(adapter, kv_indices)
     forward_error = _forward_error(adapter, kv_indices)
-    if forward_error > tolerance:
+    forward_error = max(forward_error, _length_error(adapter, kv_indices, longest, tolerance))
+    if not forward_error <= tolerance:
         raise ModelError(
             f"self-check failed: logits differ from the model's own by {forward_error:.1e} (allowed {tolerance:.0e}); "
             "kvgraft does not understand this architecture, serve it without kvgraft and report the model type"
@@ -153,6 +161,18 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
         rows = SequenceRows(token_ids[positions], positions, kv_indices, swa_indices=kv_indices)
         errors.append(relative_error(adapter.forward([rows])[0].logits[-1], expected))
     return max(errors)
+
+
+def _length_error(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int, tolerance: float) -> float:
+    """Difference to the model's own logits of a piece of a sequence that is long enough for the second RoPE table."""
+    num_tokens = min(_PROMPT_TOKENS, longest, adapter.lengths.switch or _PROMPT_TOKENS)
+    token_ids = _probe_tokens(adapter.model, num_tokens)
+    with adapter.stock() as model:
+        expected = check_lengths(model, token_ids, adapter.lengths, longest, tolerance)
+    if expected is None:
+        return 0.0
+    rows = SequenceRows(token_ids, np.arange(num_tokens), kv_indices, swa_indices=kv_indices, seq_len=longest)
+    return relative_error(adapter.forward([rows])[0].logits[-1], expected)
 
 
 def _probe_tokens(model: PreTrainedModel, count: int) -> np.ndarray:

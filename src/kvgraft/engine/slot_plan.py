@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvgraft.config.setting import quoted
+from kvgraft.errors import ConfigError
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 from kvgraft.memory.pool import SlotPool
 
@@ -23,6 +26,8 @@ _PIECE_TOKENS = 2048
 _NUMBERS_PER_WINDOW_SLOT = 16
 """Full slots per window slot of a model without full-attention layers: they are numbers without K/V, 20 bytes each."""
 _MIN_PIECE_TOKENS = 32
+_BOOK_BYTES = 24
+"""Of a slot beside its K/V: who holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,40 @@ def fewest_window_slots(window: int) -> int:
 def build_pool(
     layers: ModelLayers, plan: SlotPlan, dtype: torch.dtype, device: torch.device
 ) -> SlotPool | HybridSlotPool:
-    """Allocate what is planned."""
-    if not plan.num_window_slots:
-        return SlotPool(layers.shapes, plan.num_slots, dtype, device)
-    return HybridSlotPool(
-        layers.shapes,
-        layers.windows,
-        num_slots=plan.num_slots,
-        num_window_slots=plan.num_window_slots,
-        dtype=dtype,
-        device=device,
+    """Allocate what is planned.
+
+    Raises:
+        ConfigError: The slots take more memory than there is.
+    """
+    full, window = layers.bytes_per_token(dtype)
+    if plan.num_window_slots:
+        num_bytes = plan.num_slots * full + plan.num_window_slots * window
+    else:
+        num_bytes = plan.num_slots * (full + window)
+    too_large = ConfigError(
+        f"{quoted(plan.num_slots)} K/V slots take {quoted(num_bytes >> 20)} MiB, more than there is on device "
+        f"{str(device)!r}; lower num_slots or kv_bytes"
     )
+    if device.type == "cpu" and num_bytes + plan.num_slots * _BOOK_BYTES > _physical_memory():
+        raise too_large
+    try:
+        if not plan.num_window_slots:
+            return SlotPool(layers.shapes, plan.num_slots, dtype, device)
+        return HybridSlotPool(
+            layers.shapes,
+            layers.windows,
+            num_slots=plan.num_slots,
+            num_window_slots=plan.num_window_slots,
+            dtype=dtype,
+            device=device,
+        )
+    except (MemoryError, RuntimeError) as error:
+        raise too_large from error
+
+
+def _physical_memory() -> int:
+    """Bytes of this machine: what exceeds them can be allocated on Linux, and ends the process when it is used."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _by_bytes(full_bytes: int, window_bytes: int, kv_bytes: int, fewest: int, most: int) -> SlotPlan:

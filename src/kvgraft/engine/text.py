@@ -4,49 +4,81 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tokenizers.decoders import DecodeStream
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_BROKEN = "\ufffd"
+"""What decoders write for bytes that are no character, or not yet."""
 
 
 class OutputText:
     """The text of one request. Without a tokenizer it stays empty and nothing stops it.
 
-    Text that could still become part of a stop text is held back until the next tokens decide.
+    What comes out in pieces is in the end what the tokenizer decodes all ids to, cut in front of a stop text. Held back is
+    text that could still become part of a stop text, or that further tokens could change: the bytes of an incomplete
+    character, and a run of byte tokens, which decodes as a whole. A window of the ids is decoded at a time, from the last
+    certain piece on, because the text of a token depends on what is in front of it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: tuple[str, ...]) -> None:
         self.stopped = False
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._holdback = max((len(text) for text in stop), default=1) - 1
         self._text = ""
         self._sent = 0
+        self._known: list[int] = []
+        self._pending: list[int] = []
+        self._known_text = ""
 
     @property
     def text(self) -> str:
-        """All text so far, cut before a stop text."""
+        """All certain text so far, cut before a stop text."""
         return self._text
 
     def push(self, token_id: int) -> str:
         """Add a token; returns text that is certain now (it may be none: characters can span tokens)."""
         if self._backend is None or self.stopped:
             return ""
-        self._text += self._stream.step(self._backend, token_id) or ""
+        self._pending.append(token_id)
+        decoded = self._decoded()
+        if len(decoded) <= len(self._known_text) or decoded.endswith(_BROKEN) or self._is_byte(token_id):
+            return ""
+        added = decoded[len(self._known_text) :]
+        self._known, self._pending = self._pending, []
+        self._known_text = self._decoded()
+        return self._append(added)
+
+    def flush(self) -> str:
+        """Return what was held back; nothing more will come."""
+        added = ""
+        if self._pending and not self.stopped:
+            added = self._append(self._decoded()[len(self._known_text) :])
+            self._pending = []
+        return added + self._release(len(self._text))
+
+    def _decoded(self) -> str:
+        """Text of the last certain ids and of those behind them."""
+        assert self._backend is not None
+        text: str = self._backend.decode(self._known + self._pending, skip_special_tokens=True)
+        return text
+
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether the token stands for one byte (`<0x0A>`), whose text the next byte can change."""
+        assert self._backend is not None
+        token: str = self._backend.id_to_token(token_id) or ""
+        return len(token) == len("<0x0A>") and token.startswith("<0x")
+
+    def _append(self, added: str) -> str:
+        self._text += added
         found = [
             at for at in (self._text.find(text, max(0, self._sent - self._holdback)) for text in self._stop) if at >= 0
         ]
         if found:
             self.stopped = True
             self._text = self._text[: min(found)]
-            return self.flush()
+            return self._release(len(self._text))
         return self._release(len(self._text) - self._holdback)
-
-    def flush(self) -> str:
-        """Return what was held back; nothing more will come."""
-        return self._release(len(self._text))
 
     def _release(self, end: int) -> str:
         start, self._sent = self._sent, max(self._sent, end)

@@ -1,7 +1,8 @@
-"""Carry the copying part of a plan out: move donor K/V into the request's own slots, keys rotated once.
+"""Carry the copying part of a plan out: donor K/V to where a prompt has their tokens, keys rotated once.
 
-Values are copied as they are; keys are rotated from the positions at which the donor was encoded to their new ones. Donor
-K/V may lie in slots of the pool or in host memory. The executor reads donors and writes target slots, nothing else.
+Values are copied as they are; keys are rotated from the positions at which the donor was encoded to their new ones. Where
+donors lie and where copies go is the engine's: a `KVSource` per span and a `KVPlace` per request. This is the one loop that
+moves K/V, whoever keeps them.
 """
 
 from __future__ import annotations
@@ -16,19 +17,35 @@ from kvgraft.errors import ModelError
 from kvgraft.graft.rope import RopeShift, RopeSpec, rotate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.graft.model import ModelAdapter
+    from kvgraft.memory.block import KVBlock
+    from kvgraft.memory.pool import KVPlace
 
 
 class KVSource(Protocol):
     """Canonical K/V of consecutive tokens, wherever they are kept."""
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of `layer`, each (num_tokens, num_kv_heads, head_dim), on the pool's device."""
+        """Return keys and values of `layer`, each (num_tokens, num_kv_heads, head_dim), on the place's device.
+
+        Views will do: they are not written to.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockSource:
+    """K/V in host memory."""
+
+    block: KVBlock
+    device: torch.device
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Copy one layer to the device; see `KVSource`."""
+        keys, values = self.block.keys[layer], self.block.values[layer]
+        return keys.to(self.device, non_blocking=True), values.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,50 +65,60 @@ class SpanCopy:
     length: int
 
 
-def copy_spans(
-    model: ModelAdapter,
-    copies: Sequence[SpanCopy],
-    kv_indices: NDArray[np.int64],
-    swa_indices: NDArray[np.int64] | None = None,
-) -> None:
-    """Write the K/V of `copies` into the slots `kv_indices[position]` of a request.
+class RotatedSpans:
+    """The K/V of spans as they are to be written: one behind the other, keys rotated. Reads when asked, layer by layer.
 
-    Where window layers have slots of their own, theirs go to `swa_indices[position]`.
-
-    Raises:
-        ModelError: The model refuses shifting and a span would have to be shifted.
-
-    Complexity: O(num_layers * tokens); per layer one read per span, then one rotation and one write for all.
+    Attributes:
+        positions: int64, the prompt positions of all tokens, in the order of the spans.
     """
-    if not copies:
-        return
-    target = np.concatenate([np.arange(c.target_start, c.target_start + c.length) for c in copies])
-    source = np.concatenate([np.arange(c.source_start, c.source_start + c.length) for c in copies])
-    moved = bool((target != source).any())
-    if moved and model.rope is None:
-        raise ModelError("this model refuses shifted reuse; use reuse='exact'")
-    place = model.pool.place(kv_indices[target], None if swa_indices is None else swa_indices[target])
-    shifts = _Shifts(source, target, model.pool.device)
-    for layer in range(model.num_layers):
-        parts = [c.source.read(layer) for c in copies]
-        keys = torch.cat([keys for keys, _ in parts]) if len(parts) > 1 else parts[0][0]
-        values = torch.cat([values for _, values in parts]) if len(parts) > 1 else parts[0][1]
-        spec = model.rope[layer] if moved and model.rope is not None else None
-        if spec is not None:
-            keys = rotate_keys(keys, shifts.of(spec), spec.pairing)
-        place.write(layer, keys, values)
 
+    def __init__(
+        self, copies: Sequence[SpanCopy], rope: Sequence[RopeSpec | None] | None, device: torch.device
+    ) -> None:
+        """Take spans.
 
-class _Shifts:
-    """The rotation of one graft per distinct frequency table; layers mostly share one."""
+        Args:
+            copies: What is copied, at least one.
+            rope: Per layer how keys rotate, None for a layer without RoPE; None if keys must not be moved.
+            device: Where the rotation is computed.
 
-    def __init__(self, source: NDArray[np.int64], target: NDArray[np.int64], device: torch.device) -> None:
-        self._source = torch.from_numpy(source).to(device)
-        self._target = torch.from_numpy(target).to(device)
-        self._by_table: dict[int, RopeShift] = {}
+        Raises:
+            ModelError: Keys must not be moved and a span would have to be.
+        """
+        self._copies = copies
+        self._rope = rope
+        self.positions = np.concatenate([np.arange(c.target_start, c.target_start + c.length) for c in copies])
+        source = np.concatenate([np.arange(c.source_start, c.source_start + c.length) for c in copies])
+        self._is_moved = bool((self.positions != source).any())
+        if self._is_moved and rope is None:
+            raise ModelError("this model refuses shifted reuse; use reuse='exact'")
+        self._source, self._target = torch.from_numpy(source).to(device), torch.from_numpy(self.positions).to(device)
+        self._shifts: dict[int, RopeShift] = {}
 
-    def of(self, spec: RopeSpec) -> RopeShift:
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of `layer`, each (num_tokens, num_kv_heads, head_dim).
+
+        Complexity: O(tokens); one read per span, then one rotation for all. A single span is not copied to be joined.
+        """
+        parts = [copy.source.read(layer) for copy in self._copies]
+        keys, values = parts[0]
+        if len(parts) > 1:
+            keys, values = torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
+        spec = self._rope[layer] if self._is_moved and self._rope is not None else None
+        return (keys if spec is None else rotate_keys(keys, self._shift(spec), spec.pairing)), values
+
+    def _shift(self, spec: RopeSpec) -> RopeShift:
+        """The rotation under one frequency table; layers mostly share one."""
         key = id(spec.inv_freq)
-        if key not in self._by_table:
-            self._by_table[key] = RopeShift.between(self._source, self._target, spec.inv_freq)
-        return self._by_table[key]
+        if key not in self._shifts:
+            self._shifts[key] = RopeShift.between(self._source, self._target, spec.inv_freq)
+        return self._shifts[key]
+
+
+def copy_spans(spans: RotatedSpans, place: KVPlace, layers: Iterable[int]) -> None:
+    """Write the K/V of `spans` to `place`, which holds their `positions`.
+
+    Complexity: O(layers * tokens).
+    """
+    for layer in layers:
+        place.write(layer, *spans.read(layer))

@@ -33,6 +33,8 @@ class SequenceRows:
         observed_rows: How many of the last rows have their attention summed per key position (0: none).
         swa_indices: int64, like `kv_indices` the slots of sliding-window layers where these have slots of their own; -1 where
             they were given back. Those of the rows, and of the window in front of the first, must be there.
+        seq_len: Tokens of the sequence of which these rows are a piece; angles of some models depend on it. 0 if the last row
+            is its end.
     """
 
     token_ids: NDArray[np.int64]
@@ -41,6 +43,7 @@ class SequenceRows:
     num_logits: int = 1
     observed_rows: int = 0
     swa_indices: NDArray[np.int64] | None = None
+    seq_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -112,6 +112,7 @@ class SparsePrefill:
             num_logits=int(is_last),
             observed_rows=observed,
             swa_indices=self._swa_indices,
+            seq_len=self._plan.num_tokens,
         )
 
     def receive(self, output: SequenceOutput) -> PrefillOutcome | None:

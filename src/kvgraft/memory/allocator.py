@@ -75,7 +75,7 @@ class SlotAllocator:
 
     @property
     def num_slots(self) -> int:
-        """Slots in all."""
+        """Slots of the pool, free and held."""
         return self._num_slots
 
     @property

@@ -1,4 +1,7 @@
-"""What happened, told to whoever listens: records of requests and steps, and recorders that turn them into metrics."""
+"""What happened, told to whoever listens: records of requests and steps, and recorders that turn them into metrics.
+
+Public modules: `log_format`, `prometheus`, which needs prometheus_client.
+"""
 
 from kvgraft.observability.recorder import NullRecorder, Recorder, RequestRecord, StepRecord
 

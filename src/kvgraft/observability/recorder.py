@@ -51,6 +51,7 @@ class StepRecord:
         slots_cached: K/V slots that only the prefix cache holds, or it and donors.
         slots_donor: K/V slots that donors alone hold.
         num_donors: Donors in all tiers.
+        donor_tokens: Their tokens.
         host_bytes: Bytes of donors in host memory.
     """
 
@@ -64,6 +65,7 @@ class StepRecord:
     slots_cached: int
     slots_donor: int
     num_donors: int
+    donor_tokens: int
     host_bytes: int
 
 
@@ -71,17 +73,17 @@ class Recorder(Protocol):
     """Takes records on the engine's thread; must be quick and must not raise."""
 
     def record_request(self, record: RequestRecord) -> None:
-        """A request ended."""
+        """Take in a request that has ended, however it did."""
 
     def record_step(self, record: StepRecord) -> None:
-        """A step was run."""
+        """Take in a step after its outputs were handed out."""
 
 
 class NullRecorder:
-    """Listens to nothing."""
+    """A recorder for engines that nobody watches; keeps nothing."""
 
     def record_request(self, record: RequestRecord) -> None:
-        """Ignore it."""
+        """Ignore what became of a request."""
 
     def record_step(self, record: StepRecord) -> None:
-        """Ignore it."""
+        """Ignore what a step did."""

@@ -1,29 +1,23 @@
-"""Exact prefix caches: which KV slots hold a prompt's first tokens. Needs numpy alone and touches no KV."""
+"""Exact prefix caches: which KV slots hold a prompt's first tokens. Needs numpy alone and touches no KV.
+
+Public modules: `eviction.policies`, for the policies themselves.
+"""
 
 from __future__ import annotations
 
-from kvgraft.prefix.base import (
-    EvictResult,
-    FidelitySpan,
-    InsertResult,
-    MatchPrefixParams,
-    MatchResult,
-    PrefixCache,
-    PrefixHandle,
-    SlotArray,
-)
+from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.chunk import ChunkCache, SWAChunkCache
-from kvgraft.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVEvent
-from kvgraft.prefix.eviction import EVICTION_POLICIES, EvictionKey, EvictionPolicy, make_eviction_policy
-from kvgraft.prefix.hierarchical import (
-    WRITE_POLICIES,
-    HierarchicalRadixCache,
-    LoadBack,
-    LoadBackResult,
-    TierTransfer,
-)
+from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvgraft.prefix.events.log import EventLog
+from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber
+from kvgraft.prefix.events.wire import EventBatch, decode_batch, encode_batch
+from kvgraft.prefix.eviction.policies import EVICTION_POLICIES, EvictionKey, EvictionPolicy, make_eviction_policy
+from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
+from kvgraft.prefix.hierarchical.transfer import WRITE_POLICIES, LoadBack, LoadBackResult, TierTransfer
 from kvgraft.prefix.key import RadixKey
-from kvgraft.prefix.radix import RadixCache
+from kvgraft.prefix.lifecycle import StoredRow
+from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.registry import (
     RadixCacheFactory,
     TreeCacheBuildContext,
@@ -33,21 +27,32 @@ from kvgraft.prefix.registry import (
     register_radix_cache_backend,
     registered_radix_cache_backends,
 )
-from kvgraft.prefix.request import CacheRequest
-from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
-from kvgraft.prefix.session import StreamingSession
-from kvgraft.prefix.swa import SWAInsertResult, SWAMatchResult, SWARadixCache
-from kvgraft.prefix.swa_lifecycle import swa_frontier
-from kvgraft.prefix.swa_node import SWALock
+from kvgraft.prefix.request import RequestRow
+from kvgraft.prefix.results import (
+    EvictResult,
+    FidelitySpan,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PrefixHandle,
+    SlotArray,
+)
+from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.prefix.sessions import StreamingSession
+from kvgraft.prefix.swa.cache import SWARadixCache
+from kvgraft.prefix.swa.frontier import swa_frontier
+from kvgraft.prefix.swa.node import SWALock
+from kvgraft.prefix.swa.results import SWAInsertResult, SWAMatchResult
 
 __all__ = [
     "EVICTION_POLICIES",
     "WRITE_POLICIES",
     "AllBlocksCleared",
+    "BaseRadixCache",
     "BlockRemoved",
     "BlockStored",
-    "CacheRequest",
     "ChunkCache",
+    "EventBatch",
     "EventLog",
     "EvictResult",
     "EvictionKey",
@@ -62,9 +67,11 @@ __all__ = [
     "MatchResult",
     "PrefixCache",
     "PrefixHandle",
+    "PublisherConfig",
     "RadixCache",
     "RadixCacheFactory",
     "RadixKey",
+    "RequestRow",
     "SWAChunkCache",
     "SWAInsertResult",
     "SWALock",
@@ -73,11 +80,16 @@ __all__ = [
     "SemanticPrefixProvider",
     "SemanticPrefixResult",
     "SlotArray",
+    "StoredRow",
     "StreamingSession",
     "TierTransfer",
     "TreeCacheBuildContext",
+    "ZmqEventPublisher",
+    "ZmqEventSubscriber",
     "create_tree_cache",
+    "decode_batch",
     "default_radix_cache_factory",
+    "encode_batch",
     "get_radix_cache_factory",
     "make_eviction_policy",
     "register_radix_cache_backend",

@@ -1,165 +1,18 @@
-"""What every exact prefix cache offers, and the values it answers with. Nothing here knows a KV pool."""
+"""The contract of every exact prefix cache. Nothing here knows a KV pool."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvgraft.errors import ConfigError
+from kvgraft.prefix import lifecycle
+from kvgraft.prefix.lifecycle import StoredRow
+from kvgraft.prefix.results import EvictResult
 
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.request import CacheRequest
-    from kvgraft.types import Fidelity
-
-SlotArray = NDArray[np.int64]
-"""1-D indices of KV slots, one per token."""
-
-
-def _no_slots() -> SlotArray:
-    empty = np.empty(0, dtype=np.int64)
-    empty.flags.writeable = False
-    return empty
-
-
-NO_SLOTS = _no_slots()
-"""A read-only array of no slots."""
-
-
-class PrefixHandle:
-    """Names one stored prefix; opaque to callers.
-
-    Stays good while the prefix is stored, through splits and inserts. Whoever needs the prefix to stay locks the handle
-    before anything may evict. A handle of a dropped prefix or of another cache is refused.
-    """
-
-    __slots__ = ()
-
-
-class LookupRequest(Protocol):
-    """What a lookup may know about who asks; enables the semantic fallback."""
-
-    @property
-    def rid(self) -> str:
-        """Name of the request."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MatchPrefixParams:
-    """A lookup on behalf of a request.
-
-    Attributes:
-        key: What to look up.
-        req: Who asks; None for a lookup that must stay exact.
-    """
-
-    key: RadixKey
-    req: LookupRequest | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FidelitySpan:
-    """Positions `[start, start + length)` of a match whose KV relates to the query's tokens as `fidelity` says."""
-
-    start: int
-    length: int
-    fidelity: Fidelity
-
-
-class MatchResult:
-    """The longest stored prefix of a key.
-
-    The slots are put together when they are first asked for; they stay what they were at the time of the match.
-
-    Attributes:
-        prefix_len: Tokens matched on the device, a multiple of the page size.
-        handle: The stored prefix that was matched; what to lock.
-        host_hit_len: Further tokens behind `prefix_len` that a host tier holds (`load_back` brings them).
-        substituted: Whether the KV belongs to other tokens (semantic fallback). Such a request is never inserted.
-        skip_insert: Whether the request must not be inserted.
-        owned: Whether `kv_indices` are copies that the caller owns and frees; otherwise the cache goes on owning them.
-        spans: For a substituted match, fidelity by position.
-        source_id: Name that the semantic provider gave its donor.
-    """
-
-    __slots__ = ("_joined", "_parts", "handle", "prefix_len")
-
-    host_hit_len: int = 0
-    substituted: bool = False
-    skip_insert: bool = False
-    owned: bool = False
-    spans: tuple[FidelitySpan, ...] = ()
-    source_id: str = ""
-
-    def __init__(self, parts: list[SlotArray], prefix_len: int, handle: PrefixHandle) -> None:
-        self._parts = parts
-        self._joined: SlotArray | None = None
-        self.prefix_len = prefix_len
-        self.handle = handle
-
-    def __repr__(self) -> str:
-        kind = "substituted " if self.substituted else ""
-        return f"MatchResult({kind}prefix_len={self.prefix_len}, host_hit_len={self.host_hit_len})"
-
-    @property
-    def host_handle(self) -> PrefixHandle:
-        """Where the host part ends; `handle` if there is none."""
-        return self.handle
-
-    @property
-    def kv_indices(self) -> SlotArray:
-        """Read-only int64 `(prefix_len,)`. Complexity: O(prefix_len) the first time unless one node holds it all."""
-        if self._joined is None:
-            self._joined = join_slots(self._parts)[: self.prefix_len]
-        return self._joined
-
-    @property
-    def swa_indices(self) -> SlotArray:
-        """Slots of the sliding-window pool by position; empty for caches without one."""
-        return NO_SLOTS
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InsertResult:
-    """Which of the offered slots the cache took: `kv_indices[prefix_len:total_len]`.
-
-    The caller keeps or frees the others: duplicates `[:prefix_len]` of what was stored before (where they are not the
-    cache's own slots) and the tail `[total_len:]` that fills no page.
-
-    Attributes:
-        prefix_len: Tokens that were in the cache already.
-        total_len: Tokens of the key that are in the cache now, its length in whole pages.
-        handle: The stored prefix of `total_len` tokens.
-    """
-
-    prefix_len: int
-    total_len: int
-    handle: PrefixHandle
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EvictResult:
-    """Slots that the cache has forgotten and the caller frees.
-
-    Attributes:
-        freed: int64 `(n,)` slots of the full-attention (or only) pool.
-        swa_freed: int64 `(m,)` slots of the sliding-window pool; empty for caches without one.
-    """
-
-    freed: SlotArray
-    swa_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens of the full-attention (or only) pool were dropped."""
-        return len(self.freed)
-
-
-NOTHING_FREED = EvictResult(NO_SLOTS)
+    from kvgraft.prefix.request import RequestRow
+    from kvgraft.prefix.results import InsertResult, MatchPrefixParams, MatchResult, PrefixHandle, SlotArray
 
 
 class PrefixCache(ABC):
@@ -186,7 +39,7 @@ class PrefixCache(ABC):
 
     @property
     def total_size(self) -> int:
-        """Stored tokens."""
+        """Stored tokens, locked or not."""
         return self.evictable_size + self.protected_size
 
     @property
@@ -210,6 +63,7 @@ class PrefixCache(ABC):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
+        counted_len: int | None = None,
     ) -> InsertResult:
         """Store `key` in whole pages; the part that is not stored yet takes its slots from `kv_indices`.
 
@@ -219,6 +73,7 @@ class PrefixCache(ABC):
             after: Handle of a stored prefix with which `key` begins: the insert starts behind it and costs only what
                 follows. The caller vouches that the prefix is the key's own.
             priority: For the `priority` policy; the path keeps the largest it has seen.
+            counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
 
         Raises:
             ConfigError: `kv_indices` are not integers, one per element, or `after` is no prefix of `key`.
@@ -249,17 +104,11 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
-        """Store what `req` has computed so far and go on with it: between chunks of a prefill, or at preemption.
+    def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """Slots of positions `[start, end)` of a stored prefix.
 
-        Points the row of `req` to the cache's slots, moves its lock and returns its duplicates for the caller to free.
-        """
-
-    @abstractmethod
-    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
-        """Store what `req` has computed unless it must not be, release its lock and return what the caller frees.
-
-        Afterwards the request owns nothing: every slot of its row is in the cache or in the result.
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
         """
 
     @abstractmethod
@@ -278,21 +127,43 @@ class PrefixCache(ABC):
         """Whether the cache keeps sessions itself; otherwise `create_tree_cache` wraps it where they are asked for."""
         return False
 
+    # requests: one lifecycle for all caches; a tree with more than one pool says how its rows are stored
 
-def as_slots(kv_indices: SlotArray, num_tokens: int) -> SlotArray:
-    """Return `kv_indices` if they are integers, one per token; raises `ConfigError` otherwise."""
-    slots = np.asarray(kv_indices)
-    if slots.shape != (num_tokens,) or (slots.dtype.kind not in "iu" and num_tokens):
-        raise ConfigError(f"kv_indices must be {num_tokens} integers, one per token, not {slots.dtype} {slots.shape}")
-    return slots
+    def cache_unfinished_req(self, req: RequestRow) -> EvictResult:
+        """Store what `req` has computed so far and go on with it: between chunks of a prefill, or at preemption.
 
+        Points the row of `req` to the cache's slots, moves its lock and returns its duplicates for the caller to free.
+        """
+        return lifecycle.store_unfinished(self, req)
 
-def join_slots(parts: list[SlotArray]) -> SlotArray:
-    """Concatenate into one array; read-only, and without a copy of a single part."""
-    if not parts:
-        return NO_SLOTS
-    if len(parts) == 1:
-        return parts[0]
-    joined = np.concatenate(parts)
-    joined.flags.writeable = False
-    return joined
+    def cache_finished_req(self, req: RequestRow, *, is_insert: bool = True) -> EvictResult:
+        """Store what `req` has computed unless it must not be, release its lock and return what the caller frees.
+
+        Afterwards the request owns nothing: every slot of its row is in the cache or in the result.
+        """
+        return lifecycle.store_finished(self, req, is_insert=is_insert)
+
+    def store_row(self, req: RequestRow) -> StoredRow:
+        """Insert what `req` has computed, behind the prefix that it has locked; see `lifecycle`."""
+        key = req.key()
+        result = self.insert(
+            key,
+            req.kv_indices[: len(key)],
+            after=req.handle if req.protected_len else None,
+            priority=req.priority,
+            counted_len=req.num_inserted,
+        )
+        duplicates = req.kv_indices[req.protected_len : result.prefix_len].copy()
+        return StoredRow(result.handle, result.total_len, EvictResult(duplicates))
+
+    def point_row(self, req: RequestRow, stored: StoredRow) -> None:
+        """Let the row of `req` name the cache's slots where the cache holds its positions now."""
+        start = req.protected_len
+        req.kv_indices[start : stored.total_len] = self.path_slots(stored.handle, start)
+
+    def lock_inserted(self, handle: PrefixHandle) -> PrefixHandle:
+        """Lock the prefix of an insert; returns the receipt."""
+        return self.inc_lock_ref(handle)
+
+    def end_prompt(self, stored: StoredRow, req: RequestRow) -> None:  # noqa: B027 (optional)
+        """Hear that `req` has ended, so that its prompt can be kept longer than its output."""

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.base import (
+from kvgraft.prefix.base import PrefixCache
+from kvgraft.prefix.results import (
     NO_SLOTS,
     NOTHING_FREED,
     EvictResult,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
-    PrefixCache,
     PrefixHandle,
     SlotArray,
 )
-from kvgraft.prefix.swa_lifecycle import swa_frontier
+from kvgraft.prefix.swa.frontier import swa_frontier
 
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.request import CacheRequest
+    from kvgraft.prefix.request import RequestRow
 
 
 class _EmptyPrefix(PrefixHandle):
@@ -42,22 +40,22 @@ class ChunkCache(PrefixCache):
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Tokens per page; windows are freed in whole ones."""
         return self._page_size
 
     @property
     def evictable_size(self) -> int:
-        """Nothing is stored."""
+        """0: requests own all slots themselves."""
         return 0
 
     @property
     def protected_size(self) -> int:
-        """Nothing is stored."""
+        """0: there is nothing that a lock could protect."""
         return 0
 
     @property
     def disabled(self) -> bool:
-        """Always."""
+        """True: a request that ends gets all of its slots back."""
         return True
 
     def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
@@ -71,12 +69,13 @@ class ChunkCache(PrefixCache):
         *,
         after: PrefixHandle | None = None,
         priority: int = 0,
+        counted_len: int | None = None,
     ) -> InsertResult:
-        """Take nothing."""
+        """Take nothing; all of `kv_indices` stay the caller's."""
         return InsertResult(0, 0, self._handle)
 
     def evict(self, num_tokens: int) -> EvictResult:
-        """Free nothing."""
+        """Free nothing, however much is asked for: only requests hold slots."""
         return NOTHING_FREED
 
     def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
@@ -90,24 +89,17 @@ class ChunkCache(PrefixCache):
         self.inc_lock_ref(handle)
         return NOTHING_FREED
 
-    def cache_unfinished_req(self, req: CacheRequest) -> EvictResult:
-        """Leave everything with the request."""
-        return NOTHING_FREED
-
-    def cache_finished_req(self, req: CacheRequest, *, is_insert: bool = True) -> EvictResult:
-        """Return every slot of the request."""
-        swa_freed = req.swa_indices[req.swa_evicted_len :]
-        result = EvictResult(req.kv_indices, swa_freed)
-        req.kv_indices = req.swa_indices = NO_SLOTS
-        req.handle, req.protected_len, req.swa_evicted_len = None, 0, 0
-        return result
+    def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """The empty prefix has none."""
+        self.inc_lock_ref(handle)
+        return NO_SLOTS
 
     def reset(self) -> SlotArray:
-        """Return nothing."""
+        """Return nothing; slots of running requests stay theirs."""
         return NO_SLOTS
 
     def check(self) -> None:
-        """Hold always."""
+        """Find nothing: there is no state that could be damaged."""
 
 
 class SWAChunkCache(ChunkCache):
@@ -119,13 +111,7 @@ class SWAChunkCache(ChunkCache):
             raise ConfigError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
         self.sliding_window_size = sliding_window_size
 
-    def advance_window(self, req: CacheRequest) -> EvictResult:
+    def advance_window(self, req: RequestRow) -> EvictResult:
         """Return window slots below the frontier. Complexity: O(tokens freed)."""
         frontier = swa_frontier(req.committed_len, self.sliding_window_size, self.page_size)
-        start = req.swa_evicted_len
-        if frontier <= start:
-            return NOTHING_FREED
-        freed = np.array(req.swa_indices[start:frontier])
-        req.swa_indices[start:frontier] = -1
-        req.swa_evicted_len = frontier
-        return EvictResult(NO_SLOTS, freed)
+        return EvictResult(NO_SLOTS, req.leave_windows(frontier))

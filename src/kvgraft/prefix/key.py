@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from kvgraft.types import TokenArray
 
+KeyNamespace = tuple["Hashable", "Hashable", bool]
+"""What must be equal besides the tokens: `extra_key`, `cache_salt`, `is_bigram`."""
+
 TOKEN_BYTES = 8
 """Bytes of one token id (int64)."""
 
@@ -67,7 +70,7 @@ class RadixKey:
         return max(len(self.token_ids) - self.is_bigram, 0)
 
     @property
-    def namespace(self) -> tuple[Hashable, Hashable, bool]:
+    def namespace(self) -> KeyNamespace:
         """What must be equal besides the tokens."""
         return self.extra_key, self.cache_salt, self.is_bigram
 
@@ -85,7 +88,7 @@ class RadixKey:
         """Raw bytes of elements `[start, stop)`, without a copy; of a bigram view one token more."""
         return self._view[start * TOKEN_BYTES : (stop + self.is_bigram) * TOKEN_BYTES]
 
-    def child_key(self, page_size: int) -> tuple[Hashable, bytes]:
+    def child_key(self, page_size: int) -> tuple[KeyNamespace, bytes]:
         """Under what a tree files the key below its root: the namespace and the first page."""
         return self.namespace, bytes(self.slice_bytes(0, page_size))
 

@@ -1,74 +1,94 @@
-"""What a plain cache does with a request between chunks and at its end: store, hand back, move the lock."""
+"""The life of a request in a prefix cache, the same for all of them: store, hand back, move the lock, let go.
+
+    begin       match, lock, `RequestRow.adopt`
+    store       between chunks, at preemption: what was computed goes into the cache, the row goes on with the cache's slots
+    finish      the last of it goes into the cache; lock, duplicates and tail are given back
+
+        [0, protected)        the cache's own, untouched
+        [protected, prefix)   was stored meanwhile: the request's duplicates are returned
+        [prefix, total)       taken by the cache
+        [total, ...)          fills no page: stays the request's own, and is returned at the end
+
+What differs between trees is how a row is stored (`RowStore`); whoever owns the slots frees what is returned.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from kvgraft.prefix.base import NOTHING_FREED, EvictResult, InsertResult, SlotArray
+from kvgraft.prefix.results import NOTHING_FREED, EvictResult, PrefixHandle, join_results
 
 if TYPE_CHECKING:
-    from typing import Any
-
-    from kvgraft.prefix.radix import BaseRadixCache
-    from kvgraft.prefix.request import CacheRequest
+    from kvgraft.prefix.request import RequestRow
 
 
-def store_unfinished(cache: BaseRadixCache[Any], req: CacheRequest) -> EvictResult:
-    """Store the computed part of `req`; it goes on with the cache's slots and a lock on all that is stored.
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRow:
+    """What the cache holds of a row after an insert.
 
-        [0, protected)        cache's own, untouched
-        [protected, prefix)   was stored meanwhile: the request's duplicates are returned, its row is repointed
-        [prefix, total)       taken by the cache
-        [total, ...)          fills no page: stays the request's own
+    Attributes:
+        handle: The stored prefix of `total_len` tokens.
+        total_len: Positions of the row that are in the cache now.
+        duplicates: The request's own slots whose positions others had stored before; for the caller to free.
+    """
+
+    handle: PrefixHandle
+    total_len: int
+    duplicates: EvictResult
+
+
+class RowStore(Protocol):
+    """What the lifecycle asks of a tree; `PrefixCache` does it for trees of one pool."""
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is ever stored."""
+
+    def store_row(self, req: RequestRow) -> StoredRow:
+        """Insert what the request has computed, behind the prefix that it has locked."""
+
+    def point_row(self, req: RequestRow, stored: StoredRow) -> None:
+        """Let the row name the cache's slots where the cache holds its positions now."""
+
+    def lock_inserted(self, handle: PrefixHandle) -> PrefixHandle:
+        """Lock what was stored; returns the receipt."""
+
+    def end_prompt(self, stored: StoredRow, req: RequestRow) -> None:
+        """Hear that the request has ended."""
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Give back a lock; returns slots that only it kept."""
+
+
+def store_unfinished(cache: RowStore, req: RequestRow) -> EvictResult:
+    """Store the computed part of `req`, which goes on with the cache's slots and a lock on all that is stored.
 
     Complexity: O(tokens behind `protected_len`), whatever the length of the prefix.
     """
     if req.skip_insert or cache.disabled:
         return NOTHING_FREED
-    result = _insert(cache, req)
-    start = req.protected_len
-    duplicates = req.kv_indices[start : result.prefix_len].copy()
-    stored = cache.path_slots(result.handle, start)
-    req.kv_indices[start : result.total_len] = stored
-    _move_lock(cache, req, result)
-    return EvictResult(duplicates)
-
-
-def store_finished(cache: BaseRadixCache[Any], req: CacheRequest, *, is_insert: bool) -> EvictResult:
-    """Store the computed part of `req` and release it; returns duplicates and tail, or everything it owned."""
-    freed: list[SlotArray] = []
-    if is_insert and not req.skip_insert and not cache.disabled:
-        result = _insert(cache, req)
-        cache.split_prompt(result.handle, req)
-        freed.append(req.kv_indices[req.protected_len : result.prefix_len])
-        freed.append(req.kv_indices[result.total_len :])
-    else:
-        freed.append(req.kv_indices[req.protected_len :])
-    slots = np.concatenate(freed)
-    if req.handle is not None:
-        cache.dec_lock_ref(req.handle)
-    req.handle = None
-    req.kv_indices = req.kv_indices[:0]
-    req.protected_len = 0
-    return EvictResult(slots)
-
-
-def _insert(cache: BaseRadixCache[Any], req: CacheRequest) -> InsertResult:
-    key = req.key()
-    return cache.insert(
-        key,
-        req.kv_indices[: len(key)],
-        after=req.handle if req.protected_len else None,
-        priority=req.priority,
-        counted_len=req.num_inserted,
-    )
-
-
-def _move_lock(cache: BaseRadixCache[Any], req: CacheRequest, result: InsertResult) -> None:
-    lock = cache.inc_lock_ref(result.handle)
-    if req.handle is not None:
-        cache.dec_lock_ref(req.handle)
+    stored = cache.store_row(req)
+    cache.point_row(req, stored)
+    lock = cache.lock_inserted(stored.handle)
+    late = _unlock(cache, req)
     req.handle = lock
-    req.protected_len = req.num_inserted = result.total_len
+    req.protected_len = req.num_inserted = stored.total_len
+    return join_results(stored.duplicates, late)
+
+
+def store_finished(cache: RowStore, req: RequestRow, *, is_insert: bool) -> EvictResult:
+    """Store the computed part of `req` and release it; returns duplicates and tail, or everything it owned."""
+    duplicates, kept_len = NOTHING_FREED, req.protected_len
+    if is_insert and not req.skip_insert and not cache.disabled:
+        stored = cache.store_row(req)
+        cache.end_prompt(stored, req)
+        duplicates, kept_len = stored.duplicates, stored.total_len
+    tail = req.own_slots(kept_len)
+    late = _unlock(cache, req)
+    req.let_go()
+    return join_results(duplicates, tail, late)
+
+
+def _unlock(cache: RowStore, req: RequestRow) -> EvictResult:
+    return NOTHING_FREED if req.handle is None else cache.dec_lock_ref(req.handle)

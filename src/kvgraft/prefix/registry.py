@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 from kvgraft.errors import ConfigError, IntegrationError
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.chunk import ChunkCache, SWAChunkCache
-from kvgraft.prefix.hierarchical import HierarchicalRadixCache, TierTransfer
-from kvgraft.prefix.radix import RadixCache
-from kvgraft.prefix.session import StreamingSession
-from kvgraft.prefix.swa import SWARadixCache
+from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
+from kvgraft.prefix.radix.cache import RadixCache
+from kvgraft.prefix.sessions import StreamingSession
+from kvgraft.prefix.swa.cache import SWARadixCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvgraft.prefix.events import EventLog
+    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.prefix.hierarchical.transfer import TierTransfer
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A running request as a prefix cache sees it: its row of slots, and how far the cache owns them.
+"""A running request as a prefix cache sees it, in engines that follow SGLang's calls: its row of slots, and who owns them.
 
 [0, protected_len)          the cache's slots, kept by the request's lock
 [protected_len, len(row))   the request's own slots
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.base import NO_SLOTS, MatchResult, PrefixHandle, SlotArray
 from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.results import NO_SLOTS, EvictResult, MatchResult, PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class CacheRequest:
-    """State that the cache and the owner of a request share. The owner grows it, the cache repoints it.
+class RequestRow:
+    """A request's row of slots and its lock, shared by the cache and the owner. The owner grows it, the cache repoints it.
 
     Attributes:
         rid: Name of the request.
@@ -39,7 +39,7 @@ class CacheRequest:
         protected_len: Positions whose slots the cache owns.
         skip_insert: Never store this request (set by a substituted match).
         session_id: Streaming session that the request belongs to.
-        num_inserted: Positions that earlier calls stored or found, for which no hit is counted again.
+        num_inserted: Positions that earlier calls for this request stored; no hit is counted there again.
         swa_indices: Slots of the sliding-window pool by position, -1 where there are none any more.
         swa_evicted_len: Positions below it have lost their own sliding-window slots.
     """
@@ -88,10 +88,42 @@ class CacheRequest:
         self.swa_indices = np.array(match.swa_indices, dtype=np.int64)
         self.handle = handle
         self.protected_len = 0 if match.owned else match.prefix_len
-        self.num_inserted = 0 if match.substituted else match.prefix_len
+        self.num_inserted = 0
         self.skip_insert = self.skip_insert or match.skip_insert
 
     def grow(self, kv_indices: SlotArray, swa_indices: SlotArray = NO_SLOTS) -> None:
         """Append slots of positions that are computed next; those of windows for a hybrid cache. Complexity: O(row)."""
         self.kv_indices = np.concatenate([self.kv_indices, kv_indices])
         self.swa_indices = np.concatenate([self.swa_indices, swa_indices])
+
+    def own_slots(self, start: int) -> EvictResult:
+        """The request's own slots from `start` on, which is not in front of `protected_len`."""
+        return EvictResult(self.kv_indices[start:], self.swa_indices[max(start, self.swa_evicted_len) :])
+
+    def leave_windows(self, frontier: int) -> SlotArray:
+        """Give up the request's own window slots below `frontier`, which only advances; returns them."""
+        start = max(self.swa_evicted_len, self.protected_len)
+        if frontier <= start:
+            return NO_SLOTS
+        freed = self.swa_indices[start:frontier].copy()
+        self.swa_indices[start:frontier] = -1
+        self.swa_evicted_len = frontier
+        return freed
+
+    def take_over(self, other: RequestRow, length: int) -> EvictResult:
+        """Go on with the first `length` positions of `other` and its lock; returns what `other` owned behind them.
+
+        `other` holds nothing afterwards. What it had inserted counts no hit again.
+        """
+        freed = other.own_slots(length)
+        self.kv_indices, self.swa_indices = other.kv_indices[:length].copy(), other.swa_indices[:length].copy()
+        self.swa_evicted_len = min(other.swa_evicted_len, length)
+        self.handle, self.protected_len = other.handle, other.protected_len
+        self.num_inserted = other.protected_len
+        other.let_go()
+        return EvictResult(freed.freed.copy(), freed.swa_freed.copy())
+
+    def let_go(self) -> None:
+        """Hold nothing any more; whoever calls this has taken over slots and lock."""
+        self.kv_indices = self.swa_indices = NO_SLOTS
+        self.handle, self.protected_len, self.swa_evicted_len = None, 0, 0

@@ -1,4 +1,7 @@
-"""The OpenAI-compatible server: an ASGI app over `AsyncLLM`, and the process that serves it."""
+"""The OpenAI-compatible server: an ASGI app over `AsyncLLM`, and the process that serves it.
+
+Public modules: `context`.
+"""
 
 from __future__ import annotations
 

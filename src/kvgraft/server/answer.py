@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.observability.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class AnswerForm(ABC):
 
 
 class CompletionForm(AnswerForm):
-    """`text_completion`."""
+    """How completions look: OpenAI's `text_completion`."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
@@ -76,7 +76,7 @@ class CompletionForm(AnswerForm):
 
 
 class ChatForm(AnswerForm):
-    """`chat.completion`."""
+    """How chat answers look: OpenAI's `chat.completion`, and its chunks."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 

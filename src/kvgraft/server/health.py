@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvgraft.errors import KVGraftError
 
 if TYPE_CHECKING:
+    from kvgraft.engine.async_llm import AsyncLLM
     from kvgraft.memory import SlotUsage
-    from kvgraft.server.context import ServerContext
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,22 @@ _STUCK_S = 60.0
 """A check that waits longer means that the engine no longer makes steps."""
 
 
+class Monitored(Protocol):
+    """A server whose health is asked for.
+
+    Attributes:
+        engine: Computes requests.
+        draining: No more requests are taken.
+    """
+
+    engine: AsyncLLM
+    draining: bool
+
+
 class HealthMonitor:
     """Runs `AsyncLLM.check` at most once a second, however often it is asked."""
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: Monitored) -> None:
         self._context = context
         self._check: asyncio.Task[None] | None = None
         self._started = 0.0

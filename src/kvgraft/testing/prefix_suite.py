@@ -4,7 +4,7 @@
         def make_cache(self, page_size):
             return MyCache(page_size)
 
-Requests go through `CacheRequest`, so caches with one pool and with two take part alike.
+Requests go through `RequestRow`, so caches with one pool and with two take part alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import CacheRequest, EvictResult, PrefixCache, RadixKey
+from kvgraft.prefix import EvictResult, PrefixCache, RadixKey, RequestRow
 from kvgraft.testing.slots import CheckedSlots
 
 
@@ -73,7 +73,7 @@ class PrefixCacheTests(ABC):
     def test_random_requests_conserve_slots(self, owner: Owner) -> None:
         """Chunks, duplicates, aborts and eviction in any order."""
         rng = np.random.default_rng(0)
-        running: list[CacheRequest] = []
+        running: list[RequestRow] = []
         for step in range(300):
             action = int(rng.integers(5))
             if action == 0 and len(running) < 4:
@@ -97,9 +97,9 @@ class Owner:
         self.cache = cache
         self.full, self.swa = CheckedSlots(4096), CheckedSlots(4096, first=100_000)
 
-    def begin(self, token_ids: np.ndarray, rid: str = "r") -> CacheRequest:
-        """Match and lock."""
-        req = CacheRequest(rid, np.asarray(token_ids), np.empty(0, np.int64), prompt_len=len(token_ids))
+    def begin(self, token_ids: np.ndarray, rid: str = "r") -> RequestRow:
+        """Start a request from what is stored of its prompt, locked; its last token is always computed."""
+        req = RequestRow(rid, np.asarray(token_ids), np.empty(0, np.int64), prompt_len=len(token_ids))
         match = self.cache.match_prefix(req.key(len(token_ids) - 1))
         req.adopt(match, self.cache.inc_lock_ref(match.handle))
         if not len(req.swa_indices):
@@ -107,7 +107,7 @@ class Owner:
             req.swa_evicted_len = req.protected_len
         return req
 
-    def compute(self, req: CacheRequest, num_tokens: int) -> None:
+    def compute(self, req: RequestRow, num_tokens: int) -> None:
         """Give the next tokens slots in both pools."""
         num_tokens = min(num_tokens, len(req.token_ids) - req.committed_len)
         full, swa = self.full.alloc(num_tokens), self.swa.alloc(num_tokens)
@@ -126,7 +126,7 @@ class Owner:
         self.full.free(result.freed)
         self.swa.free(result.swa_freed)
 
-    def check(self, running: list[CacheRequest] | None = None) -> None:
+    def check(self, running: list[RequestRow] | None = None) -> None:
         """Verify the cache and that every full-attention slot is in one place."""
         self.cache.check()
         held = sum(req.committed_len - req.protected_len for req in running or [])

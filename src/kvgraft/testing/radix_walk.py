@@ -1,4 +1,8 @@
-"""Random operations on a plain prefix cache beside an oracle of pages; one seed, one sequence."""
+"""Random operations on a plain prefix cache beside an oracle of pages; one seed, one sequence.
+
+Tenants come and go all the time, and whoever replays the events must know at any time what is stored, from a log that keeps
+nothing of what was fetched.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.prefix import RadixCache, RadixKey
+from kvgraft.prefix import AllBlocksCleared, BlockStored, EventLog, RadixCache, RadixKey
 from kvgraft.testing.slots import CheckedSlots
 from kvgraft.testing.swa_walk import random_tokens
 
@@ -19,7 +23,8 @@ if TYPE_CHECKING:
 
 Prefix = tuple["Hashable", "Tokens"]
 
-_SALTS = (None, "tenant-a", "tenant-b")
+_TENANCY = 50
+"""Operations for which a tenant is new; it is known for as many more, and never seen again."""
 
 
 class RadixModel:
@@ -31,12 +36,14 @@ class RadixModel:
     """
 
     def __init__(self, seed: int, page_size: int, policy: str, *, size: int = 2048) -> None:
-        self.cache = RadixCache(page_size, policy=policy)
+        self._log = EventLog()
+        self.cache = RadixCache(page_size, policy=policy, events=self._log)
         self.num_operations = 0
         self._rng = Random(seed)
         self._page_size = page_size
         self._pool = CheckedSlots(size)
         self._pages: dict[Prefix, list[int]] = {}
+        self._announced: set[bytes | int] = set()
         self._locks: list[tuple[PrefixHandle, Prefix]] = []
 
     def step(self) -> None:
@@ -48,7 +55,8 @@ class RadixModel:
         """
         rng = self._rng
         self.num_operations += 1
-        salt: Hashable = rng.choice(_SALTS)
+        tenant = self.num_operations // _TENANCY
+        salt: Hashable = rng.choice((None, f"tenant-{tenant}", f"tenant-{tenant - 1}"))
         tokens = random_tokens(rng, self._page_size, 7)
         action = rng.random()
         if action < 0.35:
@@ -117,6 +125,21 @@ class RadixModel:
         assert self.cache.protected_size == protected
         assert self.cache.total_size == len(self._pages) * self._page_size
         assert self._pool.available + self.cache.total_size == self._pool.size
+        self._replay()
+
+    def _replay(self) -> None:
+        for event in self._log.take():
+            if isinstance(event, AllBlocksCleared):
+                self._announced.clear()
+            elif isinstance(event, BlockStored):
+                assert self._announced.isdisjoint(event.block_hashes), "a page was stored twice"
+                self._announced.update(event.block_hashes)
+            else:
+                assert self._announced.issuperset(event.block_hashes), "a page was removed that was never stored"
+                self._announced.difference_update(event.block_hashes)
+        assert len(self._announced) == len(self._pages), "the events do not say what is stored"
+        kept = sum(len(value) for value in vars(self._log).values() if isinstance(value, dict | list | set))
+        assert not kept, f"the log keeps {kept} entries of what was fetched"
 
     def _key(self, salt: Hashable, tokens: Tokens) -> RadixKey:
         return RadixKey(np.array(tokens, dtype=np.int64), None, salt)

@@ -27,7 +27,7 @@ class CheckedSlots:
 
     @property
     def available(self) -> int:
-        """Free slots."""
+        """How many slots nobody holds."""
         return len(self._free)
 
     def alloc(self, num_slots: int) -> SlotArray | None:

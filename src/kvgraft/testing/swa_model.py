@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvgraft.prefix import EvictResult, SlotArray
-    from kvgraft.prefix.swa_node import SWALock
+    from kvgraft.prefix.swa.node import SWALock
 
 Tokens = tuple[int, ...]
 
@@ -124,7 +124,7 @@ class SWAModel:
         self._forget(result)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything on both sides; every slot must come back."""
         self.locks.clear()
         self._forget(self.cache.reset_both())
         assert not self._pages

@@ -46,6 +46,7 @@ _LLAMA3 = {
 }
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_SHAPE),
+    "llama-trained-on": lambda: transformers.LlamaConfig(**_SHAPE),
     "llama3": lambda: transformers.LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
     "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"}),
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
@@ -61,7 +62,7 @@ def write_model(name: str, folder: Path) -> str:
     """Write the model called `name` in float32 and return its directory."""
     path = folder / name
     if not (path / "config.json").exists():
-        torch.manual_seed(1)
+        torch.manual_seed(2 if name.endswith("trained-on") else 1)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(torch.float32)
         for parameter_name, weight in model.named_parameters():
             if weight.dim() == 2:

@@ -19,6 +19,9 @@ STANDINS = Path(__file__).parent / "standins"
 _PORTS = range(31800, 31900)
 _START_S = 900.0
 """A quiet machine takes half a minute, nearly all of it imports; a busy one took five."""
+_ANSWER_S = 900.0
+"""Nothing here waits for a machine to be fast."""
+_ROUNDS = 10
 _OPTIONS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -53,7 +56,7 @@ class SGLangServer:
         self._folder = tempfile.TemporaryDirectory(prefix="kvgraft-sglang-")
         folder = Path(self._folder.name)
         self.log_path, self.report_path, self.state_dir = folder / "log", folder / "reports.jsonl", folder / "state"
-        self.port = 0
+        self.port, self.num_ranks = 0, int((options or {}).get("--tp-size", 1))
         chosen = {**_OPTIONS, **({"--radix-cache-backend": backend} if backend else {}), **(options or {})}
         words = [word for name, value in chosen.items() for word in ([name] if value is None else [name, str(value)])]
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"]
@@ -66,6 +69,8 @@ class SGLangServer:
             "PYTHONPATH": path,
             "KVGRAFT_REPORT_FILE": str(self.report_path),
             "KVGRAFT_STATE_DIR": str(self.state_dir),
+            "KVGRAFT_SELECTION": "none",  # whatever is copied stays
+            "KVGRAFT_LOOKUP_DEADLINE_MS": "900000",  # a lookup on a busy machine is no miss
             **(environ or {}),
         }
 
@@ -104,22 +109,45 @@ class SGLangServer:
 
     def is_healthy(self):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30) as response:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=_ANSWER_S) as response:
                 return response.status == 200
         except (urllib.error.URLError, OSError):
             return False
 
     def get(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=_ANSWER_S) as response:
             return response.read().decode()
 
-    def post_raw(self, path):
-        """Whether a POST without a body succeeds."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"", method="POST")
-        with urllib.request.urlopen(request, timeout=60) as response:
+    def settle(self):
+        """Let the scheduler come to rest and look after its slots: each question takes it once round its loop."""
+        for _ in range(_ROUNDS):
+            self.get("/server_info")
+
+    def flush(self):
+        """Empty the cache as soon as nothing runs."""
+        return self.post_raw(f"/flush_cache?timeout={_ANSWER_S}")
+
+    def post_raw(self, path, body=None):
+        """Whether a POST succeeds."""
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"content-type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method="POST")
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
             return response.status == 200
 
-    def post(self, path, body, timeout=300):
+    def stream(self, tokens, num_tokens, **fields):
+        """Yield the answer of `/generate` as far as it has come, again and again."""
+        sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": tokens, "sampling_params": sampling, "stream": True, **fields}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def post(self, path, body, timeout=_ANSWER_S):
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
         )

@@ -6,7 +6,7 @@ import msgspec
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 
 from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
-from kvgraft.prefix.wire import EventBatch, encode_batch
+from kvgraft.prefix.events.wire import EventBatch, encode_batch
 
 
 def test_sglang_reads_what_we_write():

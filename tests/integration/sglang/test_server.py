@@ -40,7 +40,7 @@ def test_leaked_slots_still_kill_the_server(model_dir, ids):
         server.generate(document, 1)
         with_leak = server.generate(ids(10) + document + ids(10), 1)
         assert with_leak["meta_info"]["cached_tokens"] == 200
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 900
         while server.is_running and time.monotonic() < deadline:
             time.sleep(0.5)
         assert not server.is_running
@@ -121,8 +121,7 @@ class TestSmallPool:
     def test_flushed_cache_has_no_donors(self, small, ids):
         document = ids(200)
         small.generate(document, 1)
-        time.sleep(1)
-        assert small.post_raw("/flush_cache")
+        assert small.flush()
         got = small.generate(ids(20) + document + ids(5), 1, cache_salt="no stand-in")
         assert got["meta_info"]["cached_tokens"] == 0
         assert small.is_healthy()
@@ -140,6 +139,6 @@ def test_two_tensor_parallel_ranks_load_the_same(model_dir, ids):
         parts = [Fresh(head), Copied(cache, 50, 200), Fresh(tail), Copied(cache, 250, 170), Fresh(tail)]
         agrees(got, reference.answer(parts))
         assert got["meta_info"]["cached_tokens"] == 370
-        time.sleep(2)
+        server.settle()
         assert server.is_healthy()
         assert "disagree" not in server.log()

@@ -112,7 +112,7 @@ def stressed(model_dir):
     with SGLangServer(model_dir("llama"), OPTIONS, RETRACT) as server:
         load = Load(server)
         load.run()
-        time.sleep(3)  # idle: the moment at which SGLang counts its slots
+        server.settle()  # idle: the moment at which SGLang counts its slots
         is_healthy = server.is_running and server.is_healthy()
         # The server ends here: what follows takes minutes of computing.
         return load, server.reports(), server.log(), is_healthy

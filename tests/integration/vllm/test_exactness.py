@@ -38,8 +38,8 @@ def with_holes(served, monkeypatch, *holes):
     """Let lookups pretend that donors lack the positions of `holes`."""
     find = served.scheduler._lookup.find
 
-    def find_with_holes(namespace, token_ids, exact_len):
-        found = find(namespace, token_ids, exact_len)
+    def find_with_holes(namespace, token_ids, exact_len, *args, **kwargs):
+        found = find(namespace, token_ids, exact_len, *args, **kwargs)
         if not isinstance(found.planned, GraftPlan):
             return found
         spans, compute = [], set(found.planned.compute.tolist())

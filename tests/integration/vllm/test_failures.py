@@ -26,14 +26,14 @@ def served(request, model_folder):
 @pytest.fixture(autouse=True)
 def leaves_nothing(served):
     served.forget_donors()
-    served.scheduler.num_errors = 0
+    served.scheduler.counts.num_errors = 0
     served.scheduler._lookup._recent_ms_per_token.clear()
     yield
     served.check()
 
 
 def errors(served):
-    return served.scheduler.num_errors
+    return served.scheduler.counts.num_errors
 
 
 def test_a_donor_that_cannot_be_read_is_computed(served, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
         pytest.skip("a forward pass that fails ends the engine, as any does in vLLM")
     cold = served.cold(PROMPT)
     served.donate(HEAD + DOCUMENT + QUESTION)
-    monkeypatch.setattr("kvgraft.integrations.vllm.passes.AllLayersPass._run", _fails)
+    monkeypatch.setattr("kvgraft.integrations.vllm.worker.passes.AllLayersPass._run", _fails)
     before = len(served.scheduler.registry.catalogue)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
@@ -96,9 +96,11 @@ def test_a_lookup_that_raises_is_a_miss(served, monkeypatch):
     assert errors(served) == 1
 
 
-def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served):
+def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     lookup = served.scheduler._lookup
+    monkeypatch.setattr(lookup, "_deadline_ms", 20.0)
+    monkeypatch.setattr(lookup, "_clock", lambda: 0.0)
     lookup._recent_ms_per_token.extend([1.0] * 9)
     answer = served.ask(PROMPT)
     assert answer.shifted == 0
@@ -113,7 +115,7 @@ def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served):
 
 def test_a_capture_that_fails_leaves_no_donor(served, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("kvgraft.integrations.vllm.worker.read_block", _fails)
+        patch.setattr("kvgraft.integrations.vllm.worker.graft_worker.read_block", _fails)
         served.ask(HEAD + DOCUMENT + QUESTION, max_tokens=3)
     served.ask(text(3, 20), "off")
     assert len(served.scheduler.registry.catalogue) == 0
@@ -130,9 +132,9 @@ def test_books_that_cannot_be_kept_cost_a_donor_and_nothing_else(served, monkeyp
     for donor in list(served.scheduler.registry.catalogue)[1:]:
         served.scheduler.registry.forget(donor.donor_id)
     with monkeypatch.context() as patch:
-        patch.setattr(served.scheduler, "_open_gaps", _fails)
+        patch.setattr(served.scheduler._captures, "open_behind_graft", _fails)
         served.ask(PROMPT).assert_like(grafted)
-        patch.setattr(served.scheduler, "_capture", _fails)
+        patch.setattr(served.scheduler._captures, "_capture", _fails)
         served.ask(text(12, 300))
     assert errors(served) == 2
     assert len(served.scheduler.registry.catalogue) == 1
@@ -150,10 +152,10 @@ def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
     assert answer.report["miss"] == {"reason": "model_refused", "detail": "the layout is unknown"}
 
 
-def test_taint_refuses_hashes_of_another_form(served, monkeypatch):
+def test_hashes_of_another_form_are_a_miss(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     cold = served.cold(PROMPT)
-    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.taint_block_hashes", _fails)
+    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.graft_scheduler.make_private", _fails)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
     assert answer.shifted == 0

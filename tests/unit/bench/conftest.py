@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from aiohttp import web
+from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
+
+PATIENCE_S = 60
+"""Longest wait for what happens at once on a machine that is not very busy."""
 
 
 @dataclass
@@ -29,17 +33,18 @@ class FakeServer:
     models: tuple[dict[str, object], ...] = ({"id": "fake", "max_model_len": 1_000},)
     url: str = ""
     bodies: list[dict[str, object]] = field(default_factory=list)
-    left: int = 0
+    left: threading.Event = field(default_factory=threading.Event)
+    """A client went away before its answer was complete."""
 
     def start(self) -> None:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE_S)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._ended, self._machine = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
@@ -70,7 +75,7 @@ class FakeServer:
                 return web.json_response(self._last())
             return await self._stream(request)
         except (asyncio.CancelledError, ConnectionError):
-            self.left += 1
+            self.left.set()
             raise
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
@@ -113,3 +118,12 @@ def fake():
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A simulated server that `kvgraft.bench.serve` talks to, in simulated time; tests set its attributes."""
+    server = SimulatedServer()
+    monkeypatch.setattr("kvgraft.bench.serve.CompletionsClient", lambda *_: server)
+    monkeypatch.setattr("kvgraft.bench.serve.asyncio.run", run_in_simulated_time)
+    return server

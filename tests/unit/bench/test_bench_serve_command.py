@@ -10,6 +10,8 @@ from kvgraft.bench.server_process import ServerProcess, rss_bytes
 from kvgraft.cli import main
 from kvgraft.errors import ConfigError
 
+URL = "http://simulated"
+
 
 @pytest.fixture
 def pack(tmp_path):
@@ -24,7 +26,7 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
-def test_table_json_and_plot(capsys, pack, fake, tmp_path):
+def test_table_json_and_plot(capsys, pack, simulated, tmp_path):
     files = (tmp_path / "load.json", tmp_path / "load.png")
     options = (
         "--rates",
@@ -38,7 +40,7 @@ def test_table_json_and_plot(capsys, pack, fake, tmp_path):
         "--slo-ttft-ms",
         "2000",
     )
-    code, out, err = run(capsys, pack, "--url", fake.url, *options, "--json", files[0], "--plot", files[1], "--rows")
+    code, out, err = run(capsys, pack, "--url", URL, *options, "--json", files[0], "--plot", files[1], "--rows")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert "40 prompts" in lines[0]
@@ -64,10 +66,8 @@ def test_table_json_and_plot(capsys, pack, fake, tmp_path):
     assert files[1].stat().st_size > 1_000
 
 
-def test_json_on_stdout_leaves_the_table_to_stderr(capsys, pack, fake):
-    code, out, err = run(
-        capsys, pack, "--url", fake.url, "--rates", "50", "--requests", "9", "--warmup", "0", "--json", "-"
-    )
+def test_json_on_stdout_leaves_the_table_to_stderr(capsys, pack, simulated):
+    code, out, err = run(capsys, pack, "--url", URL, "--rates", "50", "--requests", "9", "--warmup", "0", "--json", "-")
     record = json.loads(out)
     assert code == 0
     assert "rows" not in record
@@ -75,27 +75,31 @@ def test_json_on_stdout_leaves_the_table_to_stderr(capsys, pack, fake):
     assert "TTFT" in err
 
 
-def test_search_finds_the_limit_of_a_server_that_takes_one_at_a_time(capsys, pack, fake):
-    fake.prefill_s, fake.tokens = 0.04, (" a",)
+def test_search_finds_the_limit_of_a_server_that_takes_one_at_a_time(capsys, pack, simulated):
+    simulated.prefill_s, simulated.tokens = 0.04, 1
+    # 25 a second at most
     options = ("--search", "--rates", "10", "--requests", "16", "--warmup", "0", "--modes", "off", "--max-runs", "3")
-    code, out, _ = run(capsys, pack, "--url", fake.url, *options, "--slo-ttft-ms", "400", "--json", "-")
+    code, out, _ = run(capsys, pack, "--url", URL, *options, "--slo-ttft-ms", "400", "--json", "-")
     assert code == 0
-    assert [run["rate"] for run in json.loads(out)["runs"]][:2] == [10.0, 20.0]
+    record = json.loads(out)
+    assert [run["rate"] for run in record["runs"]] == [10.0, 20.0, 40.0]
+    (sustained,) = record["sustained"]
+    assert (sustained["rate"], sustained["at_least"]) == (20.0, False)
 
 
-def test_saturated_server_is_said_and_ends_soon(capsys, pack, fake):
-    fake.prefill_s = 0.3
+def test_saturated_server_is_said_and_ends_soon(capsys, pack, simulated):
+    simulated.prefill_s = 0.3
     options = ("--rates", "20,40", "--requests", "30", "--warmup", "0", "--modes", "off", "--give-up-after", "0.5")
-    code, out, _ = run(capsys, pack, "--url", fake.url, *options)
+    code, out, _ = run(capsys, pack, "--url", URL, *options)
     assert code == 0
     assert out.count("saturated: a request waited 0.5 s") == 1
     assert "off was stable at no rate" in out
 
 
-def test_failed_requests_fail_the_command_and_are_named(capsys, pack, fake):
-    fake.status = 500
+def test_failed_requests_fail_the_command_and_are_named(capsys, pack, simulated):
+    simulated.status = 500
     code, out, _ = run(
-        capsys, pack, "--url", fake.url, "--rates", "50", "--requests", "5", "--warmup", "1", "--modes", "off"
+        capsys, pack, "--url", URL, "--rates", "50", "--requests", "5", "--warmup", "1", "--modes", "off"
     )
     assert code == 1
     assert "5 http 500; 1 http 500 in warm-up" in out

@@ -7,11 +7,12 @@ import json
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
+from tests.unit.bench.conftest import PATIENCE_S
+from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 
-from kvgraft.bench.client import CompletionsClient, Exchange, completion_body
+from kvgraft.bench.client import CompletionsClient, Exchange, completion_body, now
 from kvgraft.bench.load import run_closed_loop, run_open_loop
 from kvgraft.errors import ConfigError
 
@@ -28,17 +29,19 @@ def with_client(url, work):
 
 def stream(url, body=BODY):
     async def work(client):
-        exchange = Exchange(time.perf_counter())
+        exchange = Exchange(now())
         await client.stream(body, exchange)
         return exchange
 
     return with_client(url, work)
 
 
-def load(url, arrivals, give_up_s=5.0):
-    return with_client(
-        url, lambda client: run_open_loop(client.stream, [BODY] * len(arrivals), arrivals, give_up_s=give_up_s)
-    )
+def load(arrivals, give_up_s=5.0, **server):
+    async def run():
+        async with SimulatedServer(**server) as client:
+            return await run_open_loop(client.stream, [BODY] * len(arrivals), arrivals, give_up_s=give_up_s)
+
+    return run_in_simulated_time(run())
 
 
 def closed_port():
@@ -48,13 +51,15 @@ def closed_port():
 
 
 def test_exchange_has_times_and_figures(fake):
-    fake.token_s = 0.05
     exchange = stream(fake.url)
     assert exchange.succeeded
     assert len(exchange.token_s) == exchange.completion_tokens == 3
     assert (exchange.prompt_tokens, exchange.reused_tokens) == (10, 4)
-    assert exchange.tpot_s == pytest.approx(0.05, abs=0.03)
-    assert exchange.ttft_s < 0.1 < exchange.end_to_end_s
+    moments = [exchange.scheduled_s, exchange.sent_s, *exchange.token_s, exchange.ended_s]
+    assert moments == sorted(moments)
+    assert exchange.ttft_s == moments[2] - moments[0]
+    assert exchange.tpot_s == (moments[4] - moments[2]) / 2
+    assert exchange.end_to_end_s == moments[5] - moments[0]
 
 
 def test_report_tells_what_was_reused_before_usage_does(fake):
@@ -117,20 +122,16 @@ def test_url_of_something_else_is_one_line(fake):
 
 
 def test_leaving_early_closes_the_connection(fake):
-    fake.token_s = 0.2
+    fake.token_s = PATIENCE_S  # the answer is far from complete when the client leaves
 
     async def work(client):
         events = client.events(BODY)
         first = await anext(events)
         await events.aclose()
-        for _ in range(100):
-            if fake.left:
-                break
-            await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(fake.left.wait, PATIENCE_S)
         return first
 
     assert json.loads(with_client(fake.url, work))["choices"][0]["text"] == " a"
-    assert fake.left == 1
 
 
 def test_api_key_and_body(fake):
@@ -142,32 +143,29 @@ def test_api_key_and_body(fake):
     assert "stream_options" not in json.loads(completion_body("", model="m", max_tokens=1, stream=False))
 
 
-def test_requests_are_sent_at_their_times_whatever_became_of_earlier_ones(fake):
-    fake.prefill_s = 0.2  # one at a time: the third has its first token after 0.6 s
-    result = load(fake.url, [0.0, 0.05, 0.1])
+def test_requests_are_sent_at_their_times_whatever_became_of_earlier_ones():
+    result = load([0.0, 0.05, 0.1], prefill_s=0.2, token_s=0.0)
     assert result.gave_up is None
     assert len(result.exchanges) == result.planned == 3
     sent = [exchange.sent_s - result.exchanges[0].scheduled_s for exchange in result.exchanges]
-    assert sent == pytest.approx([0.0, 0.05, 0.1], abs=0.05)
-    assert sorted(exchange.ttft_s for exchange in result.exchanges)[2] > 0.4
-    assert result.seconds > 0.6
+    assert sent == pytest.approx([0.0, 0.05, 0.1])
+    # One at a time: the third has its first token after 0.6 s.
+    assert [exchange.ttft_s for exchange in result.exchanges] == pytest.approx([0.2, 0.35, 0.5])
+    assert result.seconds == pytest.approx(0.6)
 
 
-def test_run_stops_when_the_server_falls_behind(fake):
-    fake.prefill_s = 0.3
-    start = time.perf_counter()
-    result = load(fake.url, [i * 0.02 for i in range(200)], give_up_s=0.5)
+def test_run_stops_when_the_server_falls_behind():
+    result = load([i * 0.02 for i in range(200)], give_up_s=0.5, prefill_s=0.3, token_s=0.0)
     assert "0.5 s for its first token" in result.gave_up
-    assert time.perf_counter() - start < 3
-    assert len(result.exchanges) < 200
+    assert result.seconds == pytest.approx(0.52)  # the second would be answered after 0.58 s
+    assert len(result.exchanges) < 40
     unfinished = [exchange for exchange in result.exchanges if exchange.ended_s is None]
     assert unfinished
     assert not any(exchange.failure for exchange in unfinished)
 
 
-def test_run_stops_when_streams_do_not_end(fake):
-    fake.token_s = 30.0
-    result = load(fake.url, [0.0, 0.01], give_up_s=0.3)
+def test_run_stops_when_streams_do_not_end():
+    result = load([0.0, 0.01], give_up_s=0.3, token_s=30.0)
     assert "2 requests ran on 0.6 s" in result.gave_up
 
 

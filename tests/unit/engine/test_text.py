@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvgraft.engine.text import OutputText
 from kvgraft.models import bundled_model_path
@@ -43,3 +45,59 @@ def test_without_a_tokenizer_there_is_no_text():
     output = OutputText(None, ("x",))
     assert output.push(5) == ""
     assert not output.stopped
+
+
+def byte_fallback_tokenizer():
+    """As SentencePiece models have it: characters without a token come as bytes; a broken run of these turns to U+FFFD."""
+    tokens = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁hello",
+        "a",
+        "▁a",
+        "lo",
+        "é",
+        "▁▁",
+        "你",
+        "</s>",
+    ]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def random_ids(rng, tokenizer):
+    """Half of them single bytes, so that most characters are broken."""
+    some = rng.integers(0, min(260, len(tokenizer)), 12)
+    return np.where(rng.random(12) < 0.5, some, rng.integers(0, len(tokenizer), 12))[: rng.integers(1, 13)].tolist()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_parts_add_up_to_what_the_tokenizer_decodes(tokenizer, kind, rng):
+    """Incomplete characters at the end were lost, and a broken run of bytes failed the request."""
+    tokenizer = tokenizer if kind == "byte_level" else byte_fallback_tokenizer()
+    for _ in range(1_000):
+        ids = random_ids(rng, tokenizer)
+        output = OutputText(tokenizer, ())
+        parts = [output.push(token) for token in ids] + [output.flush()]
+        assert "".join(parts) == output.text == tokenizer.decode(ids, skip_special_tokens=True), ids
+
+
+@pytest.mark.parametrize("ids", [[228], [68, 228], [228, 189], [228, 189, 160]])
+def test_incomplete_character_at_the_end_is_told(tokenizer, ids):
+    byte_tokens = {0xE4: "ä", 0xBD: "½", 0xA0: "ł"}
+    ids = [tokenizer.convert_tokens_to_ids(byte_tokens.get(i, chr(i))) for i in ids]
+    output = OutputText(tokenizer, ())
+    parts = [output.push(token) for token in ids]
+    expected = tokenizer.decode(ids)
+    assert "".join([*parts, output.flush()]) == output.text == expected
+    assert all("\ufffd" not in part for part in parts)
+
+
+def test_stop_text_is_found_in_what_the_end_makes_certain():
+    tokenizer = byte_fallback_tokenizer()
+    output = OutputText(tokenizer, ("!",))
+    ids = tokenizer.convert_tokens_to_ids(["a", "<0x41>", "<0x21>", "<0x42>"])
+    assert "".join([*(output.push(token) for token in ids), output.flush()]) == output.text == "aA"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 
-from kvgraft.prefix.base import NO_SLOTS
-from kvgraft.prefix.eviction import EvictionQueue, make_eviction_policy
-from kvgraft.prefix.node import NOT_QUEUED, RadixNode
+import pytest
+
+from kvgraft.errors import CorruptCacheError
+from kvgraft.prefix.eviction.policies import make_eviction_policy
+from kvgraft.prefix.eviction.queue import NOT_QUEUED, EvictionQueue
+from kvgraft.prefix.radix.node import RadixNode
+from kvgraft.prefix.results import NO_SLOTS
 
 
 def make_node(last_access):
@@ -57,3 +61,10 @@ def test_clear_withdraws_all():
     queue.clear()
     assert len(queue) == 0
     assert not any(node.is_queued for node in nodes)
+
+
+def test_check_says_so_if_a_key_is_lost():
+    queue = make_queue([3, 1, 2])
+    queue._keys.pop()
+    with pytest.raises(CorruptCacheError, match="2 keys for 3 nodes"):
+        queue.check()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import EVICTION_POLICIES, RadixCache, RadixKey, make_eviction_policy
+from kvgraft.prefix import EVICTION_POLICIES, RadixCache, RadixKey, SWARadixCache, make_eviction_policy
+from kvgraft.testing.prefix_suite import Owner
 
 
 def put(cache, *token_ids, priority=0):
@@ -57,7 +58,8 @@ def test_priority_keeps_the_largest_of_a_path():
 
 
 def test_slru_protects_what_was_hit_often_enough():
-    cache = make_cache("slru", protected_threshold=1)
+    cache = make_cache("slru", protected_threshold=3)
+    put(cache, 1)
     put(cache, 1)
     put(cache, 1)
     put(cache, 2)
@@ -84,15 +86,85 @@ def test_tlru_counts_the_whole_history_behind_a_node():
     assert cache.evict(1).freed.tolist() == [1, 2, 3, 4, 5]
 
 
+def test_slru_protects_from_the_second_of_two_inserts_on():
+    cache = make_cache("slru", protected_threshold=2)
+    for first in (1, 1, 2, 3, 4, 4):
+        put(cache, first)
+    assert order(cache) == [2, 3, 1, 4]
+
+
+def hits(handle):
+    """Of the nodes on the path of a prefix, from the root on."""
+    return [node.hit_count for node in handle.up_to_root() if node.parent is not None][::-1]
+
+
+def test_the_insert_that_makes_a_node_counts_as_its_first_hit():
+    cache = make_cache("lfu")
+    assert hits(put(cache, 1, 2).handle) == [1]
+    assert hits(put(cache, 1, 2, 3).handle) == [2, 1]
+    assert hits(put(cache, 1, 2).handle) == [3]
+    assert hits(put(cache, 1, 9).handle) == [4, 1]
+
+
 def test_hits_are_counted_once_per_request():
     cache = make_cache("lfu")
     key = RadixKey(np.arange(10))
     handle = put(cache, *range(5)).handle
     grown = cache.insert(key, after=handle, counted_len=5).handle
     cache.insert(key, counted_len=10)
-    assert (handle.hit_count, grown.hit_count) == (0, 0)
+    assert hits(grown) == [1, 1]
     cache.insert(key)
-    assert (handle.hit_count, grown.hit_count) == (1, 1)
+    assert hits(grown) == [2, 2]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_request_counts_each_node_of_its_path_once(hybrid):
+    cache = SWARadixCache(1, sliding_window_size=4, policy="lfu") if hybrid else RadixCache(1, policy="lfu")
+    owner = Owner(cache)
+    tokens = np.arange(12)
+    owner.run(tokens[:4])
+    req = owner.begin(tokens)
+    for _ in range(4):
+        owner.compute(req, 2)
+        owner.take_back(cache.cache_unfinished_req(req))
+    handle = req.handle.node if hybrid else req.handle
+    owner.take_back(cache.cache_finished_req(req))
+    assert hits(handle) == [2, 1, 1, 1, 1]
+    owner.run(np.arange(13))
+    assert hits(handle) == [3, 2, 2, 2, 2]
+    owner.check()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_an_insert_behind_a_handle_that_stores_nothing_is_a_use_as_a_plain_one_is(hybrid):
+    def used_again(*, behind_a_handle):
+        options = {"policy": "lru", "simulated": True}
+        cache = SWARadixCache(1, sliding_window_size=2, **options) if hybrid else RadixCache(1, **options)
+        handle = put(cache, 1, 2).handle
+        put(cache, 3, 4)
+        if hybrid:
+            after = {"after": handle, "prev_prefix_len": 2} if behind_a_handle else {}
+        else:
+            after = {"after": handle} if behind_a_handle else {}
+        cache.insert(RadixKey([1, 2]), **after)
+        return order(cache)
+
+    assert used_again(behind_a_handle=False) == [3, 1]
+    assert used_again(behind_a_handle=True) == [3, 1]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_priority_of_an_insert_behind_a_handle_reaches_the_whole_path(hybrid):
+    options = {"policy": "priority", "simulated": True}
+    cache = SWARadixCache(1, sliding_window_size=2, **options) if hybrid else RadixCache(1, **options)
+    handle = put(cache, 1, 2).handle
+    cache.insert(RadixKey([1, 2, 3, 4]), after=handle, priority=5, **({"prev_prefix_len": 2} if hybrid else {}))
+    put(cache, 7, 8, priority=3)
+    assert order(cache) == [7, 3, 1]
+    handle = put(cache, 1, 2).handle
+    cache.insert(RadixKey([1, 2]), after=handle, priority=5, **({"prev_prefix_len": 2} if hybrid else {}))
+    put(cache, 7, 8, priority=3)
+    assert order(cache) == [7, 1]
 
 
 def test_a_split_hands_down_hits_priority_and_protection_but_is_new():
@@ -101,7 +173,7 @@ def test_a_split_hands_down_hits_priority_and_protection_but_is_new():
     put(cache, 1, 2, 3, 4)
     cache.inc_lock_ref(lower)
     upper = cache.match_prefix(RadixKey([1, 2])).handle
-    assert (upper.hit_count, upper.priority) == (lower.hit_count, lower.priority) == (1, 7)
+    assert (upper.hit_count, upper.priority) == (lower.hit_count, lower.priority) == (2, 7)
     assert upper.created > lower.created
     assert cache.protected_size == 4
     cache.check()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import CacheRequest, RadixCache, RadixKey
+from kvgraft.prefix import RadixCache, RadixKey, RequestRow
 from kvgraft.testing.slots import CheckedSlots
 
 
@@ -19,7 +19,7 @@ class Engine:
         self.running = []
 
     def start(self, token_ids, *, rid="r", **fields):
-        req = CacheRequest(rid, np.asarray(token_ids), np.empty(0, np.int64), **fields)
+        req = RequestRow(rid, np.asarray(token_ids), np.empty(0, np.int64), **fields)
         match = self.cache.match_prefix(req.key(max(len(token_ids) - 1, 0)))
         req.adopt(match, self.cache.inc_lock_ref(match.handle))
         self.running.append(req)

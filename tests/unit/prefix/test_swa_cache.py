@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import CacheRequest, EventLog, RadixKey, SWARadixCache, swa_frontier
+from kvgraft.prefix import EventLog, RadixKey, RequestRow, SWARadixCache, swa_frontier
 from kvgraft.testing.slots import CheckedSlots
 
 SWA = 1000
@@ -83,7 +83,7 @@ def test_the_deepest_point_in_front_of_a_gap_is_taken():
     cache.match_prefix(RadixKey(sequence(0, 8)))
     lower = cache.insert(RadixKey((*sequence(0, 8), 50)), np.arange(30, 39), swa_indices=np.arange(30, 39) + SWA)
     middle = lower.handle.parent
-    cache._entomb(middle.window)
+    cache._windows.free(middle.window)
     cache.check()
     assert matched(cache, *sequence(0, 8)) == 4
     assert matched(cache, *sequence(0, 8), 50) == 4
@@ -476,7 +476,7 @@ class Engine:
         self.running = []
 
     def start(self, token_ids, **fields):
-        req = CacheRequest("r", np.asarray(token_ids), np.empty(0, np.int64), **fields)
+        req = RequestRow("r", np.asarray(token_ids), np.empty(0, np.int64), **fields)
         match = self.cache.match_prefix(req.key(max(len(token_ids) - 1, 0)))
         req.adopt(match, self.cache.inc_lock_ref(match.handle))
         self.running.append(req)
@@ -565,7 +565,7 @@ def test_an_abort_returns_both_rows():
 
 def test_a_row_without_window_slots_is_refused():
     cache = make_cache()
-    req = CacheRequest("r", np.arange(4), np.arange(4))
+    req = RequestRow("r", np.arange(4), np.arange(4))
     with pytest.raises(ConfigError, match="4 full-attention and 0 sliding-window slots"):
         cache.cache_finished_req(req)
 

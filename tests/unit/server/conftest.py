@@ -19,7 +19,7 @@ from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
 from kvgraft.types import GraftReport, Miss, MissReason
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 VOCABULARY = 256
 
 
@@ -57,6 +57,7 @@ class FakeEngine:
         self.is_closing = False
         self.check_error = None
         self.num_checks = 0
+        self.num_resets = 0
         self.window_usage = None
         self.closed_with = []
 
@@ -114,6 +115,7 @@ class FakeEngine:
             usage=SlotUsage(60, 10, 20, 10, 100),
             window_usage=self.window_usage,
             num_donors=3,
+            donor_tokens=300,
             host_bytes=4,
             num_errors=5,
             num_preemptions=6,
@@ -124,6 +126,9 @@ class FakeEngine:
         self.num_checks += 1
         if self.check_error is not None:
             raise self.check_error
+
+    async def reset(self):
+        self.num_resets += 1
 
     async def close(self, grace_s=0.0):
         self.closed_with.append(grace_s)

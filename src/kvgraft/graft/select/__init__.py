@@ -44,25 +44,6 @@ def selection_policy(name: str, **parameters: float) -> SelectionPolicy:
         raise ConfigError(f"selection policy {name!r}: {error}") from error
 
 
-def configured_policy(name: str, *, first_k: int, recompute_ratio: float | None = None) -> SelectionPolicy:
-    """Build the policy called `name` from settings, of which it takes those that are its own.
-
-    Args:
-        name: A key of `SELECTION_POLICIES`.
-        first_k: Tokens per run, for `first_k`.
-        recompute_ratio: Share of reused tokens, for policies that recompute a share; None for their own default.
-
-    Raises:
-        ConfigError: The name is unknown or the value is out of range.
-    """
-    if name == FirstK.name:
-        return FirstK(first_k)
-    kind = SELECTION_POLICIES.get(name)
-    if kind is not None and issubclass(kind, RatioPolicy) and recompute_ratio is not None:
-        return kind(recompute_ratio)
-    return selection_policy(name)
-
-
 __all__ = [
     "SELECTION_POLICIES",
     "FirstK",
@@ -71,10 +52,10 @@ __all__ = [
     "Observable",
     "Observation",
     "QuerySeam",
+    "RatioPolicy",
     "Recompute",
     "SelectionContext",
     "SelectionPolicy",
     "SelectionSteps",
-    "configured_policy",
     "selection_policy",
 ]

@@ -16,7 +16,7 @@ class NoRecompute(SelectionPolicy):
 
     @property
     def recompute_ratio(self) -> float:
-        """0."""
+        """0: nothing that is reused is computed again."""
         return 0.0
 
     def steps(self, context: SelectionContext) -> SelectionSteps:

@@ -28,7 +28,7 @@ class RatioPolicy(SelectionPolicy):
 
     @property
     def recompute_ratio(self) -> float:
-        """`ratio`."""
+        """The share that was asked for, whatever is reused."""
         return self.ratio
 
     def steps(self, context: SelectionContext) -> SelectionSteps:

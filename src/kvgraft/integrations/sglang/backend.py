@@ -12,25 +12,25 @@ from kvgraft import __version__
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.errors import IntegrationError, ModelError
-from kvgraft.integrations.sglang.donor_library import DonorLibrary
-from kvgraft.integrations.sglang.kv_pool import KVPool
-from kvgraft.integrations.sglang.loading import Loader
-from kvgraft.integrations.sglang.planning import ReusePlanner
-from kvgraft.integrations.sglang.publishing import Publisher
-from kvgraft.integrations.sglang.ranks import OneRank, TensorParallelRanks, shared_secret
+from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
+from kvgraft.integrations.sglang.donors.library import DonorLibrary
+from kvgraft.integrations.sglang.donors.loader import Loader
+from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner
+from kvgraft.integrations.sglang.planning.ranks import OneRank, TensorParallelRanks, shared_secret
 from kvgraft.integrations.sglang.refusals import refused_server
-from kvgraft.integrations.sglang.reports import Metrics, NoMetrics, RequestLog
-from kvgraft.integrations.sglang.reuse import RequestReuse
+from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
+from kvgraft.integrations.sglang.requests import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
-from kvgraft.integrations.sglang.versions import drift, installed_version
+from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.integrations.sglang.provider import SemanticSource
-    from kvgraft.integrations.sglang.tree import Tree
+    from kvgraft.integrations.sglang.donors.tree import DonorTree
+    from kvgraft.integrations.sglang.planning.semantic import SemanticSource
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,11 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
         ConfigError: A setting is wrong.
     """
     config = SGLangConfig.resolve()
-    problems = [*drift(), *_missing_hooks()]
+    problems = [*drift(), *missing_hooks()]
     if problems:
         raise IntegrationError(f"SGLang {installed_version()} has changed: {'; '.join(problems)}")
+    for remark in _remarks():
+        logger.warning("kvgraft: %s", remark)
     reason = refused_server(ctx) or _refused_provider(ctx, config)
     rope: Sequence[RopeSpec] = ()
     if reason is None:
@@ -71,25 +73,25 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
 def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) -> Any:  # noqa: ANN401
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-    from kvgraft.integrations.sglang.cache import GraftRadixCache, RadixTree
+    from kvgraft.integrations.sglang.cache import GraftRadixCache, SGLangTree
 
     cache = create_unified_radix_cache(ctx, cache_class=GraftRadixCache)
     assert isinstance(cache, GraftRadixCache)
-    tree, pool = RadixTree(cache), _kv_pool(ctx, rope)
+    tree, buffers = SGLangTree(cache), _kv_buffers(ctx, rope)
     group = _group(ctx)
-    library = DonorLibrary(tree, pool, config, secret=None if group is None else shared_secret(group))
+    library = DonorLibrary(tree, buffers, config, secret=None if group is None else shared_secret(group))
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
-    costs = CostModel.of_width(width, per_phase=_phase_tokens(config, pool), recompute_ratio=0.0)
+    costs = CostModel.of_width(width, per_phase=_phase_tokens(config, buffers), recompute_ratio=0.0)
     ranks = OneRank() if group is None else TensorParallelRanks(group, library.catalogue.get)
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
     cache.attach(
         RequestReuse(
             library=library,
             # Clocks of ranks differ, and their lookups must not.
-            planner=ReusePlanner(library, config, costs, page_size, has_deadline=ctx.tp_size == 1),
-            loader=Loader(tree, pool, library, ranks=ranks, log=log),
-            publisher=Publisher(tree, library, page_size=page_size, min_run=config.min_run),
+            planner=LoadPlanner(library, config, costs, page_size, has_deadline=ctx.tp_size == 1),
+            loader=Loader(tree, buffers, library, ranks=ranks, log=log),
+            registrar=DonorRegistrar(tree, library, page_size=page_size, min_run=config.min_run),
             ranks=ranks,
             log=log,
             fingerprint=_fingerprint(ctx, rope),
@@ -100,16 +102,10 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     return cache
 
 
-def _missing_hooks() -> list[str]:
-    """SGLang only logs a hook that it cannot apply; each applied one leaves a trace."""
-    from sglang.srt.managers.scheduler import Scheduler
-
-    names = ("get_prefill_adder_class", "get_output_streamer_class")
-    return [
-        f"the hook on Scheduler.{name} was not applied"
-        for name in names
-        if not hasattr(getattr(Scheduler, name), "__wrapped__")
-    ]
+def _remarks() -> list[str]:
+    found = installed_version() or ""
+    patch = untested_patch(found)
+    return [*SGLangConfig.remarks(), *([] if patch is None else [f"SGLang {found} is {patch}"])]
 
 
 def _refused_provider(ctx: Any, config: SGLangConfig) -> str | None:  # noqa: ANN401
@@ -123,11 +119,11 @@ def _rope(ctx: Any) -> Sequence[RopeSpec]:  # noqa: ANN401
     return read_rope(ctx.tp_worker.model_runner.model, pool.layer_num, torch.device(pool.device))
 
 
-def _kv_pool(ctx: Any, rope: Sequence[RopeSpec]) -> KVPool:  # noqa: ANN401
+def _kv_buffers(ctx: Any, rope: Sequence[RopeSpec]) -> KVBuffers:  # noqa: ANN401
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     is_gpu = torch.device(pool.device).type == "cuda"
-    return KVPool(
+    return KVBuffers(
         [pool.get_key_buffer(layer) for layer in layers],
         [pool.get_value_buffer(layer) for layer in layers],
         rope,
@@ -135,8 +131,8 @@ def _kv_pool(ctx: Any, rope: Sequence[RopeSpec]) -> KVPool:  # noqa: ANN401
     )
 
 
-def _phase_tokens(config: SGLangConfig, pool: KVPool) -> float:
-    return config.phase_cost_tokens or _PHASE_TOKENS.get(pool.device.type, _PHASE_TOKENS["cuda"])
+def _phase_tokens(config: SGLangConfig, buffers: KVBuffers) -> float:
+    return config.phase_cost_tokens or _PHASE_TOKENS.get(buffers.device.type, _PHASE_TOKENS["cuda"])
 
 
 def _group(ctx: Any) -> Any:  # noqa: ANN401
@@ -144,18 +140,18 @@ def _group(ctx: Any) -> Any:  # noqa: ANN401
     return None if ctx.tp_size == 1 else ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
 
 
-def _metrics(ctx: Any) -> Metrics:  # noqa: ANN401
+def _metrics(ctx: Any) -> Metrics | None:  # noqa: ANN401
     if not ctx.params.enable_metrics or ctx.tp_rank != 0:
-        return NoMetrics()
-    from kvgraft.integrations.sglang.metrics import SGLangMetrics
+        return None
+    from kvgraft.integrations.sglang.reporting.metrics import SGLangMetrics
 
     return SGLangMetrics(ctx.server_args.served_model_name or ctx.server_args.model_path)
 
 
-def _semantic(ctx: Any, config: SGLangConfig, tree: Tree, page_size: int) -> SemanticSource | None:  # noqa: ANN401
+def _semantic(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> SemanticSource | None:  # noqa: ANN401
     if not config.semantic_provider:
         return None
-    from kvgraft.integrations.sglang.provider import SemanticSource, load_provider
+    from kvgraft.integrations.sglang.planning.semantic import SemanticSource, load_provider
 
     provider = load_provider(config.semantic_provider, ctx.model_config)
     return SemanticSource(provider, tree, page_size, config.lookup_deadline_ms / 1e3)

@@ -15,14 +15,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from kvgraft.integrations.sglang.ranges import subtract
-from kvgraft.integrations.sglang.tree import Resident
+from kvgraft.errors import CorruptCacheError
+from kvgraft.integrations.sglang.donors.ranges import subtract
+from kvgraft.integrations.sglang.donors.tree import Resident
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.reuse import RequestReuse
-    from kvgraft.integrations.sglang.texts import TreeText
+    from kvgraft.integrations.sglang.donors.texts import TreeText
+    from kvgraft.integrations.sglang.requests import RequestReuse
 
 
 class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -31,7 +32,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def __init__(self, params: Any) -> None:  # noqa: ANN401 - SGLang's CacheInitParams
         self.reuse: RequestReuse | None = None
         self._freed_by_eviction: list[Tensor] = []
-        self._rid_of_row: dict[int, str] = {}
+        self._req_of_row: dict[int, Any] = {}
         super().__init__(params)
 
     def attach(self, reuse: RequestReuse) -> None:
@@ -48,7 +49,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         exact_len = exact.device_prefix_len
         if key.limit is None:
             # The scheduler sorts its queue; it matches again, with a limit, before it admits a request.
-            promised = self.reuse.promised(req.rid, exact_len)
+            promised = self.reuse.promised(req, exact_len)
         else:
             promised = self.reuse.promise(req, key.token_ids, len(key), exact_len)
         if not promised:
@@ -69,7 +70,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def prefix_device_indices(self, req: Any) -> Tensor:  # noqa: ANN401 - SGLang's Req
         """Slots of the exact prefix, then those that were loaded behind it."""
-        private = [] if self.reuse is None else self.reuse.private_slots(req.rid)
+        private = [] if self.reuse is None else self.reuse.private_slots(req)
         if not private:
             indices: Tensor = super().prefix_device_indices(req)
             return indices
@@ -77,7 +78,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
         """Tokens to compute from `position` until the next region; None up to the end."""
-        return None if self.reuse is None else self.reuse.next_gap(req.rid, position)
+        return None if self.reuse is None else self.reuse.next_gap(req, position)
 
     def load_between_chunks(self, req: Any, room: int) -> None:  # noqa: ANN401
         """Load the regions at which `req`, between two chunks, has arrived, into its row."""
@@ -101,7 +102,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if super().claim_kv_row(req):
             return True
         if self.reuse is not None and req.kv.holds_kv:
-            self._rid_of_row[req.kv.req_pool_idx] = req.rid
+            self._req_of_row[req.kv.req_pool_idx] = req
             if req.finished() and type(req.finished_reason).__name__ != "FINISH_ABORT":
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
                 self.reuse.adopt_computed(req, row, req.last_node)
@@ -109,23 +110,23 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:  # noqa: ANN401
         """Free a row's ranges, but for those that the tree took over."""
-        rid = self._rid_of_row.get(kv.req_pool_idx)
-        if self.reuse is not None and rid is not None:
-            ranges = subtract(ranges, self.reuse.adopted(rid))
+        req = self._req_of_row.get(kv.req_pool_idx)
+        if self.reuse is not None and req is not None:
+            ranges = subtract(ranges, self.reuse.adopted(req))
         super().free_kv_row(kv, ranges)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:  # noqa: ANN401
         """The row is freed."""
         super().on_release(req, checkpointed=checkpointed)
-        self._rid_of_row.pop(req.kv.req_pool_idx, None)
+        self._req_of_row.pop(req.kv.req_pool_idx, None)
         if self.reuse is not None:
-            self.reuse.landed(req)
+            self.reuse.released(req)
 
     def release_aborted_request(self, handle: Any) -> None:  # noqa: ANN401 - CacheRequestHandle
         """A request was aborted, in the queue or on its way."""
         super().release_aborted_request(handle)
         if self.reuse is not None:
-            self.reuse.aborted(handle.rid)
+            self.reuse.aborted(handle)
 
     # Eviction
 
@@ -160,35 +161,35 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.reuse.evicted(freed)
 
 
-class RadixTree:
-    """`Tree` on SGLang's cache; never asks it for reuse."""
+class SGLangTree:
+    """`DonorTree` on SGLang's cache; never asks it for reuse."""
 
     def __init__(self, cache: GraftRadixCache) -> None:
         self._cache = cache
         self._page_size = int(cache.page_size)
 
     def resident(self, text: TreeText, end: int) -> Resident:
-        """See `Tree.resident`."""
+        """See `DonorTree.resident`."""
         limit = min(len(text.tokens), -(-end // self._page_size) * self._page_size)
         key = RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
         found = UnifiedRadixCache.match_prefix(self._cache, MatchPrefixParams(key=key))
         return Resident(int(found.device_prefix_len), found.last_device_node)
 
     def pin(self, node: object) -> object:
-        """See `Tree.pin`."""
+        """See `DonorTree.pin`."""
         return self._cache.lock(node)
 
     def unpin(self, pin: object) -> None:
-        """See `Tree.unpin`."""
+        """See `DonorTree.unpin`."""
         self._cache.unlock(pin)
 
     def slots(self, node: object) -> Tensor:
-        """See `Tree.slots`."""
+        """See `DonorTree.slots`."""
         indices: Tensor = self._cache.path_device_indices(node)
         return indices
 
     def allocate(self, num_tokens: int) -> Tensor | None:
-        """See `Tree.allocate`."""
+        """See `DonorTree.allocate`."""
         allocator = self._cache.token_to_kv_pool_allocator
         lacking = num_tokens - allocator.available_size()
         if lacking > 0:
@@ -197,11 +198,12 @@ class RadixTree:
         return slots
 
     def free(self, slots: Tensor) -> None:
-        """See `Tree.free`."""
+        """See `DonorTree.free`."""
         self._cache.token_to_kv_pool_allocator.free(slots)
 
     def adopt(self, text: TreeText, slots: Tensor) -> None:
-        """See `Tree.adopt`."""
+        """See `DonorTree.adopt`."""
         key = RadixKey(text.tokens, text.extra_key, cache_salt=text.cache_salt)
         result = self._cache.insert(InsertParams(key=key, value=slots))
-        assert result.prefix_len == 0, "a name of our own was not new"
+        if result.prefix_len:
+            raise CorruptCacheError(f"a name of our own had {result.prefix_len} tokens already")

@@ -15,7 +15,13 @@ from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang import BACKEND
 from kvgraft.integrations.sglang.refusals import SUPPORTED_ARCHITECTURES
 from kvgraft.integrations.sglang.status import live_statuses, state_directory
-from kvgraft.integrations.sglang.versions import SUPPORTED, drift, installed_version, unsupported_version
+from kvgraft.integrations.sglang.versions import (
+    SUPPORTED,
+    drift,
+    installed_version,
+    unsupported_version,
+    untested_patch,
+)
 
 _GROUP = "sglang.srt.plugins"
 _WHITELIST = "SGLANG_PLUGINS"
@@ -47,10 +53,10 @@ def diagnose(model: str | None = None) -> dict[str, object]:
         "kvgraft": __version__,
         "python": platform.python_version(),
         "torch": _version("torch"),
-        "sglang": sglang or "not installed",
+        "sglang": _sglang(sglang),
         "sglang_supported": ", ".join(SUPPORTED),
         "plugin": plugin_problem or f"registered: SGLang loads it for --radix-cache-backend {BACKEND}",
-        "settings": config_problem or "good",
+        "settings": config_problem or "; ".join(SGLangConfig.remarks()) or "good",
         "backend": "; ".join(map(_words, live)) or "not live: no scheduler of this user runs with it",
         "model": "-" if model is None else _model_problem(Path(model)) or f"{model}: served with reuse",
         "shifted_reuse": "accepted" if reason is None else f"refused: {reason}",
@@ -72,6 +78,13 @@ def _plugin_problem() -> str | None:
     if allowed and BACKEND not in {name.strip() for name in allowed.split(",")}:
         return f"{_WHITELIST}={allowed} keeps SGLang from loading it; add {BACKEND}"
     return None
+
+
+def _sglang(found: str | None) -> str:
+    if found is None:
+        return "not installed"
+    patch = untested_patch(found)
+    return found if patch is None else f"{found} ({patch})"
 
 
 def _drift() -> str | None:

@@ -1,4 +1,4 @@
-"""What `register` installs in every SGLang process: the backend's name and two hooks on public class accessors."""
+"""What `register` installs in every SGLang process: the backend's name, and hooks through SGLang's own registry."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.sglang import BACKEND
-from kvgraft.integrations.sglang.versions import installed_version, unsupported_version
+from kvgraft.integrations.sglang.versions import HOOKED, installed_version, unsupported_version
 
 logger = logging.getLogger(__name__)
-
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def install() -> None:
@@ -26,8 +24,10 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_radix_cache_backend(BACKEND, _factory)
-    HookRegistry.register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
-    HookRegistry.register(f"{_SCHEDULER}.get_output_streamer_class", _streamer_class, HookType.AFTER)
+    for path in HOOKED:
+        name = path.rpartition(".")[2]
+        hook, when = (_RESULTS[name], HookType.AFTER) if name in _RESULTS else (_weights_change, HookType.BEFORE)
+        HookRegistry.register(path.replace(":", "."), hook, when)
 
 
 def _factory(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> BasePrefixCache
@@ -46,18 +46,28 @@ def _refusing_factory(reason: str) -> Any:  # noqa: ANN401
 def _adder_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
     if not _grafts(scheduler):
         return result
-    from kvgraft.integrations.sglang.phases import phased
+    from kvgraft.integrations.sglang.planning.chunks import chunked
 
-    return phased(result)
+    return chunked(result)
 
 
 def _streamer_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
     if not _grafts(scheduler) or scheduler.rust_server is not None:
         return result
-    from kvgraft.integrations.sglang.responses import reporting
+    from kvgraft.integrations.sglang.reporting.responses import reporting
 
     return reporting(result)
 
 
+def _weights_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    """Called before the weights change, or may have changed by hands that SGLang does not see."""
+    if _grafts(updater.scheduler):
+        updater.scheduler.tree_cache.reuse.weights_change()
+
+
 def _grafts(scheduler: Any) -> bool:  # noqa: ANN401
     return getattr(getattr(scheduler, "tree_cache", None), "reuse", None) is not None
+
+
+_RESULTS = {"get_prefill_adder_class": _adder_class, "get_output_streamer_class": _streamer_class}
+"""Hooks that exchange what a method returns."""

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from kvgraft.errors import ModelError
-from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
+from kvgraft.graft.rope import RopePairing, RopeSpec
+from kvgraft.graft.rope_proof import TOLERANCE, find_rotations
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 KNOWN_VARIANTS = ("RotaryEmbedding", "Llama3RotaryEmbedding")
 """Rotary classes of SGLang whose angles are `position * inv_freq` whatever the length of the prompt; checked below."""
 
 _POSITIONS = (0, 1, 2, 17, 100, 1000, 4000)
-_TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-"""Largest difference of rotated keys of about unit size. Tables are kept in the model's own precision on a CPU."""
 
 
 def read_rope(model: nn.Module, num_layers: int, device: torch.device) -> list[RopeSpec]:
@@ -69,17 +68,8 @@ def _check(rotary: Any, spec: RopeSpec) -> None:  # noqa: ANN401 - a class of SG
     generator = torch.Generator().manual_seed(0)
     raw = torch.randn(1, rotary.head_size, generator=generator).to(spec.inv_freq.device, rotary.cos_sin_cache.dtype)
     keys = raw.expand(len(positions), -1).contiguous()
-    rotated = _rotated(rotary, positions, keys)
-    for shift in range(1, len(positions)):
-        old, new = positions, positions.roll(shift)
-        moved = rotate_keys(rotated[:, None], RopeShift.between(old, new, spec.inv_freq), spec.pairing)[:, 0]
-        error = float((moved - rotated.roll(shift, 0)).abs().max())
-        if not error <= _TOLERANCES.get(keys.dtype, 0.0):
-            raise ModelError(
-                f"keys that were moved differ by {error:.1e} from keys that {type(rotary).__name__} rotates"
-            )
-
-
-def _rotated(rotary: Any, positions: Tensor, keys: Tensor) -> Tensor:  # noqa: ANN401 - a class of SGLang
     _, rotated = rotary.forward_native(positions, keys.clone(), keys.clone())
-    return cast("Tensor", rotated)
+    (found,), error = find_rotations([rotated[:, None]], positions.tolist(), [spec.inv_freq])
+    is_same = found is not None and found.pairing is spec.pairing
+    if not (is_same and bool(rotated.isfinite().all()) and error <= TOLERANCE.get(keys.dtype, 0.0)):
+        raise ModelError(f"keys that were moved differ by {error:.1e} from keys that {type(rotary).__name__} rotates")

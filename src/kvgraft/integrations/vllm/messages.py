@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from kvgraft.types import DonorId, GraftPlan, Match
 
-PieceId = int
+TextId = int
 """Names text that is being captured and is no donor yet."""
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -20,12 +20,12 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Copy the K/V of positions `[start, stop)` to host memory, behind what the piece has already.
+    """Copy the K/V of positions `[start, stop)` to host memory, behind what the text has already.
 
-    With a `donor_id` the piece is complete then and becomes that donor.
+    With a `donor_id` the text is complete then and becomes that donor.
     """
 
-    piece_id: PieceId
+    text_id: TextId
     start: int
     stop: int
     block_ids: BlockIds
@@ -34,9 +34,9 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The piece was completed in an earlier step: keep it under this donor."""
+    """The text was completed in an earlier step: keep it under this donor."""
 
-    piece_id: PieceId
+    text_id: TextId
     donor_id: DonorId
 
 
@@ -52,8 +52,8 @@ class Graft:
         source_starts: Per entry of `spans` the position at which its first token was encoded.
         end: First position that is left to the engine.
         block_ids: Blocks of the request.
-        captures: Pieces `(piece_id, start, stop)` of computed text to keep.
-        tail: Piece that the engine computes behind the graft; worth nothing if the graft fails.
+        captures: Texts `(text_id, start, stop)` of computed text to keep.
+        tail: CapturedText that the engine computes behind the graft; worth nothing if the graft fails.
         asynchronous: The request waits until `WorkerReport.loaded` names it.
     """
 
@@ -64,8 +64,8 @@ class Graft:
     source_starts: tuple[int, ...]
     end: int
     block_ids: BlockIds
-    captures: tuple[tuple[PieceId, int, int], ...]
-    tail: PieceId | None
+    captures: tuple[tuple[TextId, int, int], ...]
+    tail: TextId | None
     asynchronous: bool
 
 
@@ -74,18 +74,20 @@ class StepCommands:
     """What workers do in one step, in the order of the fields; later fields never undo what earlier ones need.
 
     Attributes:
+        reset: First of all, forget all donors and texts and give grafts under way up.
         cancels: Requests that ended while their graft was under way.
-        seals: Pieces that are donors now; grafts of this step may read them.
+        seals: Texts that are donors now; grafts of this step may read them.
         grafts: New grafts; their donors are opened at once.
-        discards: Pieces that will not become donors.
+        discards: Texts that will not become donors.
         drops: Donors to forget.
         captures: After the forward pass of this step.
     """
 
+    reset: bool = False
     cancels: tuple[str, ...] = ()
     seals: tuple[Seal, ...] = ()
     grafts: tuple[Graft, ...] = ()
-    discards: tuple[PieceId, ...] = ()
+    discards: tuple[TextId, ...] = ()
     drops: tuple[DonorId, ...] = ()
     captures: tuple[Capture, ...] = ()
 
@@ -125,17 +127,19 @@ class WorkerReport:
 
     Attributes:
         outcomes: By request, grafts that are complete.
-        lost_pieces: Captures that failed.
+        lost_texts: Captures that failed.
         lost_donors: Donors whose K/V could not be kept.
         refusal: Why this rank grafts nothing, or empty.
-        host_bytes: Host memory of donors and pieces, on the fullest rank.
+        host_bytes: Host memory of donors and texts, on the fullest rank.
+        weights_changed: The model is another one: everything that was captured before is forgotten.
     """
 
     outcomes: dict[str, GraftOutcome] = field(default_factory=dict)
-    lost_pieces: frozenset[PieceId] = frozenset()
+    lost_texts: frozenset[TextId] = frozenset()
     lost_donors: frozenset[DonorId] = frozenset()
     refusal: str = ""
     host_bytes: int = 0
+    weights_changed: bool = False
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Join the reports of two ranks."""
@@ -145,8 +149,9 @@ class WorkerReport:
             outcomes[request_id] = outcome if known is None else known.worst(outcome)
         return WorkerReport(
             outcomes,
-            self.lost_pieces | other.lost_pieces,
+            self.lost_texts | other.lost_texts,
             self.lost_donors | other.lost_donors,
             self.refusal or other.refusal,
             max(self.host_bytes, other.host_bytes),
+            self.weights_changed or other.weights_changed,
         )

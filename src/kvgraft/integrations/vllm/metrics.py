@@ -6,88 +6,64 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvgraft.observability.report import token_kinds
+from kvgraft.reuse.metrics import (
+    DONOR_HOST_BYTES,
+    DONORS,
+    GRAFT_ERRORS,
+    GRAFTED_REQUESTS,
+    METRICS,
+    PROMPT_TOKENS,
+    MetricKind,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvgraft.integrations.vllm.messages import GraftOutcome
-    from kvgraft.types import GraftReport
+    from kvgraft.reuse.metrics import Metric
 
-_KINDS = ("prefix", "segment", "recomputed", "fresh")
-_GAUGES = ("donors", "donor_tokens", "host_bytes")
-_BUCKETS_S = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_METRICS = {metric.name: metric for metric in METRICS}
 
 
 class GraftStats(KVConnectorStats):
-    """Counters since the last report in `data`: plain numbers and lists of seconds, for they travel as JSON."""
+    """What `Counts.take` handed over, in vLLM's own hands."""
 
     data: dict[str, Any]
 
     def reset(self) -> None:
         """Begin anew; gauges stay as they are."""
-        self.data = {name: value for name, value in self.data.items() if name in _GAUGES}
+        self.data = {key: value for key, value in self.data.items() if _is_gauge(key)}
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not any(name not in _GAUGES for name in self.data)
+        return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> GraftStats:
         """Add another object's counts to this one; gauges take the newer value."""
-        for name, value in other.data.items():
-            self.data[name] = value if name in _GAUGES or name not in self.data else self.data[name] + value
+        for key, value in other.data.items():
+            self.data[key] = value if _is_gauge(key) or key not in self.data else self.data[key] + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """One line of the log."""
-        requests = sum(value for name, value in self.data.items() if name.startswith("requests/"))
-        tokens = {kind: self.data.get(f"tokens/{kind}", 0) for kind in _KINDS}
-        reused = tokens["prefix"] + tokens["segment"]
+        tokens = {kind: self._sum(f"{PROMPT_TOKENS.name}/{kind}/") for kind in ("prefix", "segment", "recomputed")}
+        prompt = self._sum(f"{PROMPT_TOKENS.name}/")
         return {
-            "kvgraft requests": requests,
-            "grafted": self.data.get("requests/graft", 0),
-            "reused tokens": reused,
-            "reused %": round(100 * reused / max(1, sum(tokens.values())), 1),
+            "kvgraft prompt tokens": prompt,
+            "reused %": round(100 * (tokens["prefix"] + tokens["segment"]) / max(1, prompt), 1),
+            "grafted requests": self.data.get(GRAFTED_REQUESTS.name, 0),
             "grafted tokens": tokens["segment"],
             "recomputed tokens": tokens["recomputed"],
-            "errors": self.data.get("errors", 0),
-            "donors": self.data.get("donors", 0),
-            "host MiB": round(self.data.get("host_bytes", 0) / 2**20, 1),
+            "errors": self.data.get(GRAFT_ERRORS.name, 0),
+            "donors": self.data.get(DONORS.name, 0),
+            "host MiB": round(self.data.get(DONOR_HOST_BYTES.name, 0) / 2**20, 1),
         }
 
-    def taken(self, **gauges: int) -> GraftStats | None:
-        """Hand the counts over and begin anew; None for nothing."""
-        if self.is_empty():
-            return None
-        handed = GraftStats({**self.data, **gauges})
-        self.reset()
-        return handed
-
-    def count_request(self, report: GraftReport) -> None:
-        """A request ended."""
-        self._add(f"requests/{'graft' if report.miss is None else report.miss.reason.value}", 1)
-        for kind, count in token_kinds(report).items():
-            self._add(f"tokens/{kind}", count)
-
-    def count_lookup(self, milliseconds: float) -> None:
-        """A prompt was looked up."""
-        self._add("lookup_seconds", [milliseconds / 1e3])
-
-    def count_graft(self, outcome: GraftOutcome) -> None:
-        """Workers ended a graft."""
-        self._add("inject_seconds", [outcome.inject_ms / 1e3])
-        self._add("recompute_seconds", [outcome.compute_ms / 1e3])
-
-    def count_error(self) -> None:
-        """Reuse failed for a request, which is computed."""
-        self._add("errors", 1)
-
-    def _add(self, name: str, value: Any) -> None:  # noqa: ANN401 - a number or a list
-        self.data[name] = self.data[name] + value if name in self.data else value
+    def _sum(self, prefix: str) -> int:
+        return sum(value for key, value in self.data.items() if key.startswith(prefix))
 
 
 class GraftPromMetrics(KVConnectorPromMetrics):
-    """`kvgraft:*` metrics of the vLLM server; labels are fixed, never a tenant or a request."""
+    """`kvgraft:*` metrics of the vLLM server, as `kvgraft.reuse.metrics` names them."""
 
     def __init__(
         self,
@@ -97,54 +73,32 @@ class GraftPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        labels = list(labelnames)
-        self._tokens = self._counter_cls(
-            name="kvgraft:prompt_tokens",
-            documentation="Prompt tokens by where their K/V came from.",
-            labelnames=[*labels, "kind"],
-        )
-        self._requests = self._counter_cls(
-            name="kvgraft:requests",
-            documentation="Requests by what became of them: graft, or why nothing was grafted.",
-            labelnames=[*labels, "outcome"],
-        )
-        self._errors = self._counter_cls(
-            name="kvgraft:graft_errors",
-            documentation="Failures of reuse; the requests were computed.",
-            labelnames=labels,
-        )
-        self._seconds = {
-            name: self._histogram_cls(name=f"kvgraft:{name}", documentation=text, labelnames=labels, buckets=_BUCKETS_S)
-            for name, text in (
-                ("lookup_seconds", "Seconds of finding donors for a prompt."),
-                ("inject_seconds", "Seconds of copying and rotating the K/V of a graft."),
-                ("recompute_seconds", "Seconds of computing the gaps and chosen tokens of a graft."),
-            )
-        }
-        self._gauges = {
-            name: self._gauge_cls(
-                name=f"kvgraft:{name}", documentation=text, labelnames=labels, multiprocess_mode="all"
-            )
-            for name, text in (
-                ("donors", "Texts whose K/V are kept."),
-                ("donor_tokens", "Tokens of these texts."),
-                ("host_bytes", "Host memory of these texts on the fullest worker."),
-            )
-        }
+        self._made = {name: self._make(metric, labelnames) for name, metric in _METRICS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what `GraftStats.data` held."""
-        values = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            family, _, label = name.partition("/")
-            if family == "tokens":
-                self._tokens.labels(*values, label).inc(value)
-            elif family == "requests":
-                self._requests.labels(*values, label).inc(value)
-            elif name == "errors":
-                self._errors.labels(*values).inc(value)
-            elif name in self._seconds:
-                for seconds in value:
-                    self._seconds[name].labels(*values).observe(seconds)
-            elif name in self._gauges:
-                self._gauges[name].labels(*values).set(value)
+        for key, value in transfer_stats_data.items():
+            name, *labels = key.split("/")
+            made = self._made[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+            match _METRICS[name].kind:
+                case MetricKind.COUNTER:
+                    made.inc(value)
+                case MetricKind.GAUGE:
+                    made.set(value)
+                case MetricKind.HISTOGRAM:
+                    for seconds in value:
+                        made.observe(seconds)
+
+    def _make(self, metric: Metric, labelnames: list[str]) -> Any:  # noqa: ANN401 - what the metrics library makes
+        told = {"name": metric.full_name, "documentation": metric.help, "labelnames": [*labelnames, *metric.labels]}
+        match metric.kind:
+            case MetricKind.COUNTER:
+                return self._counter_cls(**told)
+            case MetricKind.GAUGE:
+                return self._gauge_cls(**told, multiprocess_mode="all")
+            case MetricKind.HISTOGRAM:
+                return self._histogram_cls(**told, buckets=metric.buckets)
+
+
+def _is_gauge(key: str) -> bool:
+    return _METRICS[key.partition("/")[0]].kind is MetricKind.GAUGE

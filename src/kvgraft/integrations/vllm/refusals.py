@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvgraft.graft.rope_probe import refused_rope_parameters
+from kvgraft.graft.rope_proof import refused_rope_parameters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from kvgraft.config.vllm import VLLMConfig
 
@@ -38,19 +37,6 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
     }
     told = [reason for reason, holds in reasons.items() if holds]
     return "; ".join(told) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)
-
-
-def refused_request(request: Request) -> str:
-    """Say why a request is neither grafted nor captured, or return an empty text."""
-    if request.lora_request is not None:
-        return "LoRA requests are not grafted"
-    if request.mm_features:
-        return "requests with images or audio are not grafted"
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return "requests with prompt embeddings are not grafted"
-    if getattr(request, "skip_reading_prefix_cache", False):
-        return "the request asks not to read caches (prompt_logprobs do so)"
-    return ""
 
 
 def _refused_rope(vllm_config: VllmConfig) -> str:

@@ -1,6 +1,6 @@
 """A semantic provider for tests: names the last prompt of 200 tokens that was stored, for prompts of 150 tokens."""
 
-from kvgraft.prefix.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
 
 
 class Recall(SemanticPrefixProvider):

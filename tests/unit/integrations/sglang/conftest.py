@@ -12,15 +12,15 @@ import torch
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.graft.rope import RopePairing, RopeSpec
-from kvgraft.integrations.sglang.donor_library import DonorLibrary
-from kvgraft.integrations.sglang.kv_pool import KVPool
-from kvgraft.integrations.sglang.loading import Loader
-from kvgraft.integrations.sglang.planning import ReusePlanner
-from kvgraft.integrations.sglang.publishing import Publisher
-from kvgraft.integrations.sglang.ranks import OneRank
-from kvgraft.integrations.sglang.reports import NoMetrics, RequestLog
-from kvgraft.integrations.sglang.reuse import RequestReuse
-from kvgraft.integrations.sglang.tree import Resident
+from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
+from kvgraft.integrations.sglang.donors.library import DonorLibrary
+from kvgraft.integrations.sglang.donors.loader import Loader
+from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+from kvgraft.integrations.sglang.donors.tree import Resident
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner
+from kvgraft.integrations.sglang.planning.ranks import OneRank
+from kvgraft.integrations.sglang.reporting.reports import RequestLog
+from kvgraft.integrations.sglang.requests import RequestReuse
 
 SLOTS, LAYERS, HEADS, DIM = 1024, 2, 2, 8
 INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
@@ -89,7 +89,7 @@ class FakeTree:
         self.free_slots += slots[keep:]
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeRequest:
     """The fields of SGLang's `Req` that the integration reads or sets."""
 
@@ -99,6 +99,7 @@ class FakeRequest:
     cache_salt: str | None = None
     lora_id: str | None = None
     output_ids: array = field(default_factory=lambda: array("q"))
+    cache_request_handle: SimpleNamespace = field(default_factory=SimpleNamespace)
     session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
     skip_radix_cache_insert: bool = False
     prefix_len: int = 0
@@ -120,6 +121,22 @@ class FakeRequest:
         return self.owned
 
 
+class CountedReports:
+    """Metrics that keep what they are told."""
+
+    def __init__(self):
+        self.reports, self.errors = [], []
+
+    def count_report(self, report):
+        self.reports.append(report)
+
+    def count_error(self):
+        self.errors.append(1)
+
+    def show_donors(self, num_donors, num_tokens, host_bytes):
+        self.donors = (num_donors, num_tokens, host_bytes)
+
+
 class World:
     """All parts of one scheduler's reuse on fakes."""
 
@@ -128,21 +145,21 @@ class World:
         self.keys = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         self.values = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         spec = RopeSpec(INV_FREQ, RopePairing.HALF)
-        self.config = SGLangConfig(**{"phase_cost_tokens": 1, "donor_tokens": 1 << 15, **settings})
+        self.config = SGLangConfig(**{"selection": "none", "phase_cost_tokens": 1, "donor_tokens": 1 << 15, **settings})
         self.tree = FakeTree(page_size)
-        self.pool = KVPool(self.keys, self.values, [spec] * LAYERS)
+        self.pool = KVBuffers(self.keys, self.values, [spec] * LAYERS)
         self.library = DonorLibrary(self.tree, self.pool, self.config)
         self.tree.on_evicted = self.library.capture
-        self.planner = ReusePlanner(
+        self.planner = LoadPlanner(
             self.library, self.config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), page_size
         )
-        self.log = RequestLog(NoMetrics(), str(tmp_path / "reports.jsonl"))
+        self.log = RequestLog(CountedReports(), str(tmp_path / "reports.jsonl"))
         ranks = OneRank()
         self.reuse = RequestReuse(
             library=self.library,
             planner=self.planner,
             loader=Loader(self.tree, self.pool, self.library, ranks=ranks, log=self.log),
-            publisher=Publisher(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
+            registrar=DonorRegistrar(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
             fingerprint="model",
@@ -159,7 +176,7 @@ class World:
         node = self.tree.insert(tokens[: req.kv.cache_protected_len], slots, **names)
         req.is_finished = True
         self.reuse.published(req, node)
-        self.reuse.landed(req)
+        self.reuse.released(req)
         return node
 
     def conserved(self, private=0):

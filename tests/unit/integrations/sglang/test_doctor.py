@@ -9,7 +9,7 @@ import pytest
 
 from kvgraft.integrations.sglang import doctor
 from kvgraft.integrations.sglang.status import live_statuses, write_status
-from kvgraft.integrations.sglang.versions import unsupported_version
+from kvgraft.integrations.sglang.versions import unsupported_version, untested_patch
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +39,34 @@ def test_without_sglang_reuse_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "served"),
-    [("0.5.22", True), ("0.5.23", True), ("0.5.23+cpu", True), ("0.5.21", False), ("0.6.0", False)],
+    [
+        ("0.5.22", True),
+        ("0.5.23", True),
+        ("0.5.23+cpu", True),
+        ("0.5.23.post1", True),
+        ("0.5.23rc1", False),
+        ("0.5.21", False),
+        ("0.6.0", False),
+    ],
 )
 def test_versions(version, served):
     assert (unsupported_version(version) is None) == served
+
+
+def test_patch_release_is_served_with_a_warning(supported, monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", lambda: "0.5.23.post1+cpu")
+    found = doctor.diagnose()
+    assert found["shifted_reuse"] == "accepted"
+    assert found["sglang"] == "0.5.23.post1+cpu (a patch release of 0.5.23, whose interfaces it has; not tested itself)"
+    assert untested_patch("0.5.23+cpu") is None
+
+
+def test_settings_that_nobody_reads_are_named(supported, monkeypatch):
+    monkeypatch.setenv("KVGRAFT_MIN_RUNS", "32")
+    assert (
+        doctor.diagnose()["settings"]
+        == "KVGRAFT_MIN_RUNS is ignored: unknown setting 'min_runs'; did you mean 'min_run'?"
+    )
 
 
 def test_model_is_judged_by_its_configuration(supported, tmp_path):

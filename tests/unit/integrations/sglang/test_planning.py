@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.planning import ReusePlanner, request_namespace
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner, request_namespace
 from kvgraft.types import MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
-    config = SGLangConfig(donor_tokens=1 << 15, **settings)
-    planner = ReusePlanner(
-        world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1
-    )
+    config = SGLangConfig(**{"selection": "none", "donor_tokens": 1 << 15, **settings})
+    planner = LoadPlanner(world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1)
     return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
 
 
 def spans(found):
-    return [(region.target_start, region.length) for region in found.regions]
+    return [(region.start, region.length) for region in found.spans]
 
 
 def test_regions_that_save_less_than_a_phase_are_computed(make_world, make_tokens):
@@ -52,22 +52,22 @@ def test_first_k_is_part_of_the_plan(make_world, make_tokens):
     world.publish("donor", document)
     found = plan(world, document[:80] + make_tokens(5), selection="first_k", first_k=10)
     assert spans(found) == [(10, 70)]
-    assert found.recomputed == 10
+    assert [span.recomputed for span in found.spans] == [10]
 
 
-def test_lookup_that_would_miss_its_deadline_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
+def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)
-    config = SGLangConfig(donor_tokens=1 << 15, lookup_deadline_ms=1e-4)
-    planner = ReusePlanner(world.library, config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), 1)
-    namespace = request_namespace("model", None, None, None)
-    prompt = document + make_tokens(5)
-    first = planner.plan(namespace, prompt, 0, 200)
-    assert first.regions, "the first lookup measures"
-    second = planner.plan(namespace, prompt, 0, 200)
-    assert second.miss.reason is MissReason.NOT_WORTH_IT
-    assert "deadline" in second.miss.detail
-    assert any(planner.plan(namespace, prompt, 0, 200).regions for _ in range(200))
+    config = SGLangConfig(selection="none", donor_tokens=1 << 15, lookup_deadline_ms=20)
+    costs = CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+    seconds = itertools.count(step=1)
+    planner = LoadPlanner(world.library, config, costs, 1, clock=lambda: next(seconds))
+    namespace, prompt = request_namespace("model", None, None, None), document + make_tokens(5)
+    assert planner.plan(namespace, prompt, 0, 200).spans, "the first lookup measures"
+    assert planner.plan(namespace, prompt, 0, 200).miss.reason is MissReason.DEADLINE
+    assert any(planner.plan(namespace, prompt, 0, 200).spans for _ in range(200))
+    ranks_agree = LoadPlanner(world.library, config, costs, 1, has_deadline=False, clock=lambda: next(seconds))
+    assert all(ranks_agree.plan(namespace, prompt, 0, 200).spans for _ in range(3))
 
 
 def test_namespaces_do_not_run_into_one_another():
@@ -82,6 +82,31 @@ def test_settings_come_from_file_then_environment(tmp_path):
     path.write_text('{"min_run": 32, "selection": "first_k", "host_bytes": "2GiB"}')
     config = SGLangConfig.resolve({"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64", "OTHER": "1"})
     assert (config.min_run, config.selection, config.host_bytes) == (64, "first_k", 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("environ", "remark"),
+    [
+        ({"KVGRAFT_MIN_RUN": "32", "OTHER": "1"}, None),
+        (
+            {"KVGRAFT_MIN_RUNS": "32"},
+            "KVGRAFT_MIN_RUNS is ignored: unknown setting 'min_runs'; did you mean 'min_run'?",
+        ),
+        ({"kvgraft_min_run": "32"}, "kvgraft_min_run is ignored: did you mean KVGRAFT_MIN_RUN?"),
+        ({"KVGRAFT_LOAD": "sync"}, "KVGRAFT_LOAD is ignored: unknown setting 'load'"),
+    ],
+)
+def test_variables_that_nobody_reads_are_told(environ, remark):
+    SGLangConfig.resolve(environ)
+    remarks = SGLangConfig.remarks(environ)
+    assert [line.startswith(remark) for line in remarks] == [True] if remark else remarks == []
+
+
+def test_setting_of_file_and_environment_is_told(tmp_path):
+    path = tmp_path / "kvgraft.json"
+    path.write_text('{"min_run": 32, "host_bytes": "2GiB"}')
+    environ = {"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64"}
+    assert SGLangConfig.remarks(environ) == [f"KVGRAFT_MIN_RUN=64 is taken instead of min_run in {path}"]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from array import array
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from kvgraft.donors import Donor
-from kvgraft.integrations.sglang.ranks import Decision, OneRank, Span, TensorParallelRanks
+from kvgraft.integrations.sglang.planning.ranks import Decision, OneRank, Span, TensorParallelRanks, shared_secret
 from kvgraft.types import DonorId, Namespace
 
 NAMESPACE = Namespace("m")
@@ -47,6 +46,7 @@ def worker(rank, path, results):
             "planned": [
                 (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned.spans
             ],
+            "secret": shared_secret(dist.group.WORLD),
             "same": ranks.confirm(36),
             "different": ranks.confirm(36 if rank else 0),
         }
@@ -60,9 +60,9 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
     processes = [context.Process(target=worker, args=(rank, tmp_path / "store", results)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = sorted((results.get(timeout=120) for _ in processes), key=lambda entry: entry["rank"])
+    found = sorted((results.get(timeout=600) for _ in processes), key=lambda entry: entry["rank"])
     for process in processes:
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0
     assert [entry["asked"] for entry in found] == [3, 3]
     assert [entry["planned"] for entry in found] == [
@@ -70,6 +70,8 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
         # Rank 1 does not know donor 7, and donor 8 is another text there: no rank's load of these will count.
         [(10, 20, 5, 3), (40, 16, None, 0), (60, 16, None, 0)],
     ]
+    assert found[0]["secret"] == found[1]["secret"]
+    assert len(set(found[0]["secret"])) > 8
     for entry in found:
         assert entry["kept"] is None
         assert entry["empty"] == ()
@@ -83,8 +85,8 @@ def test_one_rank_agrees_with_itself():
 
 
 def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
-    from kvgraft.integrations.sglang.flight import Flight
-    from kvgraft.integrations.sglang.loading import Loader
+    from kvgraft.integrations.sglang.donors.loader import Loader
+    from kvgraft.integrations.sglang.request_state import RequestState
 
     class Disagree(OneRank):
         def confirm(self, num_tokens):
@@ -93,11 +95,11 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
     (donor,) = world.library.catalogue
-    flight = Flight("query", donor.namespace)
-    flight.spans = [Span(0, 50, donor, 10)]
+    state = RequestState("query", donor.namespace)
+    state.spans = [Span(0, 50, donor, 10)]
     loader = Loader(world.tree, world.pool, world.library, ranks=Disagree(), log=world.log)
-    assert loader.load(flight, 0, 50) is None
-    assert flight.miss.detail == "tensor-parallel ranks disagree"
+    assert loader.load(state, 0, 50) is None
+    assert state.miss.detail == "tensor-parallel ranks disagree"
     assert world.log.num_errors == 1
     world.conserved()
 
@@ -105,8 +107,9 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
 def test_only_catalogued_donors_can_be_sent():
     from kvgraft.types import Fidelity
 
-    span = Span(0, 10, make_donor(1), 0, Fidelity.SUBSTITUTED)
+    span = Span(0, 10, make_donor(1), 0, fidelity=Fidelity.SUBSTITUTED)
     ranks = object.__new__(TensorParallelRanks)
     with pytest.raises(AssertionError, match="catalogued"):
         ranks._encoded(Decision((span,)))
-    assert array("q", ranks._encoded(Decision((Span(0, 10, make_donor(1), 2),)))).tolist()[:-1] == [1, 0, 10, 1, 2]
+    sent = ranks._encoded(Decision((Span(0, 10, make_donor(1), 2, 3),)))
+    assert sent[:-1] == [1, 0, 10, 1, 2, 3]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.graft.select import selection_policy
-from kvgraft.integrations.sglang.ranges import subtract
-from kvgraft.integrations.sglang.regions import cut, loadable
+from kvgraft.integrations.sglang.donors.ranges import subtract
+from kvgraft.integrations.sglang.planning.regions import cut, loadable
 from kvgraft.types import Match
 
 NONE, FIRST_8 = selection_policy("none"), selection_policy("first_k", k=8)
@@ -17,18 +17,21 @@ def regions(*matches, start=0, end=1000, page_size=1, policy=NONE, min_run=16):
 
 
 def test_nothing_is_cut_off_where_nothing_must_be():
-    assert regions(Match(10, 7, 3, 50), Match(60, 8, 0, 20)) == ([Match(10, 7, 3, 50), Match(60, 8, 0, 20)], 0)
+    assert regions(Match(10, 7, 3, 50), Match(60, 8, 0, 20)) == (
+        [Match(10, 7, 3, 50), Match(60, 8, 0, 20)],
+        {10: 0, 60: 0},
+    )
 
 
 def test_prefix_and_end_are_cut_off():
-    assert regions(Match(10, 7, 3, 50), start=20, end=45) == ([Match(20, 7, 13, 25)], 0)
-    assert regions(Match(10, 7, 3, 50), start=60) == ([], 0)
+    assert regions(Match(10, 7, 3, 50), start=20, end=45) == ([Match(20, 7, 13, 25)], {20: 0})
+    assert regions(Match(10, 7, 3, 50), start=60) == ([], {})
 
 
 def test_first_k_leaves_the_head_of_every_run_to_compute():
     kept, recomputed = regions(Match(10, 7, 3, 50), Match(60, 8, 0, 30), policy=FIRST_8)
     assert kept == [Match(18, 7, 11, 42), Match(68, 8, 8, 22)]
-    assert recomputed == 16
+    assert recomputed == {18: 8, 68: 8}
 
 
 def test_run_that_first_k_leaves_too_little_of_is_dropped():

@@ -1,4 +1,4 @@
-"""Donors and pieces against a simple book-keeper: never more tokens than fit, and workers hear of everything."""
+"""Donors and texts against a simple book-keeper: never more tokens than fit, and workers hear of everything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvgraft.integrations.vllm.donor_registry import DonorRegistry
+from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
 from kvgraft.types import Namespace
 
 CAPACITY, MIN_RUN, MAX_GENERATION = 400, 32, 1
@@ -15,57 +15,57 @@ NAMESPACE = Namespace("model")
 
 
 class Registry(RuleBasedStateMachine):
-    """`kept` is what workers hold: tokens by piece, then by donor."""
+    """`kept` is what workers hold: tokens by text, then by donor."""
 
     def __init__(self):
         super().__init__()
         self.registry = DonorRegistry(CAPACITY, min_run=MIN_RUN, max_generation=MAX_GENERATION)
-        self.pieces = {}
-        self.held_pieces = {}
+        self.texts = {}
+        self.held_texts = {}
         self.held_donors = {}
-        self.texts = 0
+        self.seed = 0
 
     def tokens(self, count):
-        self.texts += 1
-        return np.random.default_rng(self.texts).integers(0, 1 << 30, count).astype(np.int32)
+        self.seed += 1
+        return np.random.default_rng(self.seed).integers(0, 1 << 30, count).astype(np.int32)
 
     @rule(start=st.integers(0, 50), length=st.integers(1, 300), generation=st.integers(0, 3))
     def open(self, start, length, generation):
-        piece = self.registry.open(start, start + length, generation)
+        text = self.registry.open(start, start + length, generation)
         if length < MIN_RUN or generation > MAX_GENERATION:
-            assert piece is None
-        if piece is not None:
-            self.pieces[piece.piece_id] = piece
-            self.held_pieces[piece.piece_id] = 0
+            assert text is None
+        if text is not None:
+            self.texts[text.text_id] = text
+            self.held_texts[text.text_id] = 0
 
     @rule(start=st.integers(0, 50))
     def open_output(self, start):
-        piece = self.registry.open_output(start, 0)
-        self.pieces[piece.piece_id] = piece
-        self.held_pieces[piece.piece_id] = 0
+        text = self.registry.open_output(start, 0)
+        self.texts[text.text_id] = text
+        self.held_texts[text.text_id] = 0
 
-    @precondition(lambda self: self.pieces)
+    @precondition(lambda self: self.texts)
     @rule(data=st.data(), count=st.integers(1, 64))
     def capture(self, data, count):
-        piece = self.pieces[data.draw(st.sampled_from(sorted(self.pieces)))]
-        stop = piece.next + count
-        if stop > piece.stop and not self.registry.extend(piece, stop):
+        text = self.texts[data.draw(st.sampled_from(sorted(self.texts)))]
+        stop = text.next + count
+        if stop > text.stop and not self.registry.extend(text, stop):
             return
-        piece.next = stop
-        self.held_pieces[piece.piece_id] = piece.next - piece.start
+        text.next = stop
+        self.held_texts[text.text_id] = text.next - text.start
 
-    @precondition(lambda self: self.pieces)
+    @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def seal(self, data):
-        piece = self.pieces.pop(data.draw(st.sampled_from(sorted(self.pieces))))
-        self.registry.seal(NAMESPACE, self.tokens(piece.start + max(0, piece.next - piece.start)), piece)
+        text = self.texts.pop(data.draw(st.sampled_from(sorted(self.texts))))
+        self.registry.seal(NAMESPACE, self.tokens(text.start + max(0, text.next - text.start)), text)
 
-    @precondition(lambda self: self.pieces)
+    @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def abandon(self, data):
-        piece = self.pieces.pop(data.draw(st.sampled_from(sorted(self.pieces))))
-        self.registry.abandon(piece)
-        self.registry.abandon(piece)
+        text = self.texts.pop(data.draw(st.sampled_from(sorted(self.texts))))
+        self.registry.abandon(text)
+        self.registry.abandon(text)
 
     @precondition(lambda self: len(self.registry.catalogue))
     @rule(data=st.data())
@@ -77,17 +77,17 @@ class Registry(RuleBasedStateMachine):
     def tell_workers(self):
         seals, discards, drops = self.registry.take_news()
         for seal in seals:
-            self.held_donors[seal.donor_id] = self.held_pieces.pop(seal.piece_id)
-        for piece_id in discards:
-            self.held_pieces.pop(piece_id, None)
+            self.held_donors[seal.donor_id] = self.held_texts.pop(seal.text_id)
+        for text_id in discards:
+            self.held_texts.pop(text_id, None)
         for donor_id in drops:
             self.held_donors.pop(donor_id, None)
         assert self.held_donors == {donor.donor_id: donor.num_tokens for donor in self.registry.catalogue}
-        assert sum(self.held_donors.values()) + sum(self.held_pieces.values()) <= CAPACITY
+        assert sum(self.held_donors.values()) + sum(self.held_texts.values()) <= CAPACITY
 
     @invariant()
     def holds(self):
-        self.registry.check()
+        self.registry.check(set(self.texts))
 
 
 TestRegistry = Registry.TestCase

@@ -1,0 +1,110 @@
+"""SGLang's K/V buffers: the slots that copies are read from and written to, and exports to host memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvgraft.graft.executor import BlockSource, RotatedSpans, copy_spans
+from kvgraft.memory.block import KVBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvgraft.graft.executor import KVSource, SpanCopy
+    from kvgraft.graft.rope import RopeSpec
+
+
+class KVBuffers:
+    """Keys and values by layer, `(num_slots, num_kv_heads, head_dim)` each, and how each layer's keys are rotated.
+
+    On a GPU all reads and writes are queued on the stream that runs the model. A slot that was just freed may still be
+    written to by a forward pass in flight there, and the forward pass that reads the copies is queued there too.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        rope: Sequence[RopeSpec],
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.keys, self.values = tuple(keys), tuple(values)
+        self._rope = tuple(rope)
+        self._stream = forward_stream
+        self.device = self.keys[0].device
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, the padding included."""
+        return len(self.keys[0])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K/V in all layers."""
+        return sum(buffer[0].nbytes for buffer in (*self.keys, *self.values))
+
+    def source(self, kv: Tensor | KVBlock) -> KVSource:
+        """Return where the K/V of slots (int64), or of a block in host memory, are read from."""
+        return BlockSource(kv, self.device) if isinstance(kv, KVBlock) else _Slots(self, kv)
+
+    def copy(self, copies: Sequence[SpanCopy], targets: Tensor) -> None:
+        """Write `copies`, one behind the other, into the slots `targets` (int64).
+
+        Complexity: O(layers * tokens).
+        """
+        with self._on_forward_stream():
+            copy_spans(RotatedSpans(copies, self._rope, self.device), _Slots(self, targets), range(len(self.keys)))
+
+    def export(self, slots: Tensor) -> KVBlock:
+        """Copy the K/V of `slots` (int64) to host memory; waits until they are there."""
+        with self._on_forward_stream():
+            keys = tuple(buffer.index_select(0, slots).cpu() for buffer in self.keys)
+            values = tuple(buffer.index_select(0, slots).cpu() for buffer in self.values)
+        return KVBlock(keys, values)
+
+    def _on_forward_stream(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        # Slot numbers were computed on the scheduler's stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slots:
+    """Some slots: a `KVSource` and a `KVPlace`. Reading gives views where they ascend without a gap."""
+
+    buffers: KVBuffers
+    index: Tensor | slice
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.index, torch.Tensor)
+        object.__setattr__(self, "index", _contiguous(self.index))
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.buffers.keys[layer][self.index], self.buffers.values[layer][self.index]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._write(self.buffers.keys[layer], keys)
+        self._write(self.buffers.values[layer], values)
+
+    def _write(self, buffer: Tensor, rows: Tensor) -> None:
+        # A view may be written to another slice of its buffer, but not to scattered rows of it.
+        is_view = rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        buffer[self.index] = rows.clone() if is_view and not isinstance(self.index, slice) else rows
+
+
+def _contiguous(slots: Tensor) -> slice | Tensor:
+    """Return a slice where slots ascend without a gap: views instead of gathers. Only where looking costs no wait."""
+    if slots.device.type != "cpu" or not len(slots):
+        return slots
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first + 1 != len(slots) or not bool((slots[1:] - slots[:-1] == 1).all()):
+        return slots
+    return slice(first, last + 1)

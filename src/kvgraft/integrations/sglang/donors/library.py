@@ -1,0 +1,242 @@
+"""Donors of one SGLang scheduler: what SGLang's tree holds, and what it evicted and our host store kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvgraft.donors import DonorCatalogue, new_secret
+from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts, TextPart
+from kvgraft.integrations.sglang.donors.texts import HostKV, TreeKV, TreeText
+from kvgraft.memory.store import HostKVStore
+from kvgraft.reuse.registration import Registration
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvgraft.config.sglang import SGLangConfig
+    from kvgraft.donors import Donor
+    from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
+    from kvgraft.integrations.sglang.donors.tree import DonorTree
+    from kvgraft.memory.block import KVBlock
+    from kvgraft.types import Match, Namespace, TokenArray
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPAIRS = 8
+"""Lookups per call that may find donors shorter than registered; matches that still are get left out."""
+
+
+class DonorLibrary:
+    """Finds donors, says where their K/V are, and keeps what SGLang evicts. Not thread-safe; one per rank.
+
+    SGLang evicts without telling which text goes, so a donor may turn out shorter than it was registered. Lookups check
+    what they hand out and correct the catalogue on the way.
+
+    Every change of the catalogue is the same on all ranks as long as their trees evict the same.
+    """
+
+    def __init__(
+        self, tree: DonorTree, buffers: KVBuffers, config: SGLangConfig, *, secret: bytes | None = None
+    ) -> None:
+        """Make an empty library; ranks that serve one request together need one `secret`."""
+        self.catalogue = DonorCatalogue(
+            config.donor_tokens, min_run=config.min_run, secret=new_secret() if secret is None else secret
+        )
+        self.version = 0
+        self._tree = tree
+        self._buffers = buffers
+        self._min_run = config.min_run
+        self.rules = Registration(self, self.catalogue, min_run=config.min_run, max_generation=config.max_generation)
+        self._host = HostKVStore(config.host_bytes)
+        self._host_order: OrderedDict[int, Donor] = OrderedDict()
+        self._next_store_key = 0
+        self._slot_texts = SlotTexts(buffers.num_slots)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of donors in host memory."""
+        return self._host.used_bytes
+
+    def __len__(self) -> int:
+        return len(self.catalogue)
+
+    def find(
+        self,
+        namespace: Namespace,
+        token_ids: NDArray[np.integer[Any]],
+        *,
+        start: int = 0,
+        max_generation: int | None = None,
+    ) -> list[Match]:
+        """Find runs at or behind `start` whose K/V are there right now.
+
+        Complexity: of `DonorCatalogue.find`, plus one walk in the tree per match.
+        """
+        for _ in range(_MAX_REPAIRS):
+            matches = self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation)
+            # All stale donors are corrected before the next lookup; one lookup for each would be too many.
+            stale = [match for match in matches if not self._verify(match)]
+            if not stale:
+                return matches
+        return [match for match in matches if self._verify(match)]
+
+    def register(self, text: TreeText, start: int, slots: NDArray[np.int64]) -> None:
+        """Make `text.tokens[start : start + len(slots)]`, which lie in `slots`, a donor unless they are one already."""
+        stop = start + len(slots)
+        if not self.rules.admits(stop - start, text.generation):
+            return
+        tokens = np.frombuffer(text.tokens[start:stop], np.int64)
+        self._slot_texts.claim(text, start, slots)
+        if self.rules.is_known(text.namespace, tokens, text.generation):
+            return
+        self._add(text.namespace, tokens, TreeKV(text, start), text.generation, text.base + start)
+
+    def capture(self, freed: Sequence[Tensor]) -> None:
+        """Keep what lies in slots that the tree has given up; called before anything is written there."""
+        # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
+        slots = torch.cat(list(reversed(freed)))
+        numbers = slots.cpu().numpy()
+        for part in list(self._slot_texts.in_slots(numbers)):
+            self._capture(part, slots)
+        self._slot_texts.forget(numbers)
+
+    def has(self, donor: Donor, start: int, length: int) -> bool:
+        """Tell whether `donor.token_ids[start : start + length]` have K/V somewhere."""
+        return self._available(donor, start, length) == length
+
+    def wants(self, namespace: Namespace, tokens: array[int], generation: int) -> bool:
+        """Tell whether a text is worth keeping: long enough, of low enough generation, and not known yet."""
+        if not self.rules.admits(len(tokens), generation):
+            return False
+        return not self.rules.is_known(namespace, np.frombuffer(tokens, np.int64), generation)
+
+    def on_device(self, donor: Donor, start: int, length: int) -> tuple[Tensor, object] | None:
+        """Pin `donor.token_ids[start : start + length]` in the tree; None if they are not all there.
+
+        Returns:
+            Their slots, and the pin, which the caller gives back to the tree.
+        """
+        kv = donor.kv
+        if not isinstance(kv, TreeKV):
+            return None
+        first = kv.offset + start
+        found = self._tree.resident(kv.text, first + length)
+        if found.length < first + length:
+            return None
+        pin = self._tree.pin(found.node)
+        return self._tree.slots(found.node)[first : first + length], pin
+
+    def in_host(self, donor: Donor, start: int, length: int) -> KVBlock | None:
+        """View K/V of a donor in host memory, or None."""
+        kv = donor.kv
+        if not isinstance(kv, HostKV) or kv.store_key not in self._host:
+            return None
+        self._host_order.move_to_end(kv.store_key)
+        return self._host.get(kv.store_key, start, length)
+
+    def record_hit(self, donor: Donor, num_tokens: int) -> None:
+        """Count tokens that a donor saved."""
+        self.catalogue.record_hit(donor.donor_id, num_tokens)
+
+    def clear(self) -> None:
+        """Forget everything; for a flushed cache."""
+        self.catalogue.reset()
+        self._slot_texts.clear()
+        for store_key in self._host_order:
+            self._host.remove(store_key)
+        self._host_order.clear()
+        self.version += 1
+
+    def check(self) -> None:
+        """Verify the catalogue and the host store, and that every block is a donor's.
+
+        Raises:
+            CorruptCacheError: Something does not hold.
+        """
+        self.catalogue.check()
+        self._host.check()
+        kept = {kv.store_key for donor in self.catalogue if isinstance(kv := donor.kv, HostKV)}
+        if kept != set(self._host_order):
+            raise CorruptCacheError("blocks in host memory and their donors are not the same")
+
+    def _verify(self, match: Match) -> bool:
+        """Tell whether a match is there in full; cut its donor to what is there if not."""
+        donor = self.catalogue.get(match.donor_id)
+        if donor is None:
+            return False
+        if self._available(donor, match.donor_start, match.length) == match.length:
+            return True
+        kv = self.catalogue.remove(donor.donor_id).kv
+        if isinstance(kv, TreeKV):
+            live = self._tree.resident(kv.text, kv.offset + donor.num_tokens).length - kv.offset
+            if live >= self._min_run:
+                self._add(
+                    donor.namespace, donor.token_ids[:live].astype(np.int64), kv, donor.generation, donor.start_position
+                )
+        return False
+
+    def _available(self, donor: Donor, start: int, length: int) -> int:
+        kv = donor.kv
+        if isinstance(kv, HostKV):
+            return length if kv.store_key in self._host else 0
+        assert isinstance(kv, TreeKV)
+        # Asking for all of the donor, not for the part, keeps the tree from splitting a node for every question.
+        live = self._tree.resident(kv.text, kv.offset + donor.num_tokens).length - kv.offset
+        return max(0, min(length, live - start))
+
+    def _add(
+        self, namespace: Namespace, tokens: TokenArray, kv: TreeKV | HostKV, generation: int, position: int
+    ) -> Donor | None:
+        try:
+            added = self.catalogue.add(namespace, tokens, kv, generation=generation, start_position=position)
+        except CapacityError as error:
+            logger.debug("a text of %d tokens does not become a donor: %s", len(tokens), error)
+            return None
+        for donor in added.evicted:
+            if isinstance(donor.kv, HostKV):
+                self._drop_block(donor.kv.store_key)
+        self.version += 1
+        return added.donor
+
+    def _capture(self, part: TextPart, slots: Tensor) -> None:
+        if part.length < self._min_run or not self._host.budget_bytes:
+            return
+        text, stop = part.text, part.start + part.length
+        tokens = np.frombuffer(text.tokens[part.start : stop], np.int64)
+        if self.rules.is_known(text.namespace, tokens, text.generation):
+            return
+        if not self._make_room(part.length * self._buffers.bytes_per_token):
+            return
+        store_key = self._next_store_key
+        handle = HostKV(store_key, text.origin)
+        donor = self._add(text.namespace, tokens, handle, text.generation, text.base + part.start)
+        if donor is None:
+            return
+        self._next_store_key += 1
+        self._host.put(store_key, self._buffers.export(slots[part.first : part.first + part.length]))
+        self._host_order[store_key] = donor
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Drop least recently used blocks until `num_bytes` fit."""
+        if num_bytes > self._host.budget_bytes:
+            return False
+        while not self._host.fits(num_bytes):
+            store_key, donor = next(iter(self._host_order.items()))
+            self.catalogue.remove(donor.donor_id)
+            self._drop_block(store_key)
+            self.version += 1
+        return True
+
+    def _drop_block(self, store_key: int) -> None:
+        self._host.remove(store_key)
+        del self._host_order[store_key]

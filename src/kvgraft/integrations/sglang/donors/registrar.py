@@ -1,0 +1,84 @@
+"""Make donors of what requests compute: exact text as SGLang publishes it, the rest under names of our own."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
+
+if TYPE_CHECKING:
+    from array import array
+
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.integrations.sglang.donors.tree import DonorTree
+    from kvgraft.integrations.sglang.request_state import RequestState
+
+
+class DonorRegistrar:
+    """Registers donors. Copied tokens never become donors; computed ones carry their generation. Not thread-safe."""
+
+    def __init__(self, tree: DonorTree, library: DonorLibrary, *, page_size: int, min_run: int) -> None:
+        self._tree, self._library = tree, library
+        self._page_size = page_size
+        self._min_run = min_run
+        self._secret = secrets.token_hex(16)
+        self._num_private = 0
+
+    def is_complete(self, req: Any) -> bool:  # noqa: ANN401 - SGLang's Req
+        """Tell whether the exact tree has all whole pages of the prompt."""
+        return bool(req.kv.cache_protected_len + self._page_size > len(req.origin_input_ids))
+
+    def register_exact(self, req: Any, state: RequestState, node: object) -> None:  # noqa: ANN401
+        """Register what `req` has in the exact tree and nobody has registered yet.
+
+        A run in front of it, which another request registered, is taken along, so that no match is torn at the seam.
+
+        Args:
+            req: SGLang's `Req`.
+            state: Its state.
+            node: Its node in the exact tree.
+        """
+        stop = state.lineage.exact_len(req.kv.cache_protected_len)
+        start = max(state.registered_len, state.lineage.given_len - self._min_run, 0)
+        if stop - start < self._min_run:
+            return
+        slots = self._tree.slots(node)[start:stop].cpu().numpy()
+        tokens = req.full_untruncated_fill_ids[:stop]
+        text = TreeText(tokens, state.namespace, req.extra_key, req.cache_salt, 0, 0, _origin(state))
+        self._library.register(text, start, slots)
+        state.registered_len = stop
+
+    def adopt_computed(self, req: Any, state: RequestState, row: Tensor) -> None:  # noqa: ANN401
+        """Give the tree what `req` computed behind copies, under names that no request can ask for.
+
+        Args:
+            req: SGLang's `Req`, finished and about to be released.
+            state: Its state; `adopted` names what it no longer owns.
+            row: Its slots by position.
+        """
+        tokens = req.full_untruncated_fill_ids
+        stop = min(req.owned_kv_len(), len(tokens))
+        for run in self._library.rules.runs(state.lineage, req.kv.cache_protected_len, stop):
+            start, end = (
+                -(-run.start // self._page_size) * self._page_size,
+                run.stop // self._page_size * self._page_size,
+            )
+            if self._library.wants(state.namespace, tokens[start:end], run.generation):
+                text = self._private_text(state, tokens[start:end], start, run.generation)
+                slots = row[start:end].long()
+                self._tree.adopt(text, slots)
+                state.adopted.append((start, end))
+                self._library.register(text, 0, slots.cpu().numpy())
+
+    def _private_text(self, state: RequestState, tokens: array[int], start: int, generation: int) -> TreeText:
+        """Name a text so that nothing else shares its path: two of equal tokens may differ in what they attended to."""
+        self._num_private += 1
+        name = f"{self._secret}-{self._num_private}"
+        return TreeText(tokens, state.namespace, name, None, start, generation, _origin(state))
+
+
+def _origin(state: RequestState) -> Origin:
+    return Origin(state.rid, len(state.attempts))

@@ -1,0 +1,47 @@
+"""What this integration needs of SGLang's radix tree and allocator; `GraftRadixCache` provides it, tests fake it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.donors.texts import TreeText
+
+
+class Resident(NamedTuple):
+    """How much of a path is on the device.
+
+    Attributes:
+        length: Tokens from the root, whole pages.
+        node: Handle of the last node, for `pin` and `slots`.
+    """
+
+    length: int
+    node: object
+
+
+class DonorTree(Protocol):
+    """A radix tree with its allocator."""
+
+    def resident(self, text: TreeText, end: int) -> Resident:
+        """Tell how many of the first `end` tokens are on the device; counts as a use of them."""
+
+    def pin(self, node: object) -> object:
+        """Keep the path to `node` from eviction; returns what `unpin` takes."""
+
+    def unpin(self, pin: object) -> None:
+        """Give a pin back."""
+
+    def slots(self, node: object) -> Tensor:
+        """Return the slots on the path to `node`, int64; good while it is pinned."""
+
+    def allocate(self, num_tokens: int) -> Tensor | None:
+        """Allocate whole pages, evicting what is not pinned; None if there is no room."""
+
+    def free(self, slots: Tensor) -> None:
+        """Give slots of `allocate` back."""
+
+    def adopt(self, text: TreeText, slots: Tensor) -> None:
+        """Insert a path that is not there yet; the tree owns the slots from now on."""

@@ -1,0 +1,109 @@
+"""Decide for one prompt which runs are loaded from where. Reads donors, changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.integrations.sglang.planning.regions import loadable
+from kvgraft.integrations.sglang.planning.spans import Span
+from kvgraft.reuse.lookup import Lookup
+from kvgraft.reuse.policy import configured_policy
+from kvgraft.types import Match, Miss, Namespace
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Sequence
+
+    from kvgraft.config.sglang import SGLangConfig
+    from kvgraft.donors import CostModel
+    from kvgraft.integrations.sglang.donors.library import DonorLibrary
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to load for a prompt.
+
+    Attributes:
+        spans: Ascending, disjoint, whole pages behind the exact prefix.
+        miss: Why there are none, or None.
+        lookup_ms: Time that it took.
+    """
+
+    spans: tuple[Span, ...]
+    miss: Miss | None
+    lookup_ms: float
+
+
+def request_namespace(
+    fingerprint: str, lora_id: str | None, extra_key: str | None, cache_salt: str | None
+) -> Namespace:
+    """Return who may share K/V with a request: same model, adapter, `extra_key` and `cache_salt`."""
+    return Namespace(fingerprint, lora_id or "", json.dumps([extra_key, cache_salt]))
+
+
+class LoadPlanner:
+    """Plans one prompt at a time: the lookup of all engines, cut to what SGLang can load. Not thread-safe."""
+
+    def __init__(
+        self,
+        library: DonorLibrary,
+        config: SGLangConfig,
+        costs: CostModel,
+        page_size: int,
+        *,
+        has_deadline: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Build a planner; without a deadline plans depend on nothing but their arguments and the donors."""
+        self.policy = configured_policy(config.selection, first_k=config.first_k)
+        self._catalogue = library.catalogue
+        self._costs = costs
+        self._page_size = page_size
+        self._min_run = config.min_run
+        self._recomputed: dict[int, int] = {}
+        self._lookup = Lookup(
+            library,
+            min_run=config.min_run,
+            max_generation=config.max_generation,
+            deadline_ms=config.lookup_deadline_ms if has_deadline else math.inf,
+            cut=self._cut,
+            clock=clock,
+        )
+
+    def plan(self, namespace: Namespace, tokens: array[int], exact_len: int, end: int) -> LoadPlan:
+        """Plan the positions `[exact_len, end)` of a prompt.
+
+        Args:
+            namespace: Whose donors may be used.
+            tokens: The prompt.
+            exact_len: Tokens that the exact prefix cache gives.
+            end: Positions from it on are computed.
+        """
+        token_ids = np.frombuffer(tokens[: end + 1], np.int64)
+        found = self._lookup.find(namespace, token_ids, exact_len, self._costs)
+        if isinstance(found.planned, Miss):
+            return LoadPlan((), found.planned, found.lookup_ms)
+        return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
+
+    def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
+        regions, self._recomputed = loadable(
+            matches,
+            start=exact_len,
+            end=num_tokens - 1,
+            page_size=self._page_size,
+            policy=self.policy,
+            min_run=self._min_run,
+        )
+        return regions
+
+    def _span(self, region: Match) -> Span:
+        donor = self._catalogue.get(region.donor_id)
+        return Span(
+            region.target_start, region.length, donor, region.donor_start, self._recomputed[region.target_start]
+        )

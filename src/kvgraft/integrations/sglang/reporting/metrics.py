@@ -1,0 +1,53 @@
+"""`kvgraft:*` metrics on SGLang's own Prometheus endpoint.
+
+SGLang's scheduler is another process than its HTTP server. With `--enable-metrics` it sets `prometheus_client`'s
+multi-process mode up before schedulers start, and whatever a scheduler counts then appears at the server's `/metrics`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kvgraft.reuse.metrics import DONOR_HOST_BYTES, DONOR_TOKENS, DONORS, GRAFT_ERRORS, METRICS, MetricKind, samples
+
+if TYPE_CHECKING:
+    from kvgraft.reuse.metrics import Metric
+    from kvgraft.types import GraftReport
+
+_LIVE = "kvgraft:live"
+
+
+class SGLangMetrics:
+    """The metrics of all engines, of one scheduler; made once per process."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._metrics = {metric: _made(metric) for metric in METRICS}
+        live = Gauge(_LIVE, "1 while the backend serves in the scheduler", ("model_name",), multiprocess_mode="livemax")
+        live.labels(model_name).set(1)
+
+    def count_report(self, report: GraftReport) -> None:
+        """Count a request that ended."""
+        for metric, labels, value in samples(report):
+            family = self._metrics[metric].labels(*labels, self._model_name)
+            family.observe(value) if metric.kind is MetricKind.HISTOGRAM else family.inc(value)
+
+    def count_error(self) -> None:
+        """Count a failure that became a miss."""
+        self._metrics[GRAFT_ERRORS].labels(self._model_name).inc()
+
+    def show_donors(self, num_donors: int, num_tokens: int, host_bytes: int) -> None:
+        """Take over how many donors there are."""
+        for metric, value in ((DONORS, num_donors), (DONOR_TOKENS, num_tokens), (DONOR_HOST_BYTES, host_bytes)):
+            self._metrics[metric].labels(self._model_name).set(value)
+
+
+def _made(metric: Metric) -> Any:  # noqa: ANN401 - a counter, a gauge or a histogram
+    labels = (*metric.labels, "model_name")
+    if metric.kind is MetricKind.HISTOGRAM:
+        return Histogram(metric.full_name, metric.help, labels, buckets=metric.buckets)
+    if metric.kind is MetricKind.GAUGE:
+        return Gauge(metric.full_name, metric.help, labels, multiprocess_mode="livemax")
+    return Counter(metric.full_name, metric.help, labels)

@@ -1,0 +1,89 @@
+"""One request on its way through prefill: what is to be loaded, what was, and what its K/V are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvgraft.reuse.lineage import Lineage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.planning.spans import Span
+    from kvgraft.integrations.sglang.reporting.reports import Attempt
+    from kvgraft.types import Miss, Namespace
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """State of a request from its first match to its release. A retracted one begins anew, but for its `attempts`.
+
+    Attributes:
+        rid: SGLang's name of the request; clients choose it.
+        namespace: Whose donors it may use and who may use its text.
+        attempts: What became of it before each retraction so far.
+        lineage: Where its K/V come from, from the last match on.
+        num_tokens: Length of the prompt, with output that was generated before a retraction.
+        planned_for: What the plan depends on: version of the donors, length of the prompt, end, exact length.
+        spans: Still to be loaded, ascending.
+        sources: By span of the lineage, who computed it and from which tier it was copied.
+        private: Slots that were loaded before the request had a row.
+        registered_len: Tokens from the start that are donors already.
+        adopted: Ranges of the row that the tree took over under names of our own.
+        miss: Why nothing was planned or loaded.
+        num_steps: Prefill steps that the plan's gaps were cut into, the first one included.
+        lookup_ms: Time of the last lookup.
+        graft_ms: Time of all copies.
+    """
+
+    rid: str
+    namespace: Namespace
+    attempts: tuple[Attempt, ...] = ()
+    lineage: Lineage = field(default_factory=lambda: Lineage(0))
+    num_tokens: int = 0
+    planned_for: tuple[int, int, int, int] | None = None
+    spans: list[Span] = field(default_factory=list)
+    sources: list[dict[str, object]] = field(default_factory=list)
+    private: list[Tensor] = field(default_factory=list)
+    registered_len: int = 0
+    adopted: list[tuple[int, int]] = field(default_factory=list)
+    miss: Miss | None = None
+    num_steps: int = 1
+    lookup_ms: float = 0.0
+    graft_ms: float = 0.0
+
+    def matched(self, num_tokens: int, exact_len: int) -> None:
+        """Note that SGLang gives the first `exact_len` tokens; the request has no K/V of its own yet."""
+        self.num_tokens, self.lineage = num_tokens, Lineage(exact_len)
+
+    def loaded(self, spans: list[Span], sources: list[dict[str, object]]) -> None:
+        """Note that `spans` were copied."""
+        self.lineage.copy([span.report() for span in spans])
+        self.lineage.recompute(sum(span.recomputed for span in spans), inside=False)
+        self.sources += sources
+
+    def adjoining(self, position: int) -> list[Span]:
+        """Return the spans that follow one another from `position` on."""
+        found: list[Span] = []
+        for span in self.spans:
+            if span.start != position:
+                break
+            found.append(span)
+            position = span.end
+        return found
+
+    def drop(self, spans: list[Span]) -> None:
+        """Forget spans that were loaded or cannot be."""
+        self.spans = [span for span in self.spans if span not in spans]
+
+    def pass_by(self, position: int, min_run: int) -> None:
+        """Cut off what lies before `position`; what is left of a span must be worth its copy."""
+        behind = [
+            span if span.start >= position else span.behind(position) for span in self.spans if span.end > position
+        ]
+        self.spans = [span for span in behind if span.start > position or span.length >= min_run]
+
+    def next_start(self, position: int) -> int | None:
+        """Return where the next span behind `position` begins, or None."""
+        return next((span.start for span in self.spans if span.start > position), None)

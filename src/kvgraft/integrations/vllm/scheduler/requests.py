@@ -1,0 +1,107 @@
+"""What the scheduler's half remembers of a request that vLLM has not finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvgraft.reuse.report import request_report
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvgraft.integrations.vllm.messages import BlockIds, GraftOutcome
+    from kvgraft.integrations.vllm.scheduler.claims import Claim
+    from kvgraft.integrations.vllm.scheduler.donor_registry import CapturedText
+    from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
+    from kvgraft.reuse.lineage import Lineage
+    from kvgraft.types import GraftReport, Miss, Namespace
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request from a lookup to the next, or to its end: vLLM may begin it again.
+
+    Attributes:
+        request_id: vLLM's name.
+        namespace: Who may share with it.
+        token_ids: int32, all tokens at the lookup.
+        num_prompt_tokens: How many of them are the prompt.
+        exact_len: What vLLM's prefix cache gave at the lookup.
+        lineage: Where its K/V come from.
+        claim: The graft, or None.
+        miss: Why there is none.
+        captures: Whether its text may become donors.
+        lookup_ms: Duration of the lookup.
+        is_admitted: vLLM has given it blocks since the lookup.
+        is_pinned: The claim's donors are kept for it.
+        has_failed: A graft of it failed; it is not tried again.
+        block_ids: Its blocks, group by group, as far as they were ever given.
+        prompt: Text that the engine computes and workers capture.
+        output: Generated text, captured in chunks; registered at the end.
+        gaps: Text of the prompt that the graft computes and captures.
+        outcome: What workers told of the graft.
+        hashes: Hashes of its blocks, if it was ever to be grafted.
+        before: Its report when vLLM began it again.
+    """
+
+    request_id: str
+    namespace: Namespace
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: int
+    exact_len: int
+    lineage: Lineage
+    claim: Claim | None = None
+    miss: Miss | None = None
+    captures: bool = False
+    lookup_ms: float = 0.0
+    is_admitted: bool = False
+    is_pinned: bool = False
+    has_failed: bool = False
+    block_ids: list[list[int]] = field(default_factory=list)
+    prompt: CapturedText | None = None
+    output: CapturedText | None = None
+    gaps: list[CapturedText] = field(default_factory=list)
+    outcome: GraftOutcome | None = None
+    hashes: PrivateBlockHashes | None = None
+    before: GraftReport | None = None
+
+    def waits_for_room(self, exact_len: int, num_tokens: int) -> bool:
+        """Whether vLLM asks for what it was told before: it does in every step until it has blocks to give."""
+        return not self.is_admitted and (self.exact_len, len(self.token_ids)) == (exact_len, num_tokens)
+
+    @property
+    def waits_for_graft(self) -> bool:
+        """Whether workers have a graft of it and have not told what became of it."""
+        return self.is_admitted and self.claim is not None and self.outcome is None
+
+    @property
+    def texts(self) -> list[CapturedText]:
+        """Everything that is being captured of it."""
+        return [text for text in (self.prompt, self.output, *self.gaps) if text is not None]
+
+    def blocks_to(self, stop: int, block_sizes: tuple[int, ...]) -> BlockIds:
+        """The blocks of positions `[0, stop)`."""
+        return tuple(tuple(ids[: -(-stop // size)]) for ids, size in zip(self.block_ids, block_sizes, strict=True))
+
+    def add_blocks(self, blocks: tuple[list[int], ...] | None, *, replace: bool) -> None:
+        """Take further blocks, or all of them anew."""
+        if replace:
+            self.block_ids = [list(ids) for ids in blocks or ()]
+        elif blocks is not None:
+            for known, more in zip(self.block_ids, blocks, strict=True):
+                known.extend(more)
+
+    def report(self, policy: str) -> GraftReport:
+        """What was reused for the prompt.
+
+        Tokens that a request had generated when vLLM began it again were chosen behind what it had then: where that was
+        further from a full prefill, that is what is told.
+        """
+        timings = {"lookup": self.lookup_ms}
+        if self.outcome is not None:
+            timings |= {"graft": self.outcome.inject_ms, "recompute": self.outcome.compute_ms}
+        report = request_report(self.lineage, self.num_prompt_tokens, policy=policy, timings_ms=timings, miss=self.miss)
+        before = self.before
+        return before if before is not None and before.shifted_tokens >= report.shifted_tokens else report

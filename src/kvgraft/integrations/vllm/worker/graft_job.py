@@ -1,0 +1,155 @@
+"""One graft on one rank: reused K/V in, gaps and chosen tokens computed, pass by pass."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.errors import IntegrationError
+from kvgraft.graft.select import NoRecompute, Observation, Recompute
+from kvgraft.graft.sparse_prefill import selection_context
+from kvgraft.integrations.vllm.messages import GraftOutcome
+from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
+from kvgraft.integrations.vllm.worker.passes import AllLayersPass, GraftedPrompt, GraftPass, KeyDeviationPass
+from kvgraft.integrations.vllm.worker.ranks import all_ranks
+from kvgraft.integrations.vllm.worker.spans import DonorSpans
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+from kvgraft.integrations.vllm.worker.window_ring import WindowRing
+from kvgraft.memory.block import KVBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.integrations.vllm.messages import Graft
+    from kvgraft.integrations.vllm.worker.donor_store import DonorStore
+    from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+    from kvgraft.types import Match
+
+logger = logging.getLogger(__name__)
+
+
+class GraftJob:
+    """Takes one graft to its outcome: `begin`, then `step` until `outcome` is set.
+
+    All ranks take the same steps: these follow from the command and, where keys are observed, from sums over ranks. A rank
+    that cannot read a donor makes all of them compute the positions instead, which gives what a full prefill would.
+    """
+
+    def __init__(
+        self, command: Graft, rank: RankModel, donors: DonorStore, policy: SelectionPolicy, *, max_rows: int
+    ) -> None:
+        self.command = command
+        self.outcome: GraftOutcome | None = None
+        self._rank = rank
+        self._donors = donors
+        self._homes = _homes(command, rank, max_rows)
+        self._max_rows = max_rows
+        self._policy = policy
+        self._num_recomputed = 0
+        self._fell_back = ""
+        self._inject_s = self._compute_s = 0.0
+
+    def begin(self) -> None:
+        """Read the donors and decide the first pass; every rank must come here in the same step."""
+        started = time.perf_counter()
+        command = self.command
+        spans, policy = self._spans((), ()), self._policy
+        try:
+            spans = self._spans(command.spans, command.source_starts)
+        except Exception as error:
+            logger.exception("graft of request %s: donors cannot be read; it is computed", command.request_id)
+            self._fell_back = f"{type(error).__name__}: {error}"
+        if not all_ranks(not self._fell_back):
+            self._fell_back = self._fell_back or "another rank could not read its donors"
+            if command.plan.exact_len and any(home.group.window for home in self._homes):
+                # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
+                raise IntegrationError(self._fell_back)
+            spans, policy = self._spans((), ()), NoRecompute()
+        self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
+        self._steps = policy.steps(selection_context(command.plan))
+        self._begin_pass(next(self._steps))
+        self._inject_s += time.perf_counter() - started
+
+    def step(self, max_rows: int) -> int:
+        """Compute up to `max_rows` rows and return how many; sets `outcome` behind the last of all."""
+        started = time.perf_counter()
+        rows = self._pass.advance(min(max_rows, self._max_rows)) if not self._pass.is_done else np.empty(0, np.int64)
+        if not isinstance(self._pass, KeyDeviationPass):
+            self._keep(rows)
+        done, self._pass.inject_s = self._pass.inject_s, 0.0
+        self._inject_s += done
+        is_over = self._pass.is_done and not self._next_pass()
+        self._compute_s += time.perf_counter() - started - done
+        if is_over:
+            self._finish()
+        return len(rows)
+
+    def _begin_pass(self, step: Recompute, observed: KeyDeviationPass | None = None) -> None:
+        command = self.command
+        if step.observe_key_deviation:
+            everything = np.arange(command.plan.exact_len, command.end)
+            assert self._rank.stack is not None, "the self-check finds it where the policy observes keys"
+            self._pass: GraftPass = KeyDeviationPass(self._prompt, everything, self._rank.stack)
+            return
+        if self._fell_back:
+            rows = np.arange(command.plan.exact_len, command.end)
+        else:
+            gaps = command.plan.compute[command.plan.compute < command.end]
+            rows = np.union1d(gaps, step.positions)
+        self._num_recomputed = len(step.positions)
+        self._pass = AllLayersPass(self._prompt, rows) if observed is None else observed.later_layers(rows)
+
+    def _next_pass(self) -> bool:
+        """Ask the policy for more; False if there is no more."""
+        observed = self._pass if isinstance(self._pass, KeyDeviationPass) else None
+        deviation = None if observed is None else observed.deviation()
+        try:
+            step = self._steps.send(Observation(None, None, deviation))
+        except StopIteration:
+            return False
+        self._begin_pass(step, observed)
+        return True
+
+    def _finish(self) -> None:
+        started = time.perf_counter()
+        for home in self._homes:
+            home.finish(self._prompt.spans, self.command.end)
+        self._inject_s += time.perf_counter() - started
+        self.outcome = GraftOutcome(
+            self._num_recomputed, self._inject_s * 1e3, self._compute_s * 1e3, fell_back=self._fell_back
+        )
+
+    def _spans(self, spans: Sequence[Match], source_starts: Sequence[int]) -> DonorSpans:
+        return DonorSpans(self._donors, spans, source_starts, self._rank.rope, self._rank.device)
+
+    def _keep(self, rows: NDArray[np.int64]) -> None:
+        """Copy computed text that shall become donors."""
+        for text_id, start, stop in self.command.captures:
+            kept = rows[(rows >= start) & (rows < stop)]
+            if len(kept):
+                self._donors.append(text_id, read_block(self._homes, kept))
+
+
+def read_block(homes: list[GroupKV], positions: NDArray[np.int64]) -> KVBlock:
+    """Copy the K/V of `positions` to host memory."""
+    places = [(home.place(positions), home.layers) for home in homes]
+    pairs = [place.read(layer) for place, layers in places for layer in layers]
+    return KVBlock(tuple(keys.cpu() for keys, _ in pairs), tuple(values.cpu() for _, values in pairs))
+
+
+def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
+    homes: list[GroupKV] = []
+    for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, command.block_ids, strict=True):
+        blocks = np.asarray(block_ids, np.int32)
+        if group.window:
+            homes.append(WindowRing(group, first_layer, blocks, max_rows=max_rows))
+        else:
+            table, caches = BlockTable(blocks, group.block_size), [layer.cache for layer in group.layers]
+            homes.append(PagedKV(group, first_layer, table, caches, start=command.plan.exact_len))
+    return homes

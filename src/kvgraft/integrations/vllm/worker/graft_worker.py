@@ -1,0 +1,302 @@
+"""The half of the connector that runs beside a model: captures, grafts, and what became of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvgraft.errors import IntegrationError
+from kvgraft.graft.select import Observable
+from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.integrations.vllm.worker.donor_store import DonorStore
+from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block
+from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
+from kvgraft.integrations.vllm.worker.layers import layer_groups
+from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
+from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
+from kvgraft.integrations.vllm.worker.self_check import checked
+from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
+from kvgraft.reuse.policy import configured_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvgraft.config.vllm import VLLMConfig
+    from kvgraft.integrations.vllm.messages import Capture, Graft, StepCommands, TextId
+    from kvgraft.types import DonorId
+
+logger = logging.getLogger(__name__)
+
+
+class GraftWorker:
+    """Carries the scheduler's commands out, in the order in which they come. Not thread-safe.
+
+    What fails is told in the next report and costs a request nothing but time. Nothing is captured or grafted before the
+    self-check has passed, which happens behind the first forward pass.
+    """
+
+    def __init__(self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._policy = configured_policy(
+            config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
+        )
+        self._donors = DonorStore(config.host_bytes, pin_memory=torch.cuda.is_available())
+        self._handle: ModelHandle | None = None
+        self._rank: RankModel | None = None
+        self._refusal = ""
+        self._jobs: dict[str, GraftJob] = {}
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._outcomes: dict[str, GraftOutcome] = {}
+        self._lost_texts: set[TextId] = set()
+        self._dead_texts: set[TextId] = set()
+        self._lost_donors: set[DonorId] = set()
+        self._told_refusal = False
+        self._told_bytes = 0
+        self._witness: WeightsWitness | None = None
+        self._weights_changed = False
+
+    @property
+    def refusal(self) -> str:
+        """Why this rank captures and grafts nothing, or empty."""
+        return self._refusal
+
+    @property
+    def description(self) -> dict[str, object]:
+        """What the self-check found, for `kvgraft doctor`."""
+        layers = [layer for group in self._groups for layer in group.layers]
+        rope = self._rank.rope if self._rank is not None else ()
+        return {
+            "attention_backends": sorted({layer.module.get_attn_backend().get_name() for layer in layers}),
+            "kv_layouts": sorted({layer.codec.name for layer in layers}),
+            "kv_dtype": str(layers[0].cache.dtype).removeprefix("torch."),
+            "kv_cache_groups": [
+                f"{len(group.layers)} layers, blocks of {group.block_size}"
+                + (f", window {group.window}" if group.window else "")
+                for group in self._groups
+            ],
+            "rope": sorted(
+                {"none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels" for spec in rope}
+            ),
+            "self_check": self._refusal or ("passed" if self._rank is not None else "waits for the first forward pass"),
+        }
+
+    def register(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Take the paged caches and prove their layout."""
+        try:
+            self._groups = together(lambda: layer_groups(self._vllm_config, self._kv_cache_config, kv_caches))
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
+            self._groups = ()
+            self._refuse(error)
+            return
+        self._handle = ModelHandle(self._groups[0].layers[0].module)
+
+    def load(self, commands: StepCommands) -> None:
+        """Begin new grafts and go on with those under way, within the step's budget."""
+        self._prepare()
+        if commands.reset:
+            self._forget_everything("the caches were reset")
+            self._weights_differ()  # whatever was loaded since is what runs from now on
+        if commands.grafts or commands.seals or commands.captures:
+            self._look_at_weights()
+        for request_id in commands.cancels:
+            if self._jobs.pop(request_id, None) is not None:
+                self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
+        for seal in commands.seals:
+            self._seal(seal.text_id, seal.donor_id)
+        for command in commands.grafts:
+            self._begin(command)
+        for text_id in commands.discards:
+            self._donors.discard(text_id)
+            self._dead_texts.discard(text_id)
+        for donor_id in commands.drops:
+            self._donors.drop(donor_id)
+        self._work()
+
+    def save(self, commands: StepCommands) -> None:
+        """Capture what the step's forward pass has computed."""
+        self._prepare()
+        for capture in commands.captures:
+            if self._rank is None:
+                self._lose(capture.text_id)
+            elif capture.text_id not in self._dead_texts:
+                self._capture(self._rank, capture)
+            if capture.donor_id is not None:
+                self._seal(capture.text_id, capture.donor_id)
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Asynchronous grafts that ended since the last call, and those among them that failed."""
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, set()
+        return loaded, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that a failed graft leaves without K/V, since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call; None for nothing worth telling."""
+        used_bytes = self._donors.used_bytes
+        is_refused = bool(self._refusal and not self._told_refusal)
+        lost = self._lost_texts or self._lost_donors or self._weights_changed
+        if not (self._outcomes or lost or is_refused or used_bytes != self._told_bytes):
+            return None
+        report = WorkerReport(
+            self._outcomes,
+            frozenset(self._lost_texts),
+            frozenset(self._lost_donors),
+            self._refusal,
+            used_bytes,
+            self._weights_changed,
+        )
+        self._told_bytes, self._weights_changed = used_bytes, False
+        self._outcomes, self._lost_texts, self._lost_donors = {}, set(), set()
+        self._told_refusal = bool(self._refusal)
+        return report
+
+    def close(self) -> None:
+        """Stop waiting for the model."""
+        if self._handle is not None:
+            self._handle.close()
+
+    def _prepare(self) -> None:
+        """Run the self-check as soon as the model is known; all ranks see their first forward pass in the same step."""
+        if self._rank is not None or self._refusal or self._handle is None or self._handle.model is None:
+            return
+        try:
+            rank = RankModel(self._vllm_config, self._handle.model, self._groups)
+            needs_stack = Observable.KEY_DEVIATION in self._policy.observes
+            self._rank, self._witness = together(
+                lambda: (checked(rank, needs_stack=needs_stack), WeightsWitness(rank.model))
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
+            self._refuse(error)
+
+    def _look_at_weights(self) -> None:
+        """Forget what the model computed before its weights were changed in place; all ranks notice together."""
+        if self._rank is not None and not all_ranks(not self._weights_differ()):
+            self._forget_everything("the model's weights were changed in place")
+            self._weights_changed = True
+
+    def _weights_differ(self) -> bool:
+        try:
+            return self._witness is not None and self._witness.has_changed()
+        except Exception:
+            logger.exception("weights cannot be looked at; they count as changed")
+            return True
+
+    def _forget_everything(self, reason: str) -> None:
+        """Drop donors and texts, refuse later captures of these texts, and let vLLM compute what is being grafted."""
+        logger.warning("all donors are forgotten: %s", reason)
+        for job in list(self._jobs.values()):
+            del self._jobs[job.command.request_id]
+            self._fail(job.command, reason)
+        self._dead_texts |= self._donors.text_ids
+        self._donors.clear()
+
+    def _refuse(self, error: Exception) -> None:
+        self._refusal = f"{error}" if isinstance(error, IntegrationError) else f"{type(error).__name__}: {error}"
+        logger.error(
+            "kvgraft reuses nothing on this server: %s", self._refusal, exc_info=not isinstance(error, IntegrationError)
+        )
+
+    def _begin(self, command: Graft) -> None:
+        if self._rank is None:
+            self._fail(command, "the self-check has not passed")
+            return
+        try:
+            rows, rank = self._config.max_recompute_tokens_per_step, self._rank
+            job = together(lambda: GraftJob(command, rank, self._donors, self._policy, max_rows=rows))
+            together(job.begin)
+        except Exception as error:
+            logger.exception("graft of request %s failed; vLLM computes it", command.request_id)
+            self._fail(command, f"{type(error).__name__}: {error}")
+            return
+        self._jobs[command.request_id] = job
+
+    def _work(self) -> None:
+        """Synchronous grafts to their end, then asynchronous ones with what is left of the budget, oldest first."""
+        budget = self._config.max_recompute_tokens_per_step
+        jobs = sorted(self._jobs.values(), key=lambda job: job.command.asynchronous)
+        for job in jobs:
+            is_asynchronous = job.command.asynchronous
+            while job.outcome is None and (budget > 0 or not is_asynchronous):
+                limit = budget if is_asynchronous else self._config.max_recompute_tokens_per_step
+                budget -= self._step(job, limit)
+            if job.outcome is not None:
+                self._end(job, job.outcome)
+
+    def _step(self, job: GraftJob, limit: int) -> int:
+        try:
+            with torch.inference_mode():
+                return together(lambda: job.step(limit))
+        except Exception as error:
+            logger.exception("graft of request %s failed; vLLM computes it", job.command.request_id)
+            job.outcome = GraftOutcome(0, 0.0, 0.0, f"{type(error).__name__}: {error}", failed=True)
+            return 0
+
+    def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
+        del self._jobs[job.command.request_id]
+        if outcome.failed:
+            self._fail(job.command, outcome.fell_back)
+            return
+        self._outcomes[job.command.request_id] = outcome
+        if job.command.asynchronous:
+            self._loaded.add(job.command.request_id)
+
+    def _fail(self, command: Graft, reason: str) -> None:
+        """Let vLLM compute the positions: by blocks where their numbers tell the request, by request otherwise."""
+        self._outcomes[command.request_id] = GraftOutcome(0, 0.0, 0.0, reason, failed=True)
+        for text_id in (*(text_id for text_id, _, _ in command.captures), command.tail):
+            if text_id is not None:
+                self._lose(text_id)
+        if len(command.block_ids) == 1:
+            first = command.plan.exact_len // self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._failed_blocks.update(command.block_ids[0][first:])
+        elif command.asynchronous:
+            self._failed.add(command.request_id)
+        else:
+            raise IntegrationError(
+                f"graft of request {command.request_id} failed and vLLM cannot take it back: {reason}"
+            )
+        if command.asynchronous:
+            self._loaded.add(command.request_id)
+
+    def _seal(self, text_id: TextId, donor_id: DonorId) -> None:
+        try:
+            self._donors.seal(text_id, donor_id)
+        except Exception as error:  # noqa: BLE001 - a donor less is no reason to end the engine
+            if text_id not in self._dead_texts:
+                logger.warning("a donor is not kept: %s: %s", type(error).__name__, error)
+            self._lost_donors.add(donor_id)
+            self._dead_texts.discard(text_id)
+
+    def _lose(self, text_id: TextId) -> None:
+        """Forget a text and refuse its captures until the scheduler has heard of it."""
+        self._lost_texts.add(text_id)
+        self._dead_texts.add(text_id)
+        self._donors.discard(text_id)
+
+    def _capture(self, rank: RankModel, capture: Capture) -> None:
+        try:
+            homes: list[GroupKV] = []
+            for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, capture.block_ids, strict=True):
+                table = BlockTable(np.asarray(block_ids, np.int32), group.block_size)
+                homes.append(PagedKV(group, first_layer, table, [layer.cache for layer in group.layers], start=0))
+            self._donors.append(capture.text_id, read_block(homes, np.arange(capture.start, capture.stop)))
+        except Exception:
+            logger.exception("capture of computed text failed; it becomes no donor")
+            self._lose(capture.text_id)

@@ -1,0 +1,68 @@
+"""What the tensor-parallel ranks of one engine decide together, so that none waits for another in a collective operation.
+
+The rule: a vote stands directly in front of every collective operation, and around every piece of work that ranks do in step.
+A rank that fails between two of them votes against; the others meet that vote at their next one, and all of them stop. (A
+rank that dies within a collective operation of the model leaves the others to the timeout of vLLM's process group, as it does
+in vLLM.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from kvgraft.errors import IntegrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class FailedTogetherError(IntegrationError):
+    """A rank failed, and every rank knows it: nobody votes about it again."""
+
+
+def all_ranks(agree: bool) -> bool:
+    """Whether all ranks agree; every rank must ask."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return agree
+    vote = torch.tensor([int(agree)])
+    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(vote.item())
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Do what every rank does in the same step, and fail on all of them if it fails on one.
+
+    Raises:
+        FailedTogetherError: Here or on another rank; the error here is its cause.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except FailedTogetherError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for this rank's vote
+        failure = error
+    if all_ranks(failure is None):
+        return result
+    if failure is None:
+        raise FailedTogetherError("another rank failed; its log says why")
+    told = f"{failure}" if isinstance(failure, IntegrationError) else f"{type(failure).__name__}: {failure}"
+    raise FailedTogetherError(told) from failure
+
+
+def summed_over_ranks(values: Tensor) -> Tensor:
+    """Sum a float32 tensor over the ranks, in host memory."""
+    group = get_tp_group()
+    values = values.cpu()
+    if group.world_size > 1:
+        together(lambda: None)
+        torch.distributed.all_reduce(values, group=group.cpu_group)
+    return values

@@ -1,0 +1,127 @@
+"""What a graft needs of this rank's model: passes over chosen positions, through all layers or some."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.worker.layers import caches_bound
+from kvgraft.integrations.vllm.worker.ranks import together
+from kvgraft.integrations.vllm.worker.virtual_batch import Runs, virtual_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from vllm.config import VllmConfig
+
+    from kvgraft.graft.rope import RopeSpec
+    from kvgraft.integrations.vllm.worker.layers import AttentionLayer, LayerGroup
+    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankModel:
+    """The model of this rank and its K/V.
+
+    Attributes:
+        vllm_config: Of the engine.
+        model: What vLLM runs.
+        groups: Attention layers.
+        rope: How the keys of each layer rotate, group by group; None for a layer without RoPE.
+        stack: The layers one by one, where the selection policy needs them.
+    """
+
+    vllm_config: VllmConfig
+    model: nn.Module
+    groups: tuple[LayerGroup, ...]
+    rope: tuple[RopeSpec | None, ...] = ()
+    stack: DecoderStack | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches lie."""
+        return self.groups[0].layers[0].cache.device
+
+    @property
+    def first_layers(self) -> list[int]:
+        """The number of each group's first layer among all layers, group by group."""
+        return [0, *accumulate(len(group.layers) for group in self.groups)][:-1]
+
+    @contextmanager
+    def batch(self, runs: Runs, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
+        """Prepare a pass over `runs` with K/V in `caches` by `tables`, one per group; gives the positions on the device.
+
+        What follows within may be a collective operation: all ranks have prepared then.
+        """
+        layers: list[AttentionLayer] = [layer for group in self.groups for layer in group.layers]
+        bound = [cache for group_caches in caches for cache in group_caches]
+        with caches_bound(layers, bound), ExitStack() as stack:
+            context = virtual_batch(self.vllm_config, self.groups, tables, runs, self.device)
+            yield together(lambda: stack.enter_context(context))
+
+    def run(
+        self,
+        token_ids: NDArray[np.int32],
+        runs: Runs,
+        tables: Sequence[BlockTable],
+        caches: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing."""
+        with self.batch(runs, tables, caches) as on_device:
+            self.model(input_ids=torch.from_numpy(token_ids).to(self.device), positions=on_device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderStack:
+    """The layers of a model one by one, for policies that look at the first ones.
+
+    Attributes:
+        body: The module that owns the layers and embeds tokens.
+        layers: Decoder layers, called as `layer(positions, hidden, residual)`; Llama, Qwen and Gemma models are so.
+    """
+
+    body: nn.Module
+    layers: nn.ModuleList
+
+    @classmethod
+    def of(cls, rank: RankModel) -> DecoderStack:
+        """Find the stack whose entries hold one attention layer each.
+
+        Raises:
+            IntegrationError: There is none.
+        """
+        attention = {id(layer.module) for group in rank.groups for layer in group.layers}
+        for body in rank.model.modules():
+            layers = getattr(body, "layers", None)
+            if (
+                isinstance(layers, torch.nn.ModuleList)
+                and len(layers) == len(attention)
+                and hasattr(body, "embed_input_ids")
+            ):
+                found = [sum(id(part) in attention for part in layer.modules()) for layer in layers]
+                if all(count == 1 for count in found):
+                    return cls(body, layers)
+        raise IntegrationError(
+            "selection 'kv_deviation' runs decoder layers one by one and does not know this model; use 'first_k'"
+        )
+
+    def embed(self, token_ids: NDArray[np.int32], device: torch.device) -> Tensor:
+        """Hidden states in front of the first layer."""
+        hidden: Tensor = self.body.embed_input_ids(torch.from_numpy(token_ids).to(device))  # type: ignore[operator]
+        return hidden
+
+    def run(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None, first: int, stop: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run layers `[first, stop)`; to be called within `RankModel.batch`."""
+        for layer in self.layers[first:stop]:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden, residual

@@ -1,0 +1,1 @@
+"""KV events: what is stored and removed, on the wire and over ZMQ as vLLM and SGLang send it."""

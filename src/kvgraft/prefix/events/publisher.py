@@ -1,0 +1,239 @@
+"""Publishes KV events over ZMQ as vLLM and SGLang do, and subscribes to any of the three. Needs the extra `router`.
+
+A message is `[topic, sequence number, payload]`. A reader that sees a gap asks the replay endpoint for what it missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.prefix.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import ModuleType
+
+    from kvgraft.prefix.events.event import KVEvent
+
+logger = logging.getLogger(__name__)
+
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+_POLL_MS = 20
+_LINGER_MS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherConfig:
+    """Where and how events are published; names and defaults are those of vLLM's `--kv-events-config`.
+
+    Attributes:
+        endpoint: Bound if it names all interfaces (`tcp://*:5557`) or a path (`ipc://`, `inproc://`), else connected.
+        replay_endpoint: Answers readers that missed something; None answers nobody.
+        topic: Prefix by which readers subscribe.
+        buffer_steps: Batches kept for replay.
+        hwm: Messages that ZMQ holds for a slow reader.
+        max_queue_size: Batches that wait to be sent; more are dropped and counted.
+        dp_rank: Data-parallel rank named in each batch.
+        as_arrays: Write events as arrays, for readers of older vLLM.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    topic: str = ""
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    dp_rank: int = 0
+    as_arrays: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+class ZmqEventPublisher:
+    """Sends batches from a thread of its own; `publish` never waits. `close` sends what is queued.
+
+    Attributes:
+        num_dropped: Batches that were dropped because the queue was full.
+    """
+
+    def __init__(self, config: PublisherConfig | None = None) -> None:
+        """Open the sockets.
+
+        Raises:
+            IntegrationError: An endpoint cannot be opened.
+        """
+        self.config = config or PublisherConfig()
+        self.num_dropped = 0
+        self._queue: queue.Queue[EventBatch | None] = queue.Queue(self.config.max_queue_size)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=self.config.buffer_steps)
+        self._num_sent = 0
+        self._zmq = _zmq()
+        context = self._zmq.Context.instance()
+        self._publisher = _open(context, self._zmq.PUB, self.config.endpoint, self.config.hwm)
+        replay = self.config.replay_endpoint
+        self._replay = None if replay is None else _open(context, self._zmq.ROUTER, replay, self.config.hwm)
+        self._thread = threading.Thread(target=self._run, name="kvgraft-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Queue the events of one step; nothing if there are none."""
+        if not events:
+            return
+        try:
+            self._queue.put_nowait(EventBatch(time.time(), tuple(events), self.config.dp_rank))
+        except queue.Full:
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                logger.warning("KV events are dropped: %d batches wait to be sent", self.config.max_queue_size)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Send what is queued and close the sockets."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            logger.warning("KV event publisher does not keep up; what is queued is lost")
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._send_next():
+                self._answer_replays()
+        except Exception:
+            logger.exception("KV event publisher stopped")
+        finally:
+            for socket in (self._publisher, self._replay):
+                if socket is not None:
+                    socket.close(linger=_LINGER_MS)
+
+    def _send_next(self) -> bool:
+        """Send one batch if there is one soon; False at the end."""
+        try:
+            batch = self._queue.get(timeout=_POLL_MS / 1e3)
+        except queue.Empty:
+            return True
+        if batch is None:
+            return False
+        payload = encode_batch(batch, as_arrays=self.config.as_arrays)
+        number = self._num_sent.to_bytes(SEQUENCE_BYTES, "big")
+        self._publisher.send_multipart((self.config.topic.encode(), number, payload))
+        self._sent.append((self._num_sent, payload))
+        self._num_sent += 1
+        return True
+
+    def _answer_replays(self) -> None:
+        """Send each asker what it missed, as far as it is kept, and the end mark."""
+        if self._replay is None:
+            return
+        while self._replay.poll(0):
+            frames = self._replay.recv_multipart()
+            if len(frames) != 3:
+                logger.warning("replay request of %d frames ignored; three are expected", len(frames))
+                continue
+            client, _, first = frames
+            start = int.from_bytes(first, "big")
+            for number, payload in self._sent:
+                if number >= start:
+                    number_bytes = number.to_bytes(SEQUENCE_BYTES, "big")
+                    self._replay.send_multipart((client, b"", number_bytes, payload))
+            self._replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+
+class ZmqEventSubscriber:
+    """Reads batches of a publisher in order, each once; asks for what it missed where there is a replay endpoint.
+
+    Attributes:
+        num_missed: Batches that could not be had any more.
+    """
+
+    def __init__(
+        self, endpoint: str, *, topic: str = "", replay_endpoint: str | None = None, hwm: int = 100_000
+    ) -> None:
+        self.num_missed = 0
+        self._zmq = _zmq()
+        self._context = self._zmq.Context.instance()
+        self._replay_endpoint = replay_endpoint
+        self._next: int | None = None if replay_endpoint is None else 0
+        self._socket = self._context.socket(self._zmq.SUB)
+        self._socket.set_hwm(hwm)
+        self._socket.setsockopt(self._zmq.SUBSCRIBE, topic.encode())
+        self._socket.connect(endpoint)
+
+    def receive(self, timeout_s: float = 1.0) -> list[EventBatch]:
+        """Return the next batches, missed ones included; empty if nothing comes in time.
+
+        Raises:
+            IntegrationError: A message is no batch of KV events.
+        """
+        if not self._socket.poll(int(timeout_s * 1e3)):
+            return []
+        frames = self._socket.recv_multipart()
+        if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+            raise IntegrationError(f"{len(frames)} frames are no KV event message; expected topic, sequence, payload")
+        number = int.from_bytes(frames[1], "big")
+        if self._next is not None and number < self._next:
+            return []
+        batches = list(self._missed(number))
+        self._next = number + 1
+        return [*batches, decode_batch(frames[2])]
+
+    def close(self) -> None:
+        """Close the socket; what was not received by then is lost."""
+        self._socket.close(linger=0)
+
+    def _missed(self, number: int) -> Iterator[EventBatch]:
+        """Batches between the last one received and `number`, from the replay endpoint."""
+        if self._next is None or self._next == number:
+            return
+        found = 0
+        if self._replay_endpoint is not None:
+            for replayed, payload in self._replayed(self._replay_endpoint, self._next):
+                if self._next <= replayed < number:
+                    found += 1
+                    yield decode_batch(payload)
+        self.num_missed += number - self._next - found
+
+    def _replayed(self, endpoint: str, start: int) -> Iterator[tuple[int, bytes]]:
+        socket = self._context.socket(self._zmq.DEALER)
+        try:
+            socket.connect(endpoint)
+            socket.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
+            while socket.poll(1000):
+                _, number, payload = socket.recv_multipart()
+                if number == END_OF_REPLAY:
+                    return
+                yield int.from_bytes(number, "big"), payload
+            logger.warning("replay endpoint %s does not answer", endpoint)
+        finally:
+            socket.close(linger=0)
+
+
+def _open(context: Any, kind: int, endpoint: str, hwm: int) -> Any:  # noqa: ANN401 (pyzmq sockets)
+    socket = context.socket(kind)
+    socket.set_hwm(hwm)
+    try:
+        if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+    except Exception as error:
+        socket.close(linger=0)
+        raise IntegrationError(f"cannot open {endpoint!r} for KV events: {error}; choose a free endpoint") from error
+    return socket
+
+
+def _zmq() -> ModuleType:
+    try:
+        import zmq
+    except ImportError as error:
+        raise ImportError("publishing KV events needs pyzmq: pip install 'kvgraft[router]'", name="zmq") from error
+    return zmq

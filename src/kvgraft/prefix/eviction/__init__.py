@@ -1,0 +1,1 @@
+"""Who leaves first: policies, and the queue that keeps candidates in their order."""

@@ -1,0 +1,1 @@
+"""The cache of two tiers: what leaves the device lives on in host memory."""

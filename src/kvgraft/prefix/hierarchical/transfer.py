@@ -1,0 +1,79 @@
+"""What the owner of both pools does for a cache of two tiers, and what passes between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvgraft.prefix.results import NO_SLOTS, MatchResult, PrefixHandle, SlotArray
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.hierarchical.node import HierNode
+
+HOST_MEDIUM = "CPU_PINNED"
+
+WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1, "write_through_selective": 2}
+"""Hits after which a node is copied to the host, its first insert included; None copies it when it leaves the device."""
+
+
+class TierTransfer(Protocol):
+    """What the owner of both pools does for the cache. On failure it keeps nothing allocated."""
+
+    def backup(self, kv_indices: SlotArray) -> SlotArray | None:
+        """Copy device slots to new host slots and return those; None if there is no room on the host."""
+
+    def load(self, host_indices: SlotArray) -> SlotArray | None:
+        """Copy host slots to new device slots and return those; None if there is no room on the device."""
+
+    def free_host(self, host_indices: SlotArray) -> None:
+        """Take back host slots."""
+
+
+class TieredMatchResult(MatchResult):
+    """A match of a device part and, behind it, a host part."""
+
+    __slots__ = ("_host_handle", "host_hit_len")
+
+    def __init__(self, parts: list[SlotArray], device: HierNode, host: HierNode) -> None:
+        super().__init__(parts, device.end, device)
+        self._host_handle = host
+        self.host_hit_len = host.end - device.end
+
+    @property
+    def host_handle(self) -> PrefixHandle:
+        """Where the host part ends."""
+        return self._host_handle
+
+
+@dataclass(slots=True, eq=False)
+class LoadBack:
+    """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort.
+
+    Attributes:
+        host_indices: Host slots to copy to the device.
+        start: First position of the host part.
+        node: Where it ends.
+        lock: Lock on the device part in front.
+        done: Whether it was committed or aborted.
+    """
+
+    host_indices: SlotArray
+    start: int
+    node: HierNode
+    lock: PrefixHandle
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadBackResult:
+    """The prefix after a load-back.
+
+    Attributes:
+        handle: The prefix that lies on the device now.
+        prefix_len: Its length.
+        freed: Device slots that were not needed, because another request brought the same KV meanwhile.
+    """
+
+    handle: PrefixHandle
+    prefix_len: int
+    freed: SlotArray = field(default_factory=lambda: NO_SLOTS)

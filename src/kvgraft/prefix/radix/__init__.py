@@ -1,0 +1,1 @@
+"""The radix tree: nodes, structure, and the cache of one pool on it."""

@@ -1,0 +1,395 @@
+"""What radix caches share: lookup, insert, locks and eviction over one tree. A match costs its own length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+import numpy as np
+
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.base import PrefixCache
+from kvgraft.prefix.eviction.policies import EvictionPolicy, make_eviction_policy
+from kvgraft.prefix.eviction.queue import EvictionQueue
+from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.radix.invariants import check_tree
+from kvgraft.prefix.radix.node import RadixNode
+from kvgraft.prefix.radix.tree import RadixTree
+from kvgraft.prefix.results import (
+    NO_SLOTS,
+    NOTHING_FREED,
+    EvictResult,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PrefixHandle,
+    SlotArray,
+    as_slots,
+)
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.prefix.lifecycle import StoredRow
+    from kvgraft.prefix.request import RequestRow
+
+Node = TypeVar("Node", bound=RadixNode)
+
+
+class BaseRadixCache(PrefixCache, Generic[Node]):
+    """What radix caches of one lock and one eviction order share; `RadixCache` is the plain one.
+
+    Invariants (verified by `check`):
+        - A node holds whole pages and one slot per element; no slot is stored twice.
+        - `children` keys are the first page of the child, so no two children share a first page.
+        - `lock_ref` is the node's `handle_locks` plus its children with `lock_ref > 0`; the root counts as locked.
+        - The eviction queue holds the unlocked leaves and nothing else.
+        - `evictable_size` and `protected_size` are the elements of nodes with `lock_ref == 0` and `> 0`.
+
+    A split makes a new node of the upper part; the lower part stays the same node, so handles and locks keep meaning
+    the same prefix.
+    """
+
+    _node_class: type[Node]
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        policy: EvictionPolicy | str = "lru",
+        policy_config: dict[str, int] | None = None,
+        events: EventLog | None = None,
+        disabled: bool = False,
+        simulated: bool = False,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            policy: Name in `EVICTION_POLICIES`, or a policy.
+            policy_config: Parameters for a policy given by name.
+            events: Where stored and removed pages are recorded; None records nothing.
+            disabled: Store and match nothing.
+            simulated: Without a pool: an insert without slots takes the token ids as slots, and slots may repeat.
+        """
+        if isinstance(policy, str):
+            policy = make_eviction_policy(policy, policy_config)
+        elif policy_config:
+            raise ConfigError("policy_config goes with a policy's name; give the parameters to the policy itself")
+        self.policy = policy
+        self._tree: RadixTree[Node] = RadixTree(page_size, self._node_class)
+        self._page_size = page_size
+        self._queue: EvictionQueue[Node] = EvictionQueue(policy)
+        self._evictable_size = 0
+        self._protected_size = 0
+        self._events = events
+        self._disabled = disabled
+        self._simulated = simulated
+
+    @classmethod
+    def create_simulated(cls, page_size: int = 1, **options: object) -> Self:
+        """Make a cache without a pool, for simulation and tests: `insert(key)` takes the token ids as slots."""
+        return cls(page_size, simulated=True, **options)  # type: ignore[arg-type]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page; nothing is matched or stored in smaller pieces."""
+        return self._page_size
+
+    @property
+    def evictable_size(self) -> int:
+        """Stored tokens that no lock protects."""
+        return self._evictable_size
+
+    @property
+    def protected_size(self) -> int:
+        """Stored tokens under at least one lock."""
+        return self._protected_size
+
+    @property
+    def disabled(self) -> bool:
+        """Whether the cache never stores anything."""
+        return self._disabled
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the tree, the root not counted. Complexity: O(nodes)."""
+        return sum(1 for _ in self._tree.root.subtree()) - 1
+
+    @property
+    def root_handle(self) -> PrefixHandle:
+        """Handle of the empty prefix."""
+        return self._tree.root
+
+    # lookup
+
+    def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
+        """Find the longest stored prefix in whole pages and mark it as used now.
+
+        Splits the node in which the match ends, so that the handle covers exactly what was matched.
+
+        Complexity: O(matched tokens) at the speed of `memcmp`, plus O(nodes on the path).
+        """
+        return self._match_prefix_exact(params if isinstance(params, RadixKey) else params.key)
+
+    def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
+        """Match by the key alone."""
+        if self._disabled:
+            return MatchResult([], 0, self._tree.root)
+        path, node = self._walk(key, self._tree.root, key.aligned_len(self._page_size))
+        return MatchResult([step.kv_indices for step in path], node.end, node)
+
+    def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
+        """Follow `key` from `start` as far as it is stored, split where it ends and mark all of it as used now.
+
+        Returns the nodes behind `start` and the last one.
+        """
+        tree = self._tree
+        now = tree.tick()
+        path, partial, run = tree.descend(key, start, length)
+        if partial is not None:
+            path.append(self._divide(partial, run))
+        if not path:
+            start.last_access = now
+            return path, start
+        for node in path:
+            node.last_access = now
+        self._requeue(path[-1])
+        return path, path[-1]
+
+    def _requeue(self, node: Node) -> None:
+        """Restore the order of eviction after the facts about a node changed."""
+        if node.queue_index >= 0:
+            self._queue.update(node)
+
+    def _divide(self, node: Node, length: int) -> Node:
+        return self._tree.divide(node, length)
+
+    # insert
+
+    def insert(
+        self,
+        key: RadixKey,
+        kv_indices: SlotArray | None = None,
+        *,
+        after: PrefixHandle | None = None,
+        priority: int = 0,
+        counted_len: int | None = None,
+    ) -> InsertResult:
+        """Store `key` in whole pages; the part that is not stored yet takes its slots from `kv_indices`.
+
+        Args:
+            key: Tokens and namespace; copied.
+            kv_indices: One slot per element of `key`; copied. A simulated cache takes the token ids if there are none.
+            after: Handle of a stored prefix with which `key` begins; only what follows is compared and stored.
+            priority: For the `priority` policy; the path keeps the largest it has seen.
+            counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
+
+        Every node on the path counts a hit, the one that is made now included.
+
+        Complexity: O(tokens of `key` behind `after`) plus O(nodes behind `counted_len`).
+
+        Raises:
+            ConfigError: `kv_indices` are not integers, one per element, or `after` is no prefix of `key`.
+            CorruptCacheError: `after` is of a dropped prefix or of another cache.
+        """
+        slots = self._offered(key, kv_indices)
+        tree = self._tree
+        if self._disabled:
+            return InsertResult(0, 0, tree.root)
+        start = tree.root if after is None else tree.resolve_prefix(key, after)
+        total_len = key.aligned_len(self._page_size)
+        path, node = self._walk(key, start, total_len)
+        counted_len = start.end if counted_len is None else counted_len
+        self._credit(start, path, total_len, priority, counted_len)
+        prefix_len = self._stored_len(node, path, slots)
+        if node.end < total_len:
+            node = self._add_leaf(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
+        return InsertResult(prefix_len, max(total_len, start.end), node)
+
+    def _offered(self, key: RadixKey, kv_indices: SlotArray | None) -> SlotArray:
+        if kv_indices is not None:
+            return as_slots(kv_indices, len(key))
+        if not self._simulated:
+            raise ConfigError("insert needs kv_indices, one slot per token; create_simulated() makes a cache without")
+        return key.token_ids[: len(key)]
+
+    def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
+        """Count hits, raise priorities and remember the length of the sequence along the path of an insert.
+
+        In front of `start` only hits are counted, and those of a request once; the rest is learnt when a leaf goes.
+        """
+        for node in path:
+            node.priority = max(node.priority, priority)
+            node.reach = max(node.reach, total_len)
+        last = step = path[-1] if path else start
+        last.priority = max(last.priority, priority)
+        while step.end > counted_len and step.parent is not None:
+            step.hit_count += 1
+            step = step.parent
+        self._requeue(last)
+
+    def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
+        """Elements whose slots the cache had already; `path` was walked by an insert that offers `slots`."""
+        return node.end
+
+    def _add_leaf(
+        self, parent: Node, key: RadixKey, slots: SlotArray, total_len: int, priority: int, *, hit_count: int
+    ) -> Node:
+        if parent.queue_index >= 0:
+            self._queue.remove(parent)
+        leaf = self._tree.add_leaf(parent, key, slots, parent.end, total_len, priority=priority, hit_count=hit_count)
+        self._evictable_size += len(leaf)
+        self._queue.add(leaf)
+        if self._events is not None:
+            self._events.stored(leaf, self._page_size)
+        return leaf
+
+    # locks
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
+        """Keep the prefix of `handle` from eviction until as many `dec_lock_ref` follow; returns `handle`.
+
+        Complexity: O(nodes that were not protected before) plus O(log n) for a leaf.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        """
+        node = self._tree.resolve(handle)
+        if node.parent is None:
+            return handle
+        node.handle_locks += 1
+        step: Node = node
+        while True:
+            step.lock_ref += 1
+            if step.lock_ref > 1 or step.parent is None:
+                break
+            self._protect(step)
+            step = step.parent
+        return handle
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Give back one lock of `handle`. Does not count as an access; never frees anything here.
+
+        Complexity: O(nodes that are not protected any more) plus O(log n) for a leaf.
+
+        Raises:
+            CorruptCacheError: The handle holds no lock here. Nothing has changed then.
+        """
+        node = self._tree.resolve(handle)
+        if node.parent is None:
+            return NOTHING_FREED
+        if not node.handle_locks:
+            raise CorruptCacheError("dec_lock_ref without inc_lock_ref on the same handle")
+        node.handle_locks -= 1
+        step: Node = node
+        while True:
+            step.lock_ref -= 1
+            if step.lock_ref or step.parent is None:
+                break
+            self._unprotect(step)
+            step = step.parent
+        return NOTHING_FREED
+
+    def _protect(self, node: Node) -> None:
+        num_tokens = len(node.kv_indices)
+        self._evictable_size -= num_tokens
+        self._protected_size += num_tokens
+        if node.queue_index >= 0:
+            self._queue.remove(node)
+
+    def _unprotect(self, node: Node) -> None:
+        num_tokens = len(node.kv_indices)
+        self._evictable_size += num_tokens
+        self._protected_size -= num_tokens
+        self._queue_if_candidate(node)
+
+    def _queue_if_candidate(self, node: Node) -> None:
+        if not node.children and not node.lock_ref:
+            self._queue.add(node)
+
+    # eviction
+
+    def evict(self, num_tokens: int) -> EvictResult:
+        """Drop unlocked leaves in the order of the policy until `num_tokens` are freed or nothing unlocked is left.
+
+        A parent that loses its last child becomes a leaf and competes at once. May free more: nodes go whole.
+
+        Complexity: O(log n) per dropped node plus O(tokens freed).
+        """
+        return self._evict_leaves(num_tokens, trim=False)
+
+    def _evict_leaves(self, num_tokens: int, *, trim: bool) -> EvictResult:
+        dropped: list[SlotArray] = []
+        num_freed = 0
+        while num_freed < num_tokens and self._queue:
+            leaf = self._queue.pop()
+            wanted = -(-(num_tokens - num_freed) // self._page_size) * self._page_size
+            if trim and wanted < len(leaf):
+                self._divide(leaf, len(leaf) - wanted)
+            num_freed += len(leaf)
+            dropped.append(leaf.kv_indices)
+            self._drop_leaf(leaf)
+        self._evictable_size -= num_freed
+        return EvictResult(np.concatenate(dropped) if dropped else NO_SLOTS)
+
+    def _drop_leaf(self, leaf: Node) -> None:
+        """Take an unqueued leaf out of the tree; its parent may become a candidate."""
+        if self._events is not None:
+            self._events.removed(leaf)
+        parent = self._tree.remove_leaf(leaf)
+        parent.learn_from(leaf)
+        self._queue_if_candidate(parent)
+
+    def reset(self) -> SlotArray:
+        """Forget everything, locked or not, and return every slot for the caller to free. Handles become stale.
+
+        Complexity: O(stored tokens).
+        """
+        self._queue.clear()
+        nodes = self._tree.clear()
+        freed = np.concatenate([NO_SLOTS, *(node.kv_indices for node in nodes)])
+        for node in nodes:
+            node.detach()
+        self._evictable_size = self._protected_size = 0
+        if self._events is not None:
+            self._events.cleared()
+        return freed
+
+    def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """Slots of positions `[start, end)` of a stored prefix. Complexity: O(slots + nodes that hold them).
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        """
+        return self._tree.path_slots(self._tree.resolve(handle), start)
+
+    # requests
+
+    def end_prompt(self, stored: StoredRow, req: RequestRow) -> None:
+        """Cut the last node of a finished request at the end of its prompt, whose part gets one more priority.
+
+        Outputs are seldom asked for again, so they can then be evicted without the prompt.
+        """
+        node = self._tree.resolve(stored.handle)
+        if req.prompt_len is None:
+            return
+        boundary = req.prompt_len - req.is_bigram
+        boundary -= boundary % self._page_size
+        if node.start < boundary < node.end:
+            upper = self._divide(node, boundary - node.start)
+            upper.priority = max(upper.priority, req.priority) + 1
+
+    # invariants
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle time.
+
+        Complexity: O(stored tokens * log).
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """
+        self._queue.check()
+        sizes = check_tree(self._tree.root, self._page_size, set(self._queue), unique_slots=not self._simulated)
+        if sizes != (self._evictable_size, self._protected_size):
+            counted = (self._evictable_size, self._protected_size)
+            raise CorruptCacheError(f"evictable and protected tokens are {sizes}, counted as {counted}")

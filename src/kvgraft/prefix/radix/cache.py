@@ -1,0 +1,91 @@
+"""The exact prefix cache of one pool, and what asks a semantic provider where nothing exact is stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.radix.node import RadixNode
+from kvgraft.prefix.semantic import SemanticFallback, SemanticPrefixProvider, SlotCopier
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.request import RequestRow
+    from kvgraft.prefix.results import EvictResult, MatchPrefixParams, MatchResult
+
+Node = TypeVar("Node", bound=RadixNode)
+
+
+class SemanticRadixCache(BaseRadixCache[Node]):
+    """A radix cache that takes a semantic provider."""
+
+    _semantic: SemanticFallback | None = None
+
+    def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
+        """Match as `BaseRadixCache`; on a miss on behalf of a request the provider is asked, if one is set."""
+        if isinstance(params, RadixKey):
+            return self._match_prefix_exact(params)
+        result = self._match_prefix_exact(params.key)
+        if self._semantic is None or params.req is None or result.prefix_len or result.host_hit_len:
+            return result
+        return self._semantic.on_miss(self, params.key, params.req.rid, result)
+
+    def cache_finished_req(self, req: RequestRow, *, is_insert: bool = True) -> EvictResult:
+        """Store and release as any cache; the provider hears of it unless nothing was inserted."""
+        announce = self._semantic is not None and is_insert and not req.skip_insert and not self._disabled
+        token_ids = req.token_ids[: req.committed_len]
+        result = super().cache_finished_req(req, is_insert=is_insert)
+        if announce and self._semantic is not None:
+            self._semantic.on_cached(req.rid, token_ids)
+        return result
+
+    @property
+    def semantic(self) -> SemanticFallback | None:
+        """The active semantic fallback with its counters, or None."""
+        return self._semantic
+
+    @property
+    def _semantic_provider(self) -> SemanticPrefixProvider | None:
+        return None if self._semantic is None else self._semantic.provider
+
+    def set_semantic_provider(
+        self,
+        provider: SemanticPrefixProvider | None,
+        *,
+        copy_slots: SlotCopier | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Ask `provider` where an exact lookup on behalf of a request finds nothing; None asks nobody any more.
+
+        Args:
+            provider: Its `on_init` is called once, here.
+            copy_slots: Copies the KV of given slots into new ones and returns those, or None if there is no room. A
+                hit then hands out slots that the caller owns. Without it a hit refers to the donor's slots, read-only
+                and under the donor's lock.
+            deadline_s: Seconds that a call may take; a call that raises or takes longer is a counted miss. None calls
+                directly and lets exceptions through.
+        """
+        if self._semantic is not None:
+            self._semantic.close()
+        self._semantic = None
+        if provider is not None:
+            self._semantic = SemanticFallback(provider, copy_slots=copy_slots, deadline_s=deadline_s)
+            provider.on_init()
+
+
+class RadixCache(SemanticRadixCache[RadixNode]):
+    """A radix tree on one pool of slots; namespaces part at the root's children. Not thread-safe."""
+
+    _node_class = RadixNode
+
+    def evict(self, num_tokens: int, *, trim: bool = False) -> EvictResult:
+        """Drop unlocked leaves in the order of the policy until `num_tokens` are freed or nothing unlocked is left.
+
+        Args:
+            num_tokens: Tokens to free.
+            trim: Cut the last leaf, so that no page is dropped beyond what is asked for; otherwise nodes go whole,
+                which is cheaper and leaves fewer fragments.
+
+        Complexity: O(log n) per dropped node plus O(tokens freed), with `trim` O(tokens of the last leaf) more.
+        """
+        return self._evict_leaves(num_tokens, trim=trim)

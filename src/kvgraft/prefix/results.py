@@ -1,0 +1,187 @@
+"""What a prefix cache takes and answers with: slots, handles, matches, what an insert took and what an eviction freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvgraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.key import RadixKey
+    from kvgraft.types import Fidelity
+
+SlotArray = NDArray[np.int64]
+"""1-D indices of KV slots, one per token."""
+
+
+def _no_slots() -> SlotArray:
+    empty = np.empty(0, dtype=np.int64)
+    empty.flags.writeable = False
+    return empty
+
+
+NO_SLOTS = _no_slots()
+"""A read-only array of no slots."""
+
+
+class PrefixHandle:
+    """Names one stored prefix; opaque to callers.
+
+    Stays good while the prefix is stored, through splits and inserts. Whoever needs the prefix to stay locks the handle
+    before anything may evict. A handle of a dropped prefix or of another cache is refused.
+    """
+
+    __slots__ = ()
+
+
+class LookupRequest(Protocol):
+    """What a lookup may know about who asks; enables the semantic fallback."""
+
+    @property
+    def rid(self) -> str:
+        """Name of the request."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatchPrefixParams:
+    """A lookup on behalf of a request.
+
+    Attributes:
+        key: What to look up.
+        req: Who asks; None for a lookup that must stay exact.
+    """
+
+    key: RadixKey
+    req: LookupRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FidelitySpan:
+    """Positions `[start, start + length)` of a match whose KV relates to the query's tokens as `fidelity` says."""
+
+    start: int
+    length: int
+    fidelity: Fidelity
+
+
+class MatchResult:
+    """The longest stored prefix of a key.
+
+    The slots are put together when they are first asked for; they stay what they were at the time of the match.
+
+    Attributes:
+        prefix_len: Tokens matched on the device, a multiple of the page size.
+        handle: The stored prefix that was matched; what to lock.
+        host_hit_len: Further tokens behind `prefix_len` that a host tier holds (`load_back` brings them).
+        substituted: Whether the KV belongs to other tokens (semantic fallback). Such a request is never inserted.
+        skip_insert: Whether the request must not be inserted.
+        owned: Whether `kv_indices` are copies that the caller owns and frees; otherwise the cache goes on owning them.
+        spans: For a substituted match, fidelity by position.
+        source_id: Name that the semantic provider gave its donor.
+    """
+
+    __slots__ = ("_joined", "_parts", "handle", "prefix_len")
+
+    host_hit_len: int = 0
+    substituted: bool = False
+    skip_insert: bool = False
+    owned: bool = False
+    spans: tuple[FidelitySpan, ...] = ()
+    source_id: str = ""
+
+    def __init__(self, parts: list[SlotArray], prefix_len: int, handle: PrefixHandle) -> None:
+        self._parts = parts
+        self._joined: SlotArray | None = None
+        self.prefix_len = prefix_len
+        self.handle = handle
+
+    def __repr__(self) -> str:
+        kind = "substituted " if self.substituted else ""
+        return f"MatchResult({kind}prefix_len={self.prefix_len}, host_hit_len={self.host_hit_len})"
+
+    @property
+    def host_handle(self) -> PrefixHandle:
+        """Where the host part ends; `handle` if there is none."""
+        return self.handle
+
+    @property
+    def kv_indices(self) -> SlotArray:
+        """Read-only int64 `(prefix_len,)`. Complexity: O(prefix_len) the first time unless one node holds it all."""
+        if self._joined is None:
+            self._joined = join_slots(self._parts)[: self.prefix_len]
+        return self._joined
+
+    @property
+    def swa_indices(self) -> SlotArray:
+        """Slots of the sliding-window pool by position; empty for caches without one."""
+        return NO_SLOTS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InsertResult:
+    """Which of the offered slots the cache took: `kv_indices[prefix_len:total_len]`.
+
+    The caller keeps or frees the others: duplicates `[:prefix_len]` of what was stored before (where they are not the
+    cache's own slots) and the tail `[total_len:]` that fills no page.
+
+    Attributes:
+        prefix_len: Tokens that were in the cache already.
+        total_len: Tokens of the key that are in the cache now, its length in whole pages.
+        handle: The stored prefix of `total_len` tokens.
+    """
+
+    prefix_len: int
+    total_len: int
+    handle: PrefixHandle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvictResult:
+    """Slots that the cache has forgotten and the caller frees.
+
+    Attributes:
+        freed: int64 `(n,)` slots of the full-attention (or only) pool.
+        swa_freed: int64 `(m,)` slots of the sliding-window pool; empty for caches without one.
+    """
+
+    freed: SlotArray
+    swa_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the full-attention (or only) pool were dropped."""
+        return len(self.freed)
+
+
+NOTHING_FREED = EvictResult(NO_SLOTS)
+
+
+def join_results(*results: EvictResult) -> EvictResult:
+    """What several steps have freed, as one result."""
+    return EvictResult(
+        np.concatenate([NO_SLOTS, *(result.freed for result in results)]),
+        np.concatenate([NO_SLOTS, *(result.swa_freed for result in results)]),
+    )
+
+
+def as_slots(kv_indices: SlotArray, num_tokens: int) -> SlotArray:
+    """Return `kv_indices` if they are integers, one per token; raises `ConfigError` otherwise."""
+    slots = np.asarray(kv_indices)
+    if slots.shape != (num_tokens,) or (slots.dtype.kind not in "iu" and num_tokens):
+        raise ConfigError(f"kv_indices must be {num_tokens} integers, one per token, not {slots.dtype} {slots.shape}")
+    return slots
+
+
+def join_slots(parts: list[SlotArray]) -> SlotArray:
+    """Concatenate into one array; read-only, and without a copy of a single part."""
+    if not parts:
+        return NO_SLOTS
+    if len(parts) == 1:
+        return parts[0]
+    joined = np.concatenate(parts)
+    joined.flags.writeable = False
+    return joined

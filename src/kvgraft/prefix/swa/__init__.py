@@ -1,0 +1,1 @@
+"""The cache for models with sliding windows: one tree, two pools."""

@@ -1,0 +1,286 @@
+"""Lookup, locks and eviction of a tree whose nodes own slots of two pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.results import (
+    NO_SLOTS,
+    NOTHING_FREED,
+    EvictResult,
+    MatchPrefixParams,
+    PrefixHandle,
+    SlotArray,
+    join_slots,
+)
+from kvgraft.prefix.swa.node import SWALock, SWANode
+from kvgraft.prefix.swa.results import SWAMatchResult
+from kvgraft.prefix.swa.windows import TreeWindows
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.prefix.eviction.policies import EvictionPolicy
+
+
+class BaseSWACache(BaseRadixCache[SWANode]):
+    """What `SWARadixCache` is without inserts and requests.
+
+    Invariants (verified by `check`), besides those of a radix tree:
+        - A window has one slot per element of its node; no slot of either pool is stored twice.
+        - Receipts that cover a window never exceed the locks on or below its node (`full_lock_ref >= swa_lock_ref`).
+        - A leaf without a window is locked.
+        - Those of `TreeWindows`.
+    """
+
+    _node_class = SWANode
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        sliding_window_size: int,
+        leaf_cap: bool = False,
+        policy: EvictionPolicy | str = "lru",
+        policy_config: dict[str, int] | None = None,
+        events: EventLog | None = None,
+        disabled: bool = False,
+        simulated: bool = False,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            sliding_window_size: Tokens that a window layer reads, the current one included.
+            leaf_cap: Cut a new leaf so that its tail is one window in whole pages; a lock then covers that tail instead
+                of a whole prefill chunk.
+            policy: Order of eviction of full-attention leaves, by name or as a policy. Windows leave least recently
+                used first.
+            policy_config: Parameters for a policy given by name.
+            events: Where stored and removed pages are recorded.
+            disabled: Store and match nothing.
+            simulated: Without pools: an insert without slots takes the token ids as slots.
+        """
+        if sliding_window_size < 1:
+            raise ConfigError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
+        super().__init__(
+            page_size,
+            policy=policy,
+            policy_config=policy_config,
+            events=events,
+            disabled=disabled,
+            simulated=simulated,
+        )
+        self.sliding_window_size = sliding_window_size
+        self._cap = -(-sliding_window_size // page_size) * page_size if leaf_cap else 0
+        self._windows = TreeWindows(sliding_window_size)
+
+    @property
+    def swa_evictable_size(self) -> int:
+        """Tokens of windows that no lock covers."""
+        return self._windows.evictable_size
+
+    @property
+    def swa_protected_size(self) -> int:
+        """Tokens of windows under at least one lock."""
+        return self._windows.protected_size
+
+    @property
+    def swa_total_size(self) -> int:
+        """Tokens that have sliding-window KV."""
+        return self._windows.evictable_size + self._windows.protected_size
+
+    # lookup
+
+    def match_prefix(self, params: MatchPrefixParams | RadixKey) -> SWAMatchResult:
+        """Find the deepest page boundary behind which a model can go on.
+
+        That is the deepest one whose run of live windows, going up, is at least `sliding_window_size` or reaches the
+        root. Marks the accepted path as used now; windows only as deep as one window reaches, so that dead ones age.
+        """
+        return self._match_prefix_exact(params if isinstance(params, RadixKey) else params.key)
+
+    def _match_prefix_exact(self, key: RadixKey) -> SWAMatchResult:
+        root = self._tree.root
+        if self._disabled:
+            return SWAMatchResult([], root)
+        now = self._tree.tick()
+        path = self._accepted_path(key)
+        for node in path:
+            node.last_access = now
+        last = path[-1] if path else root
+        self._windows.touch(last, now)
+        if last.queue_index >= 0:
+            self._queue.update(last)
+        return SWAMatchResult(path, last)
+
+    def _accepted_path(self, key: RadixKey) -> list[SWANode]:
+        path, partial, run = self._tree.descend(key, self._tree.root, key.aligned_len(self._page_size))
+        window = self.sliding_window_size
+        live, num_accepted = float("inf"), 0
+        for index, node in enumerate(path):
+            if node.window is not None:
+                live += len(node)
+                continue
+            if live >= window:
+                num_accepted = index
+            live = 0
+        if live >= window:
+            num_accepted = len(path)
+        if partial is not None and partial.window is not None and live + run >= window:
+            path.append(self._divide(partial, run))
+            num_accepted = len(path)
+        return path[:num_accepted]
+
+    def _divide(self, node: SWANode, length: int) -> SWANode:
+        upper = super()._divide(node, length)
+        self._windows.divided(upper, node)
+        return upper
+
+    # locks
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> SWALock:
+        """Keep a prefix from eviction, and its last window; returns the receipt.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache, or its window was evicted since.
+        """
+        node = self._tree.resolve(handle)
+        covered = self._windows.reach(node)
+        if node.end and (
+            not covered or (covered[-1].start and node.end - covered[-1].start < self.sliding_window_size)
+        ):
+            raise CorruptCacheError("the window of this prefix was evicted: match again")
+        return self._lock(node, covered)
+
+    def _lock(self, node: SWANode, covered: list[SWANode]) -> SWALock:
+        super().inc_lock_ref(node)
+        self._windows.cover(covered)
+        return SWALock(node, covered[-1].start if covered else node.end)
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Give back a lock; returns the slots of tombstone leaves that only the lock kept.
+
+        Raises:
+            CorruptCacheError: The receipt is none, was given back before, or is of another cache. Nothing has changed.
+        """
+        lock = self._open_lock(handle)
+        if not lock.swa_released:
+            self._windows.uncover(lock.node, lock.swa_start)
+        super().dec_lock_ref(lock.node)
+        lock.released = True
+        node = lock.node
+        if node.children or node.lock_ref or node.window is not None:
+            return NOTHING_FREED
+        self._queue.remove(node)
+        freed, swa_freed = self._drop(node)
+        return EvictResult(join_slots(freed), join_slots(swa_freed))
+
+    def dec_swa_lock_only(self, handle: PrefixHandle) -> EvictResult:
+        """Release the window of a lock early, when decoding has left it behind; full attention stays locked.
+
+        Windows inside the tree become evictable; that of a leaf is freed now and the leaf becomes a tombstone.
+
+        Raises:
+            CorruptCacheError: The receipt's window was released before. Nothing has changed then.
+        """
+        lock = self._open_lock(handle)
+        if lock.swa_released:
+            raise CorruptCacheError("the window of this lock was released before")
+        uncovered = self._windows.uncover(lock.node, lock.swa_start)
+        lock.swa_released = True
+        freed = [self._windows.free(window) for window in uncovered if not window.node.children]
+        return EvictResult(NO_SLOTS, join_slots(freed))
+
+    def _open_lock(self, handle: PrefixHandle) -> SWALock:
+        if not isinstance(handle, SWALock) or handle.released:
+            raise CorruptCacheError("not a receipt of inc_lock_ref, or given back before")
+        self._tree.resolve(handle.node)
+        return handle
+
+    # eviction
+
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+        """Free at least so many tokens of each pool, or all that is unlocked.
+
+        Unlocked leaves go first, in the order of the policy, with both kinds of slots; so do tombstones that become
+        unlocked leaves thereby. If windows are still short, the least recently used go: of a leaf that nobody locks
+        together with the leaf, otherwise alone.
+
+        Complexity: O(log n) per dropped node or window plus O(tokens freed).
+        """
+        freed: list[SlotArray] = []
+        swa_freed: list[SlotArray] = []
+        num_freed = num_swa_freed = 0
+        while (num_freed < num_tokens and self._queue) or (num_swa_freed < swa_num_tokens and self._windows):
+            if num_freed < num_tokens and self._queue:
+                parts, swa_parts = self._drop(self._queue.pop())
+            else:
+                parts, swa_parts = self._evict_window()
+            num_freed += sum(map(len, parts))
+            num_swa_freed += sum(map(len, swa_parts))
+            freed += parts
+            swa_freed += swa_parts
+        return EvictResult(join_slots(freed), join_slots(swa_freed))
+
+    def _evict_window(self) -> tuple[list[SlotArray], list[SlotArray]]:
+        window = self._windows.oldest()
+        node = window.node
+        if not node.children and not node.lock_ref:
+            self._queue.remove(node)
+            return self._drop(node)
+        return [], [self._windows.free(window)]
+
+    def _drop(self, leaf: SWANode) -> tuple[list[SlotArray], list[SlotArray]]:
+        """Drop an unlocked, unqueued leaf and the tombstones above that become unlocked leaves; returns their slots."""
+        freed: list[SlotArray] = []
+        swa_freed: list[SlotArray] = []
+        node = leaf
+        while True:
+            if node.window is not None:
+                swa_freed.append(self._windows.free(node.window))
+            freed.append(node.kv_indices)
+            self._evictable_size -= len(node)
+            if self._events is not None:
+                self._events.removed(node)
+            parent = self._tree.remove_leaf(node)
+            parent.learn_from(node)
+            if parent.children or parent.lock_ref:
+                return freed, swa_freed
+            if parent.window is not None:
+                self._queue.add(parent)
+                return freed, swa_freed
+            node = parent
+
+    def reset(self) -> SlotArray:
+        """Forget everything; returns the full-attention slots. `reset_both` returns those of both pools."""
+        return self.reset_both().freed
+
+    def reset_both(self) -> EvictResult:
+        """Forget everything, locked or not, and return every slot of both pools for the caller to free."""
+        windows = [node.window.swa_indices for node in self._tree.root.subtree() if node.window is not None]
+        self._windows.clear()
+        return EvictResult(super().reset(), join_slots(windows))
+
+    def swa_path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """Sliding-window slots of positions `[start, end)` of a stored prefix, -1 where they are gone."""
+        parts: list[SlotArray] = []
+        step: SWANode | None = self._tree.resolve(handle)
+        while step is not None and step.end > start:
+            slots = np.full(len(step), -1) if step.window is None else step.window.swa_indices
+            parts.append(slots[max(start - step.start, 0) :])
+            step = step.parent
+        return join_slots(parts[::-1])
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle time.
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """
+        super().check()
+        self._windows.check(self._tree.root, unique_slots=not self._simulated)

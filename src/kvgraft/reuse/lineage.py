@@ -1,0 +1,198 @@
+"""Where the K/V of every position of a request come from, through everything that an engine does to it.
+
+The one place that says for all engines which K/V of a request may be given to an exact prefix cache, which text of it may
+become a donor and of which generation, and which classes its report counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvgraft.errors import CorruptCacheError
+from kvgraft.types import Fidelity, SpanReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvgraft.donors import Donor
+    from kvgraft.types import Match
+
+
+class ComputedRun(NamedTuple):
+    """Positions `[start, stop)` that were computed, and the generation of a donor made of them."""
+
+    start: int
+    stop: int
+    generation: int
+
+
+class Lineage:
+    """The origin of each position of one request, from its admission to its end. Not thread-safe.
+
+    A position is
+
+    - *given*, below `given_len`: the engine's exact prefix cache had it when the request was admitted;
+    - *copied*, in one of `spans`: K/V of a donor, approximate;
+    - *computed*, everywhere else, by a forward pass of this request. What is computed behind something copied attends to it
+      and is approximate too: its generation is one more than the highest that it attended to.
+
+    An engine may take a request's K/V away and let it begin again (preemption, retraction, a failed load). What its cache
+    then gives back has the class that it had before, whatever the cache takes it for: `restart`.
+
+    Invariant (`check`): spans ascend, are disjoint and lie at or behind `given_len`.
+    """
+
+    def __init__(self, given_len: int) -> None:
+        """Begin with a request whose first `given_len` positions are exact K/V that others computed."""
+        self._given_len = given_len
+        self._spans: tuple[SpanReport, ...] = ()
+        self._exposed: tuple[tuple[int, int], ...] = ()
+        self._recomputed = self._recomputed_inside = 0
+
+    @property
+    def given_len(self) -> int:
+        """Positions that came from the engine's exact prefix cache; never more than at the first admission."""
+        return self._given_len
+
+    @property
+    def spans(self) -> tuple[SpanReport, ...]:
+        """What was copied, ascending, those tokens included that were computed again afterwards."""
+        return self._spans
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens that a donor had and that a selection policy had computed again."""
+        return self._recomputed
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether anything copied was put in, or attended to."""
+        return bool(self._spans or self._exposed)
+
+    def copied_tokens(self, fidelity: Fidelity) -> int:
+        """Tokens of one class that stayed as they were copied. Those computed again count as shifted before."""
+        tokens = sum(span.length for span in self._spans if span.fidelity is fidelity)
+        return tokens - self._recomputed_inside if fidelity is Fidelity.SHIFTED else tokens
+
+    def copy(self, spans: Iterable[SpanReport]) -> None:
+        """Note that the K/V of donors now lie at the positions of `spans`, all behind those copied so far."""
+        self._spans += tuple(spans)
+
+    def expose(self, position: int, generation: int) -> None:
+        """Note that what is computed from `position` on attends to donors' K/V that are no part of the prompt's spans.
+
+        Sliding-window layers need it: an exact prefix may have lost the window in front of its end, which donors then give.
+
+        Args:
+            position: First position that attends to them.
+            generation: Highest generation of these donors.
+        """
+        self._exposed += ((position, generation),)
+
+    def recompute(self, num_tokens: int, *, inside: bool) -> None:
+        """Note that a selection policy had `num_tokens` computed that a donor had.
+
+        Args:
+            num_tokens: How many.
+            inside: They are part of `spans`, over whose copies they were written; otherwise they lie in the gaps.
+        """
+        self._recomputed += num_tokens
+        self._recomputed_inside += num_tokens if inside else 0
+
+    def withdraw(self, start: int = 0) -> None:
+        """Note that nothing copied lies at or behind `start`: the copy failed and the engine computes these positions."""
+        self._cut(start)
+
+    def restart(self, kept_len: int) -> None:
+        """Note that the request begins again and that its cache gave the first `kept_len` positions back.
+
+        These keep their class; what lay behind them is gone. A span that is cut counts as not recomputed, so that no report
+        becomes better by a restart.
+        """
+        self._given_len = min(self._given_len, kept_len)
+        self._cut(kept_len)
+
+    def exact_len(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` positions have the K/V of a full prefill: what may be published as exact."""
+        firsts = [start for start, _, _ in self._sources()]
+        return min([num_tokens, *firsts])
+
+    def computed_runs(self, start: int, stop: int) -> Iterator[ComputedRun]:
+        """Yield the computed runs of `[start, stop)` with their generations, as far as donors may be made of them.
+
+        What attended to another text's K/V is nobody's donor: the runs end in front of the first substituted span.
+
+        Complexity: O(spans).
+        """
+        for span in self._spans:
+            if span.fidelity is Fidelity.SUBSTITUTED:
+                stop = min(stop, span.target_start)
+        return computed_runs(self._sources(), start, stop)
+
+    def check(self) -> None:
+        """Verify the invariant.
+
+        Raises:
+            CorruptCacheError: It does not hold.
+        """
+        end = self._given_len
+        for span in self._spans:
+            if span.target_start < end or span.length <= 0:
+                raise CorruptCacheError(f"span at {span.target_start} begins in front of {end} or is empty")
+            end = span.target_start + span.length
+        if not 0 <= self._recomputed_inside <= self._recomputed:
+            raise CorruptCacheError(f"{self._recomputed_inside} of {self._recomputed} recomputed tokens lie in spans")
+
+    def _sources(self) -> list[tuple[int, int, int]]:
+        """Ascending `(start, stop, generation)` of everything that came from a donor."""
+        copied = [(span.target_start, span.target_start + span.length, span.generation) for span in self._spans]
+        return sorted([*copied, *((position, position, generation) for position, generation in self._exposed)])
+
+    def _cut(self, stop: int) -> None:
+        """Forget everything copied at or behind `stop`."""
+        kept = tuple(
+            replace(span, length=min(span.length, stop - span.target_start))
+            for span in self._spans
+            if span.target_start < stop
+        )
+        if kept != self._spans:
+            self._spans = kept
+            self._recomputed = self._recomputed_inside = 0
+        self._exposed = tuple((position, generation) for position, generation in self._exposed if position < stop)
+
+
+def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int) -> Iterator[ComputedRun]:
+    """Yield the runs of `[start, stop)` that were computed and not copied.
+
+    A token's generation is one more than the highest one that it attended to, and 0 behind nothing copied.
+
+    Args:
+        reused: Ascending, disjoint `(start, stop, generation of the donor)` of what was copied, some perhaps in front of
+            `start`, some perhaps empty.
+        start: First position that counts.
+        stop: First position behind.
+
+    Complexity: O(reused).
+    """
+    attended = 0
+    for first, last, generation in reused:
+        if start < min(first, stop):
+            yield ComputedRun(start, min(first, stop), attended)
+        attended = max(attended, 1 + generation)
+        start = max(start, last)
+    if start < stop:
+        yield ComputedRun(start, stop, attended)
+
+
+def reused_span(match: Match, donor: Donor, fidelity: Fidelity = Fidelity.SHIFTED) -> SpanReport:
+    """Describe a verified match whose K/V are copied from `donor`."""
+    return SpanReport(
+        target_start=match.target_start,
+        length=match.length,
+        donor_id=match.donor_id,
+        donor_start=match.donor_start,
+        position_delta=match.target_start - donor.start_position - match.donor_start,
+        fidelity=fidelity,
+        generation=donor.generation,
+    )

@@ -1,0 +1,136 @@
+"""The metrics of reuse: one set of names, labels and meanings. Engines only expose them.
+
+`samples` turns a report into counts. An engine adapter makes its metrics library's counters, gauges and histograms from the
+`Metric`s and feeds them. Labels are few and fixed: never a tenant or a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvgraft.types import MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvgraft.types import GraftReport
+
+_QUICK_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_REJECTED = {MissReason.NOT_WORTH_IT, MissReason.MODEL_REFUSED, MissReason.NO_ROOM, MissReason.DEADLINE}
+
+
+class MetricKind(StrEnum):
+    """What a metrics library makes of a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric as every engine exposes it.
+
+    Attributes:
+        name: Without the prefix `kvgraft:` and without suffixes that libraries add.
+        kind: Counter, gauge or histogram.
+        help: One line.
+        labels: Beside those that the engine gives all of its metrics.
+        buckets: Of a histogram, in seconds.
+    """
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """With the prefix."""
+        return f"kvgraft:{self.name}"
+
+
+class Sample(NamedTuple):
+    """A value of a metric, to be added to a counter, observed by a histogram or set on a gauge."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+PROMPT_TOKENS = Metric("prompt_tokens", MetricKind.COUNTER, "Prompt tokens by how they came about", ("kind", "outcome"))
+GRAFTED_REQUESTS = Metric("grafted_requests", MetricKind.COUNTER, "Requests with a graft")
+GRAFT_MISSES = Metric("graft_misses", MetricKind.COUNTER, "Requests without a graft, and why", ("reason",))
+GRAFT_ERRORS = Metric("graft_errors", MetricKind.COUNTER, "Failures of reuse that became misses; the log names them")
+LOOKUP_SECONDS = Metric("lookup_seconds", MetricKind.HISTOGRAM, "Finding and planning reuse", (), _QUICK_S)
+GRAFT_SECONDS = Metric("graft_seconds", MetricKind.HISTOGRAM, "Copying and rotating K/V", (), _QUICK_S)
+RECOMPUTE_SECONDS = Metric(
+    "recompute_seconds",
+    MetricKind.HISTOGRAM,
+    "Computing gaps and chosen tokens of a graft beside the engine",
+    (),
+    _QUICK_S,
+)
+DONORS = Metric("donors", MetricKind.GAUGE, "Donors in all tiers")
+DONOR_TOKENS = Metric("donor_tokens", MetricKind.GAUGE, "Tokens of donors in all tiers")
+DONOR_HOST_BYTES = Metric("donor_host_bytes", MetricKind.GAUGE, "Bytes of donors in host memory, on the fullest worker")
+
+METRICS = (
+    PROMPT_TOKENS,
+    GRAFTED_REQUESTS,
+    GRAFT_MISSES,
+    GRAFT_ERRORS,
+    LOOKUP_SECONDS,
+    GRAFT_SECONDS,
+    RECOMPUTE_SECONDS,
+    DONORS,
+    DONOR_TOKENS,
+    DONOR_HOST_BYTES,
+)
+"""All of them, in the order of the documentation."""
+
+_STEPS = {"lookup": LOOKUP_SECONDS, "graft": GRAFT_SECONDS, "recompute": RECOMPUTE_SECONDS}
+
+
+def samples(report: GraftReport) -> Iterator[Sample]:
+    """Yield what a request that ended adds to the metrics."""
+    outcome = token_outcome(report)
+    for kind, count in token_kinds(report).items():
+        yield Sample(PROMPT_TOKENS, (kind, outcome), count)
+    if report.miss is None:
+        yield Sample(GRAFTED_REQUESTS, (), 1)
+    else:
+        yield Sample(GRAFT_MISSES, (report.miss.reason.value,), 1)
+    for step, milliseconds in report.timings_ms.items():
+        metric = _STEPS.get(step)
+        if metric is not None and (step == "lookup" or report.spans):
+            yield Sample(metric, (), milliseconds / 1e3)
+
+
+def token_kinds(report: GraftReport) -> dict[str, int]:
+    """Prompt tokens by how they came about, under the names of the label `kind`."""
+    kinds = {
+        "prefix": report.exact_tokens,
+        "segment": report.shifted_tokens + report.substituted_tokens,
+        "recomputed": report.recomputed_tokens,
+        "fresh": report.computed_tokens - report.recomputed_tokens,
+    }
+    return {kind: max(0, count) for kind, count in kinds.items()}
+
+
+def token_outcome(report: GraftReport) -> str:
+    """Return how a request's tokens relate to a full prefill, the label `outcome` of prompt tokens.
+
+    `approx`: some were grafted. `fallback`: reuse failed. `rejected`: a match was found or looked for and refused.
+    `exact`: the rest.
+    """
+    if report.shifted_tokens or report.substituted_tokens:
+        return "approx"
+    if report.miss is not None and report.miss.reason is MissReason.ERROR:
+        return "fallback"
+    if report.miss is not None and report.miss.reason in _REJECTED:
+        return "rejected"
+    return "exact"

@@ -1,0 +1,74 @@
+"""Which text becomes a donor: what is long and exact enough, what others have already, what a new text replaces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvgraft.donors import Donor, DonorCatalogue
+    from kvgraft.reuse.lineage import ComputedRun, Lineage
+    from kvgraft.reuse.lookup import DonorFinder
+    from kvgraft.types import Match, Namespace
+
+
+class Registration:
+    """The rules; it changes nothing. Whoever keeps the K/V carries out what it says."""
+
+    def __init__(self, donors: DonorFinder, catalogue: DonorCatalogue, *, min_run: int, max_generation: int) -> None:
+        """Take the rules.
+
+        Args:
+            donors: Finds donors whose K/V are there.
+            catalogue: Of these donors.
+            min_run: Shortest text that becomes a donor.
+            max_generation: Highest generation of a donor.
+        """
+        self._donors = donors
+        self._catalogue = catalogue
+        self._min_run = min_run
+        self._max_generation = max_generation
+
+    def admits(self, num_tokens: int, generation: int) -> bool:
+        """Tell whether a text is long enough and close enough to exact."""
+        return num_tokens >= self._min_run and generation <= self._max_generation
+
+    def runs(self, lineage: Lineage, start: int, stop: int) -> Iterator[ComputedRun]:
+        """Yield what a request computed in `[start, stop)` and what is admitted. Copied text never is."""
+        return (run for run in lineage.computed_runs(start, stop) if self.admits(run.stop - run.start, run.generation))
+
+    def is_known(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]], generation: int) -> bool:
+        """Tell whether donors of at most `generation` have the text; see `covers`."""
+        return self.covers(
+            self._donors.find(namespace, token_ids, max_generation=generation), len(token_ids), generation
+        )
+
+    def covers(self, matches: Iterable[Match], num_tokens: int, generation: int) -> bool:
+        """Tell whether donors of at most `generation` have a text, all but less than the shortest run.
+
+        Args:
+            matches: Of the text, disjoint.
+            num_tokens: Its length.
+            generation: A donor of a higher one does not count: the text is the better donor then.
+        """
+        return num_tokens - sum(match.length for match in self.as_good(matches, generation)) < self._min_run
+
+    def as_good(self, matches: Iterable[Match], generation: int) -> list[Match]:
+        """Keep matches with donors of at most `generation`."""
+        found = ((match, self._catalogue.get(match.donor_id)) for match in matches)
+        return [match for match, donor in found if donor is not None and donor.generation <= generation]
+
+    def superseded(self, matches: Sequence[Match]) -> list[Donor]:
+        """Return the donors that a text about to be registered from position 0 on begins with, where nobody uses them."""
+        donors = []
+        for match in matches:
+            donor = self._catalogue.get(match.donor_id)
+            if donor is None or self._catalogue.is_pinned(match.donor_id):
+                continue
+            if match.target_start == donor.start_position == 0 and match.length == donor.num_tokens:
+                donors.append(donor)
+        return donors

@@ -1,0 +1,393 @@
+"""Every script in `benchmarks/` at toy size: it runs, and its figures move when what it measures does.
+
+A script that needs an engine or a package that is not here is run as far as that goes: its arithmetic against a stand-in for
+the server, or its help.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import py_compile
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
+
+from kvgraft.demo.session import SessionRequest
+from kvgraft.donors import DonorCatalogue
+from kvgraft.prefix import EvictResult, RadixCache
+from kvgraft.testing.tiny_models import tiny_model
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+HELPERS = {"prefix/trees.py", "prefix/sglang_stand_ins.py", "engines/vllm_server.py"}
+"""Imported by the scripts."""
+
+COVERED = HELPERS | {
+    "bench_lookup.py",
+    "bench_radix.py",
+    "bench_selection.py",
+    "bench_streams.py",
+    "record.py",
+    "soak.py",
+    "prefix/bench_events.py",
+    "prefix/bench_hybrid_chat.py",
+    "prefix/bench_hybrid_memory.py",
+    "prefix/bench_trees.py",
+    "prefix/soak.py",
+    "prefix/table.py",
+    "engines/make_model.py",
+    "engines/sglang_rag.py",
+    "engines/sglang_ttft.py",
+    "engines/vllm_ttft.py",
+    "peers/exact_runs.py",
+    "peers/peers_ttft.py",
+}
+
+
+def test_every_script_has_a_test_here():
+    assert {str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.rglob("*.py")} == COVERED
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Return a function that imports a script with its folder on the path, as `python SCRIPT` would."""
+    known = set(sys.modules)
+
+    def load_script(name):
+        path = BENCHMARKS / name
+        monkeypatch.syspath_prepend(str(path.parent))
+        spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    path = list(sys.path)
+    yield load_script
+    sys.path[:] = path
+    ours = (str(BENCHMARKS), str(Path(__file__).parents[1]))
+    for name in set(sys.modules) - known:  # `server` and `models` are other modules for others
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(ours):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return a function that runs a script's `main` and returns its exit code and what it printed."""
+
+    def run_main(module, *argv):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, argv)])
+        capsys.readouterr()
+        code = module.main()
+        return code, capsys.readouterr().out
+
+    return run_main
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A tiny model with the bundled model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from kvgraft.models import bundled_model_path
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+class TestLookup:
+    @pytest.fixture
+    def script(self, load, monkeypatch):
+        script = load("bench_lookup.py")
+        toy = {"PROMPT_TOKENS": 2_048, "PIECE_TOKENS": 128, "DOCUMENT_TOKENS": 512, "REPEATS": 3, "NUM_TWINS": 20}
+        for name, value in (toy | {"SIZES": ((200, 256),)}).items():
+            monkeypatch.setattr(script, name, value)
+        return script
+
+    def test_finds_what_prompts_share_with_donors(self, script, run):
+        _, out = run(script, "--json", "--quick")
+        result = json.loads(out)
+        (lookup,) = result["lookup"]
+        assert [lookup[kind]["matched_tokens"] for kind in ("pieces", "shifted", "fresh")] == [2_048, 512, 0]
+        assert lookup["pieces"]["p50"] > 0
+        assert all(case["matches"] > 0 for case in result["hostile"].values())
+
+    def test_a_catalogue_that_finds_nothing_fails_it(self, script, run, monkeypatch):
+        monkeypatch.setattr(DonorCatalogue, "find", lambda *_, **__: [])
+        with pytest.raises(SystemExit, match="pieces prompts share 2048 tokens with donors, 0 were found"):
+            run(script, "--json", "--quick")
+
+
+class TestRadix:
+    @pytest.fixture
+    def script(self, load, monkeypatch):
+        script = load("bench_radix.py")
+        monkeypatch.setattr(script, "LENGTHS", (1_024,))
+        monkeypatch.setattr(script, "REPEATS", 5)
+        return script
+
+    def test_prints_times(self, script, run):
+        _, out = run(script, "--nodes", 200)
+        lines = out.splitlines()
+        assert len(lines) == 5 + 2 * 4
+        assert all(float(line.split()[-2]) > 0 for line in lines)
+
+    @pytest.mark.parametrize(("method", "words"), [("insert", "one node matched 0"), ("evict", "freed fewer")])
+    def test_a_tree_that_does_nothing_fails_it(self, script, run, monkeypatch, method, words):
+        monkeypatch.setattr(RadixCache, method, lambda *_, **__: None)
+        if method == "insert":
+            with pytest.raises(SystemExit, match=words):
+                run(script, "--nodes", 200)
+        else:
+            with pytest.raises(SystemExit, match=words):
+                script.bench_eviction(200, 1)
+
+
+class TestSelection:
+    @pytest.fixture
+    def script(self, load):
+        return load("bench_selection.py")
+
+    def test_grafts_differ_from_full_prefill_and_policies_from_one_another(self, script, run, model_dir, monkeypatch):
+        monkeypatch.setattr("kvgraft.demo.session._LIBRARY_PASSAGES", 3)  # so that every prompt shares some
+        options = ("--model", model_dir, "--requests", 3, "--documents", 2, "--num-slots", 6_000)
+        code, out = run(script, *options, "--json")
+        assert code == 0
+        rows = {row["policy"]: row for row in json.loads(out)}
+        off, none = rows.pop("off"), rows["none"]
+        assert off["mean_kl"] < 1e-9
+        assert off["grafted_tokens"] == 0
+        assert none["grafted_tokens"] > 100
+        for row in rows.values():
+            assert row["mean_kl"] > max(1e-8, 100 * off["mean_kl"])
+        assert len({row["mean_kl"] for row in rows.values()}) == len(rows)
+        shares = [rows[f"first_k {k}"]["recomputed_share"] for k in (8, 16, 32, 64)]
+        assert 0 < shares[0] < shares[1] < shares[2] < shares[3]
+        assert rows["query_seam 30%"]["recomputed_share"] == pytest.approx(0.3, abs=0.02)
+
+    @pytest.mark.parametrize("scored", ["def the_same_text(): return 1\n", "Not a word of it was read before. "])
+    def test_prompts_of_which_nothing_is_grafted_fail_it(self, script, monkeypatch, model_dir, capsys, scored):
+        """One is an exact prefix of what was read, the other is new: both would agree with full prefill perfectly."""
+        prompts = ["def the_same_text(): return 1\n" * 20, scored * 20]
+        monkeypatch.setattr(script, "rag_session", lambda *_: [SessionRequest(prompt, "") for prompt in prompts])
+        monkeypatch.setattr(sys, "argv", ["bench_selection", "--model", model_dir, "--num-slots", "2000"])
+        assert script.main() == 2
+        err = capsys.readouterr().err
+        assert "nothing was grafted for scored prompt 1 of 1 under none" in err
+
+
+class TestStreams:
+    def measure(self, load, monkeypatch, server, **options):
+        script = load("bench_streams.py")
+        monkeypatch.setattr(script, "CompletionsClient", lambda _: server)
+        settings = {"url": "", "only": None, "streams": 4, "rounds": 2, "prefill_tokens": 500, "every": 0.5}
+        settings |= {"stream_tokens": 200, "scaling_tokens": 50, "reuse": "off", "vocab": 100, "seed": 0}
+        args = SimpleNamespace(**(settings | options))
+        return run_in_simulated_time(script.measure("", args))["summary"]
+
+    def test_prompts_slow_streams_down_by_the_time_they_take(self, load, monkeypatch):
+        """Streams run for 2 s; beside them a prompt of 0.1 s arrives every 0.5 s and nothing else happens meanwhile."""
+        server = SimulatedServer(0.0, prefill_s_per_token=2e-4, tokens=None, token_s=0.01)
+        summary = self.measure(load, monkeypatch, server)
+        assert summary["tpot_alone_ms"] == pytest.approx(10)
+        assert summary["tpot_degradation"] == pytest.approx(0.25, abs=0.06)
+        assert summary["prefill_ttft_p50_ms"] == pytest.approx(100, abs=1)
+        assert summary["scaling"] == pytest.approx(4)
+
+    def test_prompts_that_cost_nothing_slow_nothing_down(self, load, monkeypatch):
+        server = SimulatedServer(0.0, prefill_s_per_token=1e-9, tokens=None, token_s=0.01)
+        assert self.measure(load, monkeypatch, server)["tpot_degradation"] == pytest.approx(0, abs=1e-3)
+
+    def test_streams_that_fail_fail_it(self, load, monkeypatch):
+        with pytest.raises(SystemExit, match="http 500"):
+            self.measure(load, monkeypatch, SimulatedServer(status=500))
+
+
+@pytest.mark.slow
+def test_soak_kills_and_restarts_a_server_on_the_same_port(load, run, model_dir):
+    code, out = run(load("soak.py"), "--model", model_dir, "--requests", 60, "--clients", 4, "--num-slots", 500)
+    result = json.loads(out)
+    assert (code, result["passed"], result["problems"]) == (0, True, {})
+    assert sum(result["requests"].values()) == 60
+    assert {"stream", "whole"} <= set(result["requests"])
+    assert result["reused_share"] > 0.05
+    assert result["cut_off_by_kill"] > 0
+    assert result["served_after_restart"] == 60
+
+
+def test_soak_says_what_is_wrong(load):
+    script = load("soak.py")
+    slots = {"free": 5, "request": 1, "cached": 2, "donor": 2, "total": 10}
+    assert script.health_problem({"status": "ok", "invariant": "ok", "slots": slots}) is None
+    assert "do not add up" in script.health_problem({"status": "ok", "invariant": "ok", "slots": slots | {"free": 4}})
+    assert "invariant broken" in script.health_problem({"status": "ok", "invariant": "broken", "slots": slots})
+    flat, growing = ([(n, (100 << 20) + n * slope) for n in range(100)] for slope in (0, 1 << 20))
+    assert script.memory(flat, 24.0)[1] is None
+    assert "grew by 50 MB" in script.memory(growing, 24.0)[1].replace("49 MB", "50 MB")
+
+
+def test_record_keeps_what_a_benchmark_printed(load, run, monkeypatch, tmp_path):
+    script = load("record.py")
+    monkeypatch.setattr(script, "_RESULTS", tmp_path)
+    code, _ = run(script, "toy", "--", sys.executable, "-c", "print('{\"figure\": 3}')")
+    record = json.loads((tmp_path / "toy.json").read_text())
+    assert (code, record["result"]) == (0, {"figure": 3})
+    assert {"command", "commit", "date", "versions", "machine"} < set(record)
+    assert run(script, "failed", "--", sys.executable, "-c", "raise SystemExit(3)")[0] == 3
+    assert not (tmp_path / "failed.json").exists()
+
+
+class TestPrefix:
+    def test_events_are_timed_with_and_without_a_log(self, load, run):
+        _, out = run(load("prefix/bench_events.py"), "--nodes", 40, "--tokens", 8)
+        rows = json.loads(out)
+        assert [row["shape"] for row in rows] == ["wide", "deep"]
+        assert all(
+            row[step][side] > 0
+            for row in rows
+            for step in ("fill", "evict")
+            for side in ("log / bare", "log, us per node")
+        )
+
+    def test_hybrid_chat_holds_less_and_answers_the_same(self, load, run, monkeypatch):
+        monkeypatch.setattr("kvgraft.prefix.registry._FACTORIES", {})
+        options = ("--turns", 5, "--window", 16, "--prompt-tokens", 20, "--output-tokens", 20)
+        _, out = run(load("prefix/bench_hybrid_chat.py"), *options)
+        result = json.loads(out)
+        assert result["tokens_agree"] is True
+        assert result["held_at_end"]["hybrid"] < result["held_at_end"]["full"]
+        grown = {}
+        for name, rows in result["decode"].items():
+            grown[name] = rows[-1]["request_bytes"] - rows[0]["request_bytes"]
+        assert 0 < grown["hybrid"] < 0.4 * grown["full"]  # one layer of six keeps everything
+
+    def test_hybrid_memory_is_bounded_by_the_window(self, load, run):
+        _, out = run(load("prefix/bench_hybrid_memory.py"), "--turns", 4, "--window", 64)
+        chat = json.loads(out)["chat"]
+        assert [row["tokens"] for row in chat] == sorted({row["tokens"] for row in chat})
+        assert max(row["window_tokens"] for row in chat) <= 2 * 64
+        assert chat[-1]["share"] < 0.3
+
+    def test_trees_are_timed(self, load, run, monkeypatch):
+        """Ours; SGLang's and the memory per node, which takes a process of its own, are left out."""
+        script = load("prefix/bench_trees.py")
+        trees = {"kvgraft": sys.modules["trees"].KVGraftTree}
+        monkeypatch.setattr(script, "available_trees", lambda: trees)
+        monkeypatch.setattr(script, "bytes_per_node_apart", lambda *_: 0)
+        # With torch loaded a collection takes longer than all that is measured here.
+        monkeypatch.setattr(script, "gc", SimpleNamespace(collect=bool, disable=bool, enable=bool))
+        monkeypatch.setattr(script, "LENGTHS", {"1K": 1_024, "128K": 4_096})
+        _, out = run(script, "--nodes", 100, "--pages", 16, "--quick")
+        figures = json.loads(out)["trees"]["kvgraft"]["page 16"]
+        for kind in ("1K", "128K", "100 nodes"):
+            assert figures[kind]
+            assert all(microseconds > 0 for microseconds in figures[kind].values())
+        monkeypatch.setattr(trees["kvgraft"], "length_of", lambda *_: 7)
+        with pytest.raises(AssertionError):
+            run(script, "--nodes", 100, "--pages", 16, "--quick")
+
+    def test_soak_ends_at_the_first_difference(self, load, run, monkeypatch):
+        script = load("prefix/soak.py")
+        code, out = run(script, "--operations", 4_000)
+        assert (code, json.loads(out)["operations"], json.loads(out)["violations"]) == (0, 4_000, 0)
+        monkeypatch.setattr(RadixCache, "evict", lambda *_, **__: EvictResult(np.empty(0, np.int64)))
+        with pytest.raises(AssertionError):
+            run(script, "--operations", 4_000)
+
+    def test_tables_show_the_recorded_results(self, load, capsys):
+        script = load("prefix/table.py")
+        script.tree_tables()
+        script.trace_tables()
+        lines = capsys.readouterr().out.splitlines()
+        assert len([line for line in lines if line.startswith("|")]) > 40
+        assert any("**" in line for line in lines)
+
+
+class FakeVLLM:
+    """Answers as a vLLM server would that serves `share` of every prompt from its cache, `error` nats off.
+
+    A request with reuse off is served nothing, and right; unless `ignores_off`.
+    """
+
+    def __init__(self, module, share, error, *, ignores_off=False):
+        self.module, self.share, self.error, self.ignores_off = module, share, error, ignores_off
+
+    def stream(self, token_ids, **fields):
+        is_cold = "kv_transfer_params" in fields and not self.ignores_off
+        cached = 0 if is_cold else int(self.share * len(token_ids))
+        logprobs = {str(token): -0.1 * token - (0.0 if is_cold else self.error) for token in range(20)}
+        computed = len(token_ids) - cached
+        return self.module.Answer(1e-3 * computed, len(token_ids), cached, logprobs, {"computed_tokens": computed})
+
+    complete = stream
+
+
+class FakeSGLang:
+    """Answers as an SGLang server would that reuses half of every prompt, or nothing."""
+
+    def __init__(self, half):
+        self.half = half
+
+    def post(self, _path, body):
+        return {"meta_info": {"cached_tokens": len(body["input_ids"]) // 2 if self.half else 0}}
+
+
+class TestEngines:
+    """What these scripts make of a server's answers; the servers are in `make test-vllm` and `make test-sglang`."""
+
+    def test_a_model_is_written(self, load, monkeypatch, tmp_path):
+        script = load("engines/make_model.py")
+        monkeypatch.setattr(script, "_TRAINING_FILES", 2)
+        assert script.write_model(tmp_path, 0, 1) > 5e6
+        assert (tmp_path / "tokenizer.json").exists()
+        assert (tmp_path / "config.json").exists()
+
+    @pytest.mark.parametrize(("share", "error"), [(0.0, 0.0), (0.8, 0.5)])
+    def test_vllm_rows_tell_reuse_from_none(self, load, share, error):
+        script = load("engines/vllm_ttft.py")
+        rounds = script.Rounds(FakeVLLM(script, share, error), "none", random.Random(0))
+        row = rounds.row(1_024, repeats=2)
+        assert row.speed_up == pytest.approx(1 / (1 - share), rel=0.01)
+        assert max(row.gaps) == pytest.approx(error)
+        assert row.computed_tokens == 1_024 - int(share * 1_024)
+        assert row.as_json()["speed_up"] == round(row.speed_up, 2)
+        assert f"**{row.speed_up:.1f}x**" in script.markdown([row])
+
+    def test_vllm_that_reuses_with_reuse_off_fails_it(self, load):
+        script = load("engines/vllm_ttft.py")
+        rounds = script.Rounds(FakeVLLM(script, 0.8, 0.5, ignores_off=True), "none", random.Random(0))
+        with pytest.raises(script.ServerError, match="with reuse off was answered with 819 cached tokens"):
+            rounds.row(1_024, repeats=1)
+
+    def test_sglang_rows_tell_reuse_from_none(self, load):
+        script = load("engines/sglang_ttft.py")
+        rows = script.measure({"stock": FakeSGLang(half=False), "kvgraft": FakeSGLang(half=True)}, 300, 1)
+        cached = {(row["server"], row["prompt"]): row["cached_tokens"] for row in rows}
+        assert len(cached) == 8
+        assert cached["stock", "shifted"] == 0
+        assert cached["kvgraft", "shifted"] == (47 + 300 + 20) // 2
+
+    def test_sglang_answers_are_compared_token_by_token(self, load):
+        script = load("engines/sglang_rag.py")
+        truth = [{"tokens": [1, 2, 3, 4], "cached": 0, "ttft_ms": 10.0}] * 2
+        other = [truth[0] | {"cached": 5}, {"tokens": [1, 2, 9, 9], "cached": 0, "ttft_ms": 20.0}]
+        row = script.summary("x", [[0] * 10, [0] * 10], other, truth)
+        figures = ("reused_percent", "same_first_token_percent", "same_tokens_percent", "same_answer_percent")
+        assert [row[name] for name in figures] == [25.0, 100.0, 75.0, 50.0]
+
+    def test_peers_have_help(self, load, run):
+        script = load("peers/peers_ttft.py")
+        with pytest.raises(SystemExit) as stop:
+            run(script, "--help")
+        assert stop.value.code == 0
+
+    def test_lookup_for_the_peer_is_python(self, tmp_path):
+        """Its package is not here."""
+        py_compile.compile(str(BENCHMARKS / "peers/exact_runs.py"), str(tmp_path / "compiled"), doraise=True)

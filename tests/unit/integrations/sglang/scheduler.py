@@ -1,0 +1,436 @@
+"""A scheduler without an engine: SGLang's calls to its cache in its order, on pages whose K/V know where they come from.
+
+Every slot holds the number of a `Content` in its value, and its position as the angle of its key. Nothing that is asserted
+here is taken from what the code under test believes of a request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tests.unit.integrations.sglang.conftest import CountedReports, FakeRequest
+
+from kvgraft.config.sglang import SGLangConfig
+from kvgraft.donors import CostModel
+from kvgraft.graft.rope import RopePairing, RopeSpec
+from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
+from kvgraft.integrations.sglang.donors.library import DonorLibrary
+from kvgraft.integrations.sglang.donors.loader import Loader
+from kvgraft.integrations.sglang.donors.ranges import subtract
+from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+from kvgraft.integrations.sglang.donors.texts import HostKV
+from kvgraft.integrations.sglang.donors.tree import Resident
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner
+from kvgraft.integrations.sglang.planning.ranks import OneRank
+from kvgraft.integrations.sglang.reporting.reports import RequestLog
+from kvgraft.integrations.sglang.requests import RequestReuse
+
+SLOTS = 900
+STEP = 1 / 128
+"""Angle per position: no two positions of a pool of this size have the same."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a forward pass computed for one token.
+
+    Attributes:
+        token: Its id.
+        position: Where it was computed.
+        tenant: Of the request.
+        prefix: All tokens up to this one if nothing in front of it had been copied, else None.
+        generation: 0, or one more than the highest of the copies that it attended to.
+        weights: Of which weights it and everything that it attended to are.
+    """
+
+    token: int
+    position: int
+    tenant: str
+    prefix: tuple | None
+    generation: int
+    weights: frozenset
+
+
+@dataclass(eq=False)
+class Page:
+    parent: object
+    tokens: tuple
+    slots: list
+    children: dict = field(default_factory=dict)
+    locks: int = 0
+
+
+class PageTree:
+    """`DonorTree` page by page, with what SGLang's cache does besides."""
+
+    def __init__(self, page_size):
+        self.page_size = page_size
+        self.free_slots = list(range(1, SLOTS // page_size * page_size))
+        self.free_slots = self.free_slots[page_size - 1 :]  # whole pages; the first one is padding
+        self.total = len(self.free_slots)
+        self.roots, self.pins, self.on_evicted, self.is_full = {}, 0, None, False
+
+    def match(self, name, tokens, end):
+        node = self.roots.setdefault(name, Page(None, (), []))
+        length = 0
+        while length + self.page_size <= end:
+            child = node.children.get(tuple(tokens[length : length + self.page_size]))
+            if child is None:
+                break
+            node, length = child, length + self.page_size
+        return length, node
+
+    def resident(self, text, end):
+        end = min(len(text.tokens), -(-end // self.page_size) * self.page_size)
+        return Resident(*self.match((text.extra_key, text.cache_salt), text.tokens, end))
+
+    def path(self, node):
+        pages = []
+        while node.parent is not None:
+            pages.append(node)
+            node = node.parent
+        return pages[::-1]
+
+    def lock(self, node, by=1):
+        for page in self.path(node):
+            page.locks += by
+            assert page.locks >= 0
+
+    def pin(self, node):
+        self.pins += 1
+        self.lock(node)
+        return node
+
+    def unpin(self, pin):
+        self.pins -= 1
+        self.lock(pin, -1)
+
+    def slots(self, node):
+        return torch.tensor([slot for page in self.path(node) for slot in page.slots], dtype=torch.int64)
+
+    def pages(self):
+        found, left = [], list(self.roots.values())
+        while left:
+            node = left.pop()
+            found += [node] if node.parent is not None else []
+            left += node.children.values()
+        return found
+
+    def evict(self, num_tokens):
+        freed = []
+        while sum(map(len, freed)) < num_tokens:
+            leaf = next((page for page in self.pages() if not page.children and not page.locks), None)
+            if leaf is None:
+                break
+            del leaf.parent.children[leaf.tokens]
+            freed.append(leaf.slots)
+        for slots in freed:
+            self.free_slots += slots
+        if freed:
+            self.on_evicted([torch.tensor(slots) for slots in freed])
+
+    def allocate(self, num_tokens):
+        assert num_tokens % self.page_size == 0
+        if self.is_full:
+            return None
+        self.evict(num_tokens - len(self.free_slots))
+        if len(self.free_slots) < num_tokens:
+            return None
+        taken, self.free_slots = self.free_slots[:num_tokens], self.free_slots[num_tokens:]
+        return torch.tensor(taken, dtype=torch.int64)
+
+    def free(self, slots):
+        self.free_slots += slots.tolist() if isinstance(slots, torch.Tensor) else slots
+
+    def adopt(self, text, slots):
+        name = (text.extra_key, text.cache_salt)
+        assert name not in self.roots, "a name of our own is new"
+        self.insert(name, text.tokens, slots.tolist())
+
+    def insert(self, name, tokens, slots):
+        """Insert whole pages; returns the node and what the tree had already, as `(start, its slots)`."""
+        node, known = self.roots.setdefault(name, Page(None, (), [])), []
+        for start in range(0, len(slots), self.page_size):
+            page = tuple(tokens[start : start + self.page_size])
+            if page in node.children:
+                known.append((start, node.children[page].slots))
+            else:
+                node.children[page] = Page(node, page, slots[start : start + self.page_size])
+            node = node.children[page]
+        return node, known
+
+    def room(self):
+        return len(self.free_slots) + sum(len(page.slots) for page in self.pages() if not page.locks)
+
+
+class Running:
+    """What a scheduler knows of a request: its row, and what was copied into it."""
+
+    def __init__(self, req):
+        self.req, self.row, self.copied, self.exact_len, self.node, self.wanted = req, [], set(), 0, None, []
+        self.attempts = []
+
+
+class Scheduler:
+    """Drives `RequestReuse` as `GraftRadixCache` does, request by request, and keeps an account of its own."""
+
+    def __init__(self, page_size=1, **settings):
+        self.page_size = page_size
+        self.config = SGLangConfig(
+            **{"donor_tokens": 1 << 12, "host_bytes": 120 * 16, "lookup_deadline_ms": 1e9, **settings}
+        )
+        self.keys, self.values = torch.zeros(SLOTS, 1, 2), torch.zeros(SLOTS, 1, 2)
+        self.tree = PageTree(page_size)
+        self.buffers = KVBuffers([self.keys], [self.values], [RopeSpec(torch.tensor([STEP]), RopePairing.HALF)])
+        self.library = DonorLibrary(self.tree, self.buffers, self.config)
+        self.log = RequestLog(CountedReports())
+        ranks, costs = OneRank(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+        self.reuse = RequestReuse(
+            library=self.library,
+            planner=LoadPlanner(self.library, self.config, costs, page_size),
+            loader=Loader(self.tree, self.buffers, self.library, ranks=ranks, log=self.log),
+            registrar=DonorRegistrar(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
+            ranks=ranks,
+            log=self.log,
+            fingerprint="model",
+            min_run=self.config.min_run,
+        )
+        self.tree.on_evicted = self.reuse.evicted
+        self.contents, self.weights, self.is_stale, self.number = [None], 0, False, 0
+        self.waiting, self.running, self.copied_tokens = [], [], 0
+
+    # What SGLang does
+
+    def submit(self, tokens, tenant, rid):
+        salt = tenant or None
+        self.waiting.append(Running(FakeRequest(rid, array("q", tokens), cache_salt=salt)))
+
+    def match(self, entry):
+        """Match with a limit, as before an admission; returns what is promised."""
+        tokens = entry.req.full_untruncated_fill_ids
+        end = len(tokens) - 1
+        name = (entry.req.extra_key, entry.req.cache_salt)
+        entry.exact_len, entry.node = self.tree.match(name, tokens, end)
+        entry.req.prefix_len = entry.exact_len
+        return self.reuse.promise(entry.req, tokens, end, entry.exact_len)
+
+    def admit(self, entry, chunk):
+        """Match, load what was promised and compute the first chunk; False where there is no room."""
+        promised = self.match(entry)
+        req = entry.req
+        self.tree.lock(entry.node)
+        if self.tree.room() < len(req.full_untruncated_fill_ids) + 2 * self.page_size:
+            self.tree.lock(entry.node, -1)
+            return False
+        self.waiting.remove(entry)
+        self.running.append(entry)
+        entry.row, entry.copied = self.tree.slots(entry.node).tolist(), set()
+        req.kv.cache_protected_len, req.kv.req_pool_idx = entry.exact_len, 1
+        if promised:
+            loaded = self.reuse.load_first(req, promised)
+            assert loaded in (0, promised)
+            for slots in self.reuse.private_slots(req):
+                self.take_copies(entry, slots)
+            req.prefix_len = len(entry.row)
+            assert len(entry.row) == entry.exact_len + loaded
+        self.compute_chunk(entry, chunk)
+        return True
+
+    def go_on(self, entry, chunk):
+        """Checkpoint, load and compute the next chunk."""
+        req = entry.req
+        self.checkpoint(entry)
+        slots = self.reuse.load_next(req, self.tree.room() - len(req.full_untruncated_fill_ids))
+        if slots is not None:
+            self.take_copies(entry, slots)
+            req.prefix_len = len(entry.row)
+        if self.tree.room() < len(req.full_untruncated_fill_ids) - len(entry.row) + 2 * self.page_size:
+            self.retract(entry)
+            return
+        self.compute_chunk(entry, chunk)
+
+    def decode(self, entry, token):
+        """Choose a token; the K/V of the one before it are computed on the way."""
+        self.compute(entry, len(entry.req.full_untruncated_fill_ids))
+        entry.req.output_ids.append(token)
+
+    def finish(self, entry):
+        entry.req.is_finished, entry.req.owned = True, len(entry.row)
+        row = torch.tensor(entry.row, dtype=torch.int32)
+        self.reuse.adopt_computed(entry.req, row, entry.node)
+        if not entry.req.skip_radix_cache_insert:
+            self.checkpoint(entry)
+        self.release(entry)
+        self.check_entry(entry, self.log.take(entry.req))
+
+    def retract(self, entry):
+        self.release(entry)
+        entry.req.kv.cache_protected_len = entry.req.prefix_len = 0
+        self.waiting.append(entry)
+
+    def abort(self, entry):
+        self.reuse.aborted(entry.req.cache_request_handle)
+        if entry in self.running:
+            entry.req.is_finished = True
+            self.release(entry)
+        else:
+            self.waiting.remove(entry)
+
+    def flush(self):
+        if self.running:
+            return
+        for page in self.tree.pages():
+            self.tree.free_slots += page.slots
+        self.tree.roots.clear()
+        self.reuse.clear()
+        self.is_stale = False
+
+    def change_weights(self):
+        self.reuse.weights_change()
+        self.weights += 1
+
+    # Its parts
+
+    def compute_chunk(self, entry, chunk):
+        tokens, position = entry.req.full_untruncated_fill_ids, len(entry.row)
+        end = min(len(tokens), position + chunk)
+        gap = self.reuse.next_gap(entry.req, position)
+        if gap is not None:
+            end = min(end, position + gap)
+        if end < len(tokens):
+            end = end // self.page_size * self.page_size or self.page_size
+        self.compute(entry, max(end, position))
+        entry.req.prefix_len = len(entry.row)
+
+    def compute(self, entry, end):
+        tokens = entry.req.full_untruncated_fill_ids
+        missing = -(-end // self.page_size) - -(-len(entry.row) // self.page_size)
+        spare = entry.wanted
+        if missing > 0:
+            got = self.tree.allocate(missing * self.page_size)
+            assert got is not None
+            spare += got.tolist()
+        seen = [(at, self.content(each)) for at, each in enumerate(entry.row)]
+        exact = all(each.prefix == tuple(tokens[: at + 1]) and at not in entry.copied for at, each in seen)
+        generation = max((each.generation + (at in entry.copied) for at, each in seen), default=0)
+        weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
+        while len(entry.row) < end:
+            position, slot = len(entry.row), spare.pop(0)
+            prefix = tuple(tokens[: position + 1]) if exact else None
+            tenant = entry.req.cache_salt or ""
+            self.contents.append(Content(tokens[position], position, tenant, prefix, generation, weights))
+            self.values[slot] = len(self.contents) - 1
+            self.keys[slot, 0] = torch.tensor([np.cos(STEP * position), np.sin(STEP * position)])
+            entry.row.append(slot)
+
+    def take_copies(self, entry, slots):
+        for slot in slots.tolist():
+            content = self.content(slot)
+            assert content.tenant == (entry.req.cache_salt or ""), "a copy of another tenant's"
+            assert content.weights == {self.weights}, "a copy of what other weights computed"
+            entry.copied.add(len(entry.row))
+            entry.row.append(slot)
+        self.copied_tokens += len(slots)
+
+    def checkpoint(self, entry):
+        req, page = entry.req, self.page_size
+        if req.skip_radix_cache_insert:
+            return
+        whole = len(entry.row) // page * page
+        name = (req.extra_key, req.cache_salt)
+        node, known = self.tree.insert(name, req.full_untruncated_fill_ids, entry.row[:whole])
+        for start, slots in known:
+            if start >= req.kv.cache_protected_len:
+                self.tree.free(entry.row[start : start + page])
+                entry.row[start : start + page] = slots
+        self.tree.lock(node)
+        self.tree.lock(entry.node, -1)
+        entry.node, req.kv.cache_protected_len = node, whole
+        self.reuse.published(req, node)
+
+    def release(self, entry):
+        req = entry.req
+        ranges = subtract([(req.kv.cache_protected_len, len(entry.row))], self.reuse.adopted(req))
+        for start, stop in ranges:
+            self.tree.free(entry.row[start:stop])
+        self.tree.free(entry.wanted)
+        self.tree.lock(entry.node, -1)
+        entry.attempts.append((entry.exact_len, len(entry.copied)))
+        self.running.remove(entry)
+        self.reuse.released(req)
+        entry.row, entry.wanted, req.kv.req_pool_idx = [], [], None
+
+    def content(self, slot):
+        return self.contents[int(self.values[slot, 0, 0])]
+
+    # What must hold
+
+    def check(self):
+        self.check_tree()
+        self.check_rows()
+        self.check_donors()
+        self.library.check()
+        held = sum(len(page.slots) for page in self.tree.pages())
+        private = sum(len(entry.row) - entry.req.kv.cache_protected_len + len(entry.wanted) for entry in self.running)
+        assert sorted({*self.tree.free_slots}) == sorted(self.tree.free_slots), "a slot was freed twice"
+        assert len(self.tree.free_slots) + held + private == self.tree.total, "slots were lost"
+        assert self.tree.pins == 0
+        assert self.reuse.num_requests <= len(self.waiting) + len(self.running)
+        assert self.log.num_errors == len(self.log.metrics.errors)
+
+    def check_tree(self):
+        """No request can ask for anything but what a full prefill computes."""
+        for (extra_key, salt), root in self.tree.roots.items():
+            if extra_key is None:
+                left = [(child, ()) for child in root.children.values()]
+                while left:
+                    page, tokens = left.pop()
+                    for token, slot in zip(page.tokens, page.slots, strict=True):
+                        tokens += (token,)
+                        content = self.content(slot)
+                        assert content.prefix == tokens, "approximate K/V under a name that a request can ask for"
+                        assert content.tenant == (salt or "")
+                    left += [(child, tokens) for child in page.children.values()]
+
+    def check_rows(self):
+        for entry in self.running:
+            tokens = entry.req.full_untruncated_fill_ids
+            assert [self.content(slot).token for slot in entry.row] == list(tokens[: len(entry.row)])
+            cosines, sines = self.keys[entry.row, 0].unbind(-1)
+            error = torch.atan2(sines, cosines) / STEP - torch.arange(len(entry.row))
+            assert not len(error) or float(error.abs().max()) < 0.5, "a key that was rotated to another position"
+            assert bool(entry.copied) <= bool(entry.req.skip_radix_cache_insert)
+
+    def check_donors(self):
+        """A donor's K/V were computed by these weights, where it says, behind nothing of a higher generation than it says."""
+        for donor in self.library.catalogue:
+            if isinstance(donor.kv, HostKV):
+                block = self.library.in_host(donor, 0, donor.num_tokens)
+                numbers = block.values[0][:, 0, 0].tolist()
+            else:
+                text, first = donor.kv.text, donor.kv.offset
+                found = self.tree.resident(text, first + donor.num_tokens)
+                slots = self.tree.slots(found.node)[first : first + donor.num_tokens]
+                numbers = self.values[slots, 0, 0].tolist()
+            for index, number in enumerate(numbers):
+                content = self.contents[int(number)]
+                assert content.token == donor.token_ids[index]
+                assert content.position == donor.start_position + index, "a copy became a donor"
+                assert content.generation <= donor.generation, "a donor of too low a generation"
+                assert content.weights == {self.weights}, "a donor that other weights computed"
+
+    def check_entry(self, entry, found):
+        told = [(attempt["exact_tokens"], attempt["shifted_tokens"]) for attempt in found["attempts"]]
+        assert told == entry.attempts
+        report = found["report"]
+        for attempt in found["attempts"]:
+            assert report["shifted_tokens"] >= attempt["shifted_tokens"], "a retraction made the report better"
+            assert attempt["recomputed_tokens"] <= attempt["computed_tokens"]
+            assert attempt["recomputed_tokens"] == 0 or attempt["spans"]
+            sums = attempt["exact_tokens"] + attempt["shifted_tokens"] + attempt["computed_tokens"]
+            assert sums == attempt["num_tokens"]
+        same = [attempt for attempt in found["attempts"] if attempt["shifted_tokens"] == report["shifted_tokens"]]
+        assert report["exact_tokens"] == min(attempt["exact_tokens"] for attempt in same)

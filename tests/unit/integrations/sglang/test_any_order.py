@@ -1,0 +1,214 @@
+"""Requests in any order that SGLang can think of: nothing approximate is exact, no donor is better than it says."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+from hypothesis import assume, strategies
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.unit.integrations.sglang.scheduler import Scheduler
+
+DOCUMENTS = [[1000 * number + index for index in range(70)] for number in range(1, 4)]
+PIECES = strategies.lists(
+    strategies.tuples(
+        strategies.integers(0, 2), strategies.integers(0, 30), strategies.integers(20, 40), strategies.integers(0, 9)
+    ),
+    min_size=1,
+    max_size=3,
+)
+CHUNKS = strategies.sampled_from([1000, 40, 17])
+WHICH = strategies.integers(0, 7)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Up to six requests in the queue or on their way."""
+
+    @initialize(
+        page_size=strategies.sampled_from([1, 4]),
+        selection=strategies.sampled_from(["none", "first_k"]),
+        max_generation=strategies.integers(0, 2),
+    )
+    def start(self, page_size, selection, max_generation):
+        self.scheduler = Scheduler(page_size, selection=selection, first_k=4, max_generation=max_generation)
+        self.number = 0
+
+    def fresh(self, count):
+        self.number += count
+        return [100_000 + self.number - index for index in range(count)]
+
+    @precondition(lambda self: len(self.scheduler.waiting) + len(self.scheduler.running) < 6)
+    @rule(pieces=PIECES, head=strategies.integers(0, 12), tenant=strategies.sampled_from(["", "", "other"]), rid=WHICH)
+    def submit(self, pieces, head, tenant, rid):
+        tokens = self.fresh(head)
+        for document, first, length, gap in pieces:
+            tokens += DOCUMENTS[document][first : first + length] + self.fresh(gap)
+        self.scheduler.submit([*tokens, *self.fresh(1)], tenant, f"request {rid}")
+
+    @precondition(lambda self: self.scheduler.waiting)
+    @rule(which=WHICH)
+    def match(self, which):
+        self.scheduler.match(self.waiting(which))
+
+    @precondition(lambda self: self.scheduler.waiting)
+    @rule(which=WHICH, chunk=CHUNKS)
+    def admit(self, which, chunk):
+        self.scheduler.admit(self.waiting(which), chunk)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(which=WHICH, chunk=CHUNKS, times=strategies.integers(1, 4))
+    def go_on(self, which, chunk, times):
+        entry = self.running(which)
+        for _ in range(times):
+            if entry in self.scheduler.running and not is_complete(entry):
+                self.scheduler.go_on(entry, chunk)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(which=WHICH, count=strategies.integers(1, 20))
+    def decode(self, which, count):
+        entry = self.running(which)
+        assume(is_complete(entry))
+        for _ in range(count):
+            if self.scheduler.tree.room() > 2 * self.scheduler.page_size:
+                self.scheduler.decode(entry, self.fresh(1)[0])
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(which=WHICH)
+    def finish(self, which):
+        entry = self.running(which)
+        assume(is_complete(entry))
+        self.scheduler.finish(entry)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(which=WHICH)
+    def retract(self, which):
+        self.scheduler.retract(self.running(which))
+
+    @precondition(lambda self: self.scheduler.running or self.scheduler.waiting)
+    @rule(which=WHICH)
+    def abort(self, which):
+        entries = self.scheduler.running + self.scheduler.waiting
+        self.scheduler.abort(entries[which % len(entries)])
+
+    @rule(count=strategies.integers(1, 200))
+    def evict(self, count):
+        self.scheduler.tree.evict(count)
+
+    @rule()
+    def flush(self):
+        self.scheduler.flush()
+
+    @rule()
+    def change_weights(self):
+        self.scheduler.change_weights()
+
+    @precondition(lambda self: self.scheduler.waiting)
+    @rule(which=WHICH, chunk=CHUNKS, how=strategies.sampled_from(["copy", "room"]))
+    def fail_to_load(self, which, chunk, how):
+        scheduler = self.scheduler
+        if how == "room":
+            allocate = scheduler.tree.allocate
+            scheduler.tree.allocate = lambda count: setattr(scheduler.tree, "allocate", allocate)
+            assume(scheduler.match(self.waiting(which)))
+        else:
+            scheduler.buffers._rope, rope = None, scheduler.buffers._rope
+        try:
+            scheduler.admit(self.waiting(which), chunk)
+        finally:
+            if how == "room":
+                scheduler.tree.allocate = allocate
+            else:
+                scheduler.buffers._rope = rope
+
+    @invariant()
+    def everything_holds(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    def waiting(self, which):
+        return self.scheduler.waiting[which % len(self.scheduler.waiting)]
+
+    def running(self, which):
+        return self.scheduler.running[which % len(self.scheduler.running)]
+
+
+def is_complete(entry):
+    return len(entry.row) >= len(entry.req.origin_input_ids)
+
+
+TestAnyOrder = AnyOrder.TestCase
+
+
+class Walk:
+    """The machine finds short ways; this one goes far, and counts where it has been."""
+
+    def __init__(self, scheduler, seed):
+        self.scheduler, self.rng = scheduler, random.Random(seed)
+        self.seen, self.fresh = collections.Counter(), iter(range(100_000, 10_000_000))
+        self.said = []  # text that was computed behind copies
+
+    def new(self, most):
+        return [next(self.fresh) for _ in range(self.rng.randrange(most))]
+
+    def submit(self):
+        tokens = self.new(12) if self.rng.random() < 0.5 else []
+        for _ in range(self.rng.randrange(1, 4)):
+            document, first = self.rng.choice([*DOCUMENTS, *self.said, *self.said]), self.rng.randrange(30)
+            tokens += document[first : first + self.rng.randrange(20, 41)] + self.new(30)
+        self.scheduler.submit([*tokens, next(self.fresh)], self.rng.choice(["", "", "", "other"]), "same id")
+
+    def step(self):
+        rng, scheduler = self.rng, self.scheduler
+        if len(scheduler.waiting) + len(scheduler.running) < 5:
+            self.submit()
+        if not scheduler.running or (scheduler.waiting and rng.random() < 0.2):
+            self.step_of_waiting(rng.choice(scheduler.waiting))
+        else:
+            self.step_of_running(rng.choice(scheduler.running))
+        if rng.random() < 0.1:
+            scheduler.tree.evict(rng.randrange(1, 250))
+        if rng.random() < 0.004:
+            scheduler.change_weights()
+            if rng.random() < 0.7:
+                for entry in list(scheduler.running):
+                    scheduler.retract(entry)
+        scheduler.flush() if scheduler.reuse.is_stale or rng.random() < 0.01 else None
+        for donor in scheduler.library.catalogue:
+            self.seen[f"generation {donor.generation}"] += 1
+            self.seen[type(donor.kv).__name__] += 1
+        scheduler.check()
+
+    def step_of_waiting(self, entry):
+        if self.rng.random() < 0.05:
+            self.scheduler.abort(entry)
+        elif self.scheduler.admit(entry, self.rng.choice([1000, 40, 17])):
+            self.seen["copied at admission"] += bool(entry.copied)
+
+    def step_of_running(self, entry):
+        rng, scheduler, before = self.rng, self.scheduler, len(entry.copied)
+        if rng.random() < 0.07:
+            self.seen["retracted with copies"] += bool(before)
+            scheduler.retract(entry)
+        elif rng.random() < 0.02:
+            scheduler.abort(entry)
+        elif not is_complete(entry):
+            scheduler.go_on(entry, rng.choice([1000, 40, 17]))
+            self.seen["copied between chunks"] += len(entry.copied) > before
+        elif rng.random() < 0.4 and scheduler.tree.room() > 60:
+            for _ in range(20):
+                scheduler.decode(entry, next(self.fresh))
+        else:
+            self.seen["finished behind copies"] += bool(before)
+            self.said = [*self.said[-1:], entry.req.full_untruncated_fill_ids.tolist()[-60:]] if before else self.said
+            scheduler.finish(entry)
+
+
+@pytest.mark.parametrize(("page_size", "selection"), [(1, "none"), (4, "first_k")])
+def test_long_walk_reaches_everything_and_breaks_nothing(page_size, selection):
+    walk = Walk(Scheduler(page_size, selection=selection, first_k=4), page_size)
+    for _ in range(500):
+        walk.step()
+    wanted = ["copied between chunks", "retracted with copies", "finished behind copies", "generation 1", "HostKV"]
+    wanted += ["copied at admission", "generation 2"] if selection == "none" else []
+    assert all(walk.seen[name] >= 3 for name in wanted), walk.seen

@@ -1,0 +1,419 @@
+"""A request's way through reuse, on fakes: what is promised, copied, kept, given back and reported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
+
+from kvgraft.types import MissReason
+
+
+def rotated(keys, delta):
+    angle = INV_FREQ.double() * delta
+    cos, sin = angle.cos().float(), angle.sin().float()
+    first, second = keys.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def promise(world, req, exact_len=0):
+    req.prefix_len = exact_len
+    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, exact_len)
+
+
+def report(world, req):
+    req.is_finished = True
+    world.reuse.released(req)
+    return world.log.take(req)["attempts"][-1]
+
+
+def test_region_is_copied_with_keys_rotated_to_its_new_position(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    node = world.publish("donor", make_tokens(30) + document)
+    req = FakeRequest("query", document[20:80] + make_tokens(20))
+    assert promise(world, req) == 60
+    assert world.reuse.load_first(req, 60) == 60
+    (slots,) = world.reuse.private_slots(req)
+    source = world.tree.slots(node)[50:110]
+    for keys, values in zip(world.keys, world.values, strict=True):
+        torch.testing.assert_close(keys[slots], rotated(keys[source], -50), atol=1e-5, rtol=0)
+        assert torch.equal(values[slots], values[source])
+    assert req.skip_radix_cache_insert
+    world.conserved(private=60)
+
+
+def test_promise_repeats_without_planning_again(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == promise(world, req) == 80
+    assert world.reuse.promised(req, 0) == 80
+    assert world.reuse.promised(req, 1) == 0
+    world.conserved()
+
+
+def test_donor_that_appears_while_a_request_waits_is_used(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == 0
+    world.publish("donor", document)
+    assert promise(world, req) == 80
+
+
+def test_donor_evicted_after_the_promise_is_computed_instead(make_world, make_tokens):
+    world, document = make_world(host_bytes=0), make_tokens(100)
+    node = world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    promised = promise(world, req)
+    world.tree.evict(node, 40)
+    assert world.reuse.load_first(req, promised) == 0
+    assert not req.skip_radix_cache_insert
+    assert report(world, req)["miss"]["detail"] == "the donor was evicted before it could be copied"
+    world.conserved()
+
+
+def test_donor_shortened_before_the_lookup_is_used_as_far_as_it_goes(make_world, make_tokens):
+    world, document = make_world(host_bytes=0), make_tokens(100)
+    node = world.publish("donor", document)
+    world.tree.evict(node, 50)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == 40
+    world.library.check()
+
+
+def test_evicted_donor_is_copied_from_host_memory(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    node = world.publish("donor", make_tokens(30) + document)
+    source = world.tree.slots(node)[40:120]
+    keys, values = world.keys[1][source].clone(), world.values[1][source].clone()
+    world.tree.evict(node, 0)
+    for buffer in (*world.keys, *world.values):
+        buffer.zero_()
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert world.reuse.load_first(req, promise(world, req)) == 80
+    (slots,) = world.reuse.private_slots(req)
+    torch.testing.assert_close(world.keys[1][slots], rotated(keys, -40), atol=1e-5, rtol=0)
+    assert torch.equal(world.values[1][slots], values)
+    found = report(world, req)
+    assert found["sources"] == [{"request": "donor", "attempt": 0, "position": 40, "tier": "host"}]
+    world.library.check()
+
+
+def test_donor_that_half_evicted_comes_from_both_tiers(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    node = world.publish("donor", document)
+    world.tree.evict(node, 50)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert world.reuse.load_first(req, promise(world, req)) == 80
+    assert [source["tier"] for source in report(world, req)["sources"]] == ["device", "host"]
+
+
+def test_host_memory_keeps_within_its_budget_and_drops_the_oldest(make_world, make_tokens):
+    per_token = 2 * 2 * 2 * 8 * 4
+    world = make_world(host_bytes=100 * per_token)
+    texts = [make_tokens(60) for _ in range(3)]
+    for number, text in enumerate(texts):
+        world.tree.evict(world.publish(f"donor {number}", text), 0)
+        world.library.check()
+    assert world.library.host_bytes == 60 * per_token
+    assert promise(world, FakeRequest("old", texts[0] + make_tokens(5))) == 0
+    assert promise(world, FakeRequest("new", texts[2] + make_tokens(5))) == 60
+
+
+def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
+    world, document = make_world(), make_tokens(200)
+    world.publish("donor", document)
+    req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(30) + document[100:150] + make_tokens(9))
+    assert promise(world, req) == 0
+    assert world.reuse.next_gap(req, 0) == 20
+    req.prefix_len = 20
+    assert len(world.reuse.load_next(req, room=500)) == 60
+    req.prefix_len = 80
+    assert world.reuse.next_gap(req, 80) == 30
+    req.prefix_len = 110
+    assert len(world.reuse.load_next(req, room=500)) == 50
+    assert world.reuse.next_gap(req, 160) is None
+    found = report(world, req)
+    assert (found["shifted_tokens"], found["computed_tokens"], found["prefill_steps"]) == (110, 59, 3)
+
+
+def test_region_that_running_requests_have_no_room_for_is_computed(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(9))
+    promise(world, req)
+    req.prefix_len = 20
+    assert world.reuse.load_next(req, room=59) is None
+    assert world.reuse.next_gap(req, 20) is None
+    assert report(world, req)["miss"]["reason"] == MissReason.NO_ROOM.value
+    world.conserved()
+
+
+def test_chunk_that_ended_inside_a_region_leaves_its_rest(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(9))
+    promise(world, req)
+    req.prefix_len = 40
+    assert len(world.reuse.load_next(req, room=500)) == 40
+    assert report(world, req)["spans"][0]["target_start"] == 40
+
+
+def test_full_pool_is_a_miss_and_gives_everything_back(make_world, make_tokens):
+    world, document = make_world(host_bytes=0), make_tokens(600)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:590] + make_tokens(10))
+    promised = promise(world, req)
+    assert promised == 580
+    assert world.reuse.load_first(req, promised) == 0  # 580 more do not fit beside the donor, which is pinned
+    assert report(world, req)["miss"]["reason"] == MissReason.NO_ROOM.value
+    world.conserved()
+
+
+def test_failing_copy_is_counted_and_gives_everything_back(make_world, make_tokens, monkeypatch, caplog):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    promised = promise(world, req)
+    monkeypatch.setattr(type(world.pool), "copy", lambda *_: 1 / 0)
+    assert world.reuse.load_first(req, promised) == 0
+    assert world.log.num_errors == 1
+    assert "division by zero" in caplog.text
+    assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
+    world.conserved()
+
+
+def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    monkeypatch.setattr(type(world.library), "find", lambda *_: 1 / 0)
+    req = FakeRequest("query", document + make_tokens(10))
+    assert promise(world, req) == 0
+    assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
+
+
+def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    for rid, end in (("a", lambda req: world.reuse.aborted(req.cache_request_handle)), ("b", world.reuse.released)):
+        req = FakeRequest(rid, document[10:90] + make_tokens(10))
+        promise(world, req)
+        end(req)
+    promise(world, req)
+    req.is_finished = True
+    world.reuse.released(req)
+    assert world.reuse.num_requests == 0
+    lines = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
+    assert [(line["request_id"], line["outcome"], len(line["attempts"])) for line in lines] == [
+        ("donor", "finished", 1),
+        ("a", "aborted", 1),
+        ("b", "finished", 2),
+    ]
+
+
+def test_namespaces_share_nothing(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document, extra_key="tenant", cache_salt="salt")
+    for names in ({}, {"extra_key": "tenant"}, {"cache_salt": "salt"}, {"extra_key": "salt", "cache_salt": "tenant"}):
+        assert promise(world, FakeRequest(str(names), document + make_tokens(5), **names)) == 0
+    lora = FakeRequest("lora", document + make_tokens(5), "tenant", "salt", lora_id="adapter")
+    assert promise(world, lora) == 0
+    assert promise(world, FakeRequest("same", document + make_tokens(5), "tenant", "salt")) == 100
+
+
+def test_requests_with_images_sessions_or_embeddings_are_refused(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    for name in ("session", "multimodal_inputs", "input_embeds", "positional_embed_overrides", "beam_group"):
+        req = FakeRequest(name, document + make_tokens(5))
+        setattr(req, name, object())
+        assert promise(world, req) == 0
+        assert report(world, req)["miss"]["reason"] == MissReason.MODEL_REFUSED.value
+
+
+def finish_grafted(world, make_tokens, document, tail):
+    """A request with an exact head of nothing, a gap, a copied region and a computed tail, up to its release."""
+    req = FakeRequest("grafted", make_tokens(20) + document[:60] + tail)
+    promise(world, req)
+    row = world.tree.allocate(len(req.origin_input_ids))
+    head = world.tree.insert(req.origin_input_ids[:20], row[:20])
+    req.kv.cache_protected_len = req.prefix_len = 20
+    row[20:80] = world.reuse.load_next(req, room=500)
+    req.owned, req.is_finished = len(req.origin_input_ids), True
+    world.reuse.adopt_computed(req, row.int(), head)
+    return req
+
+
+def test_text_computed_behind_a_copy_becomes_a_donor_of_the_next_generation(make_world, make_tokens):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    req = finish_grafted(world, make_tokens, document, tail)
+    assert world.reuse.adopted(req) == [(80, 120)]
+    other = FakeRequest("other", make_tokens(5) + tail + make_tokens(5))
+    promise(world, other)
+    other.prefix_len = 5
+    assert len(world.reuse.load_next(other, room=500)) == 40
+    (span,) = report(world, other)["spans"]
+    assert (span["generation"], span["position_delta"]) == (1, -75)
+    # No exact request can ask for it: its path has a name that nobody knows.
+    assert all(key[0] is not None for key, (tokens, _) in world.tree.paths.items() if tokens == tail)
+    assert report(world, req)["shifted_tokens"] == 60
+
+
+def test_generations_are_bounded(make_world, make_tokens):
+    world, document, tail = make_world(max_generation=0), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    req = finish_grafted(world, make_tokens, document, tail)
+    assert world.reuse.adopted(req) == []
+    assert promise(world, FakeRequest("other", tail + make_tokens(5))) == 0
+
+
+def test_flushed_cache_has_no_donors(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.tree.evict(world.publish("donor", document), 50)
+    world.reuse.clear()
+    world.library.check()
+    assert world.library.host_bytes == 0
+    assert promise(world, FakeRequest("query", document + make_tokens(5))) == 0
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_whole_pages_are_loaded(make_world, make_tokens, page_size):
+    world, document = make_world(page_size=page_size), make_tokens(160)
+    world.publish("donor", make_tokens(7) + document)
+    req = FakeRequest("query", make_tokens(21) + document[:130] + make_tokens(9))
+    promise(world, req)
+    start = -(-21 // page_size) * page_size
+    assert world.reuse.next_gap(req, 0) == start
+    req.prefix_len = start
+    slots = world.reuse.load_next(req, room=500)
+    assert len(slots) == 151 // page_size * page_size - start
+    assert len(slots) % page_size == 0
+
+
+def test_two_requests_of_one_id_keep_what_is_theirs(make_world, make_tokens):
+    """A client that went away may ask again under the same id, while its first request is still on its way."""
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document, cache_salt="tenant")
+    first = FakeRequest("same", document[10:90] + make_tokens(10), cache_salt="tenant")
+    promised = promise(world, first)
+    stranger = FakeRequest("same", document[10:90] + make_tokens(10), cache_salt="stranger")
+    assert promise(world, stranger) == 0
+    assert world.reuse.load_first(first, promised) == 80
+    world.reuse.aborted(stranger.cache_request_handle)
+    (slots,) = world.reuse.private_slots(first)
+    assert len(slots) == 80
+    assert report(world, first)["shifted_tokens"] == 80
+
+
+def retract(world, req):
+    world.reuse.released(req)
+    req.kv.cache_protected_len = 0
+
+
+def test_report_does_not_become_better_when_a_request_is_retracted(make_world, make_tokens):
+    """The answer goes on from what was copied the first time, even if nothing is copied the second time."""
+    world, document = make_world(host_bytes=0), make_tokens(100)
+    node = world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    world.reuse.load_first(req, promise(world, req))
+    req.output_ids = make_tokens(3)
+    retract(world, req)
+    world.tree.evict(node, 0)
+    assert promise(world, req) == 0
+    req.is_finished = True
+    world.reuse.released(req)
+    entry = world.log.take(req)
+    assert [attempt["shifted_tokens"] for attempt in entry["attempts"]] == [80, 0]
+    assert entry["report"] == {k: v for k, v in entry["attempts"][0].items() if k in entry["report"]}
+    assert entry["report"]["shifted_tokens"] == 80
+
+
+def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_world, make_tokens, tmp_path):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    world.reuse.load_first(req, promise(world, req))
+    retract(world, req)
+    world.reuse.aborted(req.cache_request_handle)
+    assert world.reuse.num_requests == 0
+    last = json.loads((tmp_path / "reports.jsonl").read_text().splitlines()[-1])
+    assert (last["request_id"], last["outcome"], last["report"]["shifted_tokens"]) == ("query", "aborted", 80)
+
+
+def test_request_counts_once_however_often_it_is_retracted(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    counted = world.log.metrics.reports
+    del counted[:]
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    for _ in range(3):
+        world.reuse.load_first(req, promise(world, req))
+        retract(world, req)
+    promise(world, req)
+    report(world, req)
+    assert [found.shifted_tokens for found in counted] == [80]
+
+
+def test_tokens_of_regions_that_were_not_loaded_do_not_count_as_recomputed(make_world, make_tokens):
+    world, document = make_world(selection="first_k", first_k=10, host_bytes=0), make_tokens(300)
+    world.publish("donor", document)
+    tokens = document[:60] + make_tokens(20) + document[100:160] + make_tokens(20) + document[200:290] + make_tokens(9)
+    lost, kept = FakeRequest("lost", tokens), FakeRequest("kept", tokens)
+    for req in (lost, kept):
+        promise(world, req)
+        req.prefix_len = 10
+    assert world.reuse.load_next(lost, room=0) is None
+    assert report(world, lost)["recomputed_tokens"] == 0
+    assert len(world.reuse.load_next(kept, room=500)) == 50
+    kept.prefix_len = 90
+    assert world.reuse.load_next(kept, room=0) is None
+    assert report(world, kept)["recomputed_tokens"] == 10
+
+
+def test_nothing_is_copied_after_weights_change_until_the_cache_is_flushed(make_world, make_tokens):
+    world, document, evicted = make_world(), make_tokens(100), make_tokens(100)
+    world.publish("donor", document)
+    world.tree.evict(world.publish("evicted", evicted), 0)
+    waiting = FakeRequest("waiting", document[10:90] + make_tokens(10))
+    assert promise(world, waiting) == 80
+    world.reuse.weights_change()
+    assert world.reuse.promised(waiting, 0) == 0
+    assert world.reuse.load_first(waiting, 80) == 0
+    assert world.library.host_bytes == 0
+    world.publish("old prefix", document + make_tokens(50))
+    for text in (document, evicted):
+        req = FakeRequest("query", text + make_tokens(5))
+        assert promise(world, req) == 0
+        assert report(world, req)["miss"]["reason"] == MissReason.REUSE_OFF.value
+    world.reuse.clear()
+    world.publish("donor", document)
+    assert promise(world, FakeRequest("query", make_tokens(5) + document)) == 0
+    assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100
+
+
+def test_request_that_ran_while_weights_changed_is_nobodys_donor(make_world, make_tokens):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    req = FakeRequest("grafted", document[:60] + tail)
+    world.reuse.load_first(req, promise(world, req))
+    world.reuse.weights_change()
+    row = world.tree.allocate(100)
+    req.owned, req.is_finished = 100, True
+    world.reuse.adopt_computed(req, row.int(), None)
+    assert world.reuse.adopted(req) == []
+    assert len(world.library.catalogue) == 0
+
+
+def test_weights_that_change_while_the_cache_is_empty_change_nothing(make_world, make_tokens):
+    """Trainers flush with every part of an update and then say that it was the last."""
+    world, document = make_world(), make_tokens(100)
+    world.reuse.weights_change()
+    world.publish("donor", document)
+    world.reuse.weights_change()
+    world.reuse.clear()
+    world.reuse.weights_change()
+    world.publish("donor", document)
+    assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100

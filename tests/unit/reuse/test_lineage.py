@@ -1,0 +1,183 @@
+"""The origin of every position, against an oracle that keeps one entry per position."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvgraft.errors import CorruptCacheError
+from kvgraft.reuse import Lineage, computed_runs, request_report
+from kvgraft.types import DonorId, Fidelity, SpanReport
+
+
+def span(start, length, generation=0, fidelity=Fidelity.SHIFTED):
+    return SpanReport(start, length, DonorId(1), 0, start, fidelity, generation)
+
+
+def report(lineage, num_tokens=100):
+    return request_report(lineage, num_tokens, policy="p", timings_ms={}, miss=None)
+
+
+def test_everything_is_exact_without_a_copy():
+    lineage = Lineage(30)
+    assert lineage.exact_len(100) == 100
+    assert list(lineage.computed_runs(30, 100)) == [(30, 100, 0)]
+
+
+def test_what_stands_behind_a_copy_is_one_generation_further():
+    lineage = Lineage(10)
+    lineage.copy([span(20, 10, generation=1), span(40, 10, generation=0)])
+    assert lineage.exact_len(100) == 20
+    assert list(lineage.computed_runs(10, 100)) == [(10, 20, 0), (30, 40, 2), (50, 100, 2)]
+
+
+def test_exact_prefix_that_lost_its_window_exposes_what_follows():
+    lineage = Lineage(32)
+    lineage.expose(32, generation=0)
+    lineage.copy([span(50, 10)])
+    assert lineage.exact_len(100) == 32
+    assert list(lineage.computed_runs(32, 100)) == [(32, 50, 1), (60, 100, 1)]
+
+
+def test_nothing_behind_another_text_s_kv_becomes_a_donor():
+    lineage = Lineage(0)
+    lineage.copy([span(20, 10), span(40, 10, fidelity=Fidelity.SUBSTITUTED)])
+    assert list(lineage.computed_runs(0, 100)) == [(0, 20, 0), (30, 40, 1)]
+
+
+def test_own_blocks_given_back_after_a_preemption_stay_approximate():
+    """An engine's cache takes a request's private blocks for a hit; they are what they were."""
+    lineage = Lineage(64)
+    lineage.copy([span(64, 256)])
+    before = report(lineage, 400)
+    lineage.restart(320)
+    assert lineage.exact_len(400) == 64
+    assert list(lineage.computed_runs(320, 400)) == [(320, 400, 1)]
+    after = report(lineage, 400)
+    assert (after.exact_tokens, after.shifted_tokens, after.spans) == (64, 256, before.spans)
+
+
+def test_preemption_that_keeps_half_a_span_cuts_it():
+    lineage = Lineage(16)
+    lineage.copy([span(20, 10, generation=2), span(40, 20)])
+    lineage.recompute(3, inside=True)
+    lineage.restart(25)
+    assert [(kept.target_start, kept.length) for kept in lineage.spans] == [(20, 5)]
+    assert lineage.recomputed == 0
+    assert list(lineage.computed_runs(25, 50)) == [(25, 50, 3)]
+    lineage.check()
+
+
+def test_own_computed_text_given_back_is_not_counted_as_a_hit():
+    lineage = Lineage(16)
+    lineage.restart(96)
+    assert report(lineage).exact_tokens == 16
+
+
+def test_failed_copy_leaves_exact_text():
+    lineage = Lineage(0)
+    lineage.copy([span(0, 20), span(40, 20)])
+    lineage.withdraw(40)
+    assert list(lineage.computed_runs(0, 100)) == [(20, 100, 1)]
+    lineage.withdraw()
+    assert not lineage.is_approximate
+    assert lineage.exact_len(100) == 100
+
+
+@pytest.mark.parametrize(("inside", "shifted", "computed"), [(True, 15, 75), (False, 20, 70)])
+def test_recomputed_tokens_leave_their_span_or_lie_beside_it(inside, shifted, computed):
+    lineage = Lineage(10)
+    lineage.copy([span(20, 20)])
+    lineage.recompute(5, inside=inside)
+    told = report(lineage)
+    assert (told.shifted_tokens, told.recomputed_tokens, told.computed_tokens) == (shifted, 5, computed)
+    assert told.exact_tokens + told.shifted_tokens + told.computed_tokens == told.num_tokens
+
+
+@pytest.mark.parametrize("spans", [[span(5, 10)], [span(20, 10), span(25, 10)], [span(20, 0)]])
+def test_check_finds_spans_that_overlap(spans):
+    lineage = Lineage(10)
+    lineage.copy(spans)
+    with pytest.raises(CorruptCacheError):
+        lineage.check()
+
+
+def test_empty_source_raises_the_generation_of_what_follows():
+    assert list(computed_runs([(5, 5, 0)], 0, 10)) == [(0, 5, 0), (5, 10, 1)]
+
+
+class LineageMachine(RuleBasedStateMachine):
+    """An oracle with one `(kind, generation)` per position: what was given, copied from whom, computed behind what."""
+
+    @initialize(given_len=st.integers(0, 12))
+    def admit(self, given_len):
+        self.lineage = Lineage(given_len)
+        self.positions = [("given", 0)] * given_len
+        self.exposures = []
+
+    def attended(self):
+        copied = [generation for kind, generation in self.positions if kind == "copied"]
+        return max((1 + generation for generation in copied + [g for _, g in self.exposures]), default=0)
+
+    @rule(generation=st.integers(0, 3))
+    def expose(self, generation):
+        self.lineage.expose(len(self.positions), generation)
+        self.exposures.append((len(self.positions), generation))
+
+    @rule(count=st.integers(1, 8))
+    def compute(self, count):
+        self.positions += [("computed", self.attended())] * count
+
+    @rule(length=st.integers(1, 8), generation=st.integers(0, 3))
+    def copy(self, length, generation):
+        self.lineage.copy([span(len(self.positions), length, generation)])
+        self.positions += [("copied", generation)] * length
+
+    @precondition(lambda self: self.lineage.spans)
+    @rule()
+    def copy_fails_and_is_computed(self):
+        last = self.lineage.spans[-1]
+        self.lineage.withdraw(last.target_start)
+        del self.positions[last.target_start :]
+        self.exposures = [(p, g) for p, g in self.exposures if p < last.target_start]
+        self.positions += [("computed", self.attended())] * last.length
+
+    @rule(share=st.floats(0, 1))
+    def preempt(self, share):
+        before = report(self.lineage, len(self.positions)) if self.positions else None
+        kept = int(share * len(self.positions))
+        self.lineage.restart(kept)
+        del self.positions[kept:]
+        self.exposures = [(p, g) for p, g in self.exposures if p < kept]
+        if before is not None and kept:
+            after = report(self.lineage, kept)
+            assert after.exact_tokens <= before.exact_tokens
+            assert set(after.spans[:-1]) <= set(before.spans)
+
+    @invariant()
+    def nothing_approximate_may_be_published(self):
+        exact = self.lineage.exact_len(len(self.positions))
+        assert all(kind != "copied" and generation == 0 for kind, generation in self.positions[:exact])
+        if exact < len(self.positions):
+            assert self.positions[exact][0] == "copied" or exact in [p for p, _ in self.exposures]
+
+    @invariant()
+    def donors_are_computed_and_of_their_generation(self):
+        start = self.lineage.given_len
+        runs = list(self.lineage.computed_runs(start, len(self.positions)))
+        expected = {p: g for p, (kind, g) in enumerate(self.positions) if kind == "computed" and p >= start}
+        assert {p: run.generation for run in runs for p in range(run.start, run.stop)} == expected
+
+    @invariant()
+    def report_counts_every_token_once(self):
+        told = report(self.lineage, len(self.positions))
+        kinds = [kind for kind, _ in self.positions]
+        assert told.shifted_tokens == kinds.count("copied")
+        assert told.exact_tokens + told.shifted_tokens + told.computed_tokens == len(self.positions)
+        self.lineage.check()
+
+
+TestLineageMachine = LineageMachine.TestCase
+TestLineageMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from kvgraft.reuse.metrics import METRICS, MetricKind, samples, token_kinds, token_outcome
+from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
+
+SPAN = SpanReport(0, 50, DonorId(1), 10, -10, Fidelity.SHIFTED, 0)
+
+
+def make_report(**changes):
+    values = {
+        "num_tokens": 100,
+        "exact_tokens": 20,
+        "shifted_tokens": 50,
+        "recomputed_tokens": 5,
+        "computed_tokens": 30,
+        "spans": (SPAN,),
+        "timings_ms": {"lookup": 0.2, "graft": 3.0, "recompute": 7.0, "another": 1.0},
+    }
+    return GraftReport(**values | changes)
+
+
+def values_of(report):
+    return {(sample.metric.name, *sample.labels): sample.value for sample in samples(report)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "approx"),
+        ({"shifted_tokens": 0, "substituted_tokens": 1}, "approx"),
+        ({"shifted_tokens": 0, "miss": Miss(MissReason.ERROR)}, "fallback"),
+        ({"shifted_tokens": 0, "miss": Miss(MissReason.NOT_WORTH_IT)}, "rejected"),
+        ({"shifted_tokens": 0, "miss": Miss(MissReason.NO_DONORS)}, "exact"),
+        ({"shifted_tokens": 0}, "exact"),
+    ],
+)
+def test_outcome_says_how_tokens_relate_to_full_prefill(changes, outcome):
+    assert token_outcome(make_report(**changes)) == outcome
+
+
+def test_graft_counts_tokens_by_kind_and_its_steps():
+    found = values_of(make_report())
+    assert found == {
+        ("prompt_tokens", "prefix", "approx"): 20,
+        ("prompt_tokens", "segment", "approx"): 50,
+        ("prompt_tokens", "recomputed", "approx"): 5,
+        ("prompt_tokens", "fresh", "approx"): 25,
+        ("grafted_requests",): 1,
+        ("lookup_seconds",): pytest.approx(2e-4),
+        ("graft_seconds",): pytest.approx(3e-3),
+        ("recompute_seconds",): pytest.approx(7e-3),
+    }
+
+
+def test_miss_counts_its_reason_and_no_graft():
+    found = values_of(make_report(spans=(), shifted_tokens=0, miss=Miss(MissReason.DEADLINE, "slow")))
+    assert found["graft_misses", "deadline"] == 1
+    assert ("grafted_requests",) not in found
+    assert ("graft_seconds",) not in found
+    assert found["prompt_tokens", "prefix", "rejected"] == 20
+
+
+def test_kinds_sum_up_to_the_prompt():
+    report = make_report()
+    assert sum(token_kinds(report).values()) == report.num_tokens
+
+
+def test_samples_have_the_labels_of_their_metrics():
+    for report in (make_report(), make_report(spans=(), miss=Miss(MissReason.ERROR))):
+        for sample in samples(report):
+            assert sample.metric in METRICS
+            assert len(sample.labels) == len(sample.metric.labels)
+            assert bool(sample.metric.buckets) == (sample.metric.kind is MetricKind.HISTOGRAM)
+
+
+def test_names_are_the_field_s():
+    assert len({metric.full_name for metric in METRICS}) == len(METRICS)
+    assert all(metric.full_name == f"kvgraft:{metric.name}" for metric in METRICS)
