@@ -41,6 +41,7 @@ SIZES = ((1_000, 8_192), (100_000, 512))
 LEAST_FOUND = 0.95
 """Of the tokens that a prompt shares with donors; a lookup that finds less is fast for the wrong reason."""
 NAMESPACE = Namespace("benchmark")
+SECRET = bytes(32)
 
 
 def random_tokens(rng: np.random.Generator, *shape: int) -> Tokens:
@@ -66,7 +67,7 @@ def timed(call: Callable[[], object]) -> float:
 
 def filled_catalogue(texts: Tokens) -> DonorCatalogue:
     """A catalogue that is full with `texts` (num_donors, length)."""
-    catalogue = DonorCatalogue(texts.size)
+    catalogue = DonorCatalogue(texts.size, secret=SECRET)
     for text in texts:
         catalogue.add(NAMESPACE, text, None)
     return catalogue
@@ -162,7 +163,7 @@ def bench_hostile() -> dict[str, dict[str, float]]:
     """Lookups of hostile prompts."""
     result = {}
     for name, (texts, prompt) in hostile_cases(np.random.default_rng(1)).items():
-        catalogue = DonorCatalogue(sum(map(len, texts)))
+        catalogue = DonorCatalogue(sum(map(len, texts)), secret=SECRET)
         for text in texts:
             catalogue.add(NAMESPACE, text, None)
         seconds = [timed(lambda: catalogue.find(NAMESPACE, prompt)) for _ in range(20)]  # noqa: B023

@@ -31,7 +31,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32 - 1))
     def prepare(self, seed):
         self.rng = np.random.default_rng(seed)
-        self.catalogue = DonorCatalogue(CAPACITY)
+        self.catalogue = DonorCatalogue(CAPACITY, secret=self.rng.bytes(32))
         self.model = {}
         self.pins = {}
         self.seen = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +29,17 @@ if TYPE_CHECKING:
     from kvgraft.donors.postings import Hits
     from kvgraft.donors.runs import Runs
 
+_SECRET_BYTES = 32
+_PROCESS_SECRET = os.urandom(_SECRET_BYTES)
+"""Keys the hashes of all catalogues of this process that are given no other secret."""
+
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
+
+
+def new_secret() -> bytes:
+    """Make a secret for catalogues of several processes that must behave alike."""
+    return os.urandom(_SECRET_BYTES)
 
 
 class AddResult(NamedTuple):
@@ -84,20 +94,26 @@ class DonorCatalogue:
     the donor's length plus O(log donors).
     """
 
-    def __init__(self, capacity_tokens: int, *, min_run: int = GRAM_TOKENS) -> None:
+    def __init__(self, capacity_tokens: int, *, min_run: int = GRAM_TOKENS, secret: bytes = _PROCESS_SECRET) -> None:
         """Build an empty catalogue.
 
         Args:
             capacity_tokens: Tokens that all donors may have together; about 30 bytes of host memory each.
             min_run: Shortest match that `find` gives.
+            secret: Keys all hashes, together with the namespace. Which of equally good donors `find` names, and which
+                runs shorter than 32 tokens it finds, depends on it: catalogues that must behave alike in several
+                processes need the same one (`new_secret`), handed over where nobody can read it.
 
         Raises:
-            ConfigError: An argument is below a k-gram of 16 tokens.
+            ConfigError: An argument is below a k-gram of 16 tokens, or the secret does not have 32 bytes.
         """
+        if len(secret) != _SECRET_BYTES:
+            raise ConfigError(f"secret must have {_SECRET_BYTES} bytes, not {len(secret)}; new_secret() makes one")
         for name, value in (("capacity_tokens", capacity_tokens), ("min_run", min_run)):
             if value < GRAM_TOKENS:
                 raise ConfigError(f"{name} must be at least {GRAM_TOKENS}, not {value}")
         max_rows = capacity_tokens // GRAM_TOKENS
+        self._secret = secret
         self._capacity = capacity_tokens
         self._min_run = min_run
         self._index = AnchorIndex.for_tokens(capacity_tokens)
@@ -427,7 +443,7 @@ class DonorCatalogue:
     def _tenant(self, namespace: Namespace) -> _Tenant:
         if namespace not in self._tenants:
             self._num_tenants += 1
-            self._tenants[namespace] = _Tenant(self._num_tenants, Fingerprinter(namespace.key))
+            self._tenants[namespace] = _Tenant(self._num_tenants, Fingerprinter(namespace.key, self._secret))
         return self._tenants[namespace]
 
     def _leave_tenant(self, namespace: Namespace) -> None:

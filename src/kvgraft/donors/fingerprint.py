@@ -43,14 +43,15 @@ class Fingerprinter:
     """Chooses anchors of token sequences under one key.
 
     The hash of a k-gram depends on its tokens and the key alone, so equal text has equal anchors wherever it stands:
-    any two texts that share `GUARANTEED_RUN` tokens share an anchor inside them. Whoever does not know the key can
+    any two texts that share `GUARANTEED_RUN` tokens share an anchor inside them. Whoever does not know the secret can
     neither predict anchors nor aim for collisions.
 
     Immutable.
     """
 
-    def __init__(self, key: bytes) -> None:
-        digest = hashlib.blake2b(key, digest_size=32, person=b"kvgraft.anchors").digest()
+    def __init__(self, key: bytes, secret: bytes) -> None:
+        """Derive hashes from a key, which may be known (that of a namespace), and a secret of at most 64 bytes."""
+        digest = hashlib.blake2b(key, digest_size=32, key=secret, person=b"kvgraft.anchors").digest()
         words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8)]
         base, mix_1, mix_2 = (word | 1 for word in words[1:])
         self._whiten, self._mix_1, self._mix_2 = np.uint64(words[0]), np.uint64(mix_1), np.uint64(mix_2)

@@ -27,7 +27,7 @@ def match(donors, prompt, *, lowest=0, index=None):
     """Runs of `prompt` as (start, end, row, donor start), and the verifier."""
     size = sum(map(len, donors))
     arena, index = TokenArena(size, len(donors)), index or AnchorIndex.for_tokens(size)
-    fingerprinter, passages = Fingerprinter(b"key"), PassageIndex(size, len(donors), GUARANTEED_RUN)
+    fingerprinter, passages = Fingerprinter(b"key", bytes(32)), PassageIndex(size, len(donors), GUARANTEED_RUN)
     for row, donor in enumerate(donors):
         arena.store(row, donor)
         passages.insert(index.insert(row, fingerprinter.anchors(donor)).crowded_out, arena, fingerprinter)
@@ -111,7 +111,7 @@ def test_runs_do_not_reach_below_the_lowest_position():
 def test_equal_hashes_of_unequal_text_are_no_run():
     index = AnchorIndex(64)
     donor, prompt = make_text(200, seed=1), make_text(200, seed=2)
-    hashes, positions = Fingerprinter(b"key").anchors(prompt)
+    hashes, positions = Fingerprinter(b"key", bytes(32)).anchors(prompt)
     index.insert(0, Anchors(hashes, positions))
     found, verifier = match([donor], prompt, index=index)
     assert found == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,8 @@ KEYS = ("", "tenant", "another")
 def replay(prompts, key, *, min_run, capacity=None):
     """Look every prompt up, then add it; yields prompt, mask of the tokens that were found, catalogue."""
     namespace = Namespace("model", tenant_salt=key)
-    catalogue = DonorCatalogue(capacity or sum(map(len, prompts)), min_run=min_run)
+    secret = hashlib.sha256(key.encode()).digest()
+    catalogue = DonorCatalogue(capacity or sum(map(len, prompts)), min_run=min_run, secret=secret)
     for prompt in prompts:
         found = np.zeros(len(prompt), np.bool_)
         for match in catalogue.find(namespace, prompt):

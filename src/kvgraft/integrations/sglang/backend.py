@@ -17,7 +17,7 @@ from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner
-from kvgraft.integrations.sglang.planning.ranks import OneRank, Ranks, TensorParallelRanks
+from kvgraft.integrations.sglang.planning.ranks import OneRank, TensorParallelRanks, shared_secret
 from kvgraft.integrations.sglang.refusals import refused_server
 from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
@@ -78,11 +78,12 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     cache = create_unified_radix_cache(ctx, cache_class=GraftRadixCache)
     assert isinstance(cache, GraftRadixCache)
     tree, buffers = SGLangTree(cache), _kv_buffers(ctx, rope)
-    library = DonorLibrary(tree, buffers, config)
+    group = _group(ctx)
+    library = DonorLibrary(tree, buffers, config, secret=None if group is None else shared_secret(group))
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
     costs = CostModel.of_width(width, per_phase=_phase_tokens(config, buffers), recompute_ratio=0.0)
-    ranks = _ranks(ctx, library)
+    ranks = OneRank() if group is None else TensorParallelRanks(group, library.catalogue.get)
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
     cache.attach(
         RequestReuse(
@@ -134,11 +135,9 @@ def _phase_tokens(config: SGLangConfig, buffers: KVBuffers) -> float:
     return config.phase_cost_tokens or _PHASE_TOKENS.get(buffers.device.type, _PHASE_TOKENS["cuda"])
 
 
-def _ranks(ctx: Any, library: DonorLibrary) -> Ranks:  # noqa: ANN401
-    if ctx.tp_size == 1:
-        return OneRank()
-    group = ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
-    return TensorParallelRanks(group, library.catalogue.get)
+def _group(ctx: Any) -> Any:  # noqa: ANN401
+    """Return the CPU process group of the ranks that serve a request together, or None for one rank."""
+    return None if ctx.tp_size == 1 else ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
 
 
 def _metrics(ctx: Any) -> Metrics | None:  # noqa: ANN401
