@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvgraft.config import check_host_memory
 from kvgraft.donors.anchors import AnchorIndex, Hits
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from kvgraft.donors.runs import Runs
+
+BYTES_PER_TOKEN = 30
+"""Host memory of a catalogue per token of its capacity, at most; most of it is reserved at once and committed as it fills."""
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -89,11 +93,12 @@ class DonorCatalogue:
             min_run: Shortest match that `find` gives.
 
         Raises:
-            ConfigError: An argument is below a k-gram of 16 tokens.
+            ConfigError: An argument is below a k-gram of 16 tokens, or the catalogue would take more memory than there is.
         """
         for name, value in (("capacity_tokens", capacity_tokens), ("min_run", min_run)):
             if value < GRAM_TOKENS:
                 raise ConfigError(f"{name} must be at least {GRAM_TOKENS}, not {value}")
+        check_host_memory("donor_tokens", capacity_tokens, BYTES_PER_TOKEN)
         max_rows = capacity_tokens // GRAM_TOKENS
         self._capacity = capacity_tokens
         self._min_run = min_run

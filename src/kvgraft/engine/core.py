@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.config import EngineConfig
+from kvgraft.config import EngineConfig, variables
 from kvgraft.config.setting import quoted
 from kvgraft.engine.active import ActiveRequest
 from kvgraft.engine.adapter import TransformersAdapter, take_over
@@ -257,7 +257,7 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -
     """
     if not (config is None or isinstance(config, EngineConfig)):
         raise ConfigError(f"config is an EngineConfig or None, not {quoted(config)}")
-    return (config or EngineConfig.from_env()).updated(settings)
+    return (config or EngineConfig.from_dict(variables(EngineConfig))).updated(settings)
 
 
 def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:
