@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvgraft.config import check_host_memory
 from kvgraft.donors.anchors import AnchorIndex
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _SECRET_BYTES = 32
 _PROCESS_SECRET = os.urandom(_SECRET_BYTES)
 """Keys the hashes of all catalogues of this process that are given no other secret."""
+
+BYTES_PER_TOKEN = 30
+"""Host memory of a catalogue per token of its capacity, at most; most of it is reserved at once and committed as it fills."""
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -105,13 +109,15 @@ class DonorCatalogue:
                 processes need the same one (`new_secret`), handed over where nobody can read it.
 
         Raises:
-            ConfigError: An argument is below a k-gram of 16 tokens, or the secret does not have 32 bytes.
+            ConfigError: An argument is below a k-gram of 16 tokens, the secret does not have 32 bytes, or the catalogue would
+                take more memory than there is.
         """
         if len(secret) != _SECRET_BYTES:
             raise ConfigError(f"secret must have {_SECRET_BYTES} bytes, not {len(secret)}; new_secret() makes one")
         for name, value in (("capacity_tokens", capacity_tokens), ("min_run", min_run)):
             if value < GRAM_TOKENS:
                 raise ConfigError(f"{name} must be at least {GRAM_TOKENS}, not {value}")
+        check_host_memory("donor_tokens", capacity_tokens, BYTES_PER_TOKEN)
         max_rows = capacity_tokens // GRAM_TOKENS
         self._secret = secret
         self._capacity = capacity_tokens

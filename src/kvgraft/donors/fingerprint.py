@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.donors.winnow import window_minima
+from kvgraft.types import SHORTEST_RUN
 
-GRAM_TOKENS = 16
+GRAM_TOKENS = SHORTEST_RUN
 """Tokens per k-gram: the shortest run that can be found."""
 
 WINDOW_GRAMS = 17

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.config import EngineConfig
-from kvgraft.config.setting import quoted
+from kvgraft.config import EngineConfig, quoted, variables
 from kvgraft.engine.adapter import TransformersAdapter, take_over
 from kvgraft.engine.cache_manager import CacheManager
 from kvgraft.engine.donor_register import DonorRegister, HostDonors, SlotDonors
@@ -35,7 +34,7 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -
     """
     if not (config is None or isinstance(config, EngineConfig)):
         raise ConfigError(f"config is an EngineConfig or None, not {quoted(config)}")
-    return (config or EngineConfig.from_env()).updated(settings)
+    return (config or EngineConfig.from_dict(variables(EngineConfig))).updated(settings)
 
 
 def adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.config.setting import quoted
+from kvgraft.config import quoted
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.sampling import SamplingParams

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvgraft import __version__
-from kvgraft.config.sglang import SGLangConfig
+from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import IntegrationError, ModelError
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -49,11 +49,12 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
         IntegrationError: This SGLang is not what the adapter was written for, or its hooks were not applied.
         ConfigError: A setting is wrong.
     """
-    config = SGLangConfig.resolve()
+    resolved = resolve(SGLangConfig)
+    config = resolved.config
     problems = [*drift(), *missing_hooks()]
     if problems:
         raise IntegrationError(f"SGLang {installed_version()} has changed: {'; '.join(problems)}")
-    for remark in _remarks():
+    for remark in (*resolved.warnings, *_patch_warnings()):
         logger.warning("kvgraft: %s", remark)
     reason = refused_server(ctx) or _refused_provider(ctx, config)
     rope: Sequence[RopeSpec] = ()
@@ -102,10 +103,10 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     return cache
 
 
-def _remarks() -> list[str]:
+def _patch_warnings() -> list[str]:
     found = installed_version() or ""
     patch = untested_patch(found)
-    return [*SGLangConfig.remarks(), *([] if patch is None else [f"SGLang {found} is {patch}"])]
+    return [] if patch is None else [f"SGLang {found} is {patch}"]
 
 
 def _refused_provider(ctx: Any, config: SGLangConfig) -> str | None:  # noqa: ANN401

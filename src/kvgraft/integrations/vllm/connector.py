@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvgraft.config.vllm import VLLMConfig
+from kvgraft.config import VLLMConfig, ignored_variables
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.contract import drift
 from kvgraft.integrations.vllm.engine_facts import read_facts
@@ -83,6 +83,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> GraftScheduler:
         facts = read_facts(config, vllm_config, kv_cache_config)
+        for ignored in ignored_variables(VLLMConfig):
+            logger.warning("%s; those of the connector come from kv_connector_extra_config", ignored)
         warning = untested(installed_versions())
         if warning:
             logger.warning("%s", warning)
