@@ -27,7 +27,7 @@ DOCUMENT = text(5, 700)
 DONOR, PROMPT = HEAD + DOCUMENT + QUESTION, OTHER_HEAD + DOCUMENT + OTHER_QUESTION
 
 
-PATIENCE_S = 540
+PATIENCE_S = 1800
 """Generous: where ranks wait for one another for ever, this ends it."""
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 
-BLOCK = 16
+BLOCK = 48
+"""Longer than the shortest reused run, so that a graft may begin in a prompt's last, partial block."""
 
 
 class Truth(NamedTuple):
