@@ -41,6 +41,7 @@ SIZES = ((1_000, 8_192), (100_000, 512))
 LEAST_FOUND = 0.95
 """Of the tokens that a prompt shares with donors; a lookup that finds less is fast for the wrong reason."""
 NAMESPACE = Namespace("benchmark")
+SECRET = bytes(32)
 
 
 def random_tokens(rng: np.random.Generator, *shape: int) -> Tokens:
@@ -66,7 +67,7 @@ def timed(call: Callable[[], object]) -> float:
 
 def filled_catalogue(texts: Tokens) -> DonorCatalogue:
     """A catalogue that is full with `texts` (num_donors, length)."""
-    catalogue = DonorCatalogue(texts.size)
+    catalogue = DonorCatalogue(texts.size, secret=SECRET)
     for text in texts:
         catalogue.add(NAMESPACE, text, None)
     return catalogue
@@ -131,9 +132,17 @@ def hostile_cases(rng: np.random.Generator) -> dict[str, tuple[list[Tokens], Tok
     one_token = np.zeros(PROMPT_TOKENS, np.int32)
     random_lines = [np.concatenate([(line, other)[i] for i in rng.integers(0, 2, 1_638)]) for _ in range(9)]
     snippets = random_tokens(rng, 1_000, 16)
+    sentences = [random_tokens(rng, int(length)) for length in rng.integers(8, 30, 40)]
 
     def among_noise() -> Tokens:
         return np.concatenate([part for snippet in snippets for part in (snippet, random_tokens(rng, 16))])
+
+    def in_any_order(num_tokens: int) -> Tokens:
+        return np.concatenate([sentences[i] for i in rng.integers(0, 40, num_tokens // 18)])
+
+    def chained(num_tokens: int) -> Tokens:
+        """Cuttings of one text from anywhere: every k-gram in many donors, none with more than a passage around it."""
+        return np.concatenate([passage[i : i + 32] for i in rng.integers(0, 8_000, num_tokens // 32)])
 
     return {
         "one token, donors of one token": ([one_token] * 8, one_token),
@@ -145,6 +154,8 @@ def hostile_cases(rng: np.random.Generator) -> dict[str, tuple[list[Tokens], Tok
             np.tile(passage[:1_024], 32),
         ),
         "common snippets in noise": ([among_noise() for _ in range(8)], among_noise()),
+        "4,000 donors of 40 sentences": ([in_any_order(512) for _ in range(4_000)], in_any_order(PROMPT_TOKENS)),
+        "4,000 donors of 32-token cuttings": ([chained(512) for _ in range(4_000)], np.tile(passage, 4)),
     }
 
 
@@ -152,7 +163,7 @@ def bench_hostile() -> dict[str, dict[str, float]]:
     """Lookups of hostile prompts."""
     result = {}
     for name, (texts, prompt) in hostile_cases(np.random.default_rng(1)).items():
-        catalogue = DonorCatalogue(sum(map(len, texts)))
+        catalogue = DonorCatalogue(sum(map(len, texts)), secret=SECRET)
         for text in texts:
             catalogue.add(NAMESPACE, text, None)
         seconds = [timed(lambda: catalogue.find(NAMESPACE, prompt)) for _ in range(20)]  # noqa: B023

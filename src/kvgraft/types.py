@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 TokenArray = NDArray[np.int64]
 """1-D token ids."""
 
+SHORTEST_RUN = 16
+"""Tokens of the shortest run of equal text that can be found and reused; every engine, index and setting has it from here."""
+
 DonorId = NewType("DonorId", int)
 """Identifies one registration of a donor; never given out twice, so a handle to a removed donor stays invalid."""
 

@@ -92,7 +92,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, json.loads(line)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON lines file: {error}") from error
 
 

@@ -169,6 +169,10 @@ def _text(record: dict[str, object], key: str, line: str) -> str:
     text = record.get(key)
     if not isinstance(text, str):
         raise ConfigError(f'{line}: "{key}" is missing or no text; add it or correct the pack')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f'{line}: "{key}" has half characters (lone surrogates); correct the pack') from error
     return text
 
 
@@ -182,7 +186,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
         line = f"{path}:{number}"
         try:
             record = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{line}: not JSON ({error}); each line must be one object") from error
         if not isinstance(record, dict):
             raise ConfigError(f"{line}: not a JSON object; each line must be one")

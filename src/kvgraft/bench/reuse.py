@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.int32]
 
 _NAMESPACE = Namespace("bench")
+_SECRET = bytes(32)
+"""Known, so that every run finds the same."""
 _ALWAYS_WORTH_IT = CostModel(copy_per_token=0.0, per_span=0.0)
 """So that figures tell what is found; which of it pays depends on the model."""
 
@@ -139,7 +141,8 @@ class _Replay:
 
     def __init__(self, prompts: Sequence[Tokens], min_run: int, capacity: int | None, tally: _Tally) -> None:
         everything = max(GRAM_TOKENS, sum(map(len, prompts)))
-        self._catalogue = DonorCatalogue(everything if capacity is None else capacity, min_run=min_run)
+        room = everything if capacity is None else capacity
+        self._catalogue = DonorCatalogue(room, min_run=min_run, secret=_SECRET)
         self._prefixes = PrefixSet()
         self._prompt_of_donor: dict[int, Tokens] = {}
         self._prompts = prompts

@@ -23,7 +23,8 @@ from kvgraft.cli import (
     generate,
     serve,
 )
-from kvgraft.errors import KVGraftError
+from kvgraft.config import is_text, quoted
+from kvgraft.errors import ConfigError, KVGraftError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,15 +55,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        _check_text(argv)
+        args = build_parser().parse_args(argv)
         code: int = args.run(args)
     except KVGraftError as error:
         print(f"kvgraft: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
         print(f"kvgraft: {error.msg}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("kvgraft: out of memory; lower num_slots or kv_bytes, host_bytes and donor_tokens", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,3 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("kvgraft: interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def _check_text(argv: Sequence[str]) -> None:
+    """Refuse arguments that are no text; prompts, names and paths alike, each of which would fail elsewhere.
+
+    Raises:
+        ConfigError: Bytes on the command line are not UTF-8, or an argument has a NUL.
+    """
+    for argument in argv:
+        if "\0" in argument:
+            raise ConfigError(f"the argument {quoted(argument)} contains NUL, which no name or path can; remove it")
+        if not is_text(argument):
+            raise ConfigError(
+                f"the argument {quoted(argument)} is not UTF-8 text; check the encoding of the terminal, or rename the file"
+            )

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _policy_config(text: str) -> dict[str, int]:
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--policy-config is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError('--policy-config must be an object such as {"protected_threshold": 2}')
@@ -92,7 +92,7 @@ def _capacity(text: str) -> int | None:
     factor = {"K": 1_000, "M": 1_000_000}.get(text[-1:].upper(), 1)
     try:
         tokens = int(float(text if factor == 1 else text[:-1]) * factor)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens such as 500000, 500K or 0.5M") from error
     if tokens < 0:
         raise argparse.ArgumentTypeError("a capacity must be at least 0, which stands for no limit")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_settings, resolve_settings
-from kvgraft.config import ServerConfig, file_errors
+from kvgraft.config import file_errors, grouped_settings, rule_of
 
 if TYPE_CHECKING:
     import argparse
 
-    from kvgraft.config import Resolved
+    from kvgraft.config import Resolved, ServerConfig
 
 _MASK = "***"
 
@@ -60,22 +59,22 @@ def run_validate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _values(resolved: Resolved) -> dict[str, object]:
-    """Return all values, secrets masked."""
-    values = dataclasses.asdict(resolved.config)
-    for name, rule in ServerConfig.rules().items():
-        if rule.secret:
-            values[name] = [_MASK] * len(values[name])
+def _values(resolved: Resolved[ServerConfig]) -> dict[str, object]:
+    """Return all values in the order of `--help`, secrets masked."""
+    values = {}
+    for field in (field for fields in grouped_settings().values() for field in fields):
+        value = getattr(resolved.config, field.name)
+        values[field.name] = [_MASK] * len(value) if rule_of(field).secret else value
     return values
 
 
-def _as_json(resolved: Resolved) -> str:
+def _as_json(resolved: Resolved[ServerConfig]) -> str:
     return json.dumps(
         {name: {"value": value, "from": resolved.origins[name]} for name, value in _values(resolved).items()}, indent=1
     )
 
 
-def _as_yaml(resolved: Resolved) -> str:
+def _as_yaml(resolved: Resolved[ServerConfig]) -> str:
     lines = {name: f"{name}: {json.dumps(value)}" for name, value in _values(resolved).items()}
     width = max(map(len, lines.values()))
     return "\n".join(f"{line:{width}s}  # {resolved.origins[name]}" for name, line in lines.items())

@@ -82,5 +82,5 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
             for line in file:
                 if line.strip():
                     yield json.loads(line)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as reports, one JSON object per line: {error}") from error

@@ -72,15 +72,26 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     for name in args.file:
         try:
             prompts.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read prompt file {name}: {error}") from error
-    if not prompts and not sys.stdin.isatty():
-        prompts.append(sys.stdin.read())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read prompt file {name}: {error}; give a file of UTF-8 text") from error
+    # Python has no stdin where the shell closed it.
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():
+        prompts.append(_standard_input())
     if not prompts:
         raise ConfigError("no prompt was given; pass one as an argument, with --file or on standard input")
     if not all(prompts):
         raise ConfigError("a prompt is empty; give at least one character")
     return prompts
+
+
+def _standard_input() -> str:
+    """Read the prompt from standard input; which errors Python itself sees depends on the locale."""
+    try:
+        text = sys.stdin.read()
+        text.encode()
+    except UnicodeError as error:
+        raise ConfigError("standard input is not UTF-8 text; convert it first, with iconv say") from error
+    return text
 
 
 def _print_stream(llm: LLM, prompt: str, sampling: SamplingParams, reuse: str) -> None:

@@ -44,11 +44,11 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
     )
 
 
-def resolve_settings(args: argparse.Namespace) -> Resolved:
+def resolve_settings(args: argparse.Namespace) -> Resolved[ServerConfig]:
     """Merge flags, environment, file and defaults, in this precedence."""
     given = vars(args)
     flags = {name: given[f"setting_{name}"] for name in ServerConfig.rules() if f"setting_{name}" in given}
-    return resolve(flags, args.config)
+    return resolve(ServerConfig, flags, args.config)
 
 
 def engine_config(args: argparse.Namespace) -> ServerConfig:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgraft.config.setting import setting
-from kvgraft.config.settings import Settings
+from kvgraft.config.reuse import MEMORY, ReuseSettings, ratio_setting
+from kvgraft.config.setting import overridden, setting
 
-MODEL, CACHE, SCHEDULING = "model", "cache and reuse", "scheduling"
+MODEL, SCHEDULING = "model", "scheduling"
 _ALLOWED_DEVICES = ("[a-z]+(:[0-9]+)?", "auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig(Settings):
+class EngineConfig(ReuseSettings):
     """How the engine loads a model, how much K/V it keeps, what it reuses and how it shares steps among requests.
 
     Each field says in its help what it does; `kvgraft config show` and docs/configuration.md list them.
     """
 
+    # The embedded engine shows what the query attends to, and query_seam is the best policy at an equal budget
+    # (docs/benchmarks.md, how close to full prefill).
+    selection: str = overridden(ReuseSettings, "selection", "query_seam", choices=("none", "first_k", "query_seam"))
+    recompute_ratio: float = ratio_setting("query_seam", 0.05)
     dtype: str = setting(
         "auto",
         "precision; auto is float32 on a CPU and the checkpoint's own on a GPU",
@@ -25,36 +29,13 @@ class EngineConfig(Settings):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "where to run: auto, cpu, cuda or cuda:N", MODEL, pattern=_ALLOWED_DEVICES)
-    num_slots: int = setting(0, "K/V slots on the device, one per token; 0 chooses by kv_bytes", CACHE, low=0)
-    kv_bytes: int = setting(1 << 30, "device memory for K/V where num_slots is 0", CACHE, low=1, size=True)
-    host_bytes: int = setting(
-        1 << 30, "host memory for donors that no longer fit on the device", CACHE, low=0, size=True
-    )
-    donor_tokens: int = setting(1 << 22, "tokens that the donor catalogue may hold in all tiers", CACHE, low=1)
-    max_model_len: int = setting(0, "longest prompt plus output in tokens; 0 takes the model's own limit", MODEL, low=0)
-    selection: str = setting(
-        "query_seam",
-        "policy that chooses reused tokens to compute again",
-        CACHE,
-        choices=("none", "first_k", "query_seam"),
-    )
-    recompute_ratio: float = setting(
-        0.05,
-        "share of reused tokens that query_seam computes again",
-        CACHE,
-        above=0,
-        high=1,
-        remedy="selection='none' recomputes nothing",
-    )
-    first_k: int = setting(16, "tokens per run that first_k computes again", CACHE, low=1)
-    min_run: int = setting(
-        16, "shortest run of equal tokens that is reused, and shortest text that becomes a donor", CACHE, low=16
-    )
-    max_generation: int = setting(
-        2, "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g", CACHE, low=0
+    num_slots: int = setting(0, "K/V slots on the device, one per token; 0 chooses by kv_bytes", MEMORY, low=0)
+    kv_bytes: int = setting(1 << 30, "device memory for K/V where num_slots is 0", MEMORY, low=1, size=True)
+    max_model_len: int = setting(
+        0, "longest prompt plus output in tokens; 0 takes the model's own limit", MODEL, low=2, or_zero=True
     )
     radix_cache_backend: str = setting(
-        "default", "prefix cache by the name that it was registered under, by an installed package say", CACHE
+        "default", "prefix cache by the name that it was registered under, by an installed package say", MEMORY
     )
     max_rows: int = setting(16_384, "rows of one forward pass; longer prefills run in pieces", SCHEDULING, low=1)
     max_running: int = setting(64, "requests that are computed at the same time", SCHEDULING, low=1)

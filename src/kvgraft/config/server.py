@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgraft.config.engine import CACHE, MODEL, EngineConfig
+from kvgraft.config.engine import MODEL, EngineConfig
+from kvgraft.config.reuse import mode_setting
 from kvgraft.config.setting import setting
 
 SERVER = "server"
@@ -18,12 +19,7 @@ class ServerConfig(EngineConfig):
     served_model_name: str = setting(
         "", "name of the model in the API; empty takes the directory's name or the hub id", MODEL, may_be_empty=True
     )
-    reuse: str = setting(
-        "graft",
-        "what requests may reuse unless they say otherwise: nothing, exact prefixes, or text at any offset",
-        CACHE,
-        choices=("off", "exact", "graft"),
-    )
+    reuse: str = mode_setting()
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network", SERVER)
     port: int = setting(8000, "port to listen on; 0 takes a free one", SERVER, low=0, high=65_535)
     api_key: tuple[str, ...] = setting(

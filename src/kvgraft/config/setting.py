@@ -6,12 +6,18 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError
 
-_SIZE = re.compile(r"(\d{1,12})\s*(KiB|MiB|GiB|TiB)")
-_SIZE_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+if TYPE_CHECKING:
+    from kvgraft.config.settings import Settings
+
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_LARGEST = (1 << 63) - 1
+"""Whole numbers end up in 64-bit arrays."""
 _LONGEST_QUOTE = 60
 
 
@@ -23,11 +29,12 @@ class Rule:
         help: One line without a full stop, in plain words.
         group: Heading in `--help` and in the documentation.
         low: Lowest value.
+        or_zero: 0 is a value as well, below `low`.
         above: Values must lie above it.
         high: Highest value.
         choices: The words that are accepted; empty for any.
         pattern: Regular expression of the whole text, and how to say it.
-        size: Bytes, which may be written as `4GiB`.
+        size: Bytes, which may be written as `4GiB`, `8GB` or `1.5GiB`.
         secret: Never printed.
         may_be_empty: An empty text is a value.
         remedy: What to do instead of a value that is out of range.
@@ -36,6 +43,7 @@ class Rule:
     help: str
     group: str
     low: float = -math.inf
+    or_zero: bool = False
     above: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] = ()
@@ -50,6 +58,13 @@ def setting(default: Any, help_text: str, group: str, **limits: Any) -> Any:  # 
     """Return a dataclass field that carries its `Rule`."""
     rule = Rule(help_text, group, **limits)
     return dataclasses.field(default=default, repr=not rule.secret, metadata={"rule": rule})
+
+
+def overridden(base: type[Settings], name: str, default: Any = None, **changes: Any) -> Any:  # noqa: ANN401
+    """Return the field `name` of `base` for a subclass, with another default (unless None) or other limits."""
+    field = base.field(name)
+    rule = dataclasses.replace(rule_of(field), **changes)
+    return dataclasses.field(default=field.default if default is None else default, metadata={"rule": rule})
 
 
 def rule_of(field: dataclasses.Field[Any]) -> Rule:
@@ -78,13 +93,21 @@ def _parse_int(name: str, rule: Rule, value: object) -> int:
     if isinstance(value, str):
         size = _SIZE.fullmatch(value.strip()) if rule.size else None
         if size is not None:
-            return int(size[1]) * _SIZE_UNITS[size[2]]
-        if re.fullmatch(r"[+-]?\d{1,20}", value.strip()):
+            return int(Fraction(size[1]) * _unit(size[2], size[3]))
+        if re.fullmatch(r"[+-]?[0-9]{1,40}", value.strip()):
             return int(value)
     elif isinstance(value, int) and not isinstance(value, bool):
         return value
-    sizes = " or a size such as 4GiB" if rule.size else ""
+    sizes = " or a size such as 4GiB, 8GB or 1.5GiB" if rule.size else ""
     raise ConfigError(f"{name} must be a whole number{sizes}, not {quoted(value)}")
+
+
+def _unit(letter: str | None, binary: str | None) -> int:
+    """Bytes of a unit: `G` is 1000 cubed, `Gi` is 1024 cubed, with a `B` behind or not; no letter is a byte."""
+    if letter is None:
+        return 1
+    size: int = (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1)
+    return size
 
 
 def _parse_float(name: str, _rule: Rule, value: object) -> float:
@@ -102,6 +125,8 @@ def _parse_text(name: str, rule: Rule, value: object) -> str:
         raise ConfigError(f"{name} must be text, not {quoted(value)}")
     if not value and not rule.may_be_empty:
         raise ConfigError(f"{name} must not be empty; leave it out for the default")
+    if not is_text(value):
+        raise ConfigError(f"{name} must be text without NUL and half characters, not {quoted(value)}; remove them")
     return value
 
 
@@ -120,12 +145,14 @@ _PARSERS = {int: _parse_int, float: _parse_float, str: _parse_text, tuple: _pars
 
 def _check_range(name: str, rule: Rule, value: float) -> None:
     remedy = f"; {rule.remedy}" if rule.remedy else ""
-    if value < rule.low:
-        raise ConfigError(f"{name} must be at least {rule.low}, not {value}{remedy}")
+    if value < rule.low and not (rule.or_zero and value == 0):
+        zero = " or 0" if rule.or_zero else ""
+        raise ConfigError(f"{name} must be at least {rule.low}{zero}, not {quoted(value)}{remedy}")
     if value <= rule.above:
-        raise ConfigError(f"{name} must be above {rule.above}, not {value}{remedy}")
-    if value > rule.high:
-        raise ConfigError(f"{name} must be at most {rule.high}, not {value}{remedy}")
+        raise ConfigError(f"{name} must be above {rule.above}, not {quoted(value)}{remedy}")
+    high = min(rule.high, _LARGEST) if isinstance(value, int) else rule.high
+    if value > high:
+        raise ConfigError(f"{name} must be at most {high}, not {quoted(value)}{remedy}")
 
 
 def _check_text(name: str, rule: Rule, value: str) -> None:
@@ -137,6 +164,11 @@ def _check_text(name: str, rule: Rule, value: str) -> None:
 
 def _told(rule: Rule, value: object) -> str:
     return "what was given" if rule.secret else quoted(value)
+
+
+def is_text(value: str) -> bool:
+    """Whether a text is UTF-8 without NUL: files, sockets and tokenizers take no other."""
+    return _NO_TEXT.search(value) is None
 
 
 def quoted(value: object) -> str:

@@ -1,10 +1,9 @@
-"""What all groups of settings have in common: building from plain values, copies with changes, checks."""
+"""What all groups of settings have in common: names, rules, building from plain values, copies with changes."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from typing import TYPE_CHECKING, Any, Self
 
 from kvgraft.config.setting import parsed, rule_of
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvgraft.config.setting import Rule
-
-ENV_PREFIX = "KVGRAFT_"
-"""What the names of environment variables begin with."""
 
 
 class Settings:
@@ -35,11 +31,6 @@ class Settings:
         return cls().updated(values)
 
     @classmethod
-    def from_env(cls, prefix: str = ENV_PREFIX, environ: Mapping[str, str] | None = None) -> Self:
-        """Build from variables such as `KVGRAFT_NUM_SLOTS`; unset ones keep their default."""
-        return cls().updated_from_env(prefix, environ)
-
-    @classmethod
     def field(cls, name: str) -> dataclasses.Field[Any]:
         """Return the field called `name`; raises `ConfigError` that names the closest one."""
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -53,12 +44,6 @@ class Settings:
     def rules(cls) -> dict[str, Rule]:
         """The rule of every setting, in order."""
         return {field.name: rule_of(field) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-
-    def updated_from_env(self, prefix: str = ENV_PREFIX, environ: Mapping[str, str] | None = None) -> Self:
-        """Return a copy with the settings that variables such as `KVGRAFT_NUM_SLOTS` give."""
-        environ = os.environ if environ is None else environ
-        names = {prefix + name.upper(): name for name in self.rules()}
-        return self.updated({names[key]: text for key, text in environ.items() if key in names})
 
     def updated(self, values: Mapping[str, object]) -> Self:
         """Return a copy with `values` set; texts are parsed into the type of the field."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgraft.donors.catalogue import AddResult, DonorCatalogue
+from kvgraft.donors.catalogue import AddResult, DonorCatalogue, new_secret
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
 from kvgraft.donors.planner import CostModel, plan_graft
@@ -14,5 +14,6 @@ __all__ = [
     "CostModel",
     "Donor",
     "DonorCatalogue",
+    "new_secret",
     "plan_graft",
 ]

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.donors.winnow import window_minima
+from kvgraft.types import SHORTEST_RUN
 
-GRAM_TOKENS = 16
+GRAM_TOKENS = SHORTEST_RUN
 """Tokens per k-gram: the shortest run that can be found."""
 
 WINDOW_GRAMS = 17
@@ -43,17 +44,19 @@ class Fingerprinter:
     """Chooses anchors of token sequences under one key.
 
     The hash of a k-gram depends on its tokens and the key alone, so equal text has equal anchors wherever it stands:
-    any two texts that share `GUARANTEED_RUN` tokens share an anchor inside them. Whoever does not know the key can
+    any two texts that share `GUARANTEED_RUN` tokens share an anchor inside them. Whoever does not know the secret can
     neither predict anchors nor aim for collisions.
 
     Immutable.
     """
 
-    def __init__(self, key: bytes) -> None:
-        digest = hashlib.blake2b(key, digest_size=32, person=b"kvgraft.anchors").digest()
+    def __init__(self, key: bytes, secret: bytes) -> None:
+        """Derive hashes from a key, which may be known (that of a namespace), and a secret of at most 64 bytes."""
+        digest = hashlib.blake2b(key, digest_size=32, key=secret, person=b"kvgraft.anchors").digest()
         words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8)]
         base, mix_1, mix_2 = (word | 1 for word in words[1:])
         self._whiten, self._mix_1, self._mix_2 = np.uint64(words[0]), np.uint64(mix_1), np.uint64(mix_2)
+        self._base = base
         self._powers = [(span, np.uint64(pow(base, span, _WORD + 1))) for span in _doublings(GRAM_TOKENS)]
 
     def anchors(self, token_ids: Tokens) -> Anchors:
@@ -71,11 +74,30 @@ class Fingerprinter:
         halves = _BUFFERS.halves
         order = np.right_shift(hashes, _HALF, out=halves[0, : len(hashes)], casting="unsafe")
         positions = window_minima(order, window, halves[1:])
-        chosen = hashes[positions]
-        chosen ^= chosen >> _HALF
-        chosen *= self._mix_2
-        chosen ^= chosen >> _HALF
-        return _thin_repeats(chosen, positions)
+        return _thin_repeats(self._mixed(hashes[positions]), positions)
+
+    def passages(self, token_ids: Tokens, length: int) -> Hashes:
+        """Hash every sequence of `length` tokens, at least a k-gram, all bits well mixed.
+
+        Complexity: O(n log length), vectorised.
+        """
+        assert length >= GRAM_TOKENS
+        if len(token_ids) < length:
+            return np.empty(0, np.uint64)
+        hashes, span = self.gram_hashes(token_ids), GRAM_TOKENS
+        while span < length:
+            # Two halves, which overlap where the length is no power of two.
+            step = min(span, length - span)
+            hashes = hashes[:-step] * np.uint64(pow(self._base, step, _WORD + 1)) + hashes[step:]
+            span += step
+        return self._mixed(hashes[: len(token_ids) - length + 1].copy())
+
+    def _mixed(self, hashes: Hashes) -> Hashes:
+        """Mix all bits in place."""
+        hashes ^= hashes >> _HALF
+        hashes *= self._mix_2
+        hashes ^= hashes >> _HALF
+        return hashes
 
     def gram_hashes(self, token_ids: Tokens) -> Hashes:
         """Hash every k-gram: uint64, `len(token_ids) - GRAM_TOKENS + 1` of them, of which only the upper half is mixed.

@@ -1,6 +1,6 @@
 """The embedded engine: any transformers decoder, run with K/V reuse.
 
-Public modules: `request_builder`.
+Public modules: `adapter`, `kv_space`, `request_builder`.
 """
 
 from __future__ import annotations

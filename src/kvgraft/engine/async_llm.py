@@ -15,7 +15,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.core import Engine, StepEvent, engine_config
+from kvgraft.engine.assembly import engine_config
+from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
 from kvgraft.types import ReuseMode
 
@@ -112,12 +113,12 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings."""
+        """Settings that the engine runs with, defaults filled in."""
         return self._engine.config
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as loaded."""
+        """The model, its tokenizer and its fingerprint."""
         return self._engine.loaded
 
     @property
@@ -208,8 +209,15 @@ class AsyncLLM:
         await self._call(self._engine.space.check)
 
     async def reset(self) -> None:
-        """Forget all cached prefixes and donors; running requests go on. Raises `OverloadedError` if the engine has ended."""
-        await self._call(self._engine.space.reset)
+        """Forget all cached prefixes and donors, on the device and on the host, between two steps.
+
+        Call it after you have changed the model's weights in place. Running requests go on with the K/V that they have, and
+        nothing of them is kept; those that wait start afresh.
+
+        Raises:
+            OverloadedError: The engine's thread has ended.
+        """
+        await self._call(self._engine.reset)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Accept no more requests, let the others finish for `grace_s` seconds, fail the rest and stop the thread."""

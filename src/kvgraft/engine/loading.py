@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvgraft.config.setting import quoted
+from kvgraft.config import quoted
 from kvgraft.errors import ConfigError, ModelError, one_line
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.config.setting import quoted
+from kvgraft.config import quoted
 from kvgraft.errors import ConfigError
 
 _SEEDS = (-(2**63), 2**64 - 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.config.setting import quoted
+from kvgraft.config import physical_memory, quoted
 from kvgraft.errors import ConfigError
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 from kvgraft.memory.pool import SlotPool
@@ -94,7 +93,7 @@ def build_pool(
         f"{quoted(plan.num_slots)} K/V slots take {quoted(num_bytes >> 20)} MiB, more than there is on device "
         f"{str(device)!r}; lower num_slots or kv_bytes"
     )
-    if device.type == "cpu" and num_bytes + plan.num_slots * _BOOK_BYTES > _physical_memory():
+    if device.type == "cpu" and num_bytes + plan.num_slots * _BOOK_BYTES > physical_memory():
         raise too_large
     try:
         if not plan.num_window_slots:
@@ -109,11 +108,6 @@ def build_pool(
         )
     except (MemoryError, RuntimeError) as error:
         raise too_large from error
-
-
-def _physical_memory() -> int:
-    """Bytes of this machine: what exceeds them can be allocated on Linux, and ends the process when it is used."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _by_bytes(full_bytes: int, window_bytes: int, kv_bytes: int, fewest: int, most: int) -> SlotPlan:

@@ -25,18 +25,19 @@ ENDPOINTS = {
     "POST /v1/chat/completions": "answer a conversation",
     "GET /v1/models": "the model that is served",
     "POST /tokenize": "token ids of a text",
+    "POST /reset_prefix_cache": "forget all cached text",
     "GET /health": "state of the server",
     "GET /metrics": "metrics in the Prometheus format",
 }
 
 
 async def index(_request: Request) -> Response:
-    """Say what this is."""
+    """Return name, version and the list of endpoints."""
     return json_response({"name": "kvgraft", "version": __version__, "endpoints": ENDPOINTS})
 
 
 async def list_models(request: Request) -> Response:
-    """Return the one model."""
+    """Return the model that is served, as OpenAI's list of one."""
     return json_response({"object": "list", "data": [_model(context_of(request))]})
 
 
@@ -45,6 +46,12 @@ async def get_model(request: Request) -> Response:
     context = context_of(request)
     check_model(Fields({"model": request.path_params["id"]}), context.model_id)
     return json_response(_model(context))
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all prefixes and donors, as vLLM's endpoint of the same name does; the body is not read."""
+    await context_of(request).engine.reset()
+    return json_response({"status": "ok"})
 
 
 async def health(request: Request) -> Response:
@@ -63,7 +70,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Return all metrics."""
+    """Return all metrics in the Prometheus format, those of load and memory as of now."""
     context = context_of(request)
     recorder = context.metrics
     if recorder is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, new_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 from kvgraft.types import Match, Namespace
 
@@ -201,6 +204,43 @@ def test_reset_returns_all_and_ids_stay_invalid():
     assert again not in donors
     assert ids_of(catalogue.find(NAMESPACE, make_text(100))) == [again]
     catalogue.check()
+
+
+def make_pack():
+    stock = [make_text(length, seed=length) for length in range(5, 45)]
+    rng = np.random.default_rng(0)
+    return [np.concatenate([stock[i] for i in rng.integers(0, 40, 12)]) for _ in range(60)]
+
+
+def replayed(secret):
+    """What every lookup finds and what every registration evicts, hits recorded."""
+    catalogue = DonorCatalogue(9_000, **({} if secret is None else {"secret": secret}))
+    for prompt in make_pack():
+        matches = catalogue.find(NAMESPACE, prompt)
+        for match in matches:
+            catalogue.record_hit(match.donor_id, match.length)
+        yield matches, ids(catalogue.add(NAMESPACE, prompt, None).evicted)
+
+
+def test_catalogues_of_one_secret_behave_alike():
+    secret = new_secret()
+    assert list(replayed(secret)) == list(replayed(secret))
+
+
+def test_anchors_are_keyed_by_a_secret_of_the_process():
+    code = (
+        "import numpy as np; from kvgraft.donors import DonorCatalogue; from kvgraft.types import Namespace;"
+        "c = DonorCatalogue(100); c.add(Namespace('m'), np.arange(100), None);"
+        "print(sorted(c._entries.values(), key=id)[0].keys.tolist())"
+    )
+    first, second = (subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in "ab")
+    assert first != second
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(31), bytes(64)])
+def test_secret_of_another_length_is_refused(secret):
+    with pytest.raises(ConfigError, match="32 bytes"):
+        DonorCatalogue(100, secret=secret)
 
 
 def test_find_changes_nothing():

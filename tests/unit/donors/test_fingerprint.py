@@ -8,14 +8,15 @@ import pytest
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, WINDOW_GRAMS, Fingerprinter
 
 KEY = b"0123456789abcdef"
+SECRET = bytes(range(32))
 
 
 def make_text(length, *, seed=0, vocabulary=30_000):
     return np.random.default_rng(seed).integers(0, vocabulary, length, dtype=np.int32)
 
 
-def anchors_of(text, key=KEY):
-    found = Fingerprinter(key).anchors(np.asarray(text, np.int32))
+def anchors_of(text, key=KEY, secret=SECRET):
+    found = Fingerprinter(key, secret).anchors(np.asarray(text, np.int32))
     return list(zip(found.hashes.tolist(), found.positions.tolist(), strict=True))
 
 
@@ -32,17 +33,17 @@ def test_text_of_a_gram_or_more_has_an_anchor(length):
 
 def test_gram_hash_depends_on_its_tokens_alone():
     text = make_text(200)
-    hashes = Fingerprinter(KEY).gram_hashes(text).copy()
+    hashes = Fingerprinter(KEY, SECRET).gram_hashes(text).copy()
     assert len(hashes) == 200 - GRAM_TOKENS + 1
     for start in (0, 1, 77, 184):
-        assert Fingerprinter(KEY).gram_hashes(text[start : start + GRAM_TOKENS]).tolist() == [hashes[start]]
+        assert Fingerprinter(KEY, SECRET).gram_hashes(text[start : start + GRAM_TOKENS]).tolist() == [hashes[start]]
 
 
 def test_gram_hash_changes_with_each_token_and_with_their_order():
     text = make_text(GRAM_TOKENS)
     variants = [text] + [np.where(np.arange(GRAM_TOKENS) == i, text + 1, text) for i in range(GRAM_TOKENS)]
     variants += [text[::-1].copy(), np.roll(text, 1)]
-    hashes = {int(Fingerprinter(KEY).gram_hashes(variant.astype(np.int32))[0]) for variant in variants}
+    hashes = {int(Fingerprinter(KEY, SECRET).gram_hashes(variant.astype(np.int32))[0]) for variant in variants}
     assert len(hashes) == len(variants)
 
 
@@ -84,7 +85,7 @@ def test_periodic_text_has_no_more_anchors_than_windows(period):
 
 def test_chain_of_one_repeated_gram_keeps_its_ends():
     text = np.concatenate([make_text(100, seed=1), np.full(200, 5, np.int32), make_text(100, seed=2)])
-    full = int(Fingerprinter(KEY).anchors(np.full(GRAM_TOKENS, 5, np.int32)).hashes[0])
+    full = int(Fingerprinter(KEY, SECRET).anchors(np.full(GRAM_TOKENS, 5, np.int32)).hashes[0])
     positions = [position for h, position in anchors_of(text) if h == full]
     assert positions[0] == 100
     assert positions[-1] == 300 - GRAM_TOKENS
@@ -97,6 +98,24 @@ def test_keys_separate():
     assert {p for _, p in ours} != {p for _, p in theirs}
 
 
+def test_secrets_separate():
+    text = make_text(5_000)
+    assert not {h for h, _ in anchors_of(text)} & {h for h, _ in anchors_of(text, secret=bytes(32))}
+
+
+@pytest.mark.parametrize("length", [16, 32, 33, 50, 64, 100])
+def test_passage_hash_depends_on_all_its_tokens_their_order_and_nothing_else(length):
+    text, fingerprinter = make_text(300), Fingerprinter(KEY, SECRET)
+    hashes = fingerprinter.passages(text, length).copy()
+    assert len(set(hashes.tolist())) == len(hashes) == 300 - length + 1
+    passage = text[100 : 100 + length]
+    assert fingerprinter.passages(passage, length).tolist() == [hashes[100]]
+    variants = [np.where(np.arange(length) == i, passage + 1, passage).astype(np.int32) for i in range(length)]
+    variants += [np.roll(passage, shift) for shift in (1, 16, 32) if shift % length]
+    variants += [passage[np.r_[:16, 32:48, 16:32, 48:length]]] if length >= 48 else []
+    assert hashes[100] not in {int(fingerprinter.passages(variant, length)[0]) for variant in variants}
+
+
 def test_hash_is_never_zero_and_does_not_depend_on_the_process():
     found = anchors_of(np.arange(40))
     assert all(h > 0 for h, _ in found)
@@ -104,7 +123,7 @@ def test_hash_is_never_zero_and_does_not_depend_on_the_process():
 
 
 def test_lower_bits_are_spread_evenly():
-    hashes = Fingerprinter(KEY).anchors(make_text(200_000)).hashes
+    hashes = Fingerprinter(KEY, SECRET).anchors(make_text(200_000)).hashes
     counts = np.bincount((hashes & np.uint64(255)).astype(np.int64), minlength=256)
     mean = len(hashes) / 256
     assert abs(counts - mean).max() < 6 * mean**0.5

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvgraft import __version__
-from kvgraft.config.sglang import SGLangConfig
+from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import IntegrationError, ModelError
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -17,7 +17,7 @@ from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner
-from kvgraft.integrations.sglang.planning.ranks import OneRank, Ranks, TensorParallelRanks
+from kvgraft.integrations.sglang.planning.ranks import OneRank, TensorParallelRanks, shared_secret
 from kvgraft.integrations.sglang.refusals import refused_server
 from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
@@ -49,11 +49,12 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
         IntegrationError: This SGLang is not what the adapter was written for, or its hooks were not applied.
         ConfigError: A setting is wrong.
     """
-    config = SGLangConfig.resolve()
+    resolved = resolve(SGLangConfig)
+    config = resolved.config
     problems = [*drift(), *missing_hooks()]
     if problems:
         raise IntegrationError(f"SGLang {installed_version()} has changed: {'; '.join(problems)}")
-    for remark in _remarks():
+    for remark in (*resolved.warnings, *_patch_warnings()):
         logger.warning("kvgraft: %s", remark)
     reason = refused_server(ctx) or _refused_provider(ctx, config)
     rope: Sequence[RopeSpec] = ()
@@ -78,11 +79,12 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     cache = create_unified_radix_cache(ctx, cache_class=GraftRadixCache)
     assert isinstance(cache, GraftRadixCache)
     tree, buffers = SGLangTree(cache), _kv_buffers(ctx, rope)
-    library = DonorLibrary(tree, buffers, config)
+    group = _group(ctx)
+    library = DonorLibrary(tree, buffers, config, secret=None if group is None else shared_secret(group))
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
     costs = CostModel.of_width(width, per_phase=_phase_tokens(config, buffers), recompute_ratio=0.0)
-    ranks = _ranks(ctx, library)
+    ranks = OneRank() if group is None else TensorParallelRanks(group, library.catalogue.get)
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
     cache.attach(
         RequestReuse(
@@ -101,10 +103,10 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     return cache
 
 
-def _remarks() -> list[str]:
+def _patch_warnings() -> list[str]:
     found = installed_version() or ""
     patch = untested_patch(found)
-    return [*SGLangConfig.remarks(), *([] if patch is None else [f"SGLang {found} is {patch}"])]
+    return [] if patch is None else [f"SGLang {found} is {patch}"]
 
 
 def _refused_provider(ctx: Any, config: SGLangConfig) -> str | None:  # noqa: ANN401
@@ -134,11 +136,9 @@ def _phase_tokens(config: SGLangConfig, buffers: KVBuffers) -> float:
     return config.phase_cost_tokens or _PHASE_TOKENS.get(buffers.device.type, _PHASE_TOKENS["cuda"])
 
 
-def _ranks(ctx: Any, library: DonorLibrary) -> Ranks:  # noqa: ANN401
-    if ctx.tp_size == 1:
-        return OneRank()
-    group = ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
-    return TensorParallelRanks(group, library.catalogue.get)
+def _group(ctx: Any) -> Any:  # noqa: ANN401
+    """Return the CPU process group of the ranks that serve a request together, or None for one rank."""
+    return None if ctx.tp_size == 1 else ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
 
 
 def _metrics(ctx: Any) -> Metrics | None:  # noqa: ANN401

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraft import __version__
-from kvgraft.config.sglang import SGLangConfig
+from kvgraft.config import Resolved, SGLangConfig, resolve
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang import BACKEND
 from kvgraft.integrations.sglang.refusals import SUPPORTED_ARCHITECTURES
@@ -37,8 +37,8 @@ def diagnose(model: str | None = None) -> dict[str, object]:
         model: Directory of a model, whose configuration is looked at; None for none.
     """
     sglang = installed_version()
-    config, config_problem = _config()
-    live = live_statuses(state_directory(config.state_dir))
+    resolved, config_problem = _config()
+    live = live_statuses(state_directory(resolved.config.state_dir))
     plugin_problem = _plugin_problem()
     reasons = [
         unsupported_version(sglang),
@@ -56,18 +56,18 @@ def diagnose(model: str | None = None) -> dict[str, object]:
         "sglang": _sglang(sglang),
         "sglang_supported": ", ".join(SUPPORTED),
         "plugin": plugin_problem or f"registered: SGLang loads it for --radix-cache-backend {BACKEND}",
-        "settings": config_problem or "; ".join(SGLangConfig.remarks()) or "good",
+        "settings": config_problem or "; ".join(resolved.warnings) or "good",
         "backend": "; ".join(map(_words, live)) or "not live: no scheduler of this user runs with it",
         "model": "-" if model is None else _model_problem(Path(model)) or f"{model}: served with reuse",
         "shifted_reuse": "accepted" if reason is None else f"refused: {reason}",
     }
 
 
-def _config() -> tuple[SGLangConfig, str | None]:
+def _config() -> tuple[Resolved[SGLangConfig], str | None]:
     try:
-        return SGLangConfig.resolve(), None
+        return resolve(SGLangConfig), None
     except (ConfigError, ImportError) as error:
-        return SGLangConfig(), str(error)
+        return Resolved(SGLangConfig(), {}), str(error)
 
 
 def _plugin_problem() -> str | None:

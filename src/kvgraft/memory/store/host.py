@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvgraft.config import check_host_memory
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError, StoreError
 from kvgraft.memory.block import KVBlock
 from kvgraft.memory.store.base import KVStore, StoreKey
@@ -23,9 +24,13 @@ class HostKVStore(KVStore):
         Args:
             budget_bytes: Upper bound of `used_bytes`.
             pin_memory: Keep blocks page-locked for asynchronous copies to a GPU. Ignored where there is no CUDA.
+
+        Raises:
+            ConfigError: The bound is negative, or more than the machine's memory.
         """
         if budget_bytes < 0:
             raise ConfigError(f"budget_bytes must not be negative, not {budget_bytes}")
+        check_host_memory("host_bytes", budget_bytes)
         self.budget_bytes = budget_bytes
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._blocks: dict[StoreKey, KVBlock] = {}

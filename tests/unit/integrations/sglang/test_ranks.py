@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from kvgraft.donors import Donor
-from kvgraft.integrations.sglang.planning.ranks import Decision, OneRank, Span, TensorParallelRanks
+from kvgraft.integrations.sglang.planning.ranks import Decision, OneRank, Span, TensorParallelRanks, shared_secret
 from kvgraft.types import DonorId, Namespace
 
 NAMESPACE = Namespace("m")
@@ -46,6 +46,7 @@ def worker(rank, path, results):
             "planned": [
                 (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned.spans
             ],
+            "secret": shared_secret(dist.group.WORLD),
             "same": ranks.confirm(36),
             "different": ranks.confirm(36 if rank else 0),
         }
@@ -69,6 +70,8 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
         # Rank 1 does not know donor 7, and donor 8 is another text there: no rank's load of these will count.
         [(10, 20, 5, 3), (40, 16, None, 0), (60, 16, None, 0)],
     ]
+    assert found[0]["secret"] == found[1]["secret"]
+    assert len(set(found[0]["secret"])) > 8
     for entry in found:
         assert entry["kept"] is None
         assert entry["empty"] == ()

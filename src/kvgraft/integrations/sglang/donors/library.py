@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, new_secret
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts, TextPart
 from kvgraft.integrations.sglang.donors.texts import HostKV, TreeKV, TreeText
@@ -45,8 +45,13 @@ class DonorLibrary:
     Every change of the catalogue is the same on all ranks as long as their trees evict the same.
     """
 
-    def __init__(self, tree: DonorTree, buffers: KVBuffers, config: SGLangConfig) -> None:
-        self.catalogue = DonorCatalogue(config.donor_tokens, min_run=config.min_run)
+    def __init__(
+        self, tree: DonorTree, buffers: KVBuffers, config: SGLangConfig, *, secret: bytes | None = None
+    ) -> None:
+        """Make an empty library; ranks that serve one request together need one `secret`."""
+        self.catalogue = DonorCatalogue(
+            config.donor_tokens, min_run=config.min_run, secret=new_secret() if secret is None else secret
+        )
         self.version = 0
         self._tree = tree
         self._buffers = buffers

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from kvgraft.donors import new_secret
 from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.types import DonorId, Fidelity
 
@@ -40,6 +41,13 @@ class Ranks(Protocol):
 
     def confirm(self, num_tokens: int) -> int:
         """Return `num_tokens` if all ranks say the same, else -1."""
+
+
+def shared_secret(group: dist.ProcessGroup) -> bytes:
+    """Return rank 0's new secret on every rank, so that their catalogues find the same donors."""
+    secret = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8)
+    dist.broadcast(secret, group=group, group_src=0)
+    return secret.numpy().tobytes()
 
 
 class OneRank:

@@ -1,0 +1,96 @@
+"""Settings that decide about reuse in every engine, once. Engines extend them and override defaults only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvgraft.config.setting import setting
+from kvgraft.config.settings import Settings
+from kvgraft.errors import ConfigError
+from kvgraft.types import SHORTEST_RUN
+
+REUSE, MEMORY = "reuse", "memory"
+"""Headings in `--help` and in the documentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseSettings(Settings):
+    """What is reused and how much is kept for that.
+
+    Subclasses override `selection` by what their engine can show to a policy, and other defaults only where a measurement
+    or their engine says so (`setting.overridden`).
+    """
+
+    selection: str = setting(
+        "first_k", "policy that chooses reused tokens to compute again", REUSE, choices=("none", "first_k")
+    )
+    first_k: int = setting(16, "tokens per run that first_k computes again", REUSE, low=1)
+    # As low as a donor can be found: every run of 32 tokens is, of shorter ones some (docs/donors.md). No measurement speaks
+    # for missing those; the planner drops what costs more to copy than to compute.
+    min_run: int = setting(
+        SHORTEST_RUN,
+        "shortest run of equal tokens that is reused, and shortest text that becomes a donor",
+        REUSE,
+        low=SHORTEST_RUN,
+    )
+    max_generation: int = setting(
+        2, "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g", REUSE, low=0
+    )
+    donor_tokens: int = setting(
+        1 << 22,
+        "tokens that the donor catalogue may hold in all tiers, about 30 bytes of host memory each",
+        MEMORY,
+        low=SHORTEST_RUN,
+    )
+    host_bytes: int = setting(
+        1 << 30,
+        "host memory for K/V of donors that the device does not hold, per process; 0 keeps none",
+        MEMORY,
+        low=0,
+        size=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every value, and that text of the shortest run fits.
+
+        Raises:
+            ConfigError: The first one that is wrong.
+        """
+        Settings.__post_init__(self)
+        if self.min_run > self.donor_tokens:
+            raise ConfigError(
+                f"donor_tokens={self.donor_tokens} hold no run of min_run={self.min_run} tokens; "
+                "raise donor_tokens or lower min_run"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings(ReuseSettings):
+    """What engines add in whose scheduler a lookup holds up every request."""
+
+    lookup_deadline_ms: float = setting(
+        20.0, "a lookup that is expected to take longer is not begun; the request counts as a miss", REUSE, above=0
+    )
+
+
+def mode_setting() -> Any:  # noqa: ANN401 - like dataclasses.field
+    """Return the setting of the reuse mode, for engines whose requests have one."""
+    return setting(
+        "graft",
+        "what requests may reuse unless they say otherwise: nothing, exact prefixes, or text at any offset",
+        REUSE,
+        choices=("off", "exact", "graft"),
+    )
+
+
+def ratio_setting(policy: str, default: float) -> Any:  # noqa: ANN401 - like dataclasses.field
+    """Return the setting of the share that `policy` computes again, for engines that can run it."""
+    return setting(
+        default,
+        f"share of reused tokens that {policy} computes again",
+        REUSE,
+        above=0,
+        high=1,
+        remedy="selection='none' recomputes nothing",
+    )

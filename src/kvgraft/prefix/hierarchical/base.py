@@ -1,0 +1,323 @@
+"""Where a tree of two tiers keeps what: copies to the host, eviction from both, inserts that bring KV back."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.eviction.queue import EvictionQueue
+from kvgraft.prefix.hierarchical.invariants import check_tiered_tree
+from kvgraft.prefix.hierarchical.node import HierNode
+from kvgraft.prefix.hierarchical.transfer import (
+    HOST_MEDIUM,
+    WRITE_POLICIES,
+    TieredMatchResult,
+    TierTransfer,
+)
+from kvgraft.prefix.radix.cache import SemanticRadixCache
+from kvgraft.prefix.radix.node import frozen_copy
+from kvgraft.prefix.results import (
+    NO_SLOTS,
+    EvictResult,
+    InsertResult,
+    MatchResult,
+    PrefixHandle,
+    SlotArray,
+    join_slots,
+)
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.prefix.eviction.policies import EvictionPolicy
+    from kvgraft.prefix.key import RadixKey
+
+logger = logging.getLogger(__name__)
+
+
+class BaseTieredCache(SemanticRadixCache[HierNode]):
+    """What `HierarchicalRadixCache` is without load-backs.
+
+    Invariants (verified by `check`), besides those of a radix tree:
+        - A node lies on the device, on the host, or both; the parent of a node on the device lies there too.
+        - The device queue holds the unlocked nodes on the device without children there, and nothing else.
+        - The host queue holds the childless nodes that lie on the host only and that no load-back reads.
+        - No slot of either tier is stored twice; `host_size` counts the copies.
+
+    Attributes:
+        num_failed_transfers: Transfers that raised; each left the tree as it was.
+    """
+
+    _node_class = HierNode
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        transfer: TierTransfer,
+        write_policy: str = "write_through",
+        policy: EvictionPolicy | str = "lru",
+        policy_config: dict[str, int] | None = None,
+        events: EventLog | None = None,
+        disabled: bool = False,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            transfer: Moves KV between the tiers.
+            write_policy: When copies are made: a name in `WRITE_POLICIES`.
+            policy: Order of eviction of both tiers, by name or as a policy.
+            policy_config: Parameters for a policy given by name.
+            events: Where stored and removed pages are recorded, by medium.
+            disabled: Store and match nothing.
+        """
+        if write_policy not in WRITE_POLICIES:
+            raise ConfigError(f"unknown write policy {write_policy!r}; there are {', '.join(WRITE_POLICIES)}")
+        super().__init__(page_size, policy=policy, policy_config=policy_config, events=events, disabled=disabled)
+        self.num_failed_transfers = 0
+        self._transfer = transfer
+        self._backup_after = WRITE_POLICIES[write_policy]
+        self._host_queue: EvictionQueue[HierNode] = EvictionQueue(self.policy)
+        self._host_size = 0
+
+    @property
+    def host_size(self) -> int:
+        """Tokens that have a copy on the host."""
+        return self._host_size
+
+    @property
+    def host_evictable_size(self) -> int:
+        """Tokens that lie on the host only and that no load-back reads. Complexity: O(nodes)."""
+        nodes = self._tree.root.subtree()
+        return sum(len(node) for node in nodes if node.on_host and not node.on_device and not node.host_locks)
+
+    # lookup and insert
+
+    def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
+        """Match the device part and say how much further the host reaches."""
+        root = self._tree.root
+        if self._disabled:
+            return MatchResult([], 0, root)
+        path, last = self._walk(key, root, key.aligned_len(self._page_size))
+        device = [node for node in path if node.on_device]
+        end = device[-1] if device else root
+        parts = [node.kv_indices for node in device]
+        return TieredMatchResult(parts, end, last)
+
+    def insert(
+        self,
+        key: RadixKey,
+        kv_indices: SlotArray | None = None,
+        *,
+        after: PrefixHandle | None = None,
+        priority: int = 0,
+        counted_len: int | None = None,
+    ) -> InsertResult:
+        """Store as `RadixCache.insert`; what lies on the host only takes device slots from the insert.
+
+        Raises:
+            CorruptCacheError: `after` lies on the host only or was dropped.
+        """
+        if after is not None:
+            self._require_device(self._tree.resolve(after))
+        result = super().insert(key, kv_indices, after=after, priority=priority, counted_len=counted_len)
+        if self._backup_after is not None and not self._disabled:
+            self._write_through(self._tree.resolve(result.handle))
+        return result
+
+    def _stored_len(self, node: HierNode, path: list[HierNode], slots: SlotArray) -> int:
+        missing = [step for step in path if not step.on_device]
+        for step in missing:
+            self._revive(step, slots[step.start : step.end])
+        return missing[0].start if missing else node.end
+
+    def _revive(self, node: HierNode, kv_indices: SlotArray) -> None:
+        """Give a node that lies on the host only device slots again; its parent lies on the device."""
+        parent = node.parent
+        assert parent is not None, "the root is never on the host"
+        if node.queue_index >= 0:
+            self._host_queue.remove(node)
+        if parent.queue_index >= 0:
+            self._queue.remove(parent)
+        parent.device_children += 1
+        node.kv_indices = frozen_copy(kv_indices)
+        self._evictable_size += len(node)
+        self._queue_if_candidate(node)
+        if self._events is not None:
+            self._events.stored(node, self._page_size)
+
+    def _add_leaf(
+        self, parent: HierNode, key: RadixKey, slots: SlotArray, total_len: int, priority: int, *, hit_count: int
+    ) -> HierNode:
+        parent.device_children += 1
+        return super()._add_leaf(parent, key, slots, total_len, priority, hit_count=hit_count)
+
+    def _divide(self, node: HierNode, length: int) -> HierNode:
+        return self._tree.divide(node, length)
+
+    def _walk(self, key: RadixKey, start: HierNode, length: int) -> tuple[list[HierNode], HierNode]:
+        path, last = super()._walk(key, start, length)
+        for node in path:  # candidates have children here, those that lie on the host only
+            self._requeue(node)
+        return path, last
+
+    def _credit(self, start: HierNode, path: list[HierNode], total_len: int, priority: int, counted_len: int) -> None:
+        super()._credit(start, path, total_len, priority, counted_len)
+        for node in path:
+            self._requeue(node)
+
+    def _requeue(self, node: HierNode) -> None:
+        if node.queue_index >= 0:
+            (self._queue if node.on_device else self._host_queue).update(node)
+
+    def _queue_if_candidate(self, node: HierNode) -> None:
+        if node.queue_index >= 0 or node.parent is None:
+            return
+        if node.on_device:
+            if not node.device_children and not node.lock_ref:
+                self._queue.add(node)
+        elif not node.children and not node.host_locks:
+            self._host_queue.add(node)
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
+        """Keep a prefix on the device from eviction.
+
+        Raises:
+            CorruptCacheError: The handle is stale, or its prefix lies on the host only.
+        """
+        self._require_device(self._tree.resolve(handle))
+        return super().inc_lock_ref(handle)
+
+    def _require_device(self, node: HierNode) -> None:
+        if node.parent is not None and not node.on_device:
+            raise CorruptCacheError("the prefix lies on the host only: load it back first")
+
+    # copies on the host
+
+    def _write_through(self, last: HierNode) -> None:
+        """Copy the nodes up to `last` that were used often enough and have no copy yet."""
+        assert self._backup_after is not None
+        step: HierNode | None = last
+        while step is not None and step.parent is not None and not step.on_host:
+            if step.hit_count >= self._backup_after:
+                self._backup(step)
+            step = step.parent
+
+    def _backup(self, node: HierNode) -> bool:
+        """Copy a node to the host, making room there once; False, with nothing changed, if that fails."""
+        host_indices = self._try_backup(node)
+        if host_indices is None and self._evict_host(len(node)):
+            host_indices = self._try_backup(node)
+        if host_indices is None:
+            return False
+        if len(host_indices) != len(node):
+            raise ConfigError(f"backup returned {len(host_indices)} host slots for {len(node)}; one per slot or None")
+        node.host_indices = frozen_copy(host_indices)
+        self._host_size += len(node)
+        if self._events is not None:
+            self._events.stored(node, self._page_size, HOST_MEDIUM)
+        return True
+
+    def _try_backup(self, node: HierNode) -> SlotArray | None:
+        try:
+            return self._transfer.backup(node.kv_indices)
+        except Exception:
+            self.num_failed_transfers += 1
+            logger.exception("backup of %d tokens failed; they stay without a copy", len(node))
+            return None
+
+    def _evict_host(self, num_tokens: int) -> bool:
+        """Drop what lies on the host only until `num_tokens` are freed there; False if nothing could be."""
+        num_freed = 0
+        while num_freed < num_tokens and self._host_queue:
+            node = self._host_queue.pop()
+            num_freed += len(node)
+            self._drop_host_leaf(node)
+        return num_freed > 0
+
+    def _drop_host_leaf(self, node: HierNode) -> None:
+        """Take out an unqueued, childless node that lies on the host only."""
+        self._free_copy(node)
+        parent = self._tree.remove_leaf(node)
+        parent.learn_from(node)
+        self._requeue(parent)
+        self._queue_if_candidate(parent)
+
+    def _free_copy(self, node: HierNode) -> None:
+        if self._events is not None:
+            self._events.removed(node, HOST_MEDIUM)
+        self._host_size -= len(node)
+        self._transfer.free_host(node.host_indices)
+        node.host_indices = NO_SLOTS
+
+    # eviction
+
+    def evict(self, num_tokens: int) -> EvictResult:
+        """Free device slots; what has a copy on the host, or gets one now, stays there.
+
+        Complexity: O(log n) per node plus O(tokens freed), and what the transfers cost.
+        """
+        freed: list[SlotArray] = []
+        num_freed = 0
+        while num_freed < num_tokens and self._queue:
+            node = self._queue.pop()
+            num_freed += len(node)
+            freed.append(node.kv_indices)
+            self._leave_device(node)
+        return EvictResult(join_slots(freed))
+
+    def _leave_device(self, node: HierNode) -> None:
+        """Take an unqueued node without device children off the device."""
+        node.lock_ref += 1  # making room for the copy may drop children, which must not queue the node again
+        keeps_copy = node.on_host or self._backup(node)
+        node.lock_ref -= 1
+        parent = node.parent
+        assert parent is not None, "the root is never queued"
+        if self._events is not None:
+            self._events.removed(node)
+        self._evictable_size -= len(node)
+        node.kv_indices = NO_SLOTS
+        parent.device_children -= 1
+        if keeps_copy:
+            self._queue_if_candidate(node)
+        else:
+            self._drop_host_subtree(node)
+            self._tree.remove_leaf(node)
+        parent.learn_from(node)
+        self._queue_if_candidate(parent)
+
+    def _drop_host_subtree(self, top: HierNode) -> None:
+        """Drop what hangs on the host below a node that vanishes."""
+        for node in list(top.subtree())[:0:-1]:
+            if node.queue_index >= 0:
+                self._host_queue.remove(node)
+            self._free_copy(node)
+            self._tree.remove_leaf(node)
+
+    def reset(self) -> SlotArray:
+        """Forget both tiers; host slots are freed through the transfer, device slots are returned."""
+        copies = [node.host_indices for node in self._tree.root.subtree() if node.on_host]
+        self._host_queue.clear()
+        self._host_size = 0
+        freed = super().reset()
+        if copies:
+            self._transfer.free_host(np.concatenate(copies))
+        return freed
+
+    # invariants
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle time.
+
+        Raises:
+            CorruptCacheError: The first one that does not hold.
+        """
+        self._queue.check()
+        self._host_queue.check()
+        sizes = check_tiered_tree(self._tree.root, self._page_size, set(self._queue), set(self._host_queue))
+        counted = (self._evictable_size, self._protected_size, self._host_size)
+        if sizes != counted:
+            raise CorruptCacheError(f"evictable, protected and host tokens are {sizes}, counted as {counted}")
