@@ -1,0 +1,43 @@
+"""SGLang's endpoint shows what all engines count, under the same names."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgraft.reuse.metrics import METRICS
+from kvgraft.types import GraftReport, Miss, MissReason
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def sample(monkeypatch):
+    """Make metrics in a registry of their own; returns them and what reads a value."""
+    from kvgraft.integrations.sglang.reporting import metrics
+
+    registry = prometheus_client.CollectorRegistry()
+    for name in ("Counter", "Gauge", "Histogram"):
+        kind = getattr(prometheus_client, name)
+        monkeypatch.setattr(metrics, name, lambda *args, kind=kind, **kwargs: kind(*args, **kwargs, registry=registry))
+    made = metrics.SGLangMetrics("m")
+    return made, lambda name, **labels: registry.get_sample_value(name, {**labels, "model_name": "m"})
+
+
+def test_reports_errors_and_donors_are_shown(sample):
+    metrics, value = sample
+    metrics.count_report(
+        GraftReport(10, 2, computed_tokens=8, miss=Miss(MissReason.NO_MATCH), timings_ms={"lookup": 3.0})
+    )
+    metrics.count_error()
+    metrics.show_donors(3, 400, 5000)
+    assert value("kvgraft:live") == 1
+    assert value("kvgraft:prompt_tokens_total", kind="fresh", outcome="exact") == 8
+    assert value("kvgraft:graft_misses_total", reason="no_match") == 1
+    assert value("kvgraft:graft_errors_total") == 1
+    assert value("kvgraft:lookup_seconds_sum") == pytest.approx(0.003)
+    assert [value(f"kvgraft:{name}") for name in ("donors", "donor_tokens", "donor_host_bytes")] == [3, 400, 5000]
+
+
+def test_every_metric_of_all_engines_is_made(sample):
+    metrics, _ = sample
+    assert set(metrics._metrics) == set(METRICS)
