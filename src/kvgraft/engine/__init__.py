@@ -1,6 +1,6 @@
 """The embedded engine: any transformers decoder, run with K/V reuse.
 
-Public modules: `request_builder`; `adapter` and `kv_space`, whose classes `LLM.adapter` and `LLM.space` give.
+Public modules: `adapter`, `kv_space`, `request_builder`.
 """
 
 from __future__ import annotations
