@@ -1,6 +1,6 @@
 """Times the donor catalogue: lookup of a 32K prompt against many donors, registration, removal. Prints milliseconds.
 
-    PYTHONPATH=src python benchmarks/bench_lookup.py [--json] [--quick]
+    PYTHONPATH=src python benchmarks/bench_lookup.py [--json] [--quick] [--shared]
 
 Donors are random text of a vocabulary of 32,000. Every lookup is of a new prompt, so caches are as cold as they are in
 a server. Prompts: `pieces` of 512 tokens from random places of random donors, `shifted` text of one place amid 24K new
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.bench.bound import covered_positions
+from kvgraft.bench.shared_text import SHARED_TEXT
+from kvgraft.donors import GUARANTEED_RUN, DonorCatalogue
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
@@ -171,12 +173,39 @@ def bench_hostile() -> dict[str, dict[str, float]]:
     return result
 
 
+def bench_shared(name: str, seeds: Sequence[int], num_prompts: int = 300) -> dict[str, object]:
+    """Share of what an exact method finds in runs of 32 tokens, in text that many donors share; every seed has its key."""
+    found, bound, wrong = [], [], 0
+    for seed in seeds:
+        prompts = SHARED_TEXT[name](num_prompts, seed)
+        catalogue = DonorCatalogue(sum(map(len, prompts)), secret=seed.to_bytes(32, "little"))
+        masks = []
+        for prompt in prompts:
+            masks.append(np.zeros(len(prompt), np.bool_))
+            for match in catalogue.find(NAMESPACE, prompt):
+                target = slice(match.target_start, match.target_end)
+                donor = catalogue.get(match.donor_id).token_ids
+                wrong += int((donor[match.donor_start :][: match.length] != prompt[target]).sum())
+                masks[-1][target] = True
+            catalogue.add(NAMESPACE, prompt, None)
+        covered = covered_positions(prompts, GUARANTEED_RUN)
+        found.append(sum(int((mask & best).sum()) for mask, best in zip(masks, covered, strict=True)))
+        bound.append(sum(int(best.sum()) for best in covered))
+    shares = [round(part / whole, 4) for part, whole in zip(found, bound, strict=True)]
+    return {"prompts": num_prompts, "bound_tokens": sum(bound), "recovered": shares, "wrong_tokens": wrong}
+
+
 def main() -> None:
     """Run everything and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--shared", action="store_true", help="only what is found of shared text; no times")
     parser.add_argument("--quick", action="store_true", help="a tenth of the donors")
     args = parser.parse_args()
+    if args.shared:
+        shared = {name: bench_shared(name, range(5)) for name in SHARED_TEXT}
+        print(json.dumps({"seeds": "0-4, each with a key of its own", "shared": shared}, indent=1))
+        return
     scale = 10 if args.quick else 1
     sizes = [(num_donors // scale, donor_tokens) for num_donors, donor_tokens in SIZES]
     result = {

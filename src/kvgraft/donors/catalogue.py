@@ -102,7 +102,8 @@ class DonorCatalogue:
         """Build an empty catalogue.
 
         Args:
-            capacity_tokens: Tokens that all donors may have together; about 30 bytes of host memory each.
+            capacity_tokens: Tokens that all donors may have together; about 30 bytes of host memory each, and
+                up to 24 more as far as many have the same text.
             min_run: Shortest match that `find` gives.
             secret: Keys all hashes, together with the namespace. Which of equally good donors `find` names, and which
                 runs shorter than 32 tokens it finds, depends on it: catalogues that must behave alike in several
