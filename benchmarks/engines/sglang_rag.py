@@ -33,7 +33,7 @@ OPTIONS = {
 }
 SIDES: dict[str, tuple[str | None, dict[str, str]]] = {
     "stock": (None, {}),
-    "kvgraft none": ("kvgraft", {}),
+    "kvgraft none": ("kvgraft", {"KVGRAFT_SELECTION": "none"}),
     "kvgraft first_k": ("kvgraft", {"KVGRAFT_SELECTION": "first_k"}),
 }
 

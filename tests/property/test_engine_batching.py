@@ -14,6 +14,7 @@ from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams, slot_plan
 from kvgraft.engine.core import Engine
 from kvgraft.engine.loading import adopt_model
+from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 
@@ -38,6 +39,7 @@ class BatchingMachine(RuleBasedStateMachine):
             self.engine = Engine(adopt_model(family, tiny_model(family), None), config, max_step_s=0.01)
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 60))) for _ in range(4)]
         self.open = {}
+        self.texts = []
 
     @rule(
         chosen=st.lists(st.integers(0, 3), max_size=2),
@@ -71,6 +73,7 @@ class BatchingMachine(RuleBasedStateMachine):
     def finished(self, request, tokens, output):
         assert output.token_ids == tuple(tokens)
         assert len(tokens) == request.sampling.max_new_tokens
+        self.texts.append(np.concatenate([request.token_ids, tokens[:-1]]).astype(np.int64))
         report = output.report
         assert report.num_tokens == len(request.token_ids) == report.reused_tokens + report.computed_tokens
         if request.reuse == "off":
@@ -96,7 +99,13 @@ class BatchingMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_everything_cached(self):
-        self.engine.space.reset()
+        self.engine.reset()
+
+    @rule(index=st.integers(0, 5))
+    def preempt(self, index):
+        running = self.engine.scheduler.running
+        if index < len(running):
+            self.engine.scheduler._preempt(running[index])
 
     @rule()
     def run_dry(self):
@@ -108,6 +117,16 @@ class BatchingMachine(RuleBasedStateMachine):
         assert not self.open
         assert self.engine.space.usage().request == 0
         self.nothing_runs()
+        self.what_is_kept_is_exact()
+
+    def what_is_kept_is_exact(self):
+        """Stored prefixes and donors of generation 0 are what the model computes, whatever happened on the way."""
+        adapter, space = self.engine.adapter, self.engine.space
+        for text in self.texts[-3:]:
+            for salt in ("", "x"):
+                namespace = self.engine.builder.build(text[:1], cache_salt=salt).namespace
+                assert_prefix_is_exact(adapter, space, namespace, text)
+        assert_donors_are_exact(adapter, space, self.texts[-6:])
 
     def nothing_runs(self):
         pass

@@ -26,7 +26,7 @@ class SGLangConfig(Settings):
     """
 
     selection: str = setting(
-        "none", "policy that chooses reused tokens to compute again", REUSE, choices=("none", "first_k")
+        "first_k", "policy that chooses reused tokens to compute again", REUSE, choices=("none", "first_k")
     )
     first_k: int = setting(16, "tokens per run that first_k computes again", REUSE, low=1)
     min_run: int = setting(

@@ -208,8 +208,15 @@ class AsyncLLM:
         await self._call(self._engine.space.check)
 
     async def reset(self) -> None:
-        """Forget all cached prefixes and donors; running requests go on. Raises `OverloadedError` if the engine has ended."""
-        await self._call(self._engine.space.reset)
+        """Forget all cached prefixes and donors, on the device and on the host, between two steps.
+
+        Call it after you have changed the model's weights in place. Running requests go on with the K/V that they have, and
+        nothing of them is kept; those that wait start afresh.
+
+        Raises:
+            OverloadedError: The engine's thread has ended.
+        """
+        await self._call(self._engine.reset)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Accept no more requests, let the others finish for `grace_s` seconds, fail the rest and stop the thread."""

@@ -97,7 +97,7 @@ class CacheManager:
             planned, donors = self._plan(request, namespace, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
-        cache = RequestCache(request, namespace, plan, miss, prefix_slots, lock, donors, timings)
+        cache = RequestCache(request, namespace, self.space.epoch, plan, miss, prefix_slots, lock, donors, timings)
         self._pin(cache)
         try:
             if self._windows is not None:
@@ -168,15 +168,17 @@ class CacheManager:
     def publish(self, cache: RequestCache, token_ids: TokenArray) -> None:
         """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
 
-        May be called again when there is more. A failure is logged and counted; the request is not harmed by it.
+        May be called again when there is more. A failure is logged and counted; the request is not harmed by it. Nothing is
+        kept of a request that began before a reset: its K/V may be of other weights.
 
         Args:
             cache: As `begin` returned it.
             token_ids: Tokens of the positions whose K/V exist: the prompt, then all generated tokens but the last.
         """
         with self._counted(cache):
-            self._publish_prefix(cache, token_ids)
-            self._register.register(cache, token_ids)
+            if cache.epoch == self.space.epoch:
+                self._publish_prefix(cache, token_ids)
+                self._register.register(cache, token_ids)
         if self._windows is not None:
             self._windows.advance(cache, len(token_ids))
 
@@ -198,7 +200,8 @@ class CacheManager:
         """
         try:
             with self._counted(cache):
-                self._publish_prefix(cache, token_ids)
+                if cache.epoch == self.space.epoch:
+                    self._publish_prefix(cache, token_ids)
         finally:
             self._release(cache)
 

@@ -150,6 +150,13 @@ class Engine:
         self._drop(active, "abort")
         return True
 
+    def reset(self) -> None:
+        """Forget all prefixes and donors, on the device and on the host. For weights that were changed in place.
+
+        Requests that run go on with the K/V that they have, and nothing of them is kept; those that wait start afresh.
+        """
+        self.space.reset()
+
     def cancel_all(self) -> None:
         """End every request."""
         for request_id in list(self._active):

@@ -80,6 +80,11 @@ class KVSpace:
         self.num_dropped = 0
         self._epoch = 0
 
+    @property
+    def epoch(self) -> int:
+        """How often everything has been forgotten: K/V that a request began to compute in an earlier epoch are not kept."""
+        return self._epoch
+
     def usage(self) -> SlotUsage:
         """Slots by holder."""
         return self.allocator.usage()

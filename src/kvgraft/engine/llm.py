@@ -188,8 +188,12 @@ class LLM:
         return self.space.usage()
 
     def reset(self) -> None:
-        """Forget all cached prefixes and donors."""
-        self.space.reset()
+        """Forget all cached prefixes and donors, on the device and on the host.
+
+        Call it after you have changed the model's weights in place. Streams that are open go on with the K/V that they have,
+        and nothing of them is kept.
+        """
+        self._engine.reset()
 
     def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`."""

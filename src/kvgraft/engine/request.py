@@ -60,6 +60,7 @@ class RequestCache:
     Attributes:
         request: The request.
         namespace: Whose K/V it reads and whose its own are: the request's, narrowed to the angles of its length.
+        epoch: Of the K/V space when it was admitted. After a reset its K/V may be of weights that have changed.
         plan: Which prompt positions are reused and computed; without a graft everything behind the exact prefix is computed.
         miss: Why nothing is grafted, or None.
         kv_indices: int64, slot of each position; there may be more than tokens so far. All of them are held by the request.
@@ -72,6 +73,7 @@ class RequestCache:
 
     request: Request
     namespace: Namespace
+    epoch: int
     plan: GraftPlan
     miss: Miss | None
     kv_indices: NDArray[np.int64]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.active import ActiveRequest
     from kvgraft.engine.cache_manager import CacheManager
     from kvgraft.engine.pace import Pace
+    from kvgraft.engine.request import Request
     from kvgraft.graft.model import SequenceRows
 
 _HEADROOM = 32
@@ -191,9 +192,7 @@ class Scheduler:
         sequence = active.sequence()
         headroom = min(_HEADROOM, active.max_tokens - len(sequence.token_ids))
         try:
-            cache = self._manager.begin(sequence, headroom=headroom)
-            self._manager.graft(cache)
-            active.start(cache)
+            self._begin(active, sequence, headroom)
         except CapacityError as error:
             if self.running:
                 self._is_blocked = True
@@ -206,6 +205,17 @@ class Scheduler:
         self.waiting.pop()
         self.running.append(active)
         return active
+
+    def _begin(self, active: ActiveRequest, sequence: Request, headroom: int) -> None:
+        """Give a request its slots and its graft; one that fails at it holds nothing."""
+        cache = self._manager.begin(sequence, headroom=headroom)
+        try:
+            self._manager.graft(cache)
+            active.start(cache)
+        except BaseException:
+            active.cache = None
+            self._manager.abort(cache)
+            raise
 
     def _is_long(self, active: ActiveRequest) -> bool:
         flops = self._manager.flops.of_positions(active.remaining)

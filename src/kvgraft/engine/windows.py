@@ -216,7 +216,7 @@ class RequestWindows:
     def _capture(self, cache: RequestCache, frontier: int) -> None:
         row = _row(cache)
         start = max(row.start, row.registered_len)
-        if not row.is_donor or start >= frontier:
+        if not row.is_donor or start >= frontier or cache.epoch != self._space.epoch:
             return
         name = f"window layers of {cache.request.request_id} from {start}"
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.results import (
@@ -116,10 +114,4 @@ class SWAChunkCache(ChunkCache):
     def advance_window(self, req: RequestRow) -> EvictResult:
         """Return window slots below the frontier. Complexity: O(tokens freed)."""
         frontier = swa_frontier(req.committed_len, self.sliding_window_size, self.page_size)
-        start = req.swa_evicted_len
-        if frontier <= start:
-            return NOTHING_FREED
-        freed = np.array(req.swa_indices[start:frontier])
-        req.swa_indices[start:frontier] = -1
-        req.swa_evicted_len = frontier
-        return EvictResult(NO_SLOTS, freed)
+        return EvictResult(NO_SLOTS, req.leave_windows(frontier))

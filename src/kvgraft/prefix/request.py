@@ -100,6 +100,16 @@ class RequestRow:
         """The request's own slots from `start` on, which is not in front of `protected_len`."""
         return EvictResult(self.kv_indices[start:], self.swa_indices[max(start, self.swa_evicted_len) :])
 
+    def leave_windows(self, frontier: int) -> SlotArray:
+        """Give up the request's own window slots below `frontier`, which only advances; returns them."""
+        start = max(self.swa_evicted_len, self.protected_len)
+        if frontier <= start:
+            return NO_SLOTS
+        freed = self.swa_indices[start:frontier].copy()
+        self.swa_indices[start:frontier] = -1
+        self.swa_evicted_len = frontier
+        return freed
+
     def take_over(self, other: RequestRow, length: int) -> EvictResult:
         """Go on with the first `length` positions of `other` and its lock; returns what `other` owned behind them.
 

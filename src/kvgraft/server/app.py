@@ -44,6 +44,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig, metrics: PrometheusRecord
             Route("/health", status.health),
             Route("/metrics", status.metrics),
             Route("/tokenize", status.tokenize, methods=["POST"]),
+            Route("/reset_prefix_cache", status.reset_prefix_cache, methods=["POST"]),
             Route("/v1/models", status.list_models),
             Route("/v1/models/{id:path}", status.get_model),
             Route("/v1/completions", create_completion, methods=["POST"]),

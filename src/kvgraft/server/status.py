@@ -25,6 +25,7 @@ ENDPOINTS = {
     "POST /v1/chat/completions": "answer a conversation",
     "GET /v1/models": "the model that is served",
     "POST /tokenize": "token ids of a text",
+    "POST /reset_prefix_cache": "forget all cached text",
     "GET /health": "state of the server",
     "GET /metrics": "metrics in the Prometheus format",
 }
@@ -45,6 +46,12 @@ async def get_model(request: Request) -> Response:
     context = context_of(request)
     check_model(Fields({"model": request.path_params["id"]}), context.model_id)
     return json_response(_model(context))
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all prefixes and donors, as vLLM's endpoint of the same name does; the body is not read."""
+    await context_of(request).engine.reset()
+    return json_response({"status": "ok"})
 
 
 async def health(request: Request) -> Response:

@@ -56,7 +56,7 @@ class SGLangServer:
         self._folder = tempfile.TemporaryDirectory(prefix="kvgraft-sglang-")
         folder = Path(self._folder.name)
         self.log_path, self.report_path, self.state_dir = folder / "log", folder / "reports.jsonl", folder / "state"
-        self.port = 0
+        self.port, self.num_ranks = 0, int((options or {}).get("--tp-size", 1))
         chosen = {**_OPTIONS, **({"--radix-cache-backend": backend} if backend else {}), **(options or {})}
         words = [word for name, value in chosen.items() for word in ([name] if value is None else [name, str(value)])]
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"]
@@ -69,6 +69,7 @@ class SGLangServer:
             "PYTHONPATH": path,
             "KVGRAFT_REPORT_FILE": str(self.report_path),
             "KVGRAFT_STATE_DIR": str(self.state_dir),
+            "KVGRAFT_SELECTION": "none",  # whatever is copied stays
             "KVGRAFT_LOOKUP_DEADLINE_MS": "900000",  # a lookup on a busy machine is no miss
             **(environ or {}),
         }

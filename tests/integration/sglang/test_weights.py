@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from models import VOCABULARY
 from server import SGLangServer
 
@@ -103,6 +104,31 @@ def test_failed_update_leaves_nothing_to_copy_either(server, load, ids):
         load("llama", model_path="/nowhere")
     _, answer = shifted(server, document, ids)
     assert answer["meta_info"]["cached_tokens"] == 0
+
+
+def test_tensors_that_a_trainer_sends_in_a_session(server, references, load, ids, model_dir):
+    """Each part flushes, as is the default; the end of the session then finds nothing that old weights computed."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    document, name = ids(300), "model.layers.1.input_layernorm.weight"
+    server.generate(document, 1)
+    weight = torch.linspace(0.5, 1.5, references["llama"].model.config.hidden_size)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    sent = MultiprocessingSerializer.serialize([(name, weight)], output_str=True)
+    assert server.post("/begin_weight_update", {"selector": "all"})["success"]
+    server.flush()
+    server.generate(document, 1)
+    body = {"serialized_named_tensors": [sent] * server.num_ranks, "selector": "all"}
+    assert server.post("/update_weights_from_tensor", body)["success"]
+    assert server.post("/end_weight_update", {})["success"]
+    prompt, answer = shifted(server, document, ids)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    changed = Reference(model_dir("llama"))
+    changed.model.get_parameter(name).data = weight
+    assert answer["output_ids"] == changed.answer([Fresh(prompt)]).tokens
+    server.generate(document, 1)
+    _, answer = shifted(server, document, ids)
+    assert answer["meta_info"]["cached_tokens"] == 300, "the session's end left reuse on"
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

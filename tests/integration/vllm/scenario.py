@@ -1,7 +1,8 @@
 """One scenario in a process of its own: `python scenario.py '{"options": ...}'` prints answers as JSON.
 
-Donors are read, then prompts are asked, each grafted and then computed in full; with a `broken_rank` once more, after it
-lost its donors. Used where the engine spawns processes.
+Donors are read, then prompts are asked, each grafted and then computed in full. Then, if asked for: prompts while the second
+rank fails at a stage; the self-check while it does; the first prompts once more behind a change of weights. Used where the
+engine spawns processes.
 """
 
 from __future__ import annotations
@@ -9,17 +10,78 @@ from __future__ import annotations
 import json
 import sys
 
+WORKER = "kvgraft.integrations.vllm.worker"
+STAGES = {
+    "donors read": (f"{WORKER}.donor_store", "DonorStore.get"),
+    "job built": (f"{WORKER}.graft_worker", "GraftJob"),
+    "spans written": (f"{WORKER}.group_kv", "PagedKV.prepare"),
+    "batch built": (f"{WORKER}.sparse_pass", "virtual_batch"),
+    "keys compared": (f"{WORKER}.group_kv", "GroupPlace.read"),
+    "keys summed": (f"{WORKER}.passes", "KeyDeviationPass.deviation"),
+    "later layers": (f"{WORKER}.passes", "LaterLayersPass.__init__"),
+    "gaps kept": (f"{WORKER}.graft_job", "read_block"),
+    "blocks completed": (f"{WORKER}.group_kv", "PagedKV.finish"),
+    "text captured": (f"{WORKER}.graft_worker", "read_block"),
+    "donor sealed": (f"{WORKER}.donor_store", "DonorStore.seal"),
+    "layers described": (f"{WORKER}.graft_worker", "layer_groups"),
+    "scratch blocks": (f"{WORKER}.layers", "AttentionLayer.scratch"),
+    "keys read": (f"{WORKER}.layers", "AttentionLayer.read"),
+    "rotations found": (f"{WORKER}.self_check", "find_rotations"),
+    "gaps compared": (f"{WORKER}.self_check", "_require_equal"),
+    "layers found": (f"{WORKER}.self_check", "DecoderStack.of"),
+}
+"""Where a rank may fail, by what it does there."""
 
-def break_rank(worker, rank):
-    """Make one rank unable to read donors."""
+
+def break_rank(worker, rank, stage):
+    """Let one rank fail at a stage, from now on."""
+    from importlib import import_module
+
+    if worker.rank != rank:
+        return
+    module, name = STAGES[stage]
+    *owners, name = name.split(".")
+    owner = import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+
+    def fails(*args, **kwargs):
+        raise RuntimeError(f"injected: {stage}")
+
+    worker.mended = (
+        owner,
+        name,
+        vars(owner)[name],
+    )  # functions are sent by value: a global would be another one each time
+    setattr(owner, name, fails)
+
+
+def mend_rank(worker):
+    """Undo `break_rank`."""
+    if hasattr(worker, "mended"):
+        setattr(*worker.mended)
+
+
+def self_check(worker):
+    """What a rank finds if it starts now: a refusal, or that it passed."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    if worker.rank == rank:
+    from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
 
-        def gone(*args, **kwargs):
-            raise RuntimeError(f"rank {rank} lost its donors")
+    known = get_kv_transfer_group().worker
+    fresh = GraftWorker(known._config, known._vllm_config, known._kv_cache_config)
+    fresh.register({layer.name: layer.cache for group in known._groups for layer in group.layers})
+    if fresh._handle is not None:
+        fresh.close()
+        fresh._handle.model = known._handle.model
+        fresh._prepare()
+    return fresh.description["self_check"] if fresh._groups else fresh.refusal
 
-        get_kv_transfer_group().worker._donors.get = gone
+
+def train(worker):
+    """Change the weights of a rank in place."""
+    for parameter in worker.model_runner.model.parameters():
+        parameter.data.mul_(1.1)
 
 
 def main():
@@ -41,7 +103,7 @@ def main():
             kv_connector="GraftConnector",
             kv_connector_module_path="kvgraft.integrations.vllm",
             kv_role="kv_both",
-            kv_connector_extra_config=asked.get("options", {}),
+            kv_connector_extra_config={"lookup_deadline_ms": 1e9, **asked.get("options", {})},
         ),
     )
 
@@ -67,10 +129,22 @@ def main():
     for prompt in asked["donors"]:
         ask(prompt, "exact")
     answers = [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
-    if "broken_rank" in asked:
-        llm.collective_rpc(break_rank, args=(asked["broken_rank"],))
+    for stage, prompt in asked.get("broken", {}).items():
+        llm.collective_rpc(break_rank, args=(1, stage))
+        warm = ask(prompt, "graft")
+        llm.collective_rpc(mend_rank)
+        answers.append({"warm": warm, "cold": ask(prompt, "off")})
+    checks = {}
+    for stage in asked.get("checked", []):
+        llm.collective_rpc(break_rank, args=(1, stage))
+        checks[stage] = llm.collective_rpc(self_check)
+        llm.collective_rpc(mend_rank)
+    if "trained" in asked:
+        llm.collective_rpc(train)
+        if asked["trained"] == "reset":
+            assert llm.reset_prefix_cache(reset_connector=True)
         answers += [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
-    print("ANSWERS" + json.dumps(answers), flush=True)
+    print("ANSWERS" + json.dumps({"answers": answers, "checks": checks}), flush=True)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,15 @@ def test_host_memory_keeps_to_its_budget_and_returns_to_nothing(served):
     assert store.used_bytes == 0
 
 
+def test_host_memory_is_told_on_a_server_that_only_captures(served):
+    served.ask(text(400, 300), "exact", max_tokens=2)
+    assert served.scheduler.host_bytes >= 300 * BYTES_PER_TOKEN
+    assert served.scheduler.host_bytes == served.worker._donors.used_bytes
+    served.forget_donors()
+    served.ask(text(3, 20), "off")
+    assert served.scheduler.host_bytes == 0
+
+
 def test_a_text_longer_than_the_budget_becomes_no_donor(model_folder, served):
     registry = served.scheduler.registry
     refused = registry.num_refused_texts

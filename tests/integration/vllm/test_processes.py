@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import scenario
 from models import save_tiny
 
-from engines import Answer, engine, text
+from engines import PATIENT, Answer, engine, text
 from kvgraft.models import bundled_model_path
 
 HERE = Path(__file__).parent
@@ -26,7 +27,15 @@ DOCUMENT = text(5, 700)
 DONOR, PROMPT = HEAD + DOCUMENT + QUESTION, OTHER_HEAD + DOCUMENT + OTHER_QUESTION
 
 
+PATIENCE_S = 540
+"""Generous: where ranks wait for one another for ever, this ends it."""
+
+
 def run_scenario(threads: str, **asked) -> list[dict[str, Answer]]:
+    return run(threads, **asked)[0]
+
+
+def run(threads: str, **asked) -> tuple[list[dict[str, Answer]], dict[str, list[str]]]:
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": threads,
@@ -37,12 +46,13 @@ def run_scenario(threads: str, **asked) -> list[dict[str, Answer]]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
     found = re.search(r"^ANSWERS(.*)$", finished.stdout, re.MULTILINE)
     assert found, finished.stdout[-3000:] + finished.stderr[-5000:]
-    return [{kind: _answer(value) for kind, value in pair.items()} for pair in json.loads(found[1])]
+    told = json.loads(found[1])
+    return [{kind: _answer(value) for kind, value in pair.items()} for pair in told["answers"]], told["checks"]
 
 
 def _answer(value) -> Answer:
@@ -58,16 +68,61 @@ def alone(model_folder):
         return one.ask(PROMPT)
 
 
-def test_two_ranks_agree_with_one_and_fall_back_together(model_folder, alone):
+STAGES = list(scenario.STAGES)
+GRAFTING, CHECKING = STAGES[: STAGES.index("text captured")], STAGES[STAGES.index("layers described") :]
+CAPTURING = ["text captured", "donor sealed"]
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
+    """Whatever a rank does between two collective operations: if it fails there, all ranks let vLLM compute."""
     model = save_tiny("llama", model_folder)
-    whole, broken = run_scenario(
-        "0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options={"load": "async"}, broken_rank=1
+    options = {"load": load, "selection": "kv_deviation", "recompute_ratio": 0.3, "max_recompute_tokens_per_step": 400}
+    broken = {
+        stage: text(100 + number, 130) + DOCUMENT + text(200 + number, 45)
+        for number, stage in enumerate([*GRAFTING, *CAPTURING])
+    }
+    answers, checks = run(
+        "0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options=options, broken=broken, checked=CHECKING
     )
+    assert answers[0]["warm"].shifted == len(DOCUMENT) - 210
+    for stage, answer in zip(broken, answers[1:], strict=True):
+        warm = answer["warm"]
+        if stage in CAPTURING:
+            assert warm.shifted == len(DOCUMENT) - 210, (
+                stage,
+                warm.report["miss"],
+                [a["warm"].report["miss"] for a in answers],
+            )
+            continue
+        assert warm.shifted == 0, stage
+        assert warm.report["miss"]["reason"] == "error", stage
+        assert warm.report["miss"]["detail"].endswith(
+            ("another rank failed; its log says why", "could not read its donors")
+        )
+        warm.assert_like(answer["cold"])
+    for stage, (first, second) in checks.items():
+        assert "another rank failed" in first, stage
+        assert f"injected: {stage}" in second, stage
+
+
+@pytest.mark.parametrize("told", ["reset", "nothing"])
+def test_all_ranks_forget_what_another_model_computed(model_folder, told):
+    model = save_tiny("llama", model_folder)
+    before, after = run_scenario(
+        "0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options={"selection": "none"}, trained=told
+    )
+    assert before["warm"].shifted == len(DOCUMENT)
+    assert after["warm"].shifted == 0
+    assert after["warm"].tokens != before["warm"].tokens
+    after["warm"].assert_like(after["cold"])
+
+
+def test_two_ranks_agree_with_one(model_folder, alone):
+    model = save_tiny("llama", model_folder)
+    (whole,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options={"load": "async"})
     assert whole["warm"].shifted == alone.shifted == len(DOCUMENT) - 16
     whole["warm"].assert_like(alone)
-    assert broken["warm"].shifted == 0
-    assert broken["warm"].report["miss"]["reason"] == "error"
-    broken["warm"].assert_like(broken["cold"])
 
 
 def test_two_ranks_that_observe_keys_choose_the_same_tokens(model_folder):
@@ -89,7 +144,7 @@ def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder, alone)
 
 
 @contextmanager
-def http_server(**options):
+def http_server(log, **options):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -97,18 +152,23 @@ def http_server(**options):
         "kv_connector": "GraftConnector",
         "kv_connector_module_path": "kvgraft.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
+        "kv_connector_extra_config": {**PATIENT, **options},
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_model_path())]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "4", "--block-size", "32"]
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            command, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        _wait_until_ready(process, port)
+        _wait_until_ready(process, port, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -118,11 +178,11 @@ def http_server(**options):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_until_ready(process, port, patience_s=300):
-    deadline = time.monotonic() + patience_s
+def _wait_until_ready(process, port, log):
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise AssertionError(process.stdout.read()[-5000:])
+            raise AssertionError(log.read_text()[-5000:])
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
         except OSError:
@@ -132,9 +192,11 @@ def _wait_until_ready(process, port, patience_s=300):
     raise AssertionError("the server did not become ready")
 
 
-def test_openai_client_over_http():
+def test_openai_client_over_http(tmp_path):
     openai = pytest.importorskip("openai")
-    with http_server(selection="none", min_saved_tokens=16) as url:
+    log = tmp_path / "server.log"
+    with http_server(log, selection="none", min_saved_tokens=16) as url:
+        assert "kvgraft is ready: mode graft, selection none" in log.read_text(), "users see it in vLLM's log"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def ask(prompt, mode, **more):
@@ -164,6 +226,8 @@ def test_openai_client_over_http():
         assert "".join(part.choices[0].text for part in streamed if part.choices)
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
         assert re.search(r'kvgraft:prompt_tokens_total\{[^}]*kind="segment"[^}]*\} [1-9]', metrics)
-        assert re.search(r'kvgraft:requests_total\{[^}]*outcome="graft"[^}]*\} [1-9]', metrics)
+        assert re.search(r"kvgraft:grafted_requests_total\{[^}]*\} [1-9]", metrics)
+        assert re.search(r'kvgraft:graft_misses_total\{[^}]*reason="reuse_off"[^}]*\} [1-9]', metrics)
+        assert re.search(r"kvgraft:donor_host_bytes\{[^}]*\} [1-9]", metrics)
         assert "kvgraft:lookup_seconds_count" in metrics
         assert re.search(r"kvgraft:donors\{[^}]*\} [1-9]", metrics)

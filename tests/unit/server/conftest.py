@@ -57,6 +57,7 @@ class FakeEngine:
         self.is_closing = False
         self.check_error = None
         self.num_checks = 0
+        self.num_resets = 0
         self.window_usage = None
         self.closed_with = []
 
@@ -125,6 +126,9 @@ class FakeEngine:
         self.num_checks += 1
         if self.check_error is not None:
             raise self.check_error
+
+    async def reset(self):
+        self.num_resets += 1
 
     async def close(self, grace_s=0.0):
         self.closed_with.append(grace_s)

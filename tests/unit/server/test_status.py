@@ -120,3 +120,13 @@ def test_tokenize_returns_ids(server):
 
 def test_tokenize_takes_one_prompt(server):
     assert server.post("/tokenize", {"prompt": ["a", "b"]}).status == 400
+
+
+def test_reset_of_the_prefix_cache_reaches_the_engine_and_needs_a_key(make_server):
+    server, key = make_server(api_key="secret"), (b"authorization", b"Bearer secret")
+    assert server.post("/reset_prefix_cache", {}).status == 401
+    assert server.engine.num_resets == 0
+    reply = server.post("/reset_prefix_cache", {}, headers=[key])
+    assert (reply.status, reply.json) == (200, {"status": "ok"})
+    assert server.engine.num_resets == 1
+    assert server.get("/reset_prefix_cache", headers=[key]).status == 405

@@ -19,7 +19,7 @@ from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner
 from kvgraft.integrations.sglang.planning.ranks import OneRank, Ranks, TensorParallelRanks
 from kvgraft.integrations.sglang.refusals import refused_server
-from kvgraft.integrations.sglang.reporting.reports import Metrics, NoMetrics, RequestLog
+from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
@@ -141,9 +141,9 @@ def _ranks(ctx: Any, library: DonorLibrary) -> Ranks:  # noqa: ANN401
     return TensorParallelRanks(group, library.catalogue.get)
 
 
-def _metrics(ctx: Any) -> Metrics:  # noqa: ANN401
+def _metrics(ctx: Any) -> Metrics | None:  # noqa: ANN401
     if not ctx.params.enable_metrics or ctx.tp_rank != 0:
-        return NoMetrics()
+        return None
     from kvgraft.integrations.sglang.reporting.metrics import SGLangMetrics
 
     return SGLangMetrics(ctx.server_args.served_model_name or ctx.server_args.model_path)

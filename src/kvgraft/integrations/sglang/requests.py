@@ -15,6 +15,7 @@ What a request owns and for how long:
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -43,13 +44,14 @@ logger = logging.getLogger(__name__)
 _STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
 
 
+@dataclass(kw_only=True, eq=False)
 class RequestReuse:
     """Takes every request of a scheduler through reuse. Not thread-safe.
 
     Requests are told apart as objects: ids come from clients, and one that went away may ask again under an id that is
     still on its way.
 
-    Args:
+    Attributes:
         library: Donors.
         planner: Chooses what is loaded.
         loader: Copies it.
@@ -59,33 +61,21 @@ class RequestReuse:
         fingerprint: Of the model, for namespaces.
         min_run: Shortest run that is loaded.
         semantic: Asked where nothing else is found; None for nobody.
-
-    Attributes:
         is_stale: Whether SGLang's cache may hold K/V of other weights, so that nothing is copied or registered.
     """
 
-    def __init__(
-        self,
-        *,
-        library: DonorLibrary,
-        planner: LoadPlanner,
-        loader: Loader,
-        registrar: DonorRegistrar,
-        ranks: Ranks,
-        log: RequestLog,
-        fingerprint: str,
-        min_run: int,
-        semantic: SemanticSource | None = None,
-    ) -> None:
-        self._library = library
-        self.log = log
-        self._planner, self._loader, self._registrar, self._ranks = planner, loader, registrar, ranks
-        self._fingerprint = fingerprint
-        self._min_run = min_run
-        self._semantic = semantic
-        self._is_empty = True
-        self.is_stale = False
-        self._states: WeakKeyDictionary[Any, RequestState] = WeakKeyDictionary()
+    library: DonorLibrary
+    planner: LoadPlanner
+    loader: Loader
+    registrar: DonorRegistrar
+    ranks: Ranks
+    log: RequestLog
+    fingerprint: str
+    min_run: int
+    semantic: SemanticSource | None = None
+    is_stale: bool = field(default=False, init=False)
+    _is_empty: bool = field(default=True, init=False)
+    _states: WeakKeyDictionary[Any, RequestState] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
     def num_requests(self) -> int:
@@ -108,14 +98,14 @@ class RequestReuse:
         self._is_empty = False
         state = self._states.get(req)
         if state is None:
-            namespace = request_namespace(self._fingerprint, req.lora_id, req.extra_key, req.cache_salt)
+            namespace = request_namespace(self.fingerprint, req.lora_id, req.extra_key, req.cache_salt)
             state = self._states[req] = RequestState(req.rid, namespace)
         state.matched(len(tokens), exact_len)
         refused = self._refused(req)
         if refused is not None:
             state.spans, state.miss = [], refused
             return 0
-        decision = self._ranks.decide(lambda: self._decide(state, req, tokens, end, exact_len))
+        decision = self.ranks.decide(lambda: self._decide(state, req, tokens, end, exact_len))
         if decision.spans is not None:
             state.spans = list(decision.spans)
         return sum(span.length for span in state.adjoining(exact_len))
@@ -135,17 +125,17 @@ class RequestReuse:
 
     def _decide(self, state: RequestState, req: Any, tokens: array[int], end: int, exact_len: int) -> Decision:  # noqa: ANN401
         try:
-            planned_for = (self._library.version, len(tokens), end, exact_len)
+            planned_for = (self.library.version, len(tokens), end, exact_len)
             if planned_for == state.planned_for and all(map(self._is_there, state.adjoining(exact_len))):
                 return Decision(None)
-            plan = self._planner.plan(state.namespace, tokens, exact_len, end)
+            plan = self.planner.plan(state.namespace, tokens, exact_len, end)
             # A lookup corrects donors that it finds shorter than they were.
-            state.planned_for = (self._library.version, *planned_for[1:])
+            state.planned_for = (self.library.version, *planned_for[1:])
             spans, state.miss, state.lookup_ms = plan.spans, plan.miss, plan.lookup_ms
             if plan.miss is not None and plan.miss.reason is MissReason.ERROR:
                 self.log.count_error()
-            if not spans and not exact_len and self._semantic is not None:
-                spans = self._semantic.spans(req, state.namespace, tokens, end)
+            if not spans and not exact_len and self.semantic is not None:
+                spans = self.semantic.spans(req, state.namespace, tokens, end)
                 state.miss = None if spans else state.miss
             return Decision(spans)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
@@ -153,7 +143,7 @@ class RequestReuse:
             return Decision(())
 
     def _is_there(self, span: Span) -> bool:
-        return span.donor is not None and self._library.has(span.donor, span.donor_start, span.length)
+        return span.donor is not None and self.library.has(span.donor, span.donor_start, span.length)
 
     # Loading
 
@@ -190,7 +180,7 @@ class RequestReuse:
         if state is None:
             return None
         state.num_steps += 1
-        state.pass_by(req.prefix_len, self._min_run)
+        state.pass_by(req.prefix_len, self.min_run)
         total = sum(span.length for span in state.adjoining(req.prefix_len))
         return self._load(req, total if total <= room else -1) if total else None
 
@@ -198,7 +188,7 @@ class RequestReuse:
         state = self._states.get(req)
         if state is None:
             return None
-        slots = self._loader.load(state, req.prefix_len, expected)
+        slots = self.loader.load(state, req.prefix_len, expected)
         if state.lineage.is_approximate:
             req.skip_radix_cache_insert = True  # approximate K/V are never published
         return slots
@@ -210,12 +200,12 @@ class RequestReuse:
         state = self._states.get(req)
         if state is None or self._refused(req) is not None:
             return
-        if not req.finished() and not self._registrar.is_complete(req):
+        if not req.finished() and not self.registrar.is_complete(req):
             return
         try:
-            self._registrar.register_exact(req, state, node)
-            if req.finished() and self._semantic is not None:
-                self._semantic.cached(req.rid, req.full_untruncated_fill_ids[: req.kv.cache_protected_len])
+            self.registrar.register_exact(req, state, node)
+            if req.finished() and self.semantic is not None:
+                self.semantic.cached(req.rid, req.full_untruncated_fill_ids[: req.kv.cache_protected_len])
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
 
@@ -232,8 +222,8 @@ class RequestReuse:
             return
         try:
             req.refresh_fill_ids()
-            self._registrar.register_exact(req, state, node)
-            self._registrar.adopt_computed(req, state, row)
+            self.registrar.register_exact(req, state, node)
+            self.registrar.adopt_computed(req, state, row)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
 
@@ -250,10 +240,10 @@ class RequestReuse:
         if state is None:
             return
         if req.finished():
-            self.log.finished(req, state, self._planner.policy.name)
-            self.log.show_donors(self._library)
+            self.log.finished(req, state, self.planner.policy.name)
+            self.log.show_donors(self.library)
         else:
-            attempts = (*state.attempts, Attempt.of(state, self._planner.policy.name))
+            attempts = (*state.attempts, Attempt.of(state, self.planner.policy.name))
             self._states[req] = RequestState(state.rid, state.namespace, attempts)
 
     def aborted(self, handle: object) -> None:
@@ -264,12 +254,12 @@ class RequestReuse:
         for req, state in list(self._states.items()):
             if req.cache_request_handle is handle:
                 del self._states[req]
-                self.log.aborted(state, self._planner.policy.name)
+                self.log.aborted(state, self.planner.policy.name)
 
     def evicted(self, freed: list[Tensor]) -> None:
         """Keep donors whose slots the tree has given up in host memory."""
         try:
-            self._library.capture(freed)
+            self.library.capture(freed)
         except Exception as error:  # noqa: BLE001 - logged and counted; the donors are lost
             self.log.failed("capture", "-", error)
 
@@ -292,6 +282,6 @@ class RequestReuse:
 
     def _forget(self) -> None:
         """Forget all donors, and what was promised of them."""
-        self._library.clear()
+        self.library.clear()
         for state in self._states.values():
             state.spans = []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -72,6 +73,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         config = VLLMConfig.from_dict(self._kv_transfer_config.kv_connector_extra_config or {})
         self._scheduler: GraftScheduler | None = None
         self._worker: GraftWorker | None = None
+        self._block_pool: BlockPool | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._build_scheduler(config, vllm_config, kv_cache_config)
         else:
@@ -148,8 +150,14 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget all donors; workers do in front of whatever they do next. vLLM asks the scheduler's side alone."""
         if self._scheduler is None:
             return None
-        self._scheduler.reset()
+        pool = self._block_pool  # vLLM resets its own cache first, which fails where any block is in use
+        is_empty = pool is None or pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        self._scheduler.reset(prefixes_are_gone=is_empty)
         return True
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take vLLM's pool, to see whether a reset reached it."""
+        self._block_pool = gpu_block_pool
 
     # ---- worker
 

@@ -147,12 +147,13 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         path, partial, run = tree.descend(key, start, length)
         if partial is not None:
             path.append(self._divide(partial, run))
+        if not path:
+            start.last_access = now
+            return path, start
         for node in path:
             node.last_access = now
-        last = path[-1] if path else start
-        last.last_access = now
-        self._requeue(last)
-        return path, last
+        self._requeue(path[-1])
+        return path, path[-1]
 
     def _requeue(self, node: Node) -> None:
         """Restore the order of eviction after the facts about a node changed."""
@@ -216,14 +217,15 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
 
         In front of `start` only hits are counted, and those of a request once; the rest is learnt when a leaf goes.
         """
-        for node in path or [start]:
+        for node in path:
             node.priority = max(node.priority, priority)
             node.reach = max(node.reach, total_len)
-        step = path[-1] if path else start
-        while step.parent is not None and step.end > counted_len:
+        last = step = path[-1] if path else start
+        last.priority = max(last.priority, priority)
+        while step.end > counted_len and step.parent is not None:
             step.hit_count += 1
             step = step.parent
-        self._requeue(path[-1] if path else start)
+        self._requeue(last)
 
     def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
         """Elements whose slots the cache had already; `path` was walked by an insert that offers `slots`."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray, join_slots
@@ -203,19 +201,13 @@ class SWARadixCache(BaseSWACache):
         To be called at intervals during prefill and decode. The frontier only advances. Complexity: O(tokens freed).
         """
         _check_row(req)
-        freed = []
-        frontier = swa_frontier(len(req.key()), self.sliding_window_size, self.page_size)
-        start = max(req.swa_evicted_len, req.protected_len)
-        if frontier > start:
-            freed.append(req.swa_indices[start:frontier].copy())
-            req.swa_indices[start:frontier] = -1
-            req.swa_evicted_len = frontier
+        freed = [req.leave_windows(swa_frontier(len(req.key()), self.sliding_window_size, self.page_size))]
         lock = req.handle
         past_prefix = req.committed_len - req.protected_len >= self.sliding_window_size
         if past_prefix and isinstance(lock, SWALock) and not lock.swa_released:
             freed.append(self.dec_swa_lock_only(lock).swa_freed)
             req.swa_indices[: req.protected_len] = -1
-        return EvictResult(NO_SLOTS, np.concatenate([NO_SLOTS, *freed]))
+        return EvictResult(NO_SLOTS, join_slots(freed))
 
     def set_semantic_provider(
         self,

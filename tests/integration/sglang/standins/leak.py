@@ -9,7 +9,7 @@ def register():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("kvgraft.integrations.sglang.cache.RadixTree.allocate", _leaky, HookType.AROUND)
+    HookRegistry.register("kvgraft.integrations.sglang.cache.SGLangTree.allocate", _leaky, HookType.AROUND)
 
 
 def _leaky(allocate, tree, num_tokens):

@@ -66,7 +66,9 @@ CALLBACKS = [
     "get_kv_connector_stats",
     "get_num_new_matched_tokens",
     "register_kv_caches",
+    "reset_cache",
     "request_finished",
+    "bind_gpu_block_pool",
     "requires_piecewise_for_cudagraph",
     "save_kv_layer",
     "shutdown",
@@ -102,6 +104,7 @@ def test_failed_loads_can_be_reported_from_0_32_on():
         "prompt_token_ids",
         "prompt_embeds",
         "num_tokens",
+        "num_prompt_tokens",
         "block_hashes",
         "cache_salt",
         "mm_features",
@@ -123,7 +126,7 @@ def test_block_hashes_are_a_list_of_bytes():
 
 
 def test_the_connector_is_asked_between_lookup_and_allocation():
-    """Tainting relies on it: hashes are made private before `allocate_slots` publishes blocks under them."""
+    """Hashes are made private before `allocate_slots` publishes blocks under them."""
     source = inspect.getsource(Scheduler.schedule)
     lookup = source.index("_get_local_prefix_cache_hit(")
     asked = source.index("connector.get_num_new_matched_tokens(", lookup)
@@ -142,7 +145,7 @@ def test_scheduler_output_has_what_is_read():
     assert {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"} <= fields(
         sched_output.CachedRequestData
     )
-    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"} <= fields(
+    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"} <= fields(
         sched_output.SchedulerOutput
     )
 

@@ -145,7 +145,7 @@ class World:
         self.keys = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         self.values = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         spec = RopeSpec(INV_FREQ, RopePairing.HALF)
-        self.config = SGLangConfig(**{"phase_cost_tokens": 1, "donor_tokens": 1 << 15, **settings})
+        self.config = SGLangConfig(**{"selection": "none", "phase_cost_tokens": 1, "donor_tokens": 1 << 15, **settings})
         self.tree = FakeTree(page_size)
         self.pool = KVBuffers(self.keys, self.values, [spec] * LAYERS)
         self.library = DonorLibrary(self.tree, self.pool, self.config)

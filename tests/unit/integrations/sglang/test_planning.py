@@ -14,7 +14,7 @@ from kvgraft.types import MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
-    config = SGLangConfig(donor_tokens=1 << 15, **settings)
+    config = SGLangConfig(**{"selection": "none", "donor_tokens": 1 << 15, **settings})
     planner = LoadPlanner(world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1)
     return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
 
@@ -58,7 +58,7 @@ def test_first_k_is_part_of_the_plan(make_world, make_tokens):
 def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(make_world, make_tokens):
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)
-    config = SGLangConfig(donor_tokens=1 << 15, lookup_deadline_ms=20)
+    config = SGLangConfig(selection="none", donor_tokens=1 << 15, lookup_deadline_ms=20)
     costs = CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
     seconds = itertools.count(step=1)
     planner = LoadPlanner(world.library, config, costs, 1, clock=lambda: next(seconds))

@@ -46,7 +46,7 @@ class Broken(Recall):
 
 
 def attach(world, provider, deadline_s=60.0):
-    world.reuse._semantic = SemanticSource(provider, world.tree, 1, deadline_s)
+    world.reuse.semantic = SemanticSource(provider, world.tree, 1, deadline_s)
     return provider
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,14 +36,6 @@ _MAX_REPAIRS = 8
 """Lookups per call that may find donors shorter than registered; matches that still are get left out."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DonorSlots:
-    """Donor K/V on the device: slots of consecutive tokens, and the pin that keeps them."""
-
-    slots: Tensor
-    pin: object
-
-
 class DonorLibrary:
     """Finds donors, says where their K/V are, and keeps what SGLang evicts. Not thread-safe; one per rank.
 
@@ -57,7 +48,6 @@ class DonorLibrary:
     def __init__(self, tree: DonorTree, buffers: KVBuffers, config: SGLangConfig) -> None:
         self.catalogue = DonorCatalogue(config.donor_tokens, min_run=config.min_run)
         self.version = 0
-        self.host_hits = self.captured_tokens = 0
         self._tree = tree
         self._buffers = buffers
         self._min_run = config.min_run
@@ -125,10 +115,11 @@ class DonorLibrary:
             return False
         return not self.rules.is_known(namespace, np.frombuffer(tokens, np.int64), generation)
 
-    def on_device(self, donor: Donor, start: int, length: int) -> DonorSlots | None:
+    def on_device(self, donor: Donor, start: int, length: int) -> tuple[Tensor, object] | None:
         """Pin `donor.token_ids[start : start + length]` in the tree; None if they are not all there.
 
-        The caller gives the pin back to the tree.
+        Returns:
+            Their slots, and the pin, which the caller gives back to the tree.
         """
         kv = donor.kv
         if not isinstance(kv, TreeKV):
@@ -138,7 +129,7 @@ class DonorLibrary:
         if found.length < first + length:
             return None
         pin = self._tree.pin(found.node)
-        return DonorSlots(self._tree.slots(found.node)[first : first + length], pin)
+        return self._tree.slots(found.node)[first : first + length], pin
 
     def in_host(self, donor: Donor, start: int, length: int) -> KVBlock | None:
         """View K/V of a donor in host memory, or None."""
@@ -146,7 +137,6 @@ class DonorLibrary:
         if not isinstance(kv, HostKV) or kv.store_key not in self._host:
             return None
         self._host_order.move_to_end(kv.store_key)
-        self.host_hits += 1
         return self._host.get(kv.store_key, start, length)
 
     def record_hit(self, donor: Donor, num_tokens: int) -> None:
@@ -230,7 +220,6 @@ class DonorLibrary:
         self._next_store_key += 1
         self._host.put(store_key, self._buffers.export(slots[part.first : part.first + part.length]))
         self._host_order[store_key] = donor
-        self.captured_tokens += part.length
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drop least recently used blocks until `num_bytes` fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvgraft.graft.executor import SpanCopy
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
 
 
+@dataclass(frozen=True, eq=False)
 class Loader:
     """Loads adjoining spans. Donors are pinned in the tree for the time of the copy. Not thread-safe."""
 
-    def __init__(
-        self, tree: DonorTree, buffers: KVBuffers, library: DonorLibrary, *, ranks: Ranks, log: RequestLog
-    ) -> None:
-        self._tree, self._buffers, self._library, self._ranks, self._log = tree, buffers, library, ranks, log
+    tree: DonorTree
+    buffers: KVBuffers
+    library: DonorLibrary
+    ranks: Ranks
+    log: RequestLog
 
     def load(self, state: RequestState, position: int, expected: int) -> Tensor | None:
         """Load the spans that follow one another from `position` on, and take them off the plan.
@@ -46,19 +49,19 @@ class Loader:
         state.drop(spans)
         loaded = self._try(state, spans, expected)
         num_tokens = 0 if loaded is None else len(loaded[0])
-        is_agreed = self._ranks.confirm(num_tokens) == num_tokens
+        is_agreed = self.ranks.confirm(num_tokens) == num_tokens
         if not is_agreed:
             state.miss = Miss(MissReason.ERROR, "tensor-parallel ranks disagree")
-            self._log.count_error()
+            self.log.count_error()
         if loaded is None:
             return None
         slots, sources = loaded
         if not is_agreed:
-            self._tree.free(slots)
+            self.tree.free(slots)
             return None
         for span in spans:
             assert span.donor is not None
-            self._library.record_hit(span.donor, span.length)
+            self.library.record_hit(span.donor, span.length)
         state.loaded(spans, sources)
         return slots
 
@@ -74,11 +77,11 @@ class Loader:
         try:
             return self._load(state, spans, pins)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
-            state.miss = self._log.failed("graft", state.rid, error)
+            state.miss = self.log.failed("graft", state.rid, error)
             return None
         finally:
             for pin in pins:
-                self._tree.unpin(pin)
+                self.tree.unpin(pin)
             state.graft_ms += 1e3 * (time.perf_counter() - started)
 
     def _load(
@@ -88,14 +91,14 @@ class Loader:
         if len(copies) < len(spans):
             state.miss = Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied")
             return None
-        slots = self._tree.allocate(sum(span.length for span in spans))
+        slots = self.tree.allocate(sum(span.length for span in spans))
         if slots is None:
             state.miss = Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together")
             return None
         try:
-            self._buffers.copy(copies, slots)
+            self.buffers.copy(copies, slots)
         except BaseException:
-            self._tree.free(slots)
+            self.tree.free(slots)
             raise
         return slots, [_source(span.donor, copy) for span, copy in zip(spans, copies, strict=True) if span.donor]
 
@@ -104,15 +107,15 @@ class Loader:
         donor = span.donor
         if donor is None:
             return None
-        kv: Tensor | KVBlock | None = self._library.in_host(donor, span.donor_start, span.length)
+        kv: Tensor | KVBlock | None = self.library.in_host(donor, span.donor_start, span.length)
         if kv is None:
-            found = self._library.on_device(donor, span.donor_start, span.length)
+            found = self.library.on_device(donor, span.donor_start, span.length)
             if found is None:
                 return None
-            pins.append(found.pin)
-            kv = found.slots
+            kv, pin = found
+            pins.append(pin)
         position = donor.start_position + span.donor_start
-        return SpanCopy(self._buffers.source(kv), position, span.start, span.length)
+        return SpanCopy(self.buffers.source(kv), position, span.start, span.length)
 
 
 def _source(donor: Donor, copy: SpanCopy) -> dict[str, object]:

@@ -35,29 +35,16 @@ class Metrics(Protocol):
         """How many donors there are."""
 
 
-class NoMetrics:
-    """Counts nothing."""
-
-    def count_report(self, report: GraftReport) -> None:
-        """Ignore it."""
-
-    def count_error(self) -> None:
-        """Ignore it."""
-
-    def show_donors(self, num_donors: int, num_tokens: int, host_bytes: int) -> None:
-        """Ignore it."""
-
-
 class RequestLog:
     """Writes what became of requests. Not thread-safe.
 
     Args:
-        metrics: Counters.
+        metrics: Counters; None for none.
         path: File that gets one JSON line per request; empty for none.
         is_first_rank: The other ranks keep quiet, for they would say the same.
     """
 
-    def __init__(self, metrics: Metrics, path: str = "", *, is_first_rank: bool = True) -> None:
+    def __init__(self, metrics: Metrics | None, path: str = "", *, is_first_rank: bool = True) -> None:
         self._path = Path(path) if path and is_first_rank else None
         self._is_first_rank = is_first_rank
         self._pending: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
@@ -88,11 +75,13 @@ class RequestLog:
     def count_error(self) -> None:
         """Count something that went wrong and became a miss."""
         self.num_errors += 1
-        self.metrics.count_error()
+        if self.metrics is not None:
+            self.metrics.count_error()
 
     def show_donors(self, library: DonorLibrary) -> None:
         """Show how many donors there are."""
-        self.metrics.show_donors(len(library), library.catalogue.num_tokens, library.host_bytes)
+        if self.metrics is not None:
+            self.metrics.show_donors(len(library), library.catalogue.num_tokens, library.host_bytes)
 
     def take(self, req: Any) -> dict[str, object] | None:  # noqa: ANN401 - SGLang's Req
         """Return a request's report once, for its response."""
@@ -112,7 +101,8 @@ class RequestLog:
             "attempts": [attempt.as_dict() for attempt in attempts],
         }
         if self._is_first_rank:
-            self.metrics.count_report(report)
+            if self.metrics is not None:
+                self.metrics.count_report(report)
             self._tell(state, outcome, report)
             self._write(entry)
         return entry

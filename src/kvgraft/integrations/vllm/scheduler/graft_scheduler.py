@@ -212,16 +212,19 @@ class GraftScheduler:
         self.counts.request(report)
         return {PARAMETER: report_as_dict(report)}
 
-    def reset(self) -> None:
+    def reset(self, *, prefixes_are_gone: bool) -> None:
         """Forget everything that was ever computed: the model may be another one from now on.
 
         Requests that run go on and give nothing to others; those that wait are looked up anew. Workers forget too, before
         anything else that they are told from now on, and give up grafts that are under way.
+
+        Args:
+            prefixes_are_gone: vLLM reset its own prefix cache too; where that has what the old model computed, nothing
+                behind its hits is captured.
         """
         logger.info("all donors are forgotten: the caches were reset")
         self._is_reset = True
-        if not any(state.is_admitted for state in self._states.values()):
-            self._captures.trusts_prefixes = True  # vLLM's own reset cannot have failed: nothing runs
+        self._captures.trusts_prefixes = prefixes_are_gone
         self._forget_everything()
 
     def check(self) -> None:
@@ -278,7 +281,8 @@ class GraftScheduler:
             return
         state.captures = True
         prompt = state.token_ids[: state.num_prompt_tokens]
-        found = self._lookup.find(state.namespace, prompt, state.exact_len, self._costs, start=0)
+        exact_len = min(state.exact_len, len(prompt))  # of a request that begins again, an answer may be cached too
+        found = self._lookup.find(state.namespace, prompt, exact_len, self._costs, start=0)
         state.lookup_ms = found.lookup_ms
         planned = found.planned
         if isinstance(planned, Miss) and planned.reason is MissReason.ERROR:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvgraft.memory.block import KVBlock
 from kvgraft.memory.store import HostKVStore
 
@@ -39,7 +37,7 @@ class DonorStore:
             StoreError, CapacityError: It cannot be kept; the text is gone.
             KeyError: There is no such text.
         """
-        self._store.put(donor_id, _joined(self._texts.pop(text_id)))
+        self._store.put(donor_id, KVBlock.join(self._texts.pop(text_id)))
 
     def discard(self, text_id: TextId) -> None:
         """Forget a text; one that is not there is ignored, its capture may have failed."""
@@ -71,13 +69,3 @@ class DonorStore:
     def check(self) -> None:
         """Verify the store's invariants; raises `CorruptCacheError`."""
         self._store.check()
-
-
-def _joined(parts: list[KVBlock]) -> KVBlock:
-    if len(parts) == 1:
-        return parts[0]
-    layers = range(parts[0].num_layers)
-    return KVBlock(
-        tuple(torch.cat([part.keys[layer] for part in parts]) for layer in layers),
-        tuple(torch.cat([part.values[layer] for part in parts]) for layer in layers),
-    )

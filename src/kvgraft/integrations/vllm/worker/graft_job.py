@@ -15,18 +15,21 @@ from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import AllLayersPass, GraftedPrompt, GraftPass, KeyDeviationPass
 from kvgraft.integrations.vllm.worker.ranks import all_ranks
-from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+from kvgraft.integrations.vllm.worker.spans import DonorSpans
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
 from kvgraft.memory.block import KVBlock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.messages import Graft
     from kvgraft.integrations.vllm.worker.donor_store import DonorStore
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+    from kvgraft.types import Match
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +59,9 @@ class GraftJob:
         """Read the donors and decide the first pass; every rank must come here in the same step."""
         started = time.perf_counter()
         command = self.command
-        spans, policy = ReusedSpans(self._donors, (), (), self._rank.device), self._policy
+        spans, policy = self._spans((), ()), self._policy
         try:
-            spans = ReusedSpans(self._donors, command.spans, command.source_starts, self._rank.device)
+            spans = self._spans(command.spans, command.source_starts)
         except Exception as error:
             logger.exception("graft of request %s: donors cannot be read; it is computed", command.request_id)
             self._fell_back = f"{type(error).__name__}: {error}"
@@ -67,7 +70,7 @@ class GraftJob:
             if command.plan.exact_len and any(home.group.window for home in self._homes):
                 # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
                 raise IntegrationError(self._fell_back)
-            spans, policy = ReusedSpans(self._donors, (), (), self._rank.device), NoRecompute()
+            spans, policy = self._spans((), ()), NoRecompute()
         self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
         self._steps = policy.steps(selection_context(command.plan))
         self._begin_pass(next(self._steps))
@@ -122,6 +125,9 @@ class GraftJob:
             self._num_recomputed, self._inject_s * 1e3, self._compute_s * 1e3, fell_back=self._fell_back
         )
 
+    def _spans(self, spans: Sequence[Match], source_starts: Sequence[int]) -> DonorSpans:
+        return DonorSpans(self._donors, spans, source_starts, self._rank.rope, self._rank.device)
+
     def _keep(self, rows: NDArray[np.int64]) -> None:
         """Copy computed text that shall become donors."""
         for text_id, start, stop in self.command.captures:
@@ -132,7 +138,8 @@ class GraftJob:
 
 def read_block(homes: list[GroupKV], positions: NDArray[np.int64]) -> KVBlock:
     """Copy the K/V of `positions` to host memory."""
-    pairs = [pair for home in homes for pair in home.read(positions)]
+    places = [(home.place(positions), home.layers) for home in homes]
+    pairs = [place.read(layer) for place, layers in places for layer in layers]
     return KVBlock(tuple(keys.cpu() for keys, _ in pairs), tuple(values.cpu() for _, values in pairs))
 
 
@@ -141,8 +148,8 @@ def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
     for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, command.block_ids, strict=True):
         blocks = np.asarray(block_ids, np.int32)
         if group.window:
-            homes.append(WindowRing(group, first_layer, rank.rope, blocks, max_rows=max_rows))
+            homes.append(WindowRing(group, first_layer, blocks, max_rows=max_rows))
         else:
             table, caches = BlockTable(blocks, group.block_size), [layer.cache for layer in group.layers]
-            homes.append(PagedKV(group, first_layer, rank.rope, table, caches, start=command.plan.exact_len))
+            homes.append(PagedKV(group, first_layer, table, caches, start=command.plan.exact_len))
     return homes

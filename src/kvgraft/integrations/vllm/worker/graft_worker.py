@@ -288,9 +288,7 @@ class GraftWorker:
             homes: list[GroupKV] = []
             for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, capture.block_ids, strict=True):
                 table = BlockTable(np.asarray(block_ids, np.int32), group.block_size)
-                homes.append(
-                    PagedKV(group, first_layer, rank.rope, table, [layer.cache for layer in group.layers], start=0)
-                )
+                homes.append(PagedKV(group, first_layer, table, [layer.cache for layer in group.layers], start=0))
             self._donors.append(capture.text_id, read_block(homes, np.arange(capture.start, capture.stop)))
         except Exception:
             logger.exception("capture of computed text failed; it becomes no donor")

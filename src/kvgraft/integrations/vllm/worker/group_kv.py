@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from kvgraft.graft.executor import copy_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,10 +17,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.graft.rope import RopeShift, RopeSpec
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
-    from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+    from kvgraft.integrations.vllm.worker.spans import DonorSpans
     from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPlace:
+    """Chosen tokens of a group; see `KVPlace`. Layers have their numbers among all layers."""
+
+    home: GroupKV
+    slots: Tensor
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `KVPlace.read`."""
+        index = layer - self.home.first_layer
+        return self.home.group.layers[index].read(self.home.caches[index], self.slots)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """See `KVPlace.write`."""
+        index = layer - self.home.first_layer
+        self.home.group.layers[index].write(self.home.caches[index], self.slots, keys, values)
 
 
 class GroupKV(ABC):
@@ -26,73 +46,47 @@ class GroupKV(ABC):
     `first_layer` is the number of the group's first layer among all layers, group by group: the order of `KVBlock`s.
     """
 
-    def __init__(
-        self,
-        group: LayerGroup,
-        first_layer: int,
-        rope: Sequence[RopeSpec | None],
-        table: BlockTable,
-        caches: Sequence[Tensor],
-    ) -> None:
+    def __init__(self, group: LayerGroup, first_layer: int, table: BlockTable, caches: Sequence[Tensor]) -> None:
         self.group = group
+        self.first_layer = first_layer
         self.table = table
         self.caches = caches
-        self._first_layer = first_layer
-        self._rope = rope
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the group's layers among all layers."""
+        return range(self.first_layer, self.first_layer + len(self.group.layers))
 
     @abstractmethod
     def row_limit(self, first_row: int) -> int:
         """First position that cannot be computed in one pass with `first_row`."""
 
     @abstractmethod
-    def prepare(self, spans: ReusedSpans, first_row: int, stop: int) -> None:
+    def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Bring in the reused K/V that rows in `[first_row, stop)` may attend to; ascending calls."""
 
     @abstractmethod
-    def finish(self, spans: ReusedSpans, stop: int) -> None:
+    def finish(self, spans: DonorSpans, stop: int) -> None:
         """See to it that the request's own blocks hold what later passes attend to, up to position `stop`."""
 
-    def read(self, positions: NDArray[np.int64]) -> list[tuple[Tensor, Tensor]]:
-        """Per layer, keys and values `(num_positions, num_kv_heads, head_dim)` as they lie now."""
-        slots = self._slots(positions)
-        return [layer.read(cache, slots) for layer, cache in zip(self.group.layers, self.caches, strict=True)]
+    def place(self, positions: NDArray[np.int64]) -> GroupPlace:
+        """Where `positions` lie now."""
+        return GroupPlace(self, torch.from_numpy(self.table.slots(positions)).to(self.caches[0].device))
 
-    def read_layer(self, number: int, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, by its number among all layers."""
-        index = number - self._first_layer
-        return self.group.layers[index].read(self.caches[index], self._slots(positions))
-
-    def _inject(self, spans: ReusedSpans, part: slice) -> None:
-        """Store the reused K/V of `part`, keys rotated. O(layers * tokens)."""
-        if part.start == part.stop:
-            return
-        slots = self._slots(spans.positions[part])
-        shifts: dict[int, RopeShift | None] = {}
-        for number, (layer, cache) in enumerate(zip(self.group.layers, self.caches, strict=True), self._first_layer):
-            spec = self._rope[number]
-            table = id(spec.inv_freq) if spec is not None else 0
-            if table not in shifts:
-                shifts[table] = spans.shift(part, spec)
-            layer.write(cache, slots, spans.keys(number, part, shifts[table], spec), spans.values(number, part))
-
-    def _slots(self, positions: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self.table.slots(positions)).to(self.caches[0].device)
+    def _inject(self, spans: DonorSpans, start: int, stop: int) -> None:
+        """Store the reused K/V of positions `[start, stop)`, keys rotated."""
+        rotated = spans.between(start, stop)
+        if rotated is not None:
+            copy_spans(rotated, self.place(rotated.positions), self.layers)
 
 
 class PagedKV(GroupKV):
     """The request's own blocks: every position has one. Those in front of `start` may be shared and are only read."""
 
     def __init__(
-        self,
-        group: LayerGroup,
-        first_layer: int,
-        rope: Sequence[RopeSpec | None],
-        table: BlockTable,
-        caches: Sequence[Tensor],
-        *,
-        start: int,
+        self, group: LayerGroup, first_layer: int, table: BlockTable, caches: Sequence[Tensor], *, start: int
     ) -> None:
-        super().__init__(group, first_layer, rope, table, caches)
+        super().__init__(group, first_layer, table, caches)
         self._start = start
         self._is_injected = False
 
@@ -101,13 +95,13 @@ class PagedKV(GroupKV):
         del first_row
         return np.iinfo(np.int64).max
 
-    def prepare(self, spans: ReusedSpans, first_row: int, stop: int) -> None:
+    def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Inject everything, the first time."""
         del first_row, stop
         if not self._is_injected:
             self._is_injected = True
-            self._inject(spans, slice(spans.between(0, self._start).stop, len(spans.positions)))
+            self._inject(spans, self._start, np.iinfo(np.int64).max)
 
-    def finish(self, spans: ReusedSpans, stop: int) -> None:
+    def finish(self, spans: DonorSpans, stop: int) -> None:
         """Inject if no row was computed."""
         self.prepare(spans, 0, stop)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-    from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+    from kvgraft.integrations.vllm.worker.spans import DonorSpans
     from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
     from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
@@ -42,7 +42,7 @@ class GraftedPrompt:
     rank: RankModel
     token_ids: NDArray[np.int32]
     homes: Sequence[GroupKV]
-    spans: ReusedSpans
+    spans: DonorSpans
 
     def prepare(self, rows: NDArray[np.int64]) -> None:
         """Bring in what `rows` may attend to."""
@@ -127,14 +127,13 @@ class KeyDeviationPass(GraftPass):
             hidden, residual = self._stack.run(positions, hidden, None, 0, CHECK_LAYER + 1)
         assert residual is not None
         self._states.append((hidden, residual))
-        part = prompt.spans.between(int(rows[0]), int(rows[-1]) + 1)
-        if part.start == part.stop:
+        reused = prompt.spans.between(int(rows[0]), int(rows[-1]) + 1)
+        if reused is None:
             return
-        reused, spec = prompt.spans.positions[part], prompt.rank.rope[CHECK_LAYER]
-        before = prompt.spans.keys(CHECK_LAYER, part, prompt.spans.shift(part, spec), spec)
-        after = prompt.homes[0].read_layer(CHECK_LAYER, reused)[0]
+        before = reused.read(CHECK_LAYER)[0]
+        after = prompt.homes[0].place(reused.positions).read(CHECK_LAYER)[0]
         change = (after.float() - before.float()).square().sum((1, 2)).cpu()
-        self._deviation[torch.from_numpy(reused)] = change
+        self._deviation[torch.from_numpy(reused.positions)] = change
 
 
 class LaterLayersPass(GraftPass):

@@ -17,13 +17,10 @@ from kvgraft.integrations.vllm.worker.group_kv import GroupKV
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-    from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
-    from kvgraft.integrations.vllm.worker.spans import ReusedSpans
+    from kvgraft.integrations.vllm.worker.spans import DonorSpans
 
 
 class WindowRing(GroupKV):
@@ -36,7 +33,6 @@ class WindowRing(GroupKV):
         self,
         group: LayerGroup,
         first_layer: int,
-        rope: Sequence[RopeSpec | None],
         blocks: NDArray[np.int32],
         *,
         max_rows: int,
@@ -44,7 +40,7 @@ class WindowRing(GroupKV):
         """Allocate the ring for a request with `blocks`, 0 where vLLM keeps none."""
         size = min(-(-(group.window + max_rows) // group.block_size) + 1, len(blocks))
         table = BlockTable(np.arange(len(blocks), dtype=np.int32) % size, group.block_size)
-        super().__init__(group, first_layer, rope, table, [layer.scratch(size) for layer in group.layers])
+        super().__init__(group, first_layer, table, [layer.scratch(size) for layer in group.layers])
         self._own = BlockTable(blocks, group.block_size)
         self._num_blocks = size
         self._filled = 0
@@ -54,22 +50,22 @@ class WindowRing(GroupKV):
         size = self.group.block_size
         return (self._window_start(first_row) // size + self._num_blocks) * size
 
-    def prepare(self, spans: ReusedSpans, first_row: int, stop: int) -> None:
+    def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Inject what lies in the windows of the rows and is not there yet."""
         start = max(self._window_start(first_row), self._filled)
-        self._inject(spans, spans.between(start, stop))
+        self._inject(spans, start, stop)
         self._filled = max(self._filled, stop)
 
-    def finish(self, spans: ReusedSpans, stop: int) -> None:
+    def finish(self, spans: DonorSpans, stop: int) -> None:
         """Complete the last window and copy it to the request's blocks."""
         self.prepare(spans, stop, stop)
         positions = np.arange(self._window_start(stop), stop)
         positions = positions[self._own.blocks[positions // self.group.block_size] != 0]
         if not len(positions):
             return
-        slots = torch.from_numpy(self._own.slots(positions)).to(self.caches[0].device)
-        for layer, (keys, values) in zip(self.group.layers, self.read(positions), strict=True):
-            layer.write(layer.cache, slots, keys, values)
+        ring, slots = self.place(positions), torch.from_numpy(self._own.slots(positions)).to(self.caches[0].device)
+        for number, layer in zip(self.layers, self.group.layers, strict=True):
+            layer.write(layer.cache, slots, *ring.read(number))
 
     def _window_start(self, row: int) -> int:
         return max(0, row - self.group.window + 1)

@@ -1,0 +1,201 @@
+"""What an engine keeps for others is exact where it says so, after preemptions too, and of the present weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.config import EngineConfig
+from kvgraft.engine import LLM, AsyncLLM, SamplingParams
+from kvgraft.engine.core import Engine
+from kvgraft.engine.loading import adopt_model
+from kvgraft.memory import HybridSlotPool
+from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+
+
+def make_engine(family="llama", **settings):
+    config = EngineConfig(**({"num_slots": 1_500, "selection": "none", "max_rows": 40} | settings))
+    return Engine(adopt_model(family, tiny_model(family), None), config)
+
+
+def random_prompt(rng, length):
+    return rng.integers(3, VOCABULARY, length)
+
+
+def submit(engine, prompt, count, reuse="graft"):
+    request = engine.builder.build(prompt, SamplingParams(count, ignore_eos=True), reuse)
+    engine.add(request)
+    return engine._active[request.request_id]
+
+
+def run_to_end(engine):
+    outputs = {}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            if event.part.output is not None:
+                outputs[event.request_id] = event.part.output
+    return outputs
+
+
+def run_until(engine, condition):
+    for _ in range(500):
+        if condition():
+            return
+        engine.step()
+    raise AssertionError("it never came to that")
+
+
+def text_of(output):
+    """Tokens whose K/V exist at the end."""
+    return np.concatenate([output.prompt_token_ids, output.token_ids[:-1]]).astype(np.int64)
+
+
+def assert_kept_is_exact(engine, outputs):
+    texts = [text_of(output) for output in outputs]
+    for text in texts:
+        assert_prefix_is_exact(engine.adapter, engine.space, engine.builder.build(text[:2]).namespace, text)
+    engine.space.check()
+    assert engine.manager.num_errors == 0
+    return assert_donors_are_exact(engine.adapter, engine.space, texts)
+
+
+@FAMILIES
+@pytest.mark.parametrize("moments", [[0], [1], [7], [0, 0, 3], [2, 9]])
+def test_preempted_graft_launders_nothing(family, moments, rng):
+    """Preempted in its prefill (0) or after so many tokens, perhaps again: the report does not become better for it."""
+    engine = make_engine(family)
+    document = random_prompt(rng, 150)
+    submit(engine, document, 2)
+    first = run_to_end(engine)
+    active = submit(engine, np.concatenate([random_prompt(rng, 30), document, random_prompt(rng, 60)]), 14)
+    reports = []
+    for moment in moments:
+        run_until(engine, lambda moment=moment: active.cache is not None and len(active.output_ids) >= moment)
+        reports.append(active.report)
+        engine.scheduler._preempt(active)
+    second = run_to_end(engine)
+    (output,) = second.values()
+    assert output.num_preemptions == len(moments)
+    assert output.report.shifted_tokens >= 140
+    assert all(report is None or report == output.report for report in reports)
+    assert assert_kept_is_exact(engine, [*first.values(), *second.values()]) >= 1
+
+
+@FAMILIES
+def test_donors_made_behind_a_graft_are_never_of_generation_0(family, rng):
+    engine = make_engine(family)
+    document, tail = random_prompt(rng, 150), random_prompt(rng, 80)
+    submit(engine, document, 1)
+    run_to_end(engine)
+    prompt = np.concatenate([random_prompt(rng, 30), document, tail])
+    active = submit(engine, prompt, 30)
+    run_until(engine, lambda: len(active.output_ids) >= 2)
+    engine.scheduler._preempt(active)
+    engine.cancel(active.request.request_id)
+    engine.space.check()
+    behind = [d for d in engine.space.donors if np.isin(tail[:40], d.token_ids).all() and d.num_tokens >= 40]
+    assert behind
+    assert all(donor.generation == 1 for donor in behind)
+    assert_prefix_is_exact(engine.adapter, engine.space, active.request.namespace, prompt)
+
+
+def change_weights(model, seed=9):
+    """Load other weights into the same tensors, as a training loop does."""
+    model.load_state_dict(tiny_model(model.config.model_type, seed=seed).state_dict())
+
+
+@FAMILIES
+def test_reset_forgets_the_old_weights_and_what_runs_keeps_nothing_of_them(family, rng):
+    """Requests in their prefill and in the middle of their output straddle the change; a later one must not see them."""
+    engine = make_engine(family)
+    document = random_prompt(rng, 120)
+    submit(engine, document, 1)
+    run_to_end(engine)
+    decoding = submit(engine, random_prompt(rng, 90), 40)
+    run_until(engine, lambda: len(decoding.output_ids) >= 5)
+    prefilling = submit(engine, np.concatenate([random_prompt(rng, 20), document, random_prompt(rng, 200)]), 6)
+    run_until(engine, lambda: prefilling.is_prefilling)
+    waiting = submit(engine, random_prompt(rng, 70), 4)
+    change_weights(engine.loaded.model)
+    engine.reset()
+    assert len(engine.space.donors) == 0
+    assert engine.space.usage().cached == 0
+    outputs = run_to_end(engine)
+    for active in (decoding, prefilling):
+        assert (
+            assert_prefix_is_exact(engine.adapter, engine.space, active.request.namespace, active.request.token_ids)
+            == 0
+        )
+    kept = [outputs[waiting.request.request_id]]
+    assert_kept_is_exact(engine, kept)
+    assert {donor.num_tokens for donor in engine.space.donors} <= {len(text_of(kept[0])), 70, 73}
+    submit(engine, document, 3)
+    assert_kept_is_exact(engine, run_to_end(engine).values())
+
+
+@FAMILIES
+def test_preempted_request_that_straddles_a_reset_starts_afresh(family, rng):
+    engine = make_engine(family)
+    active = submit(engine, random_prompt(rng, 100), 20)
+    run_until(engine, lambda: len(active.output_ids) >= 4)
+    change_weights(engine.loaded.model)
+    engine.reset()
+    engine.scheduler._preempt(active)
+    outputs = run_to_end(engine)
+    assert_kept_is_exact(engine, outputs.values())
+
+
+def test_reset_of_llm_and_async_llm_forgets_host_donors_too(rng):
+    llm = LLM(adopt_model("gemma3_text", tiny_model("gemma3_text"), None), num_slots=600)
+    llm.generate(random_prompt(rng, 100), SamplingParams(2))
+    assert llm.space.host.used_bytes > 0
+    stream = llm.stream(random_prompt(rng, 100), SamplingParams(50, ignore_eos=True))
+    next(stream)
+    llm.reset()
+    list(stream)
+    assert (llm.space.host.used_bytes, len(llm.space.donors), llm.usage().cached) == (0, 0, 0)
+
+    async def main():
+        engine = AsyncLLM(adopt_model("llama", tiny_model("llama"), None), num_slots=600)
+        request = await engine.prepare(random_prompt(rng, 100), SamplingParams(30, ignore_eos=True))
+        parts = engine.stream(request)
+        await anext(parts)
+        await engine.reset()
+        async for _ in parts:
+            pass
+        snapshot = engine.snapshot()
+        await engine.close()
+        return snapshot
+
+    snapshot = asyncio.run(main())
+    assert (snapshot.num_donors, snapshot.usage.cached) == (0, 0)
+
+
+@FAMILIES
+def test_numbers_left_in_free_slots_change_no_answer(family, rng):
+    """A request that overflowed leaves NaN behind; whoever gets its slots must not notice."""
+    prompts = [random_prompt(rng, n) for n in (50, 90, 3)]
+
+    def answers(fill):
+        engine = make_engine(family, num_slots=700)
+        pool = engine.adapter.pool
+        for part in (pool.full, pool.window) if isinstance(pool, HybridSlotPool) else (pool,):
+            if part is not None:
+                slots = np.arange(part.num_slots)
+                for layer, shape in enumerate(part.layers):
+                    values = torch.full((len(slots), shape.num_kv_heads, shape.head_dim), fill)
+                    part.place(slots).write(layer, values, values)
+        actives = [
+            submit(engine, prompt, 20, reuse) for prompt, reuse in zip(prompts, ("off", "exact", "graft"), strict=True)
+        ]
+        outputs = run_to_end(engine)
+        return [outputs[active.request.request_id].token_ids for active in actives]
+
+    assert answers(float("nan")) == answers(0.0)

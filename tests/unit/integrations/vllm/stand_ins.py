@@ -1,0 +1,342 @@
+"""vLLM's side of the connector, reduced to what decides lineage: requests, a block cache, steps, and workers' books.
+
+K/V are a `Truth`: how far from a full prefill they are, and which model computed them. The books are kept position by
+position, without `kvgraft.reuse.lineage`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+
+BLOCK = 16
+
+
+class Truth(NamedTuple):
+    """`depth` 0 is exact; copied is one more than its donor; computed is the highest that was attended to."""
+
+    depth: int
+    epoch: int
+    copied: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class Request:
+    """What the connector reads of vLLM's request, hashes of blocks as vLLM makes them, and the driver's own notes."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict | None
+    max_tokens: int
+    block_hashes: list[bytes] = field(default_factory=list)
+    all_token_ids: list[int] = field(default_factory=list)
+    cache_salt = None
+    lora_request = None
+    prompt_embeds = None
+    mm_features: tuple = ()
+    skip_reading_prefix_cache = False
+    computed: int = 0
+    kv: list[Truth] = field(default_factory=list)
+    waits: bool = False
+    is_new: bool = True
+    worst_copied: int = 0
+    least_exact: int = 10**9
+
+    def __post_init__(self):
+        self.extend(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self):
+        return len(self.prompt_token_ids)
+
+    def extend(self, tokens):
+        self.all_token_ids += tokens
+        new = []
+        for start in range(len(self.block_hashes) * BLOCK, self.num_tokens - BLOCK + 1, BLOCK):
+            parent = ([*self.block_hashes, *new] or [b"root"])[-1]
+            new.append(chained(parent, self.all_token_ids[start : start + BLOCK]))
+        self.block_hashes.extend(new)
+
+
+def chained(parent, tokens):
+    return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
+
+
+def public_hashes(tokens):
+    hashes = [b"root"]
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        hashes.append(chained(hashes[-1], tokens[start : start + BLOCK]))
+    return hashes[1:]
+
+
+class Workers:
+    """Carries commands out on truths. `fate` says what becomes of the next grafts and captures."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.epoch = 0
+        self.texts, self.donors, self.dead = {}, {}, set()
+        self.jobs = {}
+        self.outcomes, self.lost_texts, self.lost_donors = {}, set(), set()
+        self.weights_changed = False
+
+    def load(self, commands):
+        engine = self.engine
+        if commands.reset:
+            self.forget()
+            self.epoch = engine.epoch
+        if (commands.grafts or commands.seals or commands.captures) and self.epoch != engine.epoch:
+            self.forget()
+            self.epoch, self.weights_changed = engine.epoch, True
+        for request_id in commands.cancels:
+            self.jobs.pop(request_id, None)
+        for seal in commands.seals:
+            self.seal(seal.text_id, seal.donor_id)
+        for graft in commands.grafts:
+            self.jobs[graft.request_id] = graft, [self.donors.get(span.donor_id) for span in graft.spans]
+        for text_id in commands.discards:
+            self.texts.pop(text_id, None)
+            self.dead.discard(text_id)
+        for donor_id in commands.drops:
+            self.donors.pop(donor_id, None)
+        for graft, donors in list(self.jobs.values()):
+            if not graft.asynchronous or engine.fate != "slow":
+                del self.jobs[graft.request_id]
+                self.run(graft, donors)
+
+    def run(self, graft, donors):
+        engine, request = self.engine, self.engine.requests[graft.request_id]
+        start = graft.plan.exact_len
+        fate = engine.fate
+        if fate == "fails":
+            self.fail(graft)
+            return
+        if fate == "falls back" or any(donor is None for donor in donors):
+            engine.compute(request, start, graft.end)
+            self.outcomes[graft.request_id] = GraftOutcome(0, 0.0, 0.0, "a donor is gone")
+        else:
+            position = start
+            for span, donor in zip(graft.spans, donors, strict=True):
+                engine.compute(request, position, span.target_start)
+                for truth in donor[span.donor_start : span.donor_start + span.length]:
+                    assert truth.epoch == engine.epoch, "K/V of a model that is gone are grafted"
+                    request.kv.append(Truth(truth.depth + 1, truth.epoch, copied=True))
+                position = span.target_end
+            engine.compute(request, position, graft.end)
+            self.outcomes[graft.request_id] = GraftOutcome(0, 1.0, 1.0)
+        for text_id, first, stop in graft.captures:
+            self.texts[text_id] = request.kv[first:stop]
+
+    def fail(self, graft):
+        self.outcomes[graft.request_id] = GraftOutcome(0, 0.0, 0.0, "injected", failed=True)
+        for text_id in (*(text_id for text_id, _, _ in graft.captures), graft.tail):
+            if text_id is not None:
+                self.lose(text_id)
+
+    def save(self, commands):
+        for capture in commands.captures:
+            request = self.engine.of_capture[capture.text_id]
+            if self.engine.fate == "loses text":
+                self.lose(capture.text_id)
+            elif capture.text_id not in self.dead:
+                self.texts.setdefault(capture.text_id, []).extend(request.kv[capture.start : capture.stop])
+            if capture.donor_id is not None:
+                self.seal(capture.text_id, capture.donor_id)
+
+    def seal(self, text_id, donor_id):
+        if text_id in self.texts:
+            self.donors[donor_id] = self.texts.pop(text_id)
+        else:
+            self.lost_donors.add(donor_id)
+            self.dead.discard(text_id)
+
+    def lose(self, text_id):
+        self.lost_texts.add(text_id)
+        self.dead.add(text_id)
+        self.texts.pop(text_id, None)
+
+    def forget(self):
+        for graft, _ in list(self.jobs.values()):
+            del self.jobs[graft.request_id]
+            self.fail(graft)
+        self.dead |= set(self.texts)
+        self.texts, self.donors = {}, {}
+
+    def report(self):
+        told = WorkerReport(
+            self.outcomes,
+            frozenset(self.lost_texts),
+            frozenset(self.lost_donors),
+            "",
+            len(self.donors),
+            self.weights_changed,
+        )
+        self.outcomes, self.lost_texts, self.lost_donors, self.weights_changed = {}, set(), set(), False
+        return told
+
+
+class Engine:
+    """vLLM's scheduler, as far as the connector sees it."""
+
+    def __init__(self, graft):
+        self.graft = graft
+        self.epoch = 0
+        self.fate = ""
+        self.requests, self.running, self.waiting = {}, [], []
+        self.cache = {}
+        self.preempted = set()
+        self.of_capture = {}
+        self.workers = Workers(self)
+
+    def add(self, request):
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def compute(self, request, start, stop):
+        """A forward pass over positions `[start, stop)`; each attends to all in front of it."""
+        assert len(request.kv) == start
+        depth = max((truth.depth for truth in request.kv), default=0)
+        oldest = min((truth.epoch for truth in request.kv), default=self.epoch)
+        request.kv += [Truth(depth, min(oldest, self.epoch))] * (stop - start)
+
+    def cached(self, request):
+        """K/V of the longest run of blocks that the cache has, the last token left out."""
+        kv = []
+        for number in range((request.num_tokens - 1) // BLOCK):
+            block = self.cache.get(request.block_hashes[number])
+            if block is None:
+                break
+            kv += block
+        assert not any(truth.depth for truth in kv), "a cache hit is approximate"
+        return kv
+
+    def publish(self, request):
+        known = public_hashes(request.all_token_ids)
+        for number in range(min(request.computed, len(request.kv)) // BLOCK):
+            block = request.kv[number * BLOCK : (number + 1) * BLOCK]
+            if request.block_hashes[number] == known[number]:
+                assert not any(truth.depth for truth in block), "approximate K/V become a prefix of anyone"
+            self.cache[request.block_hashes[number]] = block
+
+    def step(self, *, room, chunk):
+        """Schedule, run workers, take their report, sample."""
+        scheduled = {}
+        cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+        new = []
+        for request in [one for one in self.running if not one.waits]:
+            count = min(chunk, request.num_tokens - request.computed)
+            scheduled[request.request_id] = count
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(([],))
+            cached.num_computed_tokens.append(request.computed)
+        if not self.preempted:  # vLLM admits nobody in a step that preempts
+            self._admit(room, chunk, scheduled, new, cached)
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            preempted_req_ids=self.preempted,
+        )
+        self.preempted = set()
+        for state in self.graft._states.values():
+            self.of_capture |= {text.text_id: self.requests[state.request_id] for text in state.texts}
+        commands = self.graft.commands(output)
+        self.workers.load(commands)
+        failed = {name for name, outcome in self.workers.outcomes.items() if outcome.failed}
+        for request_id, count in scheduled.items():
+            request = self.requests[request_id]
+            if request_id not in failed:
+                self.compute(request, request.computed, request.computed + count)
+                request.computed += count
+            else:
+                request.kv += [Truth(99, -1)] * (request.computed + count - len(request.kv))  # garbage
+        self.workers.save(commands)
+        report = self.workers.report()
+        for request_id in report.outcomes:
+            self._end_of_graft(self.requests.get(request_id), failed=request_id in failed)
+        self.graft.receive(report)
+        for request_id in scheduled:
+            if request_id not in failed:
+                self._sample(self.requests[request_id])
+
+    def _admit(self, room, chunk, scheduled, new, cached):
+        for request in list(self.waiting):
+            local = self.cached(request)
+            external, waits = self.graft.match(request, len(local))
+            assert external <= request.num_tokens - 1 - len(local)
+            if not room:
+                break
+            self.waiting.remove(request)
+            request.kv = local
+            blocks = (list(range(1, 200)),)
+            self.graft.admit(request, blocks, external)
+            request.computed, request.waits = len(local) + external, waits
+            self.running.append(request)
+            if not waits:
+                scheduled[request.request_id] = min(chunk, request.num_tokens - request.computed)
+                self._list(request, new, cached, blocks)
+
+    def _list(self, request, new, cached, blocks):
+        if request.is_new:
+            request.is_new = False
+            new.append(
+                SimpleNamespace(req_id=request.request_id, block_ids=blocks, num_computed_tokens=request.computed)
+            )
+            return
+        cached.req_ids.append(request.request_id)
+        cached.resumed_req_ids.add(request.request_id)
+        cached.new_block_ids.append(blocks)
+        cached.num_computed_tokens.append(request.computed)
+
+    def _end_of_graft(self, request, *, failed):
+        if request is None or request not in self.running:
+            return
+        was_waiting, request.waits = request.waits, False
+        if not failed:
+            request.computed = max(request.computed, len(request.kv) if was_waiting else 0)
+            self.publish(request)
+            return
+        state = self.graft._states[request.request_id]
+        kept = state.exact_len // BLOCK * BLOCK
+        del request.kv[kept:]
+        request.computed = kept
+        if was_waiting and not kept:
+            self.running.remove(request)
+            self.waiting.insert(0, request)
+
+    def _sample(self, request):
+        self.publish(request)
+        if request.computed < request.num_tokens:
+            return
+        prompt = request.kv[: request.num_prompt_tokens]
+        request.worst_copied = max(request.worst_copied, sum(truth.copied for truth in prompt))
+        request.least_exact = min(request.least_exact, sum(not truth.depth for truth in prompt))
+        request.extend([(7 * request.num_tokens + request.all_token_ids[-1]) % 1000])
+        if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+            self.end(request)
+
+    def end(self, request):
+        """Finish or abort; checks what the client is told."""
+        told = self.graft.finish(request)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        if told is not None and request.worst_copied:
+            report = told["kvgraft"]
+            assert report["shifted_tokens"] >= request.worst_copied, "the report is better than the answer"
+            assert report["exact_tokens"] <= request.least_exact
+            assert report["spans"]
+
+    def preempt(self, request):
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+        request.kv, request.computed = [], 0
+        self.preempted.add(request.request_id)
