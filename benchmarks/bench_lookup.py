@@ -131,9 +131,17 @@ def hostile_cases(rng: np.random.Generator) -> dict[str, tuple[list[Tokens], Tok
     one_token = np.zeros(PROMPT_TOKENS, np.int32)
     random_lines = [np.concatenate([(line, other)[i] for i in rng.integers(0, 2, 1_638)]) for _ in range(9)]
     snippets = random_tokens(rng, 1_000, 16)
+    sentences = [random_tokens(rng, int(length)) for length in rng.integers(8, 30, 40)]
 
     def among_noise() -> Tokens:
         return np.concatenate([part for snippet in snippets for part in (snippet, random_tokens(rng, 16))])
+
+    def in_any_order(num_tokens: int) -> Tokens:
+        return np.concatenate([sentences[i] for i in rng.integers(0, 40, num_tokens // 18)])
+
+    def chained(num_tokens: int) -> Tokens:
+        """Cuttings of one text from anywhere: every k-gram in many donors, none with more than a passage around it."""
+        return np.concatenate([passage[i : i + 32] for i in rng.integers(0, 8_000, num_tokens // 32)])
 
     return {
         "one token, donors of one token": ([one_token] * 8, one_token),
@@ -145,6 +153,8 @@ def hostile_cases(rng: np.random.Generator) -> dict[str, tuple[list[Tokens], Tok
             np.tile(passage[:1_024], 32),
         ),
         "common snippets in noise": ([among_noise() for _ in range(8)], among_noise()),
+        "4,000 donors of 40 sentences": ([in_any_order(512) for _ in range(4_000)], in_any_order(PROMPT_TOKENS)),
+        "4,000 donors of 32-token cuttings": ([chained(512) for _ in range(4_000)], np.tile(passage, 4)),
     }
 
 

@@ -77,7 +77,7 @@ def test_preempted_graft_launders_nothing(family, moments, rng):
     active = submit(engine, np.concatenate([random_prompt(rng, 30), document, random_prompt(rng, 60)]), 14)
     reports = []
     for moment in moments:
-        run_until(engine, lambda moment=moment: active.cache is not None and len(active.output_ids) >= moment)
+        run_until(engine, lambda moment=moment: active.kv is not None and len(active.output_ids) >= moment)
         reports.append(active.report)
         engine.scheduler._preempt(active)
     second = run_to_end(engine)

@@ -35,6 +35,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.model = {}
         self.pins = {}
         self.seen = set()
+        self.was_crowded = self.may_miss = False
+        """A donor that leaves, or is of too high a generation, may be the one that common passages lead to."""
         self.segments = [
             self.rng.integers(0, self.vocabulary, int(self.rng.integers(1, 120))).astype(np.int64) for _ in range(8)
         ]
@@ -51,6 +53,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         return sorted(self.model)[number % len(self.model)]
 
     def forget(self, donors):
+        self.may_miss |= bool(donors) and self.was_crowded
         for donor in donors:
             assert not self.pins.pop(donor.donor_id, 0)
             assert self.model.pop(donor.donor_id) is donor
@@ -85,6 +88,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     def remove(self, number):
         donor_id = self.pick(number)
         self.pins.pop(donor_id, None)
+        self.may_miss |= self.was_crowded
         assert self.catalogue.remove(donor_id) is self.model.pop(donor_id)
         assert self.catalogue.get(donor_id) is None
 
@@ -146,7 +150,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         ]
         matches = self.catalogue.find(namespace, prompt, start=start, max_generation=limit)
         self.check_matches(prompt, matches, start, admitted)
-        if not self.catalogue.num_displaced_anchors:
+        is_hidden = self.was_crowded and limit is not None
+        if not self.catalogue.num_displaced_anchors and not self.may_miss and not is_hidden:
             covered = {i for match in matches for i in range(match.target_start, match.target_end)}
             assert expected_positions(prompt, start, admitted) <= covered
         self.check_plan(prompt, start, matches)
@@ -175,6 +180,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if not hasattr(self, "catalogue"):
             return
         self.catalogue.check()
+        self.was_crowded |= self.catalogue.num_passages > 0
         assert {donor.donor_id: donor for donor in self.catalogue} == self.model
         assert self.catalogue.num_tokens == sum(donor.num_tokens for donor in self.model.values()) <= CAPACITY
         assert {i for i in self.model if self.catalogue.is_pinned(i)} == set(self.pins)

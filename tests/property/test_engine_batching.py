@@ -140,7 +140,7 @@ class BatchingMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         assert len(scheduler.running) + len(scheduler.waiting) == len(self.open)
         assert len(scheduler.running) <= 6
-        held = sum(len(active.cache.kv_indices) for active in scheduler.running)
+        held = sum(len(active.kv.kv_indices) for active in scheduler.running)
         assert self.engine.space.usage().request <= held
         assert all(not self.engine.space.donors.is_pinned(donor.donor_id) for donor in self.engine.space.donors)
         self.windows_hold(scheduler.running)
@@ -158,7 +158,7 @@ class HybridMachine(BatchingMachine):
         assert self.engine.space.window_usage().request == 0
 
     def windows_hold(self, running):
-        rows = [active.cache.windows for active in running]
+        rows = [active.kv.windows for active in running]
         assert self.engine.space.window_usage().request <= sum(row.stop - row.start for row in rows)
         for row in rows:
             assert (row.swa_indices[: row.start] == -1).all()

@@ -55,8 +55,9 @@ class TokenArena:
 
     def __init__(self, budget_tokens: int, max_rows: int) -> None:
         """Reserve room for `budget_tokens` in at most `max_rows` sequences; nothing is committed yet."""
-        self._tokens: Tokens = np.empty(int(budget_tokens * _ROOM) + BLOCK_TOKENS, np.int32)
-        self.blocks = token_blocks(self._tokens)
+        self.tokens: Tokens = np.empty(int(budget_tokens * _ROOM) + BLOCK_TOKENS, np.int32)
+        """All rows, by arena index."""
+        self.blocks = token_blocks(self.tokens)
         """`blocks[i]` are the `BLOCK_TOKENS` tokens from arena index i on."""
         self.starts: Positions = np.zeros(max_rows, np.int64)
         self.lengths: Positions = np.zeros(max_rows, np.int64)
@@ -73,7 +74,7 @@ class TokenArena:
         self._tidy(_SCAN_PER_TOKEN * size)
         while self._head + size > len(self.blocks):
             self._tidy(len(self.blocks))
-        self._tokens[self._head : self._head + size] = token_ids
+        self.tokens[self._head : self._head + size] = token_ids
         self.starts[row], self.lengths[row] = self._head, size
         self._waiting.append((row, self._head))
         self._head += size
@@ -91,7 +92,7 @@ class TokenArena:
 
     def get(self, row: int) -> Tokens:
         """Return a view of a row's tokens, good until the next `store`."""
-        return self._tokens[self.starts[row] : self.starts[row] + self.lengths[row]]
+        return self.tokens[self.starts[row] : self.starts[row] + self.lengths[row]]
 
     def check(self) -> None:
         """Verify the invariants.
@@ -132,7 +133,7 @@ class TokenArena:
         start, size = int(self.starts[row]), int(self.lengths[row])
         target = self._packed_end
         if target != start:
-            self._tokens[target : target + size] = self._tokens[start : start + size]
+            self.tokens[target : target + size] = self.tokens[start : start + size]
             self.starts[row] = target
         self._packed.append((row, target))
         self._packed_end += size

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvgraft.donors.anchors import AnchorIndex, Hits
+from kvgraft.donors.anchors import AnchorIndex
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.eviction import DonorQueue
-from kvgraft.donors.fingerprint import GRAM_TOKENS, Fingerprinter, Hashes, Tokens
-from kvgraft.donors.matcher import find_runs
+from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Anchors, Fingerprinter, Hashes, Tokens
+from kvgraft.donors.matcher import Passages, find_runs
+from kvgraft.donors.passages import PassageIndex
 from kvgraft.donors.tiling import tile
 from kvgraft.donors.verify import Verifier
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+    from kvgraft.donors.fingerprint import Positions
+    from kvgraft.donors.postings import Hits
     from kvgraft.donors.runs import Runs
 
 _ROW_BITS = 32
@@ -98,6 +101,7 @@ class DonorCatalogue:
         self._capacity = capacity_tokens
         self._min_run = min_run
         self._index = AnchorIndex.for_tokens(capacity_tokens)
+        self._passages = PassageIndex(capacity_tokens, max_rows, max(GUARANTEED_RUN, min_run))
         self._arena = TokenArena(capacity_tokens, max_rows)
         self._queue = DonorQueue()
         self._entries: dict[DonorId, _Entry] = {}
@@ -127,9 +131,14 @@ class DonorCatalogue:
         return len(self._index)
 
     @property
+    def num_passages(self) -> int:
+        """Entries for what stands around anchors that many donors have."""
+        return len(self._passages)
+
+    @property
     def num_displaced_anchors(self) -> int:
-        """Anchors that the index could not keep so far; many in proportion to all mean that matches are missed."""
-        return self._index.num_displaced
+        """Anchors and passages that the indexes could not keep so far; many in proportion to all mean missed matches."""
+        return self._index.num_displaced + self._passages.num_displaced
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -165,11 +174,21 @@ class DonorCatalogue:
         # Text before `start` belongs to the search as far as an anchor of a clipped run may lie in it.
         lowest = max(0, start - GRAM_TOKENS)
         anchors = tenant.fingerprinter.anchors(tokens[lowest:])
-        hits = self._admitted(self._index.lookup(anchors.hashes), tenant, max_generation)
-        if not len(hits.query):
+        listed = self._index.lookup(anchors.hashes)
+        if not len(listed.query):
             return []
+        hits = self._admitted(listed, tenant, max_generation)
         verifier = Verifier(tokens, self._arena, lowest=lowest)
-        runs = find_runs(anchors.hashes, anchors.positions + lowest, hits, self._arena, verifier)
+        anchors = Anchors(anchors.hashes, anchors.positions + lowest)
+
+        def passages_at(starts: Positions) -> Hits:
+            hashes = tenant.fingerprinter.passages(tokens, self._passages.length)
+            return self._admitted(self._passages.lookup(hashes[starts]), tenant, max_generation)
+
+        # Of an anchor with two places there may have been more, of donors that may be used, whichever are listed.
+        crowded = anchors.positions[listed.query[1:][listed.query[1:] == listed.query[:-1]]]
+        passages = Passages(self._passages.length, start, crowded, passages_at)
+        runs = find_runs(anchors, hits, passages, self._arena, verifier)
         runs = runs.clipped(start, self._min_run)
         return self._matches(tile(runs, self._generations[runs.rows], min_run=self._min_run))
 
@@ -218,7 +237,8 @@ class DonorCatalogue:
         self._arena.store(row, tokens)
         self._generations[row] = generation
         self._tenant_of_row[row] = tenant.number
-        keys = self._index.insert(row, tenant.fingerprinter.anchors(tokens))
+        keys, crowded_out = self._index.insert(row, tenant.fingerprinter.anchors(tokens))
+        self._passages.insert(crowded_out, self._arena, tenant.fingerprinter)
         entry = _Entry(donor, keys)
         self._entries[donor_id] = entry
         self._queue.put(donor_id, entry.value)
@@ -242,6 +262,7 @@ class DonorCatalogue:
         entry = self._entry(donor_id)
         row = donor_id & _ROW_MASK
         self._index.remove(row, entry.keys)
+        self._passages.remove(row, entry.donor.token_ids, self._tenants[entry.donor.namespace].fingerprinter)
         self._arena.remove(row)
         self._queue.discard(donor_id)
         del self._entries[donor_id]
@@ -327,6 +348,7 @@ class DonorCatalogue:
         for donor in donors:
             self._epochs[donor.donor_id & _ROW_MASK] += 1
         self._index.clear()
+        self._passages.clear()
         self._arena.clear()
         self._queue.clear()
         self._entries.clear()
@@ -341,7 +363,7 @@ class DonorCatalogue:
         Raises:
             CorruptCacheError: The first one that does not hold.
         """
-        for part in (self._index, self._arena, self._queue):
+        for part in (self._index, self._passages, self._arena, self._queue):
             part.check()
         rows = {donor_id & _ROW_MASK: entry.donor for donor_id, entry in self._entries.items()}
         if set(np.flatnonzero(self._arena.lengths).tolist()) != set(rows):
@@ -353,6 +375,12 @@ class DonorCatalogue:
         owned = sum(self._index.count(donor_id & _ROW_MASK, entry.keys) for donor_id, entry in self._entries.items())
         if owned != len(self._index):
             raise CorruptCacheError(f"the index has {len(self._index)} anchors, of which donors have {owned}")
+        owned = sum(
+            self._passages.count(row, donor.token_ids, self._tenants[donor.namespace].fingerprinter)
+            for row, donor in rows.items()
+        )
+        if owned != len(self._passages):
+            raise CorruptCacheError(f"the index has {len(self._passages)} passages, of which donors have {owned}")
         pinned = {donor_id for donor_id, entry in self._entries.items() if entry.num_pins}
         if set(self._queue) != set(self._entries) - pinned:
             raise CorruptCacheError("donors waiting for eviction are not those without a pin")

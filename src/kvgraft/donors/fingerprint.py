@@ -54,6 +54,7 @@ class Fingerprinter:
         words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8)]
         base, mix_1, mix_2 = (word | 1 for word in words[1:])
         self._whiten, self._mix_1, self._mix_2 = np.uint64(words[0]), np.uint64(mix_1), np.uint64(mix_2)
+        self._base = base
         self._powers = [(span, np.uint64(pow(base, span, _WORD + 1))) for span in _doublings(GRAM_TOKENS)]
 
     def anchors(self, token_ids: Tokens) -> Anchors:
@@ -71,11 +72,30 @@ class Fingerprinter:
         halves = _BUFFERS.halves
         order = np.right_shift(hashes, _HALF, out=halves[0, : len(hashes)], casting="unsafe")
         positions = window_minima(order, window, halves[1:])
-        chosen = hashes[positions]
-        chosen ^= chosen >> _HALF
-        chosen *= self._mix_2
-        chosen ^= chosen >> _HALF
-        return _thin_repeats(chosen, positions)
+        return _thin_repeats(self._mixed(hashes[positions]), positions)
+
+    def passages(self, token_ids: Tokens, length: int) -> Hashes:
+        """Hash every sequence of `length` tokens, at least a k-gram, all bits well mixed.
+
+        Complexity: O(n log length), vectorised.
+        """
+        assert length >= GRAM_TOKENS
+        if len(token_ids) < length:
+            return np.empty(0, np.uint64)
+        hashes, span = self.gram_hashes(token_ids), GRAM_TOKENS
+        while span < length:
+            # Two halves, which overlap where the length is no power of two.
+            step = min(span, length - span)
+            hashes = hashes[:-step] * np.uint64(pow(self._base, step, _WORD + 1)) + hashes[step:]
+            span += step
+        return self._mixed(hashes[: len(token_ids) - length + 1].copy())
+
+    def _mixed(self, hashes: Hashes) -> Hashes:
+        """Mix all bits in place."""
+        hashes ^= hashes >> _HALF
+        hashes *= self._mix_2
+        hashes ^= hashes >> _HALF
+        return hashes
 
     def gram_hashes(self, token_ids: Tokens) -> Hashes:
         """Hash every k-gram: uint64, `len(token_ids) - GRAM_TOKENS + 1` of them, of which only the upper half is mixed.

@@ -2,55 +2,140 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors.cover import undominated
-from kvgraft.donors.fingerprint import GRAM_TOKENS, WINDOW_GRAMS, Hashes, Positions
+from kvgraft.donors.fingerprint import GRAM_TOKENS, WINDOW_GRAMS, Anchors, Positions
 from kvgraft.donors.runs import Runs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-    from kvgraft.donors.anchors import Hits
     from kvgraft.donors.arena import TokenArena
+    from kvgraft.donors.postings import Hits
     from kvgraft.donors.verify import Verifier
 
 _MERGE_GAP = 4 * WINDOW_GRAMS
 """Anchors of one diagonal no farther apart are verified as one interval."""
 
-_WORK_PER_TOKEN = 8
-"""Token pairs per prompt token up to which everything that is proposed is verified at once."""
+_WORK_PER_TOKEN = 4
+"""Token pairs per prompt token up to which everything that anchors propose is verified at once."""
 
 
-def find_runs(hashes: Hashes, targets: Positions, hits: Hits, arena: TokenArena, verifier: Verifier) -> Runs:
-    """Verify what the index proposes.
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """The passages of one prompt.
 
-    A k-gram that a prompt repeats proposes every occurrence with every posting, quadratically many diagonals for text
-    that is periodic. Where that would be too much work, the first occurrence goes first, and a later one only where no
-    run was found.
+    Attributes:
+        length: Tokens of each.
+        first: First prompt position that counts.
+        crowded: Prompt positions of anchors around which there may be passages.
+        lookup: Finds the places of the passages that begin at some positions, of donors that may be used.
+    """
+
+    length: int
+    first: int
+    crowded: Positions
+    lookup: Callable[[Positions], Hits]
+
+
+def find_runs(anchors: Anchors, hits: Hits, passages: Passages, arena: TokenArena, verifier: Verifier) -> Runs:
+    """Verify what the indexes propose: what anchors lead to, and where that leaves passages out, what these lead to.
+
+    An anchor that a prompt repeats proposes every occurrence with every place, quadratically many diagonals for text
+    that is periodic, and one that is common proposes more than it is worth. Where that would be too much work, one
+    place of the first occurrence goes first, and the others only where passages are still in no run.
 
     Args:
-        hashes: Hash of each anchor of the prompt.
-        targets: Prompt position of each anchor.
-        hits: Entries of the index for `hashes`, of donors that may be used.
+        anchors: Of the prompt.
+        hits: Entries of the index for these, of donors that may be used.
+        passages: Of the prompt.
         arena: Donor tokens.
         verifier: Compares for this prompt.
 
     Returns:
         Runs of at least a k-gram, in no order; one run may appear more than once.
     """
-    positions = targets[hits.query]
-    proposals = _proposals(positions, hits, arena)
+    targets = anchors.positions[hits.query]
+    proposals = _proposals(targets, hits, arena)
     if proposals.num_tokens <= _WORK_PER_TOKEN * verifier.num_tokens:
-        return verifier.runs_in(proposals)
-    is_first = np.zeros(len(hashes), np.bool_)
-    is_first[np.unique(hashes, return_index=True)[1]] = True
-    later = ~is_first[hits.query]
-    runs = verifier.runs_in(_proposals(positions[~later], hits.where(~later), arena))
-    later[later] = ~_covered(positions[later], runs, verifier.num_tokens)
-    return runs.joined(verifier.runs_in(_proposals(positions[later], hits.where(later), arena)))
+        runs = verifier.runs_in(proposals)
+        return runs.joined(_passage_runs(runs, passages, arena, verifier))
+    later = ~_is_first(anchors, hits)
+    runs = verifier.runs_in(_proposals(targets[~later], hits.where(~later), arena))
+    runs = runs.joined(_passage_runs(runs, passages, arena, verifier))
+    missing = np.cumsum(np.append(0, ~_begin_in(runs, passages, verifier.num_tokens)))
+    begin, end = _around(targets, passages, len(missing) - 1)
+    later &= missing[end] > missing[begin]
+    return runs.joined(verifier.runs_in(_proposals(targets[later], hits.where(later), arena)))
+
+
+def _is_first(anchors: Anchors, hits: Hits) -> NDArray[np.bool_]:
+    """Mark one hit of the first occurrence of each anchor."""
+    is_first = np.zeros(len(anchors.hashes), np.bool_)
+    is_first[np.unique(anchors.hashes, return_index=True)[1]] = True
+    heads = np.append(True, hits.query[1:] != hits.query[:-1])
+    return heads & is_first[hits.query]
+
+
+def _passage_runs(runs: Runs, passages: Passages, arena: TokenArena, verifier: Verifier) -> Runs:
+    """Verify passages that are in no run and have a crowded anchor; of what is found, few with the same tokens as all.
+
+    Complexity: O(n), or O(1) if there is no such anchor; without extending runs, no more than twice the prompt's
+        tokens are compared.
+    """
+    num_passages = verifier.num_tokens - passages.length + 1
+    if not len(passages.crowded) or num_passages <= passages.first:
+        return Runs.empty()
+    near = _marked(*_around(passages.crowded, passages, num_passages), num_passages)
+    wanted = np.flatnonzero(near & ~_begin_in(runs, passages, verifier.num_tokens))
+    found = passages.lookup(wanted)
+    if not len(found.query):
+        return Runs.empty()
+    found = found.where(_few_of_all(wanted[found.query], passages.length))
+    starts, rows = wanted[found.query], found.rows
+    diagonals = arena.starts[rows] + found.positions - starts
+    return verifier.runs_in(Runs(starts, starts + passages.length, diagonals, rows))
+
+
+def _few_of_all(starts: Positions, length: int) -> NDArray[np.bool_]:
+    """Mark few of the intervals `[start, start + length)`, with ascending starts, whose union is that of all.
+
+    Of those that begin in one stretch of `length` positions the last, and the first too where the last one marked before
+    does not reach so far; these two overlap.
+    """
+    stretch = starts // length
+    last = np.append(np.flatnonzero(stretch[1:] != stretch[:-1]), len(starts) - 1)
+    first = last[:-1] + 1
+    few = np.zeros(len(starts), np.bool_)
+    few[:1] = True
+    few[last] = True
+    few[first[starts[last[1:]] > starts[last[:-1]] + length]] = True
+    return few
+
+
+def _around(targets: Positions, passages: Passages, num_passages: int) -> tuple[Positions, Positions]:
+    """First and behind the last of the passages with the anchor at each of `targets`."""
+    begin = np.minimum(np.maximum(targets + (GRAM_TOKENS - passages.length), passages.first), num_passages)
+    return begin, np.maximum(np.minimum(targets + 1, num_passages), begin)
+
+
+def _begin_in(runs: Runs, passages: Passages, num_tokens: int) -> NDArray[np.bool_]:
+    """Mark where passages begin that lie in a run."""
+    num_passages = max(0, num_tokens - passages.length + 1)
+    is_long = runs.ends - runs.starts >= passages.length
+    return _marked(runs.starts[is_long], runs.ends[is_long] - (passages.length - 1), num_passages)
+
+
+def _marked(starts: Positions, ends: Positions, size: int) -> NDArray[np.bool_]:
+    """Mark the indices below `size` that lie in an interval."""
+    depth = np.bincount(starts, minlength=size + 1) - np.bincount(ends, minlength=size + 1)
+    marked: NDArray[np.bool_] = np.cumsum(depth[:size]) > 0
+    return marked
 
 
 def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:
@@ -68,16 +153,3 @@ def _proposals(targets: Positions, hits: Hits, arena: TokenArena) -> Runs:
     tails = np.append(heads[1:], True)[: len(order)]
     ends = targets[tails] + (GRAM_TOKENS + WINDOW_GRAMS)
     return Runs(targets[heads] - WINDOW_GRAMS, ends, diagonals[heads], rows[heads])
-
-
-def _covered(positions: Positions, runs: Runs, num_tokens: int) -> NDArray[np.bool_]:
-    """Tell for which k-grams at `positions` a run covers every token that a search from there is bound to find.
-
-    Those are the tokens of windows around the k-gram; a run that ends nearer may hide one that goes on.
-    """
-    kept = undominated(runs.starts, runs.ends)
-    starts, ends = runs.starts[kept], runs.ends[kept]
-    first = np.maximum(positions - WINDOW_GRAMS, 0)
-    behind = np.minimum(positions + (GRAM_TOKENS + WINDOW_GRAMS), num_tokens)
-    candidate = np.searchsorted(starts, first, side="right") - 1
-    return (candidate >= 0) & (np.append(ends, 0)[candidate] >= behind)

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.donors.cover import distinct_heads, farthest_steps, undominated
-from kvgraft.donors.runs import Runs
+from kvgraft.donors.cuts import Piece, best, stretches, trimmed
 
 if TYPE_CHECKING:
     from kvgraft.donors.fingerprint import Positions
+    from kvgraft.donors.runs import Runs
 
-
-class _Piece(NamedTuple):
-    start: int
-    end: int
-    run: int
+_EXACT_TOKENS = 4096
+"""Tokens of a prompt up to which hard stretches are cut in the best way, which takes about a microsecond each."""
 
 
 def tile(runs: Runs, generations: Positions, *, min_run: int) -> Runs:
     """Cut overlapping runs into sorted, disjoint pieces of at least `min_run` tokens.
 
-    Takes the fewest pieces that cover the union, always the run that reaches farthest. Of equal runs it takes the one
+    Takes the fewest pieces that cover the union, always the run that reaches farthest. Where the next run would add less
+    than `min_run`, it takes what it lacks from the piece before. A stretch of overlapping runs of which that leaves
+    tokens out is cut in the best possible way, unless such stretches are very long. Of equal runs it takes the one
     that continues the piece before (same donor and diagonal, then same donor), then the lower generation, then the
-    donor with most tokens in common. Where the next run would add less than `min_run`, it takes what it lacks from the
-    piece before.
-
-    Tokens of the union are left out only where a stretch of overlapping runs cannot be cut into pieces of `min_run`.
+    donor with most tokens in common.
 
     Args:
         runs: At least `min_run` long each, any order, any number.
@@ -39,10 +37,10 @@ def tile(runs: Runs, generations: Positions, *, min_run: int) -> Runs:
     kept = undominated(runs.starts, runs.ends)
     runs, generations = runs.take(kept), generations[kept]
     heads = distinct_heads(runs.starts, runs.ends)
+    starts, ends, groups = _pieces(runs.starts[heads], runs.ends[heads], min_run)
     stops = np.append(heads[1:], runs.num_runs)
-    steps = farthest_steps(runs.starts[heads], runs.ends[heads])
-    chosen = _choose(runs, generations, heads[steps].tolist(), stops[steps].tolist())
-    return _pieces(runs.take(np.array(chosen, np.int64)), min_run)
+    chosen = _choose(runs, generations, heads[groups].tolist(), stops[groups].tolist())
+    return runs.take(np.array(chosen, np.int64))._replace(starts=starts, ends=ends)
 
 
 def _choose(runs: Runs, generations: Positions, heads: list[int], stops: list[int]) -> list[int]:
@@ -59,9 +57,9 @@ def _choose(runs: Runs, generations: Positions, heads: list[int], stops: list[in
         return (not is_neighbour, row != donor, int(generations[index]), -int(shared[index]))
 
     for head, stop in zip(heads, stops, strict=True):
-        best = min(range(head, stop), key=cost)
-        donor, diagonal = int(runs.rows[best]), int(runs.diagonals[best])
-        chosen.append(best)
+        best_run = head if stop - head == 1 else min(range(head, stop), key=cost)
+        donor, diagonal = int(runs.rows[best_run]), int(runs.diagonals[best_run])
+        chosen.append(best_run)
     return chosen
 
 
@@ -73,48 +71,33 @@ def _tokens_by_donor(runs: Runs) -> Positions:
     return totals[index]
 
 
-def _pieces(runs: Runs, min_run: int) -> Runs:
-    """Trim overlaps of runs with ascending starts and ends."""
-    starts = np.maximum(runs.starts, np.append(0, runs.ends)[:-1])
-    if (runs.ends - starts < min_run).any():
-        return _pieces_given_way(runs, min_run)
-    return runs._replace(starts=starts)
+def _pieces(starts: Positions, ends: Positions, min_run: int) -> tuple[Positions, Positions, Positions]:
+    """Cut runs with strictly ascending starts and ends: starts and ends of pieces, and the index of the run of each."""
+    steps = np.array(farthest_steps(starts, ends), np.int64)
+    behind = np.maximum(starts[steps], np.append(0, ends[steps])[:-1])
+    if (ends[steps] - behind >= min_run).all():
+        return behind, ends[steps], steps
+    pieces = [
+        Piece(piece.start, piece.end, int(steps[piece.number]))
+        for piece in trimmed(starts[steps].tolist(), ends[steps].tolist(), min_run)
+    ]
+    begin, end, index = np.array(_improved(pieces, starts, ends, min_run), np.int64).reshape(-1, 3).T
+    return begin, end, index
 
 
-def _pieces_given_way(runs: Runs, min_run: int) -> Runs:
-    """Trim overlaps such that a piece that would get too short takes tokens from those before.
-
-    Where they have none to spare, it replaces the one before if that covers more, or is left out.
-    """
-    run_starts = runs.starts.tolist()
-    pieces: list[_Piece] = []
-    for run, (start, end) in enumerate(zip(run_starts, runs.ends.tolist(), strict=True)):
-        begin = max(start, pieces[-1].end) if pieces else start
-        lacking = min_run - (end - begin)
-        if lacking <= 0 or _give_way(pieces, run_starts, lacking, min_run):
-            pieces.append(_Piece(begin - max(lacking, 0), end, run))
-            continue
-        begin = max(start, pieces[-2].end) if len(pieces) > 1 else start
-        if end - begin > pieces[-1].end - pieces[-1].start:
-            pieces[-1] = _Piece(begin, end, run)
-    starts, ends, index = np.array(pieces, np.int64).reshape(-1, 3).T
-    return Runs(starts, ends, runs.diagonals[index], runs.rows[index])
-
-
-def _give_way(pieces: list[_Piece], run_starts: list[int], num_tokens: int, min_run: int) -> bool:
-    """Move the end of the last piece `num_tokens` to the left, and pieces before it as far as it takes.
-
-    False, and nothing changed, if they do not have so many tokens to spare.
-    """
-    moved: list[_Piece] = []
-    for piece in reversed(pieces):
-        spare = piece.end - piece.start - min_run
-        lacking = max(0, num_tokens - spare)
-        moved.append(piece._replace(start=piece.start - lacking, end=piece.end - num_tokens))
-        if not lacking:
-            pieces[-len(moved) :] = reversed(moved)
-            return True
-        if moved[-1].start < run_starts[piece.run]:
-            return False
-        num_tokens = lacking
-    return False
+def _improved(pieces: list[Piece], starts: Positions, ends: Positions, min_run: int) -> list[Piece]:
+    """Cut stretches of which `pieces` leave tokens out in the best way, as many as may be."""
+    left, result = _EXACT_TOKENS, []
+    remaining = deque(pieces)
+    for first, stop in stretches(starts, ends):
+        end = int(ends[stop - 1])
+        own = []
+        while remaining and remaining[0].end <= end:
+            own.append(remaining.popleft())
+        size = end - int(starts[first])
+        if sum(piece.end - piece.start for piece in own) < size <= left:
+            left -= size
+            cut = best(starts[first:stop].tolist(), ends[first:stop].tolist(), min_run)
+            own = [piece._replace(number=piece.number + first) for piece in cut]
+        result += own
+    return result

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.engine.report import graft_report
-from kvgraft.engine.request import FinishReason, Request, RequestCache, RequestOutput, StreamPart
+from kvgraft.engine.report import prompt_report
+from kvgraft.engine.request import FinishReason, Request, RequestOutput, StreamPart
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.sparse_prefill import SparsePrefill
 from kvgraft.types import ReuseMode
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.engine.flops import ModelFlops
+    from kvgraft.engine.request_kv import RequestKV
     from kvgraft.engine.sampling import Sampler
     from kvgraft.engine.text import OutputText
     from kvgraft.types import GraftReport, TokenArray
@@ -29,7 +30,7 @@ class ActiveRequest:
 
     Attributes:
         request: What was asked for.
-        cache: Its K/V; None while it waits.
+        kv: Its K/V; None while it waits.
         output_ids: Tokens generated so far.
         finish_reason: Set when nothing more is to be generated.
         report: What was reused; set when the prompt is computed for the first time.
@@ -47,7 +48,7 @@ class ActiveRequest:
         max_model_len: int,
     ) -> None:
         self.request = request
-        self.cache: RequestCache | None = None
+        self.kv: RequestKV | None = None
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.report: GraftReport | None = None
@@ -98,20 +99,18 @@ class ActiveRequest:
         reuse = ReuseMode.OFF if self.request.reuse is ReuseMode.OFF else ReuseMode.EXACT
         return replace(self.request, token_ids=token_ids, reuse=reuse)
 
-    def start(self, cache: RequestCache) -> None:
-        """Begin to compute `sequence()`, whose reused K/V lie in the slots of `cache`."""
-        self.cache = cache
-        request = cache.request
-        self._prefill = SparsePrefill(
-            request.token_ids, cache.plan, cache.kv_indices, request.policy, cache.swa_indices
-        )
+    def start(self, kv: RequestKV) -> None:
+        """Begin to compute `sequence()`, whose reused K/V lie in the slots of `kv`."""
+        self.kv = kv
+        request = kv.request
+        self._prefill = SparsePrefill(request.token_ids, kv.plan, kv.kv_indices, request.policy, kv.swa_indices)
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
 
     def suspend(self) -> TokenArray:
         """Go back to waiting; returns the tokens whose K/V exist in full, none if it was in the middle of its prefill."""
         known = self.request.token_ids[:0] if self.is_prefilling else self.known_token_ids
-        self.cache = self._prefill = None
+        self.kv = self._prefill = None
         self.num_preemptions += 1
         return known
 
@@ -119,10 +118,10 @@ class ActiveRequest:
         """Rows of the next forward pass, at most `limit` of them."""
         if self._prefill is not None:
             return self._prefill.next_rows(limit)
-        assert self.cache is not None
-        cache, position = self.cache, self.num_tokens - 1
+        assert self.kv is not None
+        kv, position = self.kv, self.num_tokens - 1
         return SequenceRows(
-            np.asarray(self.output_ids[-1:]), np.asarray([position]), cache.kv_indices, swa_indices=cache.swa_indices
+            np.asarray(self.output_ids[-1:]), np.asarray([position]), kv.kv_indices, swa_indices=kv.swa_indices
         )
 
     def receive(self, output: SequenceOutput) -> StreamPart | None:
@@ -132,9 +131,9 @@ class ActiveRequest:
             outcome = self._prefill.receive(output)
             if outcome is None:
                 return None
-            assert self.cache is not None
+            assert self.kv is not None
             if self.report is None:
-                self.report = graft_report(self.cache, outcome, self._flops)
+                self.report = prompt_report(self.kv, outcome, self._flops)
             self._prefill, logits = None, outcome.logits
         assert logits is not None
         token_id = self._sampler.sample(logits)

@@ -102,12 +102,12 @@ class TransformersAdapter:
 
     @property
     def num_layers(self) -> int:
-        """Number of attention layers."""
+        """Attention layers of the model, each with K/V in the pool."""
         return len(self.pool.layers)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The wrapped model."""
+        """The transformers model, whose attention is kvgraft's outside of `stock`."""
         return self._model
 
     @contextmanager

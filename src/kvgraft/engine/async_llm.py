@@ -15,7 +15,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.core import Engine, StepEvent, engine_config
+from kvgraft.engine.assembly import engine_config
+from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
 from kvgraft.types import ReuseMode
 
@@ -112,12 +113,12 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings."""
+        """Settings that the engine runs with, defaults filled in."""
         return self._engine.config
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as loaded."""
+        """The model, its tokenizer and its fingerprint."""
         return self._engine.loaded
 
     @property

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors import CostModel, Donor, plan_graft
-from kvgraft.engine.donor_register import DonorRegister, HostDonors, SlotDonors
-from kvgraft.engine.hybrid_space import HybridKVSpace
-from kvgraft.engine.request import Request, RequestCache
-from kvgraft.engine.windows import RequestWindows
+from kvgraft.donors import CostModel, Donor
+from kvgraft.engine.request_kv import RequestKV
 from kvgraft.errors import CapacityError, ConfigError
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
+from kvgraft.reuse.lineage import Lineage, reused_span
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
@@ -26,10 +24,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.engine.adapter import TransformersAdapter
+    from kvgraft.engine.donor_register import DonorRegister
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.kv_space import KVSpace
-    from kvgraft.engine.rope_lengths import RopeLengths
+    from kvgraft.engine.request import Request
+    from kvgraft.engine.windows import RequestWindows
     from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.reuse.lookup import Lookup
     from kvgraft.types import Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -50,35 +51,40 @@ class CacheManager:
         self,
         adapter: TransformersAdapter,
         space: KVSpace,
+        windows: RequestWindows,
+        register: DonorRegister,
+        lookup: Lookup,
         *,
         flops: ModelFlops,
-        lengths: RopeLengths,
-        min_run: int,
-        max_generation: int,
         refusal: str | None,
     ) -> None:
+        """Take the parts.
+
+        Args:
+            adapter: The model.
+            space: All K/V.
+            windows: Slots of window layers.
+            register: Makes donors of what requests compute.
+            lookup: Finds donors and plans grafts.
+            flops: What computing costs.
+            refusal: Why K/V of this model must not be moved, or None.
+        """
         self.space = space
         self.flops = flops
-        self._lengths = lengths
         self._num_errors = 0
         self._adapter = adapter
-        self._min_run = min_run
-        self._max_generation = max_generation
+        self._lengths = adapter.lengths
+        self._windows = windows
+        self._register = register
+        self._lookup = lookup
         self._refusal = refusal
-        self._windows: RequestWindows | None = None
-        self._register: DonorRegister
-        if isinstance(space, HybridKVSpace):
-            self._windows = RequestWindows(space)
-            self._register = HostDonors(space, self._windows, min_run=min_run, max_generation=max_generation)
-        else:
-            self._register = SlotDonors(space, min_run=min_run, max_generation=max_generation)
 
     @property
     def num_errors(self) -> int:
         """Lookups, grafts and publications that failed and became misses."""
-        return self._num_errors + (0 if self._windows is None else self._windows.num_errors)
+        return self._num_errors + self._windows.num_errors + self._lookup.num_errors
 
-    def begin(self, request: Request, *, headroom: int = 0) -> RequestCache:
+    def begin(self, request: Request, *, headroom: int = 0) -> RequestKV:
         """Match, plan, pin and allocate the prompt's slots and `headroom` more.
 
         Raises:
@@ -97,60 +103,56 @@ class CacheManager:
             planned, donors = self._plan(request, namespace, len(prefix_slots))
         miss = planned if isinstance(planned, Miss) else None
         plan = _no_graft(num_tokens, len(prefix_slots)) if isinstance(planned, Miss) else planned
-        cache = RequestCache(request, namespace, self.space.epoch, plan, miss, prefix_slots, lock, donors, timings)
-        self._pin(cache)
+        lineage = Lineage(len(prefix_slots))
+        kv = RequestKV(request, namespace, self.space.epoch, lineage, plan, miss, prefix_slots, lock, donors, timings)
+        self._pin(kv)
         try:
-            if self._windows is not None:
-                self._windows.adopt(cache, swa_indices, is_donor=self._leaves_donors(request))
-            fresh = self._allocate_prompt(cache, headroom)
-            cache.kv_indices = np.concatenate([prefix_slots, fresh])
-            self._begin_windows(cache)
+            self._windows.adopt(kv, swa_indices, is_donor=self._leaves_donors(request))
+            fresh = self._allocate_prompt(kv, headroom)
+            kv.kv_indices = np.concatenate([prefix_slots, fresh])
+            self._begin_windows(kv)
         except BaseException:
-            self._release(cache)
+            self._release(kv)
             raise
-        return cache
+        return kv
 
-    def graft(self, cache: RequestCache) -> None:
+    def graft(self, kv: RequestKV) -> None:
         """Copy the plan's spans into the request's slots; donors are unpinned. A failure turns the plan into a miss."""
-        with _timed(cache.timings_ms, "graft"):
+        with _timed(kv.timings_ms, "graft"):
             try:
-                if cache.plan.spans:
-                    self._copy(cache)
-                for match in cache.plan.spans:
-                    self.space.donors.record_hit(match.donor_id, match.length)
+                if kv.plan.spans:
+                    self._copy(kv)
             except Exception as error:
                 self._num_errors += 1
-                logger.exception("graft of request %s failed; it is computed instead", cache.request.request_id)
-                self._give_up_graft(cache, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
-        self._unpin(cache)
+                logger.exception("graft of request %s failed; it is computed instead", kv.request.request_id)
+                self._give_up_graft(kv, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
+        self._unpin(kv)
 
-    def grow(self, cache: RequestCache, num_tokens: int, *, headroom: int = 0) -> None:
+    def grow(self, kv: RequestKV, num_tokens: int, *, headroom: int = 0) -> None:
         """See to it that `num_tokens` positions have slots, and add up to `headroom` more if slots run out otherwise.
 
         Raises:
             CapacityError: There are not enough slots, even after eviction; the request keeps what it has.
         """
-        missing = num_tokens - len(cache.kv_indices)
+        missing = num_tokens - len(kv.kv_indices)
         if missing > 0:
-            after = int(cache.kv_indices[-1])
+            after = int(kv.kv_indices[-1])
             count = min(missing + headroom, max(missing, self.space.available))
             slots = self.space.allocate(count, after=after)
-            cache.kv_indices = np.concatenate([cache.kv_indices, slots])
-            if self._windows is not None:
-                self._windows.widen(cache)
-        if self._windows is not None:
-            self._windows.grow(cache, num_tokens)
+            kv.kv_indices = np.concatenate([kv.kv_indices, slots])
+            self._windows.widen(kv)
+        self._windows.grow(kv, num_tokens)
 
-    def reserve(self, cache: RequestCache, positions: NDArray[np.int64]) -> int:
+    def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
         """Prepare to compute prompt rows at `positions`; returns how many of them can be computed now, maybe none.
 
         All of them, unless window layers have slots of their own and these are short.
         """
-        return len(positions) if self._windows is None else self._windows.reserve(cache, positions)
+        return self._windows.reserve(kv, positions)
 
-    def outgrows(self, cache: RequestCache, num_tokens: int) -> bool:
+    def outgrows(self, kv: RequestKV, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` needs other angles than its K/V have, and must be begun again."""
-        return self._lengths.is_long(num_tokens) and not self._lengths.is_long(cache.plan.num_tokens)
+        return self._lengths.is_long(num_tokens) and not self._lengths.is_long(kv.plan.num_tokens)
 
     def require_one_table(self, prompt_len: int, num_tokens: int) -> None:
         """Raise `ConfigError` if a prompt that grows to `num_tokens` would outgrow its angles on the way."""
@@ -163,51 +165,50 @@ class CacheManager:
     @property
     def longest_piece(self) -> int | None:
         """Rows of a sequence that can always be computed in one piece if it runs alone; None for any number."""
-        return None if self._windows is None else self._windows.longest_piece
+        return self._windows.longest_piece
 
-    def publish(self, cache: RequestCache, token_ids: TokenArray) -> None:
+    def publish(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
 
         May be called again when there is more. A failure is logged and counted; the request is not harmed by it. Nothing is
         kept of a request that began before a reset: its K/V may be of other weights.
 
         Args:
-            cache: As `begin` returned it.
+            kv: As `begin` returned it.
             token_ids: Tokens of the positions whose K/V exist: the prompt, then all generated tokens but the last.
         """
-        with self._counted(cache):
-            if cache.epoch == self.space.epoch:
-                self._publish_prefix(cache, token_ids)
-                self._register.register(cache, token_ids)
-        if self._windows is not None:
-            self._windows.advance(cache, len(token_ids))
+        with self._counted(kv):
+            if kv.epoch == self.space.epoch:
+                self._publish_prefix(kv, token_ids)
+                self._register.register(kv, token_ids)
+        self._windows.advance(kv, len(token_ids))
 
-    def finish(self, cache: RequestCache, token_ids: TokenArray) -> None:
+    def finish(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Publish and release the request; arguments as for `publish`."""
         try:
-            self.publish(cache, token_ids)
+            self.publish(kv, token_ids)
         finally:
-            self._release(cache)
+            self._release(kv)
 
-    def suspend(self, cache: RequestCache, token_ids: TokenArray) -> None:
+    def suspend(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Release a request that will be begun again; what it computed exactly stays cached while there is room.
 
         A failure to store it is logged and counted; the request is computed again from its beginning then.
 
         Args:
-            cache: As `begin` returned it.
+            kv: As `begin` returned it.
             token_ids: Tokens of the positions whose K/V exist.
         """
         try:
-            with self._counted(cache):
-                if cache.epoch == self.space.epoch:
-                    self._publish_prefix(cache, token_ids)
+            with self._counted(kv):
+                if kv.epoch == self.space.epoch:
+                    self._publish_prefix(kv, token_ids)
         finally:
-            self._release(cache)
+            self._release(kv)
 
-    def abort(self, cache: RequestCache) -> None:
+    def abort(self, kv: RequestKV) -> None:
         """Release the request; nothing of it is kept."""
-        self._release(cache)
+        self._release(kv)
 
     def _plan(
         self, request: Request, namespace: Namespace, exact_len: int
@@ -216,41 +217,30 @@ class CacheManager:
             return Miss(MissReason.REUSE_OFF), ()
         if self._refusal is not None:
             return Miss(MissReason.MODEL_REFUSED, self._refusal), ()
-        donors = self.space.donors
-        if not len(donors):
-            return Miss(MissReason.NO_DONORS), ()
-        try:
-            matches = donors.find(namespace, request.token_ids, start=exact_len, max_generation=self._max_generation)
-            planned = plan_graft(
-                len(request.token_ids), exact_len, matches, self._cost_model(request.policy), min_run=self._min_run
-            )
-            if isinstance(planned, Miss):
-                return planned, ()
-            found = tuple(donors.get(match.donor_id) for match in planned.spans)
-            return planned, tuple(donor for donor in found if donor is not None)
-        except Exception as error:
-            self._num_errors += 1
-            logger.exception("lookup for request %s failed; it is computed instead", request.request_id)
-            return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"), ()
+        found = self._lookup.find(namespace, request.token_ids, exact_len, self._costs(request.policy))
+        if isinstance(found.planned, Miss):
+            return found.planned, ()
+        donors = (self.space.donors.get(match.donor_id) for match in found.planned.spans)
+        return found.planned, tuple(donor for donor in donors if donor is not None)
 
-    def _allocate_prompt(self, cache: RequestCache, headroom: int) -> NDArray[np.int64]:
+    def _allocate_prompt(self, kv: RequestKV, headroom: int) -> NDArray[np.int64]:
         """Slots behind the exact prefix. Where the donors themselves take the room, the prompt is computed instead."""
-        num_tokens = cache.plan.num_tokens - len(cache.kv_indices) + headroom
-        after = int(cache.kv_indices[-1]) if len(cache.kv_indices) else None
+        num_tokens = kv.plan.num_tokens - len(kv.kv_indices) + headroom
+        after = int(kv.kv_indices[-1]) if len(kv.kv_indices) else None
         try:
             return self.space.allocate(num_tokens, after=after)
         except CapacityError:
-            if not cache.pinned or num_tokens > self.space.available:
+            if not kv.pinned or num_tokens > self.space.available:
                 raise
-            self._give_up_graft(cache, Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
+            self._give_up_graft(kv, Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
             return self.space.allocate(num_tokens, after=after)
 
-    def _give_up_graft(self, cache: RequestCache, miss: Miss) -> None:
-        self._unpin(cache)
-        cache.miss, cache.donors = miss, ()
-        cache.plan = _no_graft(cache.plan.num_tokens, cache.plan.exact_len)
+    def _give_up_graft(self, kv: RequestKV, miss: Miss) -> None:
+        self._unpin(kv)
+        kv.miss, kv.donors = miss, ()
+        kv.plan = _no_graft(kv.plan.num_tokens, kv.plan.exact_len)
 
-    def _cost_model(self, policy: SelectionPolicy) -> CostModel:
+    def _costs(self, policy: SelectionPolicy) -> CostModel:
         """Costs in floating-point operations; copying is memory traffic, converted by a typical ratio of the two."""
         return CostModel(
             compute_per_token=self.flops.per_token,
@@ -260,76 +250,73 @@ class CacheManager:
             recompute_ratio=policy.recompute_ratio,
         )
 
-    def _copy(self, cache: RequestCache) -> None:
-        adapter, swa_indices = self._adapter, cache.swa_indices
-        copies = [self._span_copy(match, donor) for match, donor in zip(cache.plan.spans, cache.donors, strict=True)]
+    def _copy(self, kv: RequestKV) -> None:
+        adapter, swa_indices = self._adapter, kv.swa_indices
+        copies = [self._span_copy(match, donor) for match, donor in zip(kv.plan.spans, kv.donors, strict=True)]
         spans = RotatedSpans(copies, adapter.rope, adapter.pool.device)
         where = spans.positions
-        place = adapter.pool.place(cache.kv_indices[where], None if swa_indices is None else swa_indices[where])
+        place = adapter.pool.place(kv.kv_indices[where], None if swa_indices is None else swa_indices[where])
         copy_spans(spans, place, range(adapter.num_layers))
+        kv.lineage.copy(reused_span(match, donor) for match, donor in zip(kv.plan.spans, kv.donors, strict=True))
+        for match in kv.plan.spans:
+            self.space.donors.record_hit(match.donor_id, match.length)
 
     def _span_copy(self, match: Match, donor: Donor) -> SpanCopy:
         source_start = donor.start_position + match.donor_start
         return SpanCopy(self.space.source(donor, match), source_start, match.target_start, match.length)
 
-    def _publish_prefix(self, cache: RequestCache, token_ids: TokenArray) -> None:
+    def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Give the exact prefix cache what a full prefill would have computed too: everything in front of the first graft."""
-        exact_len = cache.exact_len(len(token_ids))
-        key, slots = RadixKey(token_ids[:exact_len], cache.namespace.key), cache.kv_indices[:exact_len]
-        if cache.windows is None or not isinstance(self.space, HybridKVSpace):
-            self.space.store_prefix(key, slots)
-        else:
-            self.space.store_windows(key, slots, cache.windows.swa_indices[:exact_len], cache.windows.start)
+        exact_len = kv.lineage.exact_len(len(token_ids))
+        key = RadixKey(token_ids[:exact_len], kv.namespace.key)
+        self.space.store_prefix(key, kv.kv_indices[:exact_len], kv.windows)
 
     @contextmanager
-    def _counted(self, cache: RequestCache) -> Iterator[None]:
+    def _counted(self, kv: RequestKV) -> Iterator[None]:
         """Log and count a failure to keep K/V for others; the request goes on."""
         try:
             yield
         except Exception:
             self._num_errors += 1
-            logger.exception("K/V of request %s is not kept for others", cache.request.request_id)
+            logger.exception("K/V of request %s is not kept for others", kv.request.request_id)
 
     def _leaves_donors(self, request: Request) -> bool:
         """Whether the text of a hybrid model's request becomes a donor. Only there does it cost memory that is not shared."""
         return request.reuse is ReuseMode.GRAFT and self._refusal is None and self.space.host.budget_bytes > 0
 
-    def _begin_windows(self, cache: RequestCache) -> None:
+    def _begin_windows(self, kv: RequestKV) -> None:
         """Take the window slots that a graft needs, or see to it that there are some for the first rows to compute."""
-        if self._windows is None:
-            return
-        self._windows.widen(cache)
-        if cache.plan.spans:
+        self._windows.widen(kv)
+        if kv.plan.spans:
             try:
-                self._windows.fill(cache, cache.plan.num_tokens)
+                self._windows.fill(kv, kv.plan.num_tokens)
             except CapacityError:
                 self._give_up_graft(
-                    cache, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots")
+                    kv, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots")
                 )
             else:
                 return
-        self._windows.require_room(cache, cache.plan.num_tokens)
+        self._windows.require_room(kv, kv.plan.num_tokens)
 
-    def _pin(self, cache: RequestCache) -> None:
-        for donor in cache.donors:
+    def _pin(self, kv: RequestKV) -> None:
+        for donor in kv.donors:
             self.space.donors.pin(donor.donor_id)
-            cache.pinned += (donor,)
+            kv.pinned += (donor,)
 
-    def _unpin(self, cache: RequestCache) -> None:
-        for donor in cache.pinned:
+    def _unpin(self, kv: RequestKV) -> None:
+        for donor in kv.pinned:
             self.space.donors.unpin(donor.donor_id)
-        cache.pinned = ()
+        kv.pinned = ()
 
-    def _release(self, cache: RequestCache) -> None:
-        self._unpin(cache)
-        if self._windows is not None and cache.windows is not None:
-            self._windows.release(cache)
-        if cache.lock is not None:
-            lock, cache.lock = cache.lock, None
+    def _release(self, kv: RequestKV) -> None:
+        self._unpin(kv)
+        self._windows.release(kv)
+        if kv.lock is not None:
+            lock, kv.lock = kv.lock, None
             self.space.unlock(lock)
-        if len(cache.kv_indices):
-            self.space.allocator.release(cache.kv_indices, Owner.REQUEST)
-            cache.kv_indices = cache.kv_indices[:0]
+        if len(kv.kv_indices):
+            self.space.allocator.release(kv.kv_indices, Owner.REQUEST)
+            kv.kv_indices = kv.kv_indices[:0]
 
 
 def _no_graft(num_tokens: int, exact_len: int) -> GraftPlan:

@@ -10,32 +10,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.config import EngineConfig
-from kvgraft.config.setting import quoted
 from kvgraft.engine.active import ActiveRequest
-from kvgraft.engine.adapter import TransformersAdapter, take_over
-from kvgraft.engine.cache_manager import CacheManager
-from kvgraft.engine.flops import ModelFlops
-from kvgraft.engine.hybrid_space import HybridKVSpace
-from kvgraft.engine.kv_space import KVSpace
+from kvgraft.engine.assembly import adapter_and_prefix, cache_manager
 from kvgraft.engine.loading import LoadedModel, load_model
 from kvgraft.engine.pace import Pace
 from kvgraft.engine.request_builder import RequestBuilder
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
-from kvgraft.engine.slot_plan import SlotPlan
 from kvgraft.engine.text import OutputText
 from kvgraft.errors import ConfigError, OverloadedError, RequestError, one_line
-from kvgraft.memory import HybridSlotPool
 from kvgraft.observability import NullRecorder, Recorder, RequestRecord, StepRecord
-from kvgraft.prefix import PrefixCache, SWARadixCache, TreeCacheBuildContext, create_tree_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from transformers import PreTrainedModel
-
+    from kvgraft.config import EngineConfig
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
     from kvgraft.engine.scheduler import Step
     from kvgraft.graft.model import SequenceOutput, SequenceRows
@@ -93,21 +83,12 @@ class Engine:
         self.loaded = (
             model if isinstance(model, LoadedModel) else load_model(model, dtype=config.dtype, device=config.device)
         )
-        self.adapter, prefix = _adapter_and_prefix(self.loaded.model, config)
+        self.adapter, prefix = adapter_and_prefix(self.loaded.model, config)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
-        lengths = self.adapter.lengths
-        lengths.require(self.builder.max_model_len)
+        self.adapter.lengths.require(self.builder.max_model_len)
         self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
-        self.space = _kv_space(self.adapter, prefix, config)
-        self.manager = CacheManager(
-            self.adapter,
-            self.space,
-            flops=ModelFlops.of_model(self.loaded.model),
-            lengths=lengths,
-            min_run=config.min_run,
-            max_generation=config.max_generation,
-            refusal=self.self_check.refusal,
-        )
+        self.manager = cache_manager(self.adapter, prefix, config, self.self_check.refusal)
+        self.space = self.manager.space
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
         self._recorder: Recorder = recorder or NullRecorder()
@@ -158,7 +139,7 @@ class Engine:
         self.space.reset()
 
     def cancel_all(self) -> None:
-        """End every request."""
+        """End every request, as `cancel` does."""
         for request_id in list(self._active):
             self.cancel(request_id)
 
@@ -199,17 +180,17 @@ class Engine:
             return self._fail(active, error)
         if part is None:
             return None
-        assert active.cache is not None
+        assert active.kv is not None
         if active.finish_reason is not None:
             part = replace(part, output=self._finish(active))
         elif was_prefilling:
-            self.manager.publish(active.cache, active.known_token_ids)
+            self.manager.publish(active.kv, active.known_token_ids)
         return StepEvent(active.request.request_id, part)
 
     def _finish(self, active: ActiveRequest) -> RequestOutput:
-        assert active.cache is not None
+        assert active.kv is not None
         assert active.finish_reason is not None
-        self.manager.finish(active.cache, active.known_token_ids)
+        self.manager.finish(active.kv, active.known_token_ids)
         self._forget(active, active.finish_reason)
         return active.output()
 
@@ -220,8 +201,8 @@ class Engine:
         return StepEvent(active.request.request_id, error=failure)
 
     def _drop(self, active: ActiveRequest, outcome: str) -> None:
-        if active.cache is not None:
-            self.manager.abort(active.cache)
+        if active.kv is not None:
+            self.manager.abort(active.kv)
         self._forget(active, outcome)
 
     def _forget(self, active: ActiveRequest, outcome: str) -> None:
@@ -254,64 +235,6 @@ class Engine:
             donor_tokens=self.space.donors.num_tokens,
             host_bytes=self.space.host.used_bytes,
         )
-
-
-def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:
-    """The settings meant by a caller: `config`, by default the environment's, with single ones changed.
-
-    Raises:
-        ConfigError: A setting is wrong, or `config` is none.
-    """
-    if not (config is None or isinstance(config, EngineConfig)):
-        raise ConfigError(f"config is an EngineConfig or None, not {quoted(config)}")
-    return (config or EngineConfig.from_env()).updated(settings)
-
-
-def _adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:
-    """Choose the prefix cache and allocate the slots that suit it.
-
-    Window layers get slots of their own where the prefix cache can tell them apart, and where that saves anything.
-
-    Raises:
-        ConfigError: The prefix cache or the attention backend is unknown.
-        ModelError: The model cannot be served.
-    """
-    layers = take_over(model)
-    backend = None if config.radix_cache_backend == "default" else config.radix_cache_backend
-    plan = SlotPlan.windowed(layers, model.dtype, config.num_slots, config.kv_bytes, max_running=config.max_running)
-    prefix = create_tree_cache(
-        TreeCacheBuildContext(
-            backend=backend,
-            sliding_window_size=layers.sliding_window_size,
-            is_hybrid_swa=plan is not None and not layers.is_all_swa,
-            is_all_swa=plan is not None and layers.is_all_swa,
-        )
-    )
-    if not isinstance(prefix, SWARadixCache):
-        plan = SlotPlan.uniform(layers, model.dtype, config.num_slots, config.kv_bytes)
-    elif plan is None or prefix.sliding_window_size != layers.sliding_window_size:
-        raise ConfigError(
-            f"prefix-cache backend {config.radix_cache_backend!r} keeps windows of {prefix.sliding_window_size} tokens; this "
-            f"model has {layers.sliding_window_size or 'none'} or too few slots: choose radix_cache_backend 'default'"
-        )
-    return TransformersAdapter.over(model, layers, plan, config.attention), prefix
-
-
-def _kv_space(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
-    try:
-        return _space_over(adapter, prefix, config)
-    except (MemoryError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"the books of {quoted(config.donor_tokens)} donor_tokens do not fit into memory; lower donor_tokens"
-        ) from error
-
-
-def _space_over(adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig) -> KVSpace:
-    sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
-    if isinstance(adapter.pool, HybridSlotPool):
-        assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
-        return HybridKVSpace(adapter.pool, prefix, **sizes)
-    return KVSpace(adapter.pool, prefix, **sizes)
 
 
 def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:

@@ -77,7 +77,7 @@ class FairQueue(Generic[T]):
         self._take(number)
 
     def drain(self) -> list[T]:
-        """Take everything, in order."""
+        """Take all items out, in the order in which `pop` gives them."""
         return [self.pop() for _ in range(len(self))]
 
     def _add(self, queued: _Queued[T], entry: _Entry) -> None:

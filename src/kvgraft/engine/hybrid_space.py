@@ -20,6 +20,7 @@ from kvgraft.prefix import RadixKey
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvgraft.engine.window_row import WindowRow
     from kvgraft.memory import SlotUsage, StoreKey
     from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
     from kvgraft.types import Namespace, TokenArray
@@ -67,7 +68,7 @@ class HybridKVSpace(KVSpace):
         return usage.total - usage.request
 
     def window_usage(self) -> SlotUsage:
-        """Window slots by holder."""
+        """Count window slots that are free, or held by requests and prefixes."""
         return self.windows.usage()
 
     def allocate_windows(self, num_tokens: int, *, after: int | None = None) -> NDArray[np.int64]:
@@ -101,17 +102,10 @@ class HybridKVSpace(KVSpace):
         self._prefix.match_prefix(RadixKey(key.token_ids, key.extra_key, key.cache_salt, limit=border))
         return self._prefix.match_prefix(key)
 
-    def store_windows(
-        self, key: RadixKey, slots: NDArray[np.int64], swa_indices: NDArray[np.int64], swa_start: int
-    ) -> None:
-        """Give the prefix cache the exact K/V of `key`; the request goes on holding its slots, too.
-
-        Args:
-            key: Tokens and namespace.
-            slots: Full slot of each.
-            swa_indices: Window slot of each; not read below `swa_start`.
-            swa_start: Position from which on the window slots are there.
-        """
+    def store_prefix(self, key: RadixKey, slots: NDArray[np.int64], windows: WindowRow | None) -> None:
+        """See `KVSpace.store_prefix`; the window slots that the request still holds are stored, too."""
+        assert windows is not None, "requests of a hybrid model have window slots"
+        swa_indices, swa_start = windows.swa_indices[: len(slots)], windows.start
         page_size = self._prefix.page_size
         evicted = min(swa_start + -swa_start % page_size, len(key))
         evicted -= evicted % page_size
@@ -153,7 +147,6 @@ class HybridKVSpace(KVSpace):
         *,
         generation: int,
         start_position: int,
-        context: bytes,
     ) -> None:
         """Register text as a donor and copy its K/V to the host; less valuable donors leave, or it is not registered.
 
@@ -164,7 +157,6 @@ class HybridKVSpace(KVSpace):
             windows: Window layers of each token.
             generation: See `Donor`.
             start_position: See `Donor`.
-            context: See `Donor`.
         """
         if not self.make_host_room(len(token_ids) * self.pool.bytes_per_token):
             logger.debug("text of %d tokens does not become a donor: host_bytes is too small", len(token_ids))
@@ -176,7 +168,6 @@ class HybridKVSpace(KVSpace):
                 HostKV(),
                 generation=generation,
                 start_position=start_position,
-                context=context,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)

@@ -20,6 +20,7 @@ from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvgraft.engine.window_row import WindowRow
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import HybridSlotPool, SlotUsage, StoreKey
     from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle, RadixKey
@@ -86,7 +87,7 @@ class KVSpace:
         return self._epoch
 
     def usage(self) -> SlotUsage:
-        """Slots by holder."""
+        """Count slots that are free, or held by requests, prefixes and donors."""
         return self.allocator.usage()
 
     def window_usage(self) -> SlotUsage | None:
@@ -128,8 +129,14 @@ class KVSpace:
         """Find the longest stored prefix of `key`; lock it before anything may evict."""
         return self.prefix.match_prefix(key)
 
-    def store_prefix(self, key: RadixKey, slots: NDArray[np.int64]) -> None:
-        """Give the prefix cache the exact K/V of `key` in `slots`; the request goes on holding them, too."""
+    def store_prefix(self, key: RadixKey, slots: NDArray[np.int64], windows: WindowRow | None) -> None:
+        """Give the prefix cache the exact K/V of `key`; the request goes on holding its slots, too.
+
+        Args:
+            key: Tokens and namespace.
+            slots: Slot of each.
+            windows: The request's window slots; None where all layers share one space.
+        """
         result = self.prefix.insert(key, slots)
         self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
 
@@ -150,7 +157,6 @@ class KVSpace:
         *,
         generation: int,
         start_position: int,
-        context: bytes,
     ) -> DonorId | None:
         """Register text whose K/V lie in `slots` as a donor; None if it is too short or the catalogue cannot take it."""
         try:
@@ -160,7 +166,6 @@ class KVSpace:
                 SlotKV(slots),
                 generation=generation,
                 start_position=start_position,
-                context=context,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.config.setting import quoted
-from kvgraft.engine.core import Engine, StepEvent, engine_config
+from kvgraft.engine.assembly import engine_config
+from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.engine.scoring import Score, score
 from kvgraft.errors import ConfigError
@@ -62,22 +63,22 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings."""
+        """Settings that the engine runs with, defaults filled in."""
         return self._engine.config
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model as loaded."""
+        """The model, its tokenizer and its fingerprint."""
         return self._engine.loaded
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output."""
+        """Tokens that prompt and output may have together by the model's limit; the pool may hold fewer."""
         return self._engine.builder.max_model_len
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The configured selection policy."""
+        """Chooses what requests compute again that name no policy themselves."""
         return self._engine.builder.policy
 
     @property
@@ -87,7 +88,7 @@ class LLM:
 
     @property
     def space(self) -> KVSpace:
-        """All K/V."""
+        """Slots, stored prefixes and donors: what is kept, and where."""
         return self._engine.space
 
     @property
@@ -184,7 +185,7 @@ class LLM:
         self._engine.builder.build(prompt, sampling, request_id="validated")
 
     def usage(self) -> SlotUsage:
-        """K/V slots by holder."""
+        """Count K/V slots that are free, or held by requests, prefixes and donors."""
         return self.space.usage()
 
     def reset(self) -> None:

@@ -106,7 +106,7 @@ class Pace:
         return statistics.median(known) if known else None
 
     def observe(self, seconds: float, num_streams: int, prefill_flops: float) -> None:
-        """Learn from a step."""
+        """Take over how long a step took that carried so many streams and so much prefill."""
         if not prefill_flops:
             if num_streams:
                 self._plain.setdefault(num_streams, deque(maxlen=_REMEMBERED)).append(seconds)

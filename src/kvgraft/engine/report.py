@@ -1,4 +1,4 @@
-"""Say what was reused for a request."""
+"""Say what was reused for a prompt that is computed."""
 
 from __future__ import annotations
 
@@ -6,40 +6,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.types import Fidelity, GraftReport, SpanReport
+from kvgraft.reuse.report import request_report
 
 if TYPE_CHECKING:
     from kvgraft.engine.flops import ModelFlops
-    from kvgraft.engine.request import RequestCache
+    from kvgraft.engine.request_kv import RequestKV
     from kvgraft.graft.sparse_prefill import PrefillOutcome
+    from kvgraft.types import GraftReport
 
 
-def graft_report(cache: RequestCache, outcome: PrefillOutcome, flops: ModelFlops) -> GraftReport:
-    """Say what was reused for a request whose prompt is computed."""
-    plan = cache.plan
-    recomputed = outcome.recomputed(plan)
-    spans = tuple(
-        SpanReport(
-            target_start=match.target_start,
-            length=match.length,
-            donor_id=match.donor_id,
-            donor_start=match.donor_start,
-            position_delta=match.target_start - donor.start_position - match.donor_start,
-            fidelity=Fidelity.SHIFTED,
-            generation=donor.generation,
-        )
-        for match, donor in zip(plan.spans, cache.donors, strict=True)
-    )
-    return GraftReport(
-        num_tokens=plan.num_tokens,
-        exact_tokens=plan.exact_len,
-        shifted_tokens=plan.reused_len - recomputed,
-        recomputed_tokens=recomputed,
-        computed_tokens=len(outcome.computed),
-        spans=spans,
-        policy=cache.request.policy.name if spans else "none",
-        timings_ms=dict(cache.timings_ms),
-        miss=cache.miss,
+def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> GraftReport:
+    """Note in the lineage what the policy had computed again, and sum up."""
+    kv.lineage.recompute(outcome.recomputed(kv.plan), inside=True)
+    return request_report(
+        kv.lineage,
+        kv.plan.num_tokens,
+        policy=kv.request.policy.name,
+        timings_ms=kv.timings_ms,
+        miss=kv.miss,
         computed_flops=flops.of_positions(outcome.computed),
-        full_flops=flops.of_positions(np.arange(plan.num_tokens)),
+        full_flops=flops.of_positions(np.arange(kv.plan.num_tokens)),
     )

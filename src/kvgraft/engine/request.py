@@ -8,15 +8,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from kvgraft.donors import Donor
-    from kvgraft.engine.kv_space import PrefixLock
     from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
-    from kvgraft.engine.windows import WindowRow
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.types import DonorId, GraftPlan, GraftReport, Miss, Namespace, ReuseMode, TokenArray
+    from kvgraft.types import GraftReport, Namespace, ReuseMode, TokenArray
 
 
 class FinishReason(StrEnum):
@@ -51,47 +45,6 @@ class Request:
     namespace: Namespace
     policy: SelectionPolicy
     arrival: float = field(default_factory=time.perf_counter)
-
-
-@dataclass(slots=True, eq=False)
-class RequestCache:
-    """The K/V side of an admitted request: its slots, its plan, and what it pins.
-
-    Attributes:
-        request: The request.
-        namespace: Whose K/V it reads and whose its own are: the request's, narrowed to the angles of its length.
-        epoch: Of the K/V space when it was admitted. After a reset its K/V may be of weights that have changed.
-        plan: Which prompt positions are reused and computed; without a graft everything behind the exact prefix is computed.
-        miss: Why nothing is grafted, or None.
-        kv_indices: int64, slot of each position; there may be more than tokens so far. All of them are held by the request.
-        lock: On the exact prefix.
-        donors: Donors of the plan's spans, by span.
-        pinned: Those of them that cannot be evicted at present.
-        registered: Donors made of a grafted request's own text, by the position where they start.
-        windows: Slots of window layers, where these have slots of their own.
-    """
-
-    request: Request
-    namespace: Namespace
-    epoch: int
-    plan: GraftPlan
-    miss: Miss | None
-    kv_indices: NDArray[np.int64]
-    lock: PrefixLock | None
-    donors: tuple[Donor, ...]
-    timings_ms: dict[str, float] = field(default_factory=dict)
-    pinned: tuple[Donor, ...] = ()
-    registered: dict[int, DonorId] = field(default_factory=dict)
-    windows: WindowRow | None = None
-
-    @property
-    def swa_indices(self) -> NDArray[np.int64] | None:
-        """Like `kv_indices` the slots of window layers, where these have slots of their own; -1 where they are given back."""
-        return None if self.windows is None else self.windows.swa_indices
-
-    def exact_len(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` positions have the K/V that a full prefill would give."""
-        return min(num_tokens, self.plan.spans[0].target_start) if self.plan.spans else num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

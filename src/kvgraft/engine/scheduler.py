@@ -101,17 +101,17 @@ class Scheduler:
         A stream whose model has other angles from here on is computed again with these, as if it were a prompt.
         """
         for active in [active for active in self.running if not active.is_prefilling]:
-            if active.cache is not None and self._manager.outgrows(active.cache, active.num_tokens):
+            if active.kv is not None and self._manager.outgrows(active.kv, active.num_tokens):
                 self._send_back(active)
             while active in self.running and not self._grow(active):
                 self._preempt(max(self.running, key=lambda running: running.request.arrival))
         return [active for active in self.running if not active.is_prefilling]
 
     def _grow(self, active: ActiveRequest) -> bool:
-        assert active.cache is not None
+        assert active.kv is not None
         headroom = min(_HEADROOM, active.max_tokens - active.num_tokens)
         try:
-            self._manager.grow(active.cache, active.num_tokens, headroom=headroom)
+            self._manager.grow(active.kv, active.num_tokens, headroom=headroom)
         except CapacityError:
             return False
         return True
@@ -123,9 +123,9 @@ class Scheduler:
 
     def _send_back(self, active: ActiveRequest) -> None:
         """Make a running request the first of those that wait; it is computed again."""
-        cache = active.cache
-        assert cache is not None
-        self._manager.suspend(cache, active.suspend())
+        kv = active.kv
+        assert kv is not None
+        self._manager.suspend(kv, active.suspend())
         self.running.remove(active)
         self.waiting.push_front(active)
         self.num_preemptions += 1
@@ -162,8 +162,8 @@ class Scheduler:
 
     def _reserve(self, active: ActiveRequest, count: int) -> int:
         """For how many of the next `count` rows there are slots; fewer only where window layers have slots of their own."""
-        assert active.cache is not None
-        return self._manager.reserve(active.cache, active.remaining[:count])
+        assert active.kv is not None
+        return self._manager.reserve(active.kv, active.remaining[:count])
 
     def _give_way(self, active: ActiveRequest, failed: list[tuple[ActiveRequest, Exception]]) -> list[ActiveRequest]:
         """Prompts hold one another's window slots and nothing else runs: who arrived last gives up its own.
@@ -208,13 +208,13 @@ class Scheduler:
 
     def _begin(self, active: ActiveRequest, sequence: Request, headroom: int) -> None:
         """Give a request its slots and its graft; one that fails at it holds nothing."""
-        cache = self._manager.begin(sequence, headroom=headroom)
+        kv = self._manager.begin(sequence, headroom=headroom)
         try:
-            self._manager.graft(cache)
-            active.start(cache)
+            self._manager.graft(kv)
+            active.start(kv)
         except BaseException:
-            active.cache = None
-            self._manager.abort(cache)
+            active.kv = None
+            self._manager.abort(kv)
             raise
 
     def _is_long(self, active: ActiveRequest) -> bool:
@@ -236,6 +236,6 @@ class Scheduler:
 
     def _prompt_flops(self, active: ActiveRequest) -> float:
         """Operations that the prompt takes in all, as far as known: a waiting one is not planned yet."""
-        if active.cache is not None:
-            return self._manager.flops.of_positions(active.cache.plan.compute)
+        if active.kv is not None:
+            return self._manager.flops.of_positions(active.kv.plan.compute)
         return self._manager.flops.of_positions(np.arange(active.num_tokens))

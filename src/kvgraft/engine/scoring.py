@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.engine.report import graft_report
+from kvgraft.engine.report import prompt_report
 from kvgraft.errors import CapacityError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.engine.cache_manager import CacheManager
-    from kvgraft.engine.request import Request, RequestCache
+    from kvgraft.engine.request import Request
+    from kvgraft.engine.request_kv import RequestKV
     from kvgraft.graft.model import ModelAdapter
     from kvgraft.types import GraftReport, TokenArray
 
@@ -50,40 +51,40 @@ def score(
         CapacityError: Running requests hold the slots.
     """
     manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
-    cache = manager.begin(request)
+    kv = manager.begin(request)
     try:
-        manager.graft(cache)
-        outcome = _prefill(adapter, manager, cache, max_rows)
+        manager.graft(kv)
+        outcome = _prefill(adapter, manager, kv, max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
-            logits.append(_feed(adapter, manager, cache, continuation[:-1]))
-        return Score(torch.cat(logits), graft_report(cache, outcome, manager.flops))
+            logits.append(_feed(adapter, manager, kv, continuation[:-1]))
+        return Score(torch.cat(logits), prompt_report(kv, outcome, manager.flops))
     finally:
-        manager.abort(cache)
+        manager.abort(kv)
 
 
-def _prefill(adapter: ModelAdapter, manager: CacheManager, cache: RequestCache, max_rows: int) -> PrefillOutcome:
+def _prefill(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int) -> PrefillOutcome:
     """Run a sparse prefill to its end; raises `CapacityError` where open streams hold all window slots."""
-    request = cache.request
-    prefill = SparsePrefill(request.token_ids, cache.plan, cache.kv_indices, request.policy, cache.swa_indices)
+    request = kv.request
+    prefill = SparsePrefill(request.token_ids, kv.plan, kv.kv_indices, request.policy, kv.swa_indices)
     outcome = None
     while outcome is None:
-        count = manager.reserve(cache, prefill.remaining[:max_rows])
+        count = manager.reserve(kv, prefill.remaining[:max_rows])
         if not count:
             raise CapacityError("running requests hold the slots of window layers; score when they have ended")
         outcome = prefill.receive(adapter.forward([prefill.next_rows(count)])[0])
     return outcome
 
 
-def _feed(adapter: ModelAdapter, manager: CacheManager, cache: RequestCache, token_ids: TokenArray) -> Tensor:
+def _feed(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, token_ids: TokenArray) -> Tensor:
     """Compute the rows of a continuation and return the logits behind each."""
-    start = len(cache.kv_indices)
+    start = len(kv.kv_indices)
     piece = manager.longest_piece or len(token_ids)
     logits = []
     for offset in range(0, len(token_ids), piece):
         part = token_ids[offset : offset + piece]
         positions = np.arange(start + offset, start + offset + len(part))
-        manager.grow(cache, start + offset + len(part))
-        rows = SequenceRows(part, positions, cache.kv_indices, num_logits=len(part), swa_indices=cache.swa_indices)
+        manager.grow(kv, start + offset + len(part))
+        rows = SequenceRows(part, positions, kv.kv_indices, num_logits=len(part), swa_indices=kv.swa_indices)
         logits.append(adapter.forward([rows])[0].logits)
     return torch.cat(logits)

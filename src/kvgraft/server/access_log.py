@@ -89,7 +89,7 @@ class AccessLog:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass the request on and log it when its response has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

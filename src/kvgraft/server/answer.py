@@ -57,7 +57,7 @@ class AnswerForm(ABC):
 
 
 class CompletionForm(AnswerForm):
-    """`text_completion`."""
+    """How completions look: OpenAI's `text_completion`."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
@@ -76,7 +76,7 @@ class CompletionForm(AnswerForm):
 
 
 class ChatForm(AnswerForm):
-    """`chat.completion`."""
+    """How chat answers look: OpenAI's `chat.completion`, and its chunks."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: answer a conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 
 async def create_chat_completion(request: Request) -> GenerationResponse:
-    """Answer a conversation."""
+    """Answer a conversation, rendered by the model's chat template, whole or as a stream."""
     context = context_of(request)
     fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)

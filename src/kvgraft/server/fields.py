@@ -31,7 +31,7 @@ class Fields:
         return self.values.get(key) is not None
 
     def text(self, key: str, default: str = "", *, max_chars: int | None = None) -> str:
-        """Return a text."""
+        """Return a field that must be a text; raises `APIError` that names it otherwise."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"must be a string, not {kind_of(value)}")
@@ -40,7 +40,7 @@ class Fields:
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return true or false."""
+        """Return a field that must be true or false; raises `APIError` that names it otherwise."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, f"must be true or false, not {kind_of(value)}")

@@ -100,7 +100,7 @@ class GracefulServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Open the port, then print the line that says where the server listens."""
         await super().startup(sockets)
         self._on_ready()
 
@@ -130,7 +130,7 @@ class TimedH11Protocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock."""
+        """Begin to count how long the client takes to send the head of its request."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.timeout_keep_alive_handler)
 
@@ -143,7 +143,7 @@ class TimedH11Protocol(H11Protocol):
             self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Cancel the count: there is nobody left to wait for."""
         self._stop_clock()
         super().connection_lost(exc)
 

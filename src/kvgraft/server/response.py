@@ -118,14 +118,14 @@ class EventSender:
         self._send = send
 
     async def send(self, data: bytes) -> None:
-        """Send one event."""
+        """Send `data` as one server-sent event, and the head of the response in front of the first."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
     async def end(self) -> None:
-        """End the response."""
+        """Tell the server that no event follows."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

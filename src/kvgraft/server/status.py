@@ -32,12 +32,12 @@ ENDPOINTS = {
 
 
 async def index(_request: Request) -> Response:
-    """Say what this is."""
+    """Return name, version and the list of endpoints."""
     return json_response({"name": "kvgraft", "version": __version__, "endpoints": ENDPOINTS})
 
 
 async def list_models(request: Request) -> Response:
-    """Return the one model."""
+    """Return the model that is served, as OpenAI's list of one."""
     return json_response({"object": "list", "data": [_model(context_of(request))]})
 
 
@@ -70,7 +70,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Return all metrics."""
+    """Return all metrics in the Prometheus format, those of load and memory as of now."""
     context = context_of(request)
     recorder = context.metrics
     if recorder is None:

@@ -29,6 +29,7 @@ STAGES = {
     "rotations found": (f"{WORKER}.self_check", "find_rotations"),
     "gaps compared": (f"{WORKER}.self_check", "_require_equal"),
     "layers found": (f"{WORKER}.self_check", "DecoderStack.of"),
+    "weights looked at": (f"{WORKER}.graft_worker", "WeightsWitness"),
 }
 """Where a rank may fail, by what it does there."""
 

@@ -134,7 +134,7 @@ def test_books_that_cannot_be_kept_cost_a_donor_and_nothing_else(served, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(served.scheduler._captures, "open_behind_graft", _fails)
         served.ask(PROMPT).assert_like(grafted)
-        patch.setattr(served.scheduler._captures, "due", _fails)
+        patch.setattr(served.scheduler._captures, "_capture", _fails)
         served.ask(text(12, 300))
     assert errors(served) == 2
     assert len(served.scheduler.registry.catalogue) == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgraft.donors.anchors import MAX_POSTINGS, WAYS, AnchorIndex
+from kvgraft.donors.anchors import MAX_POSTINGS, AnchorIndex
 from kvgraft.donors.fingerprint import Anchors
+from kvgraft.donors.postings import WAYS
 from kvgraft.errors import CorruptCacheError
 
 SPREAD = 2**32 + 1
@@ -46,9 +47,9 @@ def test_lookup_returns_query_row_and_position_by_ascending_query():
 
 def test_repeated_hash_of_one_donor_lists_the_first_and_the_last():
     index = AnchorIndex(8)
-    keys = index.insert(0, make_anchors([9] * 100, range(100)))
+    keys, _ = index.insert(0, make_anchors([9] * 100, range(100)))
     assert found(index, 9) == [(0, 0, 0), (0, 0, 99)]
-    assert index.num_displaced == 98
+    assert index.num_displaced == 0
     assert keys.tolist() == [9 * SPREAD]
 
 
@@ -72,7 +73,7 @@ def test_full_bucket_displaces_its_oldest_entry():
 
 def test_removal_frees_the_way_for_the_next():
     index = AnchorIndex(1)
-    keys = [index.insert(row, make_anchors([row + 1])) for row in range(WAYS)]
+    keys = [index.insert(row, make_anchors([row + 1])).keys for row in range(WAYS)]
     assert index.remove(3, keys[3]) == 1
     index.insert(99, make_anchors([1_000]))
     assert [row for row in range(WAYS) if not found(index, row + 1)] == [3]
@@ -90,8 +91,8 @@ def test_one_donor_with_more_anchors_than_a_bucket_fills_it():
 def test_removal_clears_exactly_the_own_entries():
     index = AnchorIndex(256)
     shared, own = random_anchors(40, seed=1), random_anchors(200, seed=2)
-    first = index.insert(1, shared)
-    second = index.insert(2, Anchors(np.concatenate([shared.hashes, own.hashes]), np.arange(240)))
+    first = index.insert(1, shared).keys
+    second = index.insert(2, Anchors(np.concatenate([shared.hashes, own.hashes]), np.arange(240))).keys
     assert index.remove(2, second) == 240
     assert len(index) == 40
     assert {row for _, row, _ in hits_of(index, shared.hashes)} == {1}
@@ -122,7 +123,7 @@ def test_random_operations_agree_with_a_dictionary(seed):
     index, expected, keys = AnchorIndex(512), {}, {}
     for row in range(60):
         anchors = random_anchors(int(rng.integers(1, 30)), seed=1_000 * seed + row)
-        keys[row] = index.insert(row, anchors)
+        keys[row] = index.insert(row, anchors).keys
         expected[row] = dict(zip(anchors.hashes.tolist(), anchors.positions.tolist(), strict=True))
         if rng.random() < 0.4:
             gone = int(rng.choice(list(expected)))
@@ -135,23 +136,30 @@ def test_random_operations_agree_with_a_dictionary(seed):
             assert (0, row, position) in hits_of(index, np.array([anchor], np.uint64))
 
 
-def twice(index):
-    index._tags[0, :2] = index._ages[0, :2] = 1
-    index._num_entries = 2
+def test_what_a_key_has_no_place_for_is_told():
+    index = AnchorIndex(8)
+    assert index.insert(0, make_anchors([9] * 4, [3, 5, 7, 11])).crowded_out.positions.tolist() == [5, 7]
+    rows, positions = index.insert(1, make_anchors([9, 10], [2, 4])).crowded_out
+    assert (rows.tolist(), positions.tolist()) == ([0], [3])
+
+
+def twice(table):
+    table._tags[0, :2] = table._ages[0, :2] = 1
+    table._num_entries = 2
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda index: setattr(index, "_num_entries", 9), "are counted"),
-        (lambda index: index._ages.__setitem__(np.nonzero(index._tags), 0), "has none"),
-        (lambda index: (index._tags.fill(7), index._ages.fill(1), setattr(index, "_num_entries", 64)), "more than 4"),
-        (lambda index: (index._postings.fill(3), index._tags.fill(0), index._ages.fill(0), twice(index)), "twice"),
+        (lambda table: setattr(table, "_num_entries", 9), "are counted"),
+        (lambda table: table._ages.__setitem__(np.nonzero(table._tags), 0), "has none"),
+        (lambda table: (table._tags.fill(7), table._ages.fill(1), setattr(table, "_num_entries", 64)), "more than 2"),
+        (lambda table: (table._postings.fill(3), table._tags.fill(0), table._ages.fill(0), twice(table)), "twice"),
     ],
 )
 def test_check_finds_damage(damage, message):
     index = AnchorIndex(8)
     index.insert(0, make_anchors([1]))
-    damage(index)
+    damage(index._table)
     with pytest.raises(CorruptCacheError, match=message):
         index.check()

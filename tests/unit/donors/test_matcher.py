@@ -7,8 +7,9 @@ import pytest
 
 from kvgraft.donors.anchors import AnchorIndex
 from kvgraft.donors.arena import TokenArena
-from kvgraft.donors.fingerprint import Anchors, Fingerprinter
-from kvgraft.donors.matcher import find_runs
+from kvgraft.donors.fingerprint import GUARANTEED_RUN, Anchors, Fingerprinter
+from kvgraft.donors.matcher import Passages, find_runs
+from kvgraft.donors.passages import PassageIndex
 from kvgraft.donors.verify import Verifier
 
 PROMPT_TOKENS = 32_768
@@ -26,13 +27,20 @@ def match(donors, prompt, *, lowest=0, index=None):
     """Runs of `prompt` as (start, end, row, donor start), and the verifier."""
     size = sum(map(len, donors))
     arena, index = TokenArena(size, len(donors)), index or AnchorIndex.for_tokens(size)
-    fingerprinter = Fingerprinter(b"key")
+    fingerprinter, passages = Fingerprinter(b"key"), PassageIndex(size, len(donors), GUARANTEED_RUN)
     for row, donor in enumerate(donors):
         arena.store(row, donor)
-        index.insert(row, fingerprinter.anchors(donor))
+        passages.insert(index.insert(row, fingerprinter.anchors(donor)).crowded_out, arena, fingerprinter)
     verifier = Verifier(prompt, arena, lowest=lowest)
     hashes, positions = fingerprinter.anchors(prompt[lowest:])
-    runs = find_runs(hashes, positions + lowest, index.lookup(hashes), arena, verifier)
+
+    def passages_at(starts):
+        return passages.lookup(fingerprinter.passages(prompt, GUARANTEED_RUN)[starts])
+
+    hits = index.lookup(hashes)
+    crowded = positions[hits.query[1:][hits.query[1:] == hits.query[:-1]]] + lowest
+    wanted = Passages(GUARANTEED_RUN, lowest, crowded, passages_at)
+    runs = find_runs(Anchors(hashes, positions + lowest), hits, wanted, arena, verifier)
     donor_starts = runs.starts + runs.diagonals - arena.starts[runs.rows]
     columns = (runs.starts, runs.ends, runs.rows, donor_starts)
     found = sorted(set(zip(*(column.tolist() for column in columns), strict=True)))

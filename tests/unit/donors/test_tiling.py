@@ -125,9 +125,20 @@ def test_tiling_covers_what_the_best_choice_covers(seed):
         assert end - start >= min_run
     assert all(left[1] <= right[0] for left, right in pairwise(pieces))
     covered = sum(end - start for start, end, _, _ in pieces)
-    assert covered >= best_coverage(intervals, min_run) - (min_run - 1)
-    if all(end - start >= 2 * min_run for start, end in intervals):
-        assert covered == len({t for start, end in intervals for t in range(start, end)})
+    assert covered == best_coverage(intervals, min_run)
+
+
+def test_hard_stretch_is_cut_in_the_best_way_where_taking_turns_is_not():
+    runs = make_runs((14, 64), (43, 98), (75, 119), (103, 136))
+    assert sum(end - start for start, end, *_ in tiled(runs, min_run=32)) == 117
+
+
+def test_long_hard_stretch_is_cut_in_time_and_nearly_as_well():
+    starts = np.arange(0, 30_000, 29)
+    runs = Runs(starts, starts + 40, starts * 0, starts % 7)
+    pieces = tiled(runs, min_run=32)
+    assert all(left[1] <= right[0] for left, right in pairwise(pieces))
+    assert sum(end - start for start, end, *_ in pieces) > 0.75 * 30_000
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -108,8 +108,7 @@ class GraftWorker:
         self._prepare()
         if commands.reset:
             self._forget_everything("the caches were reset")
-            if self._witness is not None:
-                self._witness.has_changed()  # whatever was loaded since is what runs from now on
+            self._weights_differ()  # whatever was loaded since is what runs from now on
         if commands.grafts or commands.seals or commands.captures:
             self._look_at_weights()
         for request_id in commands.cancels:
@@ -180,16 +179,24 @@ class GraftWorker:
         try:
             rank = RankModel(self._vllm_config, self._handle.model, self._groups)
             needs_stack = Observable.KEY_DEVIATION in self._policy.observes
-            self._rank = together(lambda: checked(rank, needs_stack=needs_stack))
-            self._witness = WeightsWitness(rank.model)
+            self._rank, self._witness = together(
+                lambda: (checked(rank, needs_stack=needs_stack), WeightsWitness(rank.model))
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._refuse(error)
 
     def _look_at_weights(self) -> None:
         """Forget what the model computed before its weights were changed in place; all ranks notice together."""
-        if self._witness is not None and not all_ranks(not self._witness.has_changed()):
+        if self._rank is not None and not all_ranks(not self._weights_differ()):
             self._forget_everything("the model's weights were changed in place")
             self._weights_changed = True
+
+    def _weights_differ(self) -> bool:
+        try:
+            return self._witness is not None and self._witness.has_changed()
+        except Exception:
+            logger.exception("weights cannot be looked at; they count as changed")
+            return True
 
     def _forget_everything(self, reason: str) -> None:
         """Drop donors and texts, refuse later captures of these texts, and let vLLM compute what is being grafted."""

@@ -1,0 +1,60 @@
+"""The K/V of one admitted request, as data: who moves them is `CacheManager`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvgraft.donors import Donor
+    from kvgraft.engine.kv_space import PrefixLock
+    from kvgraft.engine.request import Request
+    from kvgraft.engine.window_row import WindowRow
+    from kvgraft.reuse.lineage import Lineage
+    from kvgraft.types import DonorId, GraftPlan, Miss, Namespace
+
+
+@dataclass(slots=True, eq=False)
+class RequestKV:
+    """Slots, plan and pins of one attempt of a request, from its admission to its end or its preemption.
+
+    A preempted request gives all of it back and gets another when it begins again: its slots then hold what that attempt
+    computes or finds in the prefix cache, which has exact K/V only, so that its lineage begins anew with it.
+
+    Attributes:
+        request: The request.
+        namespace: Whose K/V it reads and whose its own are: the request's, narrowed to the angles of its length.
+        epoch: Of the K/V space when it was admitted. After a reset its K/V may be of weights that have changed.
+        lineage: Where the K/V of each position come from.
+        plan: Which prompt positions are reused and computed; without a graft everything behind the exact prefix is computed.
+        miss: Why nothing is grafted, or None.
+        kv_indices: int64, slot of each position; there may be more than tokens so far. All of them are held by the request.
+        lock: On the exact prefix.
+        donors: Donors of the plan's spans, by span.
+        timings_ms: Milliseconds by step.
+        pinned: Those of the donors that cannot be evicted at present.
+        registered: Donors made of a grafted request's own text, by the position where they start.
+        windows: Slots of window layers, where these have slots of their own.
+    """
+
+    request: Request
+    namespace: Namespace
+    epoch: int
+    lineage: Lineage
+    plan: GraftPlan
+    miss: Miss | None
+    kv_indices: NDArray[np.int64]
+    lock: PrefixLock | None
+    donors: tuple[Donor, ...]
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    pinned: tuple[Donor, ...] = ()
+    registered: dict[int, DonorId] = field(default_factory=dict)
+    windows: WindowRow | None = None
+
+    @property
+    def swa_indices(self) -> NDArray[np.int64] | None:
+        """Like `kv_indices` the slots of window layers, where these have slots of their own; -1 where they are given back."""
+        return None if self.windows is None else self.windows.swa_indices

@@ -1,0 +1,43 @@
+"""Weights that change in place are noticed; weights that do not are left in peace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(48, 48, dtype=torch.bfloat16) for _ in range(12)))
+
+
+def test_nothing_happens_while_nothing_changes(model):
+    witness = WeightsWitness(model)
+    model(torch.zeros(1, 48, dtype=torch.bfloat16))
+    assert not any(witness.has_changed() for _ in range(3))
+
+
+@torch.no_grad()
+def test_a_small_step_of_training_is_noticed_once(model):
+    """One element in ten moves by its last bit: what a step in bfloat16 does at the least."""
+    witness = WeightsWitness(model)
+    for parameter in model.parameters():
+        moves = torch.rand(parameter.shape) < 0.1
+        parameter.data.copy_(torch.where(moves, parameter * 1.01, parameter))
+    assert witness.has_changed()
+    assert not witness.has_changed()
+
+
+def test_a_parameter_that_is_replaced_is_noticed(model):
+    witness = WeightsWitness(model)
+    for layer in model:
+        layer.weight = nn.Parameter(torch.ones(48, 48, dtype=torch.bfloat16))
+    assert witness.has_changed()
+
+
+def test_a_model_without_parameters_has_nothing_to_change():
+    assert not WeightsWitness(nn.ReLU()).has_changed()
