@@ -145,7 +145,9 @@ class World:
         self.keys = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         self.values = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         spec = RopeSpec(INV_FREQ, RopePairing.HALF)
-        self.config = SGLangConfig(**{"selection": "none", "phase_cost_tokens": 1, "donor_tokens": 1 << 15, **settings})
+        no_deadline = {"lookup_deadline_ms": 1e9}  # a busy machine must not turn matches into misses
+        defaults = {"selection": "none", "phase_cost_tokens": 1, "donor_tokens": 1 << 15}
+        self.config = SGLangConfig(**{**defaults, **no_deadline, **settings})
         self.tree = FakeTree(page_size)
         self.pool = KVBuffers(self.keys, self.values, [spec] * LAYERS)
         self.library = DonorLibrary(self.tree, self.pool, self.config)

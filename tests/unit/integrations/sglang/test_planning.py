@@ -14,7 +14,7 @@ from kvgraft.types import MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
-    config = SGLangConfig(**{"selection": "none", "donor_tokens": 1 << 15, **settings})
+    config = SGLangConfig(**{"selection": "none", "donor_tokens": 1 << 15, "lookup_deadline_ms": 1e9, **settings})
     planner = LoadPlanner(world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1)
     return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
 
