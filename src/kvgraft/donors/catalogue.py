@@ -34,7 +34,7 @@ _SECRET_BYTES = 32
 _PROCESS_SECRET = os.urandom(_SECRET_BYTES)
 """Keys the hashes of all catalogues of this process that are given no other secret."""
 
-BYTES_PER_TOKEN = 30
+BYTES_PER_TOKEN = 48
 """Host memory of a catalogue per token of its capacity, at most; most of it is reserved at once and committed as it fills."""
 
 _ROW_BITS = 32
@@ -102,7 +102,7 @@ class DonorCatalogue:
         """Build an empty catalogue.
 
         Args:
-            capacity_tokens: Tokens that all donors may have together; about 30 bytes of host memory each.
+            capacity_tokens: Tokens that all donors may have together; about 40 bytes of host memory each.
             min_run: Shortest match that `find` gives.
             secret: Keys all hashes, together with the namespace. Which of equally good donors `find` names, and which
                 runs shorter than 32 tokens it finds, depends on it: catalogues that must behave alike in several
