@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from kvgraft.cli import main
-from kvgraft.config import EngineConfig, ServerConfig, VLLMConfig, file_errors, resolve, settings_table, table_of
+from kvgraft.config import (
+    EngineConfig,
+    ReuseSettings,
+    ServerConfig,
+    SGLangConfig,
+    VLLMConfig,
+    file_errors,
+    grouped_settings,
+    resolve,
+    settings_table,
+    table_of,
+    variables,
+)
+from kvgraft.donors import GRAM_TOKENS, DonorCatalogue
+from kvgraft.donors.catalogue import BYTES_PER_TOKEN
 from kvgraft.errors import ConfigError
+from kvgraft.graft.select import SELECTION_POLICIES, Observable
+from kvgraft.reuse.policy import available_policies
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -30,12 +48,14 @@ def test_there_are_few_settings():
 
 
 def test_environment_sets_typed_values():
-    config = EngineConfig.from_env(environ={"KVGRAFT_NUM_SLOTS": "128", "KVGRAFT_RECOMPUTE_RATIO": "0.2", "OTHER": "1"})
+    config = EngineConfig.from_dict(
+        variables(EngineConfig, {"KVGRAFT_NUM_SLOTS": "128", "KVGRAFT_RECOMPUTE_RATIO": "0.2", "OTHER": "1"})
+    )
     assert (config.num_slots, config.recompute_ratio) == (128, 0.2)
 
 
 def test_engine_ignores_variables_of_the_server():
-    assert EngineConfig.from_env(environ={"KVGRAFT_PORT": "1"}) == EngineConfig()
+    assert variables(EngineConfig, {"KVGRAFT_PORT": "1"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +72,7 @@ def test_engine_ignores_variables_of_the_server():
         ({"num_slots": "9" * 5000}, "whole number"),
         ({"num_slots": -1}, "at least 0"),
         ({"num_slots": "4GiB"}, "whole number"),
-        ({"kv_bytes": "4GB"}, "whole number or a size such as 4GiB"),
+        ({"kv_bytes": "4XB"}, "whole number or a size such as 4GiB"),
         ({"recompute_ratio": 0.0}, "recompute_ratio must be above 0"),
         ({"recompute_ratio": 1.1}, "at most 1"),
         ({"recompute_ratio": float("nan")}, "must be a number, not nan"),
@@ -121,31 +141,73 @@ def test_key_is_not_in_the_repr():
 def test_names_match_those_of_the_code_that_uses_them():
     from kvgraft.engine.attention.choose import ATTENTION_BACKENDS
     from kvgraft.engine.loading import DTYPES
-    from kvgraft.graft.select import SELECTION_POLICIES, Observable
     from kvgraft.server.options import SELECTIONS
     from kvgraft.types import ReuseMode
 
     rules = ServerConfig.rules()
     assert rules["dtype"].choices == ("auto", *DTYPES)
-    shown = {Observable.QUERY_ATTENTION}
     assert rules["selection"].choices == SELECTIONS
-    assert tuple(name for name, policy in SELECTION_POLICIES.items() if policy.observes <= shown) == SELECTIONS
     assert rules["reuse"].choices == tuple(ReuseMode)
     assert set(rules["attention"].choices) == {"auto", *ATTENTION_BACKENDS}
+
+
+class TestReuseSettings:
+    """What engines share is there once; they differ where they must."""
+
+    @pytest.mark.parametrize("kind", [EngineConfig, ServerConfig, VLLMConfig, SGLangConfig])
+    def test_engines_say_the_same_of_a_shared_setting(self, kind):
+        for name, rule in ReuseSettings.rules().items():
+            assert dataclasses.replace(kind.rules()[name], choices=()) == dataclasses.replace(rule, choices=())
+
+    def test_defaults_differ_only_where_it_is_said_why(self):
+        shared = {field.name: field.default for field in dataclasses.fields(ReuseSettings)}
+        different = {
+            (kind.__name__, name)
+            for kind in (EngineConfig, VLLMConfig, SGLangConfig)
+            for name, default in shared.items()
+            if kind.field(name).default != default
+        }
+        assert different == {("EngineConfig", "selection"), ("VLLMConfig", "host_bytes")}
+
+    @pytest.mark.parametrize(
+        ("kind", "shown"),
+        [
+            (EngineConfig, {Observable.QUERY_ATTENTION}),
+            (VLLMConfig, {Observable.KEY_DEVIATION}),
+            (SGLangConfig, set()),
+        ],
+    )
+    def test_choices_follow_from_what_an_engine_can_show(self, kind, shown):
+        assert kind.rules()["selection"].choices == available_policies(shown)
+
+    def test_ratios_are_those_of_their_policies(self):
+        assert EngineConfig().recompute_ratio == SELECTION_POLICIES["query_seam"]().recompute_ratio
+        assert VLLMConfig().recompute_ratio == SELECTION_POLICIES["kv_deviation"]().recompute_ratio
+
+    def test_shortest_run_is_that_of_the_index(self):
+        assert ReuseSettings().min_run == GRAM_TOKENS == ReuseSettings.rules()["donor_tokens"].low
+
+    def test_memory_per_donor_token_is_as_the_catalogue_takes(self):
+        for tokens in (100_000, 3 << 16, 1 << 18, (1 << 18) + 16):
+            tracemalloc.start()
+            catalogue = DonorCatalogue(tokens)
+            taken = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            assert BYTES_PER_TOKEN / 4 < taken / catalogue.capacity_tokens < BYTES_PER_TOKEN
 
 
 class TestPrecedence:
     def test_flags_win_over_environment_over_file_over_defaults(self, write):
         file = write("port: 1\nhost: ::1\nreuse: exact\n")
         environ = {"KVGRAFT_PORT": "2", "KVGRAFT_HOST": "::2", "KVGRAFT_CONFIG": "unused"}
-        resolved = resolve({"port": "3"}, file, environ)
+        resolved = resolve(ServerConfig, {"port": "3"}, file, environ)
         config = resolved.config
         assert (config.port, config.host, config.reuse, config.log_format) == (3, "::2", "exact", "text")
         origins = [resolved.origins[name] for name in ("port", "host", "reuse", "log_format")]
         assert origins == ["--port", "KVGRAFT_HOST", file, "default"]
 
     def test_variable_names_the_file_where_no_flag_does(self, write):
-        assert resolve({}, None, {"KVGRAFT_CONFIG": write("port: 7")}).config.port == 7
+        assert resolve(ServerConfig, {}, None, {"KVGRAFT_CONFIG": write("port: 7")}).config.port == 7
 
     @pytest.mark.parametrize(
         ("flags", "environ", "beginning"),
@@ -156,13 +218,16 @@ class TestPrecedence:
     )
     def test_error_begins_with_where_the_value_came_from(self, flags, environ, beginning):
         with pytest.raises(ConfigError, match=f"^{beginning}"):
-            resolve(flags, None, environ)
+            resolve(ServerConfig, flags, None, environ)
 
-    def test_misspelt_variable_is_warned_of(self):
-        environ = {"KVGRAFT_MAX_RUNING": "1", "KVGRAFT_SOMETHING_ELSE": "1", "KVGRAFT_CONFIG": ""}
-        assert resolve({}, None, environ).warnings == (
-            "KVGRAFT_MAX_RUNING is no setting and was ignored; did you mean KVGRAFT_MAX_RUNNING?",
-        )
+    def test_misspelt_variable_is_refused(self):
+        with pytest.raises(ConfigError, match=r"^KVGRAFT_MAX_RUNING is no setting; did you mean KVGRAFT_MAX_RUNNING\?"):
+            resolve(ServerConfig, {}, None, {"KVGRAFT_MAX_RUNING": "1", "KVGRAFT_CONFIG": ""})
+
+    def test_setting_of_file_and_variable_is_told_without_its_value(self, write):
+        file = write("api_key: first")
+        warnings = resolve(ServerConfig, {}, file, {"KVGRAFT_API_KEY": "second"}).warnings
+        assert warnings == (f"KVGRAFT_API_KEY is taken instead of api_key in {file}",)
 
 
 class TestFiles:
@@ -170,13 +235,13 @@ class TestFiles:
         ("text", "name"), [("", "a.yaml"), ("# nothing\n", "a.yml"), ("", "a.json"), ("{}", "a.json")]
     )
     def test_empty_file_is_all_defaults(self, write, text, name):
-        assert resolve({}, write(text, name), {}).config == ServerConfig()
+        assert resolve(ServerConfig, {}, write(text, name), {}).config == ServerConfig()
 
     def test_json_is_read(self, write):
-        assert resolve({}, write('{"port": 5, "api_key": ["k"]}', "a.JSON"), {}).config.port == 5
+        assert resolve(ServerConfig, {}, write('{"port": 5, "api_key": ["k"]}', "a.JSON"), {}).config.port == 5
 
     def test_yaml_keys_may_be_a_list(self, write):
-        assert resolve({}, write("api_key:\n  - a\n  - b\n"), {}).config.api_key == ("a", "b")
+        assert resolve(ServerConfig, {}, write("api_key:\n  - a\n  - b\n"), {}).config.api_key == ("a", "b")
 
     @pytest.mark.parametrize(
         ("text", "name", "words"),
@@ -232,7 +297,8 @@ class TestCommand:
         code, out, _ = self.run(capsys, "show", "--config", write("reuse: exact"), "--port", "0", "--format", "json")
         shown = json.loads(out)
         assert code == 0
-        assert list(shown) == list(ServerConfig.rules())
+        assert list(shown) == [field.name for fields in grouped_settings().values() for field in fields]
+        assert set(shown) == set(ServerConfig.rules())
         assert shown["port"] == {"value": 0, "from": "--port"}
         assert shown["api_key"] == {"value": ["***", "***"], "from": "KVGRAFT_API_KEY"}
         assert shown["reuse"]["from"].endswith("server.yaml")
@@ -241,7 +307,7 @@ class TestCommand:
     def test_show_prints_yaml_that_can_be_read_again(self, capsys, write):
         _, out, _ = self.run(capsys, "show", "--kv-bytes", "2GiB", "--host", "::1")
         assert re.search(r'^host: "::1" +# --host$', out, re.MULTILINE)
-        config = resolve({}, write(out), {}).config
+        config = resolve(ServerConfig, {}, write(out), {}).config
         assert (config.kv_bytes, config.host) == (2 << 30, "::1")
 
     def test_show_refuses_in_one_line(self, capsys):
@@ -263,7 +329,7 @@ def test_serve_help_explains_itself(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     out = capsys.readouterr().out
-    for words in ("example:", "cache and reuse:", "scheduling:", "server:", "--port N", "KVGRAFT_API_KEY"):
+    for words in ("example:", "reuse:", "memory:", "scheduling:", "server:", "--port N", "KVGRAFT_API_KEY"):
         assert words in out
     for name in ServerConfig.rules():
         assert "--" + name.replace("_", "-") in out
@@ -274,7 +340,7 @@ def test_docs_hold_the_table_of_settings():
     assert settings_table() in text, "paste the output of kvgraft.config.settings_table() into docs/configuration.md"
 
 
-@pytest.mark.parametrize(("kind", "page"), [(VLLMConfig, "vllm.md")])
+@pytest.mark.parametrize(("kind", "page"), [(VLLMConfig, "vllm.md"), (SGLangConfig, "sglang.md")])
 def test_pages_of_adapters_list_their_settings(kind, page):
     text = (Path(__file__).parents[2] / "docs/integrations" / page).read_text()
     assert table_of(kind) in text, f"paste the output of kvgraft.config.table_of into docs/integrations/{page}"

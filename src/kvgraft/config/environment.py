@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.config.server import ServerConfig
 from kvgraft.config.sglang import SGLangConfig
+from kvgraft.config.vllm import VLLMConfig
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ CONFIG_FILE_VARIABLE = ENV_PREFIX + "CONFIG"
 _READERS: Mapping[type[Settings], str] = {
     ServerConfig: "kvgraft's own engine and server",
     SGLangConfig: "the SGLang backend",
+    VLLMConfig: "the vLLM connector, which reads kv_connector_extra_config alone",
 }
-"""Whose settings come from variables. vLLM hands its own on to all ranks, from `kv_connector_extra_config`."""
+"""Whose settings there are. vLLM hands its own on to all ranks, whatever their environment is."""
 
 _SERVICE_LINK = re.compile(r"KVGRAFT_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 """What Kubernetes sets in pods beside a service whose name begins with `kvgraft`."""
@@ -57,7 +59,7 @@ def variables(kind: type[Settings], environ: Mapping[str, str] | None = None) ->
 def ignored_variables(kind: type[Settings], environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Tell in one line each which variables are settings of others and change nothing for `kind`."""
     environ = os.environ if environ is None else environ
-    own = kind.rules() if kind in _READERS else {}
+    own = {} if kind is VLLMConfig else kind.rules()
     readers: dict[str, list[str]] = {}
     for other, reader in _READERS.items():
         for name in other.rules():

@@ -39,7 +39,7 @@ class ReuseSettings(Settings):
     )
     donor_tokens: int = setting(
         1 << 22,
-        "tokens that the donor catalogue may hold in all tiers, about 30 bytes of host memory each",
+        "tokens that the donor catalogue may hold in all tiers, about 40 bytes of host memory each",
         MEMORY,
         low=SHORTEST_RUN,
     )

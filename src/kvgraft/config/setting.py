@@ -7,12 +7,10 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvgraft.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvgraft.config.settings import Settings
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -60,7 +58,7 @@ def setting(default: Any, help_text: str, group: str, **limits: Any) -> Any:  # 
     return dataclasses.field(default=default, repr=not rule.secret, metadata={"rule": rule})
 
 
-def overridden(base: type[Settings], name: str, default: Any = None, **changes: Any) -> Any:  # noqa: ANN401
+def overridden(base: Any, name: str, default: Any = None, **changes: Any) -> Any:  # noqa: ANN401
     """Return the field `name` of `base` for a subclass, with another default (unless None) or other limits."""
     field = base.field(name)
     rule = dataclasses.replace(rule_of(field), **changes)

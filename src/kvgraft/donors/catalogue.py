@@ -34,7 +34,7 @@ _SECRET_BYTES = 32
 _PROCESS_SECRET = os.urandom(_SECRET_BYTES)
 """Keys the hashes of all catalogues of this process that are given no other secret."""
 
-BYTES_PER_TOKEN = 30
+BYTES_PER_TOKEN = 48
 """Host memory of a catalogue per token of its capacity, at most; most of it is reserved at once and committed as it fills."""
 
 _ROW_BITS = 32

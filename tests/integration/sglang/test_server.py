@@ -35,7 +35,7 @@ def agrees(answer, want, tolerance=1e-5):
 
 def test_leaked_slots_still_kill_the_server(model_dir, ids):
     """The control: were the integration to lose slots, this is what would happen in all other tests."""
-    with SGLangServer(model_dir("llama"), {}, {"KVGRAFT_TEST_LEAK": "1"}) as server:
+    with SGLangServer(model_dir("llama"), {}, {"TEST_KVGRAFT_LEAK": "1"}) as server:
         document = ids(200)
         server.generate(document, 1)
         with_leak = server.generate(ids(10) + document + ids(10), 1)

@@ -84,7 +84,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> GraftScheduler:
         facts = read_facts(config, vllm_config, kv_cache_config)
         for ignored in ignored_variables(VLLMConfig):
-            logger.warning("%s; those of the connector come from kv_connector_extra_config", ignored)
+            logger.warning("%s", ignored)
         warning = untested(installed_versions())
         if warning:
             logger.warning("%s", warning)

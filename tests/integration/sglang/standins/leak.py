@@ -1,11 +1,11 @@
-"""Control of the idle memory check: with KVGRAFT_TEST_LEAK set, every load takes a page too many and keeps it."""
+"""Control of the idle memory check: with TEST_KVGRAFT_LEAK set, every load takes a page too many and keeps it."""
 
 import os
 
 
 def register():
     """Entry point."""
-    if not os.environ.get("KVGRAFT_TEST_LEAK"):
+    if not os.environ.get("TEST_KVGRAFT_LEAK"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvgraft.config.sglang import SGLangConfig
+from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, request_namespace
@@ -79,34 +79,20 @@ def test_namespaces_do_not_run_into_one_another():
 
 def test_settings_come_from_file_then_environment(tmp_path):
     path = tmp_path / "kvgraft.json"
-    path.write_text('{"min_run": 32, "selection": "first_k", "host_bytes": "2GiB"}')
-    config = SGLangConfig.resolve({"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64", "OTHER": "1"})
-    assert (config.min_run, config.selection, config.host_bytes) == (64, "first_k", 2 << 30)
+    path.write_text('{"min_run": 32, "selection": "none", "host_bytes": "2GiB"}')
+    environ = {"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64", "OTHER": "1"}
+    resolved = resolve(SGLangConfig, environ=environ)
+    config = resolved.config
+    assert (config.min_run, config.selection, config.host_bytes) == (64, "none", 2 << 30)
+    assert resolved.warnings == (f"KVGRAFT_MIN_RUN is taken instead of min_run in {path}",)
 
 
-@pytest.mark.parametrize(
-    ("environ", "remark"),
-    [
-        ({"KVGRAFT_MIN_RUN": "32", "OTHER": "1"}, None),
-        (
-            {"KVGRAFT_MIN_RUNS": "32"},
-            "KVGRAFT_MIN_RUNS is ignored: unknown setting 'min_runs'; did you mean 'min_run'?",
-        ),
-        ({"kvgraft_min_run": "32"}, "kvgraft_min_run is ignored: did you mean KVGRAFT_MIN_RUN?"),
-        ({"KVGRAFT_LOAD": "sync"}, "KVGRAFT_LOAD is ignored: unknown setting 'load'"),
-    ],
-)
-def test_variables_that_nobody_reads_are_told(environ, remark):
-    SGLangConfig.resolve(environ)
-    remarks = SGLangConfig.remarks(environ)
-    assert [line.startswith(remark) for line in remarks] == [True] if remark else remarks == []
-
-
-def test_setting_of_file_and_environment_is_told(tmp_path):
-    path = tmp_path / "kvgraft.json"
-    path.write_text('{"min_run": 32, "host_bytes": "2GiB"}')
-    environ = {"KVGRAFT_CONFIG": str(path), "KVGRAFT_MIN_RUN": "64"}
-    assert SGLangConfig.remarks(environ) == [f"KVGRAFT_MIN_RUN=64 is taken instead of min_run in {path}"]
+def test_settings_of_other_engines_are_told():
+    environ = {"KVGRAFT_LOAD": "sync", "KVGRAFT_NUM_SLOTS": "100", "KVGRAFT_MIN_RUN": "32"}
+    assert resolve(SGLangConfig, environ=environ).warnings == (
+        "KVGRAFT_NUM_SLOTS is ignored: it is a setting of kvgraft's own engine and server",
+        "KVGRAFT_LOAD is ignored: it is a setting of the vLLM connector, which reads kv_connector_extra_config alone",
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +102,10 @@ def test_setting_of_file_and_environment_is_told(tmp_path):
         ({"KVGRAFT_SELECTION": "query_seam"}, "unknown selection 'query_seam'; choose none, first_k"),
         ({"KVGRAFT_SEMANTIC_PROVIDER": "no colon"}, "choose module:Class"),
         ({"KVGRAFT_CONFIG": "absent.json"}, "absent.json"),
+        ({"KVGRAFT_MIN_RUNS": "32"}, "KVGRAFT_MIN_RUNS is no setting; did you mean KVGRAFT_MIN_RUN?"),
+        ({"kvgraft_min_run": "32"}, "kvgraft_min_run is no setting; did you mean KVGRAFT_MIN_RUN?"),
     ],
 )
 def test_wrong_settings_say_where_they_came_from(environ, message):
     with pytest.raises(ConfigError, match=message):
-        SGLangConfig.resolve(environ)
+        resolve(SGLangConfig, environ=environ)
