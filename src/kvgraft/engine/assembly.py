@@ -95,6 +95,8 @@ def cache_manager(
         else:
             space, windows = KVSpace(adapter.pool, prefix, **sizes), NoWindows()
             register = SlotDonors(space, Registration(space.donors, space.donors, **limits))
+    except ConfigError:  # a ValueError as well; it says more than we could here
+        raise
     except (MemoryError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the books of {quoted(config.donor_tokens)} donor_tokens do not fit into memory; lower donor_tokens"
