@@ -44,7 +44,7 @@ def write(tmp_path):
 
 
 def test_there_are_few_settings():
-    assert len(ServerConfig.rules()) <= 27
+    assert len(ServerConfig.rules()) <= 28
 
 
 def test_environment_sets_typed_values():

@@ -50,6 +50,11 @@ class ReuseSettings(Settings):
         low=0,
         size=True,
     )
+    store: str = setting(
+        "host",
+        "what keeps K/V of donors that the device does not hold: host memory, or a store by the name it was registered under",
+        MEMORY,
+    )
 
     def __post_init__(self) -> None:
         """Check every value, and that text of the shortest run fits.

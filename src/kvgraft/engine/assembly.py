@@ -79,7 +79,7 @@ def cache_manager(
         refusal: Why K/V of this model must not be moved, or None.
 
     Raises:
-        ConfigError: The books of donors do not fit into memory.
+        ConfigError: The books of donors do not fit into memory, or there is no such store.
     """
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
     limits = {"min_run": config.min_run, "max_generation": config.max_generation}
@@ -89,11 +89,11 @@ def cache_manager(
     try:
         if isinstance(adapter.pool, HybridSlotPool):
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
-            hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
+            hybrid = space = HybridKVSpace(adapter.pool, prefix, store=config.store, **sizes)
             windows = sliding = SlidingWindows(hybrid)
             register = HostDonors(hybrid, Registration(space.donors, space.donors, **limits), sliding)
         else:
-            space, windows = KVSpace(adapter.pool, prefix, **sizes), NoWindows()
+            space, windows = KVSpace(adapter.pool, prefix, store=config.store, **sizes), NoWindows()
             register = SlotDonors(space, Registration(space.donors, space.donors, **limits))
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise

@@ -41,9 +41,16 @@ class HybridKVSpace(KVSpace):
     """
 
     def __init__(
-        self, pool: HybridSlotPool, prefix: SWARadixCache, *, host_bytes: int, donor_tokens: int, min_run: int
+        self,
+        pool: HybridSlotPool,
+        prefix: SWARadixCache,
+        *,
+        store: str,
+        host_bytes: int,
+        donor_tokens: int,
+        min_run: int,
     ) -> None:
-        super().__init__(pool, prefix, host_bytes=host_bytes, donor_tokens=donor_tokens, min_run=min_run)
+        super().__init__(pool, prefix, store=store, host_bytes=host_bytes, donor_tokens=donor_tokens, min_run=min_run)
         self.windows = SlotAllocator(pool.num_window_slots)
         self._pool = pool
         self._prefix = prefix

@@ -15,7 +15,7 @@ import numpy as np
 from kvgraft.donors import Donor, DonorCatalogue
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
-from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
+from kvgraft.memory import Owner, SlotAllocator, SlotPool, create_store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +68,7 @@ class KVSpace:
         pool: SlotPool | HybridSlotPool,
         prefix: PrefixCache,
         *,
+        store: str,
         host_bytes: int,
         donor_tokens: int,
         min_run: int,
@@ -76,7 +77,7 @@ class KVSpace:
         self.allocator = SlotAllocator(pool.num_slots)
         self.prefix = prefix
         self.donors = DonorCatalogue(donor_tokens, min_run=min_run)
-        self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
+        self.host = create_store(store, budget_bytes=host_bytes, pin_memory=pool.device.type == "cuda")
         self.num_spilled = 0
         self.num_dropped = 0
         self._epoch = 0

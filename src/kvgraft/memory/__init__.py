@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.hybrid_pool import HybridSlotPool
     from kvgraft.memory.pool import KVPlace, KVPool, LayerShape, SlotIndex, SlotPool, as_index
-    from kvgraft.memory.store import HostKVStore, KVStore, StoreKey
+    from kvgraft.memory.store import HostKVStore, KVStore, StoreFactory, StoreKey, create_store, register_store
 
 __all__ = [
     "HostKVStore",
@@ -28,8 +28,11 @@ __all__ = [
     "SlotIndex",
     "SlotPool",
     "SlotUsage",
+    "StoreFactory",
     "StoreKey",
     "as_index",
+    "create_store",
+    "register_store",
 ]
 
 _NEEDS_TORCH = {
@@ -42,8 +45,11 @@ _NEEDS_TORCH = {
     "LayerShape": "kvgraft.memory.pool",
     "SlotIndex": "kvgraft.memory.pool",
     "SlotPool": "kvgraft.memory.pool",
+    "StoreFactory": "kvgraft.memory.store",
     "StoreKey": "kvgraft.memory.store",
     "as_index": "kvgraft.memory.pool",
+    "create_store": "kvgraft.memory.store",
+    "register_store": "kvgraft.memory.store",
 }
 
 

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from kvgraft.memory.store.base import KVStore, StoreKey
 from kvgraft.memory.store.host import HostKVStore
+from kvgraft.memory.store.registry import StoreFactory, create_store, register_store
 
-__all__ = ["HostKVStore", "KVStore", "StoreKey"]
+__all__ = ["HostKVStore", "KVStore", "StoreFactory", "StoreKey", "create_store", "register_store"]

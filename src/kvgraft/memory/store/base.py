@@ -13,12 +13,20 @@ StoreKey = int | str | bytes
 
 
 class KVStore(ABC):
-    """Keeps KV blocks under keys, within a budget of bytes. Evicts nothing by itself. Blocks are never replaced."""
+    """Keeps KV blocks under keys, within a budget of bytes. Evicts nothing by itself. Blocks are never replaced.
+
+    A store belongs to one process and begins empty: each rank of an engine makes its own, and their keys are the same.
+    """
+
+    @property
+    @abstractmethod
+    def budget_bytes(self) -> int:
+        """Upper bound of `used_bytes`; 0 keeps nothing."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes of the blocks kept."""
+        """Bytes of the blocks kept, each counted as its `num_bytes`."""
 
     @abstractmethod
     def fits(self, num_bytes: int) -> bool:
@@ -26,7 +34,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def put(self, key: StoreKey, block: KVBlock) -> None:
-        """Keep `block` under `key`.
+        """Keep `block`, of CPU tensors, under `key`; the tensors are the store's from now on.
 
         Raises:
             CapacityError: It does not fit; nothing has changed.
@@ -35,7 +43,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def get(self, key: StoreKey, start: int = 0, length: int | None = None) -> KVBlock:
-        """Read `length` tokens from `start` of a block, all behind `start` by default. Not to be written to.
+        """Read `length` tokens from `start` of a block, all behind `start` by default.
+
+        Returns:
+            CPU tensors with what was put, bit for bit. Not to be written to; they stay good after `remove`.
 
         Raises:
             ConfigError: The block has fewer tokens.
@@ -49,6 +60,9 @@ class KVStore(ABC):
         Raises:
             StoreError: There is no block under `key`.
         """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def __contains__(self, key: StoreKey) -> bool: ...

@@ -31,7 +31,7 @@ class HostKVStore(KVStore):
         if budget_bytes < 0:
             raise ConfigError(f"budget_bytes must not be negative, not {budget_bytes}")
         check_host_memory("host_bytes", budget_bytes)
-        self.budget_bytes = budget_bytes
+        self._budget_bytes = budget_bytes
         self._pin_memory = pin_memory and torch.cuda.is_available()
         self._blocks: dict[StoreKey, KVBlock] = {}
         self._used_bytes = 0
@@ -43,13 +43,18 @@ class HostKVStore(KVStore):
         return key in self._blocks
 
     @property
+    def budget_bytes(self) -> int:
+        """Upper bound of `used_bytes`."""
+        return self._budget_bytes
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the blocks kept."""
         return self._used_bytes
 
     def fits(self, num_bytes: int) -> bool:
         """Whether a block of `num_bytes` can be put without removing another."""
-        return self._used_bytes + num_bytes <= self.budget_bytes
+        return self._used_bytes + num_bytes <= self._budget_bytes
 
     def put(self, key: StoreKey, block: KVBlock) -> None:
         """Keep `block` under `key`; its tensors are the store's from now on, views are copied.
@@ -64,7 +69,7 @@ class HostKVStore(KVStore):
         if any(tensor.device.type != "cpu" for tensor in (*block.keys, *block.values)):
             raise ConfigError("a host store takes CPU tensors: export the block first")
         if not self.fits(block.num_bytes):
-            raise CapacityError(f"{block.num_bytes} bytes do not fit in {self.budget_bytes - self._used_bytes}")
+            raise CapacityError(f"{block.num_bytes} bytes do not fit in {self._budget_bytes - self._used_bytes}")
         self._blocks[key] = KVBlock(tuple(map(self._own, block.keys)), tuple(map(self._own, block.values)))
         self._used_bytes += block.num_bytes
 
@@ -96,8 +101,10 @@ class HostKVStore(KVStore):
             CorruptCacheError: The first one that does not hold.
         """
         used_bytes = sum(block.num_bytes for block in self._blocks.values())
-        if used_bytes != self._used_bytes or used_bytes > self.budget_bytes:
-            raise CorruptCacheError(f"{used_bytes} bytes kept, {self._used_bytes} counted, {self.budget_bytes} allowed")
+        if used_bytes != self._used_bytes or used_bytes > self._budget_bytes:
+            raise CorruptCacheError(
+                f"{used_bytes} bytes kept, {self._used_bytes} counted, {self._budget_bytes} allowed"
+            )
         for key, block in self._blocks.items():
             if not all(_owns_its_bytes(tensor) for tensor in (*block.keys, *block.values)):
                 raise CorruptCacheError(f"the block under {key!r} keeps more memory alive than is counted")

@@ -13,7 +13,7 @@ from kvgraft.donors import DonorCatalogue, new_secret
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts, TextPart
 from kvgraft.integrations.sglang.donors.texts import HostKV, TreeKV, TreeText
-from kvgraft.memory.store import HostKVStore
+from kvgraft.memory.store import create_store
 from kvgraft.reuse.registration import Registration
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class DonorLibrary:
         self._buffers = buffers
         self._min_run = config.min_run
         self.rules = Registration(self, self.catalogue, min_run=config.min_run, max_generation=config.max_generation)
-        self._host = HostKVStore(config.host_bytes)
+        self._host = create_store(config.store, budget_bytes=config.host_bytes)
         self._host_order: OrderedDict[int, Donor] = OrderedDict()
         self._next_store_key = 0
         self._slot_texts = SlotTexts(buffers.num_slots)

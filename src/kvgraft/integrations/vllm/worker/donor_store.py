@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
+from kvgraft.errors import CorruptCacheError
 from kvgraft.memory.block import KVBlock
-from kvgraft.memory.store import HostKVStore
 
 if TYPE_CHECKING:
     from kvgraft.integrations.vllm.messages import TextId
+    from kvgraft.memory import KVStore
     from kvgraft.types import DonorId
 
 
 class DonorStore:
-    """Host memory within a budget. The scheduler decides what stays; this only keeps. Not thread-safe."""
+    """Donors in a KV store that nobody else uses, growing texts in host memory. Not thread-safe.
 
-    def __init__(self, budget_bytes: int, *, pin_memory: bool) -> None:
-        self._new_store = partial(HostKVStore, budget_bytes, pin_memory=pin_memory)
-        self._store = self._new_store()
+    The scheduler decides what stays; this only keeps.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._donor_ids: set[DonorId] = set()
         self._texts: dict[TextId, list[KVBlock]] = {}
 
     @property
@@ -38,6 +41,7 @@ class DonorStore:
             KeyError: There is no such text.
         """
         self._store.put(donor_id, KVBlock.join(self._texts.pop(text_id)))
+        self._donor_ids.add(donor_id)
 
     def discard(self, text_id: TextId) -> None:
         """Forget a text; one that is not there is ignored, its capture may have failed."""
@@ -45,7 +49,8 @@ class DonorStore:
 
     def drop(self, donor_id: DonorId) -> None:
         """Forget a donor; one that is not there is ignored, its sealing may have failed."""
-        if donor_id in self._store:
+        if donor_id in self._donor_ids:
+            self._donor_ids.remove(donor_id)
             self._store.remove(donor_id)
 
     @property
@@ -56,7 +61,8 @@ class DonorStore:
     def clear(self) -> None:
         """Forget everything."""
         self._texts.clear()
-        self._store = self._new_store()
+        for donor_id in list(self._donor_ids):
+            self.drop(donor_id)
 
     def get(self, donor_id: DonorId, start: int, length: int) -> KVBlock:
         """View tokens of a donor; the view stays good after `drop`.
@@ -67,5 +73,7 @@ class DonorStore:
         return self._store.get(donor_id, start, length)
 
     def check(self) -> None:
-        """Verify the store's invariants; raises `CorruptCacheError`."""
+        """Verify the store's invariants, and that it keeps the donors alone; raises `CorruptCacheError`."""
         self._store.check()
+        if len(self._store) != len(self._donor_ids) or not all(key in self._store for key in self._donor_ids):
+            raise CorruptCacheError(f"{len(self._donor_ids)} donors and {len(self._store)} blocks are kept")

@@ -21,6 +21,7 @@ from kvgraft.integrations.vllm.worker.self_check import checked
 from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
+from kvgraft.memory import create_store
 from kvgraft.reuse.policy import configured_policy
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class GraftWorker:
         self._policy = configured_policy(
             config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
         )
-        self._donors = DonorStore(config.host_bytes, pin_memory=torch.cuda.is_available())
+        self._donors = DonorStore(
+            create_store(config.store, budget_bytes=config.host_bytes, pin_memory=torch.cuda.is_available())
+        )
         self._handle: ModelHandle | None = None
         self._rank: RankModel | None = None
         self._refusal = ""
