@@ -6,8 +6,12 @@ import json
 
 import pytest
 import torch
+from tests.conformance.file_store import FileStore
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
+from kvgraft.errors import ConfigError
+from kvgraft.memory import register_store
+from kvgraft.memory.store import registry
 from kvgraft.types import MissReason
 
 
@@ -120,6 +124,24 @@ def test_host_memory_keeps_within_its_budget_and_drops_the_oldest(make_world, ma
     assert world.library.host_bytes == 60 * per_token
     assert promise(world, FakeRequest("old", texts[0] + make_tokens(5))) == 0
     assert promise(world, FakeRequest("new", texts[2] + make_tokens(5))) == 60
+
+
+def test_evicted_text_goes_to_the_store_that_is_set(make_world, make_tokens, monkeypatch):
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    register_store("toy", FileStore)
+    world, document = make_world(store="toy"), make_tokens(100)
+    world.tree.evict(world.publish("donor", document), 0)
+    world.library.check()
+    assert type(world.library._host) is FileStore
+    assert world.library.host_bytes > 0
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert promise(world, req) == 80
+    assert world.reuse.load_first(req, 80) == 80
+    assert [source["tier"] for source in report(world, req)["sources"]] == ["host"]
+    world.library.clear()
+    assert world.library.host_bytes == 0
+    with pytest.raises(ConfigError, match="unknown store 'disk'"):
+        make_world(store="disk")
 
 
 def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
