@@ -160,11 +160,11 @@ def changed(tmp_path_factory):
     line = ('    "none": NoRecompute,\n', '    "none": NoRecompute,\n    "last_k": LastK,\n')
     imported = ("from kvgraft.graft.select.first_k import", "from kvgraft.graft.select.last_k import LastK\n")
     edit("graft/select/__init__.py", line, (imported[0], imported[1] + imported[0]))
-    for engine in ("engine", "vllm", "sglang"):
-        edit(f"config/{engine}.py", ('choices=("none", ', 'choices=("none", "last_k", '))
+    for name in ("reuse", "engine", "vllm"):
+        edit(f"config/{name}.py", ('choices=("none", ', 'choices=("none", "last_k", '))
     edit(
-        "config/engine.py",
-        ("    first_k: int", '    last_k: int = setting(4, "tokens", CACHE, low=1)\n    first_k: int'),
+        "config/reuse.py",
+        ("    first_k: int", '    last_k: int = setting(4, "tokens", REUSE, low=1)\n    first_k: int'),
     )
     edit(
         "reuse/policy.py",
@@ -188,7 +188,7 @@ def changed(tmp_path_factory):
     edit("config/engine.py", ('"flex"', '"flex", "toy"'))
     edit(
         "config/engine.py",
-        ("    first_k: int", '    toy_limit: int = setting(3, "a toy", SCHEDULING, low=1)\n    first_k: int'),
+        ("    dtype: str", '    toy_limit: int = setting(3, "a toy", SCHEDULING, low=1)\n    dtype: str'),
     )
     edit(
         "prefix/eviction/policies.py",
