@@ -105,7 +105,7 @@ USE = """
 import json, logging
 import numpy as np
 from kvgraft.config import EngineConfig, SGLangConfig, VLLMConfig, settings_table
-from kvgraft.config.sources import resolve
+from kvgraft.config import resolve
 from kvgraft.cli import build_parser
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.loading import adopt_model
@@ -126,7 +126,7 @@ found["attention"] = type(llm.adapter.attention.backend).__name__
 
 flags = vars(build_parser().parse_args(["serve", "--toy-limit", "9"]))
 found["flag"] = flags["setting_toy_limit"]
-found["env"] = resolve({}, None, {"KVGRAFT_TOY_LIMIT": "5"}).config.toy_limit
+found["env"] = resolve(EngineConfig, environ={"KVGRAFT_TOY_LIMIT": "5"}).config.toy_limit
 found["table"] = "toy_limit" in settings_table()
 try:
     EngineConfig(toy_limit=0)
