@@ -11,7 +11,6 @@ from typing import Any
 
 from kvgraft.errors import ConfigError
 
-
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _LARGEST = (1 << 63) - 1
