@@ -104,8 +104,7 @@ class BiggestFirst(EvictionPolicy):
 USE = """
 import json, logging
 import numpy as np
-from kvgraft.config import EngineConfig, SGLangConfig, VLLMConfig, settings_table
-from kvgraft.config import resolve
+from kvgraft.config import EngineConfig, SGLangConfig, VLLMConfig, resolve, settings_table
 from kvgraft.cli import build_parser
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.loading import adopt_model
@@ -160,8 +159,8 @@ def changed(tmp_path_factory):
     line = ('    "none": NoRecompute,\n', '    "none": NoRecompute,\n    "last_k": LastK,\n')
     imported = ("from kvgraft.graft.select.first_k import", "from kvgraft.graft.select.last_k import LastK\n")
     edit("graft/select/__init__.py", line, (imported[0], imported[1] + imported[0]))
-    for name in ("reuse", "engine", "vllm"):
-        edit(f"config/{name}.py", ('choices=("none", ', 'choices=("none", "last_k", '))
+    for engine in ("engine", "vllm", "reuse"):
+        edit(f"config/{engine}.py", ('choices=("none", ', 'choices=("none", "last_k", '))
     edit(
         "config/reuse.py",
         ("    first_k: int", '    last_k: int = setting(4, "tokens", REUSE, low=1)\n    first_k: int'),
