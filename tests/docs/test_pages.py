@@ -37,6 +37,7 @@ OTHERS = {
     "agent_": "the beginning of names of request packs",
     "arena_hard": "a request pack",
     "enableServiceLinks": "Kubernetes",
+    "KVGRAFT_CHAT_SERVICE_HOST": "Kubernetes, of a service called kvgraft-chat",
     "terminationGracePeriodSeconds": "Kubernetes",
 }
 """Names that are not ours, and whose they are."""

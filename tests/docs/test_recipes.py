@@ -107,8 +107,7 @@ class BiggestFirst(EvictionPolicy):
 USE = """
 import json, logging
 import numpy as np
-from kvgraft.config import EngineConfig, SGLangConfig, VLLMConfig, settings_table
-from kvgraft.config.sources import resolve
+from kvgraft.config import EngineConfig, SGLangConfig, VLLMConfig, resolve, settings_table
 from kvgraft.cli import build_parser
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.loading import adopt_model
@@ -129,7 +128,7 @@ found["attention"] = type(llm.adapter.attention.backend).__name__
 
 flags = vars(build_parser().parse_args(["serve", "--toy-limit", "9"]))
 found["flag"] = flags["setting_toy_limit"]
-found["env"] = resolve({}, None, {"KVGRAFT_TOY_LIMIT": "5"}).config.toy_limit
+found["env"] = resolve(EngineConfig, environ={"KVGRAFT_TOY_LIMIT": "5"}).config.toy_limit
 found["table"] = "toy_limit" in settings_table()
 try:
     EngineConfig(toy_limit=0)
@@ -163,11 +162,11 @@ def changed(tmp_path_factory):
     line = ('    "none": NoRecompute,\n', '    "none": NoRecompute,\n    "last_k": LastK,\n')
     imported = ("from kvgraft.graft.select.first_k import", "from kvgraft.graft.select.last_k import LastK\n")
     edit("graft/select/__init__.py", line, (imported[0], imported[1] + imported[0]))
-    for engine in ("engine", "vllm", "sglang"):
+    for engine in ("engine", "vllm", "reuse"):
         edit(f"config/{engine}.py", ('choices=("none", ', 'choices=("none", "last_k", '))
     edit(
-        "config/engine.py",
-        ("    first_k: int", '    last_k: int = setting(4, "tokens", CACHE, low=1)\n    first_k: int'),
+        "config/reuse.py",
+        ("    first_k: int", '    last_k: int = setting(4, "tokens", REUSE, low=1)\n    first_k: int'),
     )
     edit(
         "reuse/policy.py",
@@ -191,7 +190,7 @@ def changed(tmp_path_factory):
     edit("config/engine.py", ('"flex"', '"flex", "toy"'))
     edit(
         "config/engine.py",
-        ("    first_k: int", '    toy_limit: int = setting(3, "a toy", SCHEDULING, low=1)\n    first_k: int'),
+        ("    dtype: str", '    toy_limit: int = setting(3, "a toy", SCHEDULING, low=1)\n    dtype: str'),
     )
     edit(
         "prefix/eviction/policies.py",

@@ -223,7 +223,6 @@ class DonorCatalogue:
         *,
         generation: int = 0,
         start_position: int = 0,
-        context: bytes = b"",
     ) -> AddResult:
         """Register a text, making room by evicting what is worth least.
 
@@ -233,7 +232,6 @@ class DonorCatalogue:
             kv: Handle of its K/V; goes on belonging to the caller.
             generation: See `Donor`.
             start_position: See `Donor`.
-            context: See `Donor`.
 
         Returns:
             AddResult: `donor` is None for a text shorter than 16 tokens; nothing changed then.
@@ -256,7 +254,7 @@ class DonorCatalogue:
         tenant = self._tenant(namespace)
         row = self._take_row()
         donor_id = DonorId(row | int(self._epochs[row]) << _ROW_BITS)
-        donor = Donor(donor_id, namespace, tokens, kv, generation, start_position, context)
+        donor = Donor(donor_id, namespace, tokens, kv, generation, start_position)
         self._arena.store(row, tokens)
         self._generations[row] = generation
         self._tenant_of_row[row] = tenant.number

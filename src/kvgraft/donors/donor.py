@@ -21,7 +21,6 @@ class Donor:
         kv: Handle of the K/V, meaningful to the owner alone.
         generation: 0 if the text attended to exact K/V only, else 1 + the highest generation it attended to.
         start_position: Position of the first token when it was encoded.
-        context: Digest of what preceded the text when it was encoded; empty for nothing.
     """
 
     donor_id: DonorId
@@ -30,7 +29,6 @@ class Donor:
     kv: object
     generation: int = 0
     start_position: int = 0
-    context: bytes = b""
 
     @property
     def num_tokens(self) -> int:

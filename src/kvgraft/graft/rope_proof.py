@@ -6,6 +6,7 @@ function of token and position.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,9 +67,10 @@ def find_rotations(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest magnitude of `expected`."""
+    """Largest difference, relative to the largest magnitude of `expected`; infinite if anything is not a number."""
     difference = (actual.float() - expected.float()).abs().max()
-    return float(difference / expected.float().abs().max().clamp_min(1e-12))
+    error = float(difference / expected.float().abs().max().clamp_min(1e-12))
+    return math.inf if math.isnan(error) else error
 
 
 def _rotation_error(keys: Tensor, positions: Sequence[int], spec: RopeSpec | None) -> float:

@@ -47,14 +47,8 @@ def test_added_donor_keeps_what_it_was_given():
     catalogue = DonorCatalogue(1_000)
     text = make_text(50)
     kv = object()
-    donor, evicted = catalogue.add(NAMESPACE, text, kv, generation=2, start_position=9, context=b"before")
-    assert (donor.namespace, donor.kv, donor.generation, donor.start_position, donor.context) == (
-        NAMESPACE,
-        kv,
-        2,
-        9,
-        b"before",
-    )
+    donor, evicted = catalogue.add(NAMESPACE, text, kv, generation=2, start_position=9)
+    assert (donor.namespace, donor.kv, donor.generation, donor.start_position) == (NAMESPACE, kv, 2, 9)
     assert evicted == ()
     assert donor.num_tokens == 50
     assert catalogue.get(donor.donor_id) is donor

@@ -340,8 +340,9 @@ class GraftScheduler:
         for state in (*self._states.values(), *self._ended.values()):
             self._captures.give_up(state)
             state.captures = False
-        for request_id in [state.request_id for state in self._states.values() if not state.is_admitted]:
-            self._unpin(self._states.pop(request_id))  # it is looked up anew before it is admitted
+            if not state.is_admitted:
+                self._unpin(state)
+                state.claim, state.is_stale = None, True
         for donor in list(self.registry.catalogue):
             self.registry.forget(donor.donor_id)
 

@@ -35,6 +35,7 @@ class RequestState:
         captures: Whether its text may become donors.
         lookup_ms: Duration of the lookup.
         is_admitted: vLLM has given it blocks since the lookup.
+        is_stale: What the lookup found is gone; it is looked up anew before it is admitted.
         is_pinned: The claim's donors are kept for it.
         has_failed: A graft of it failed; it is not tried again.
         block_ids: Its blocks, group by group, as far as they were ever given.
@@ -57,6 +58,7 @@ class RequestState:
     captures: bool = False
     lookup_ms: float = 0.0
     is_admitted: bool = False
+    is_stale: bool = False
     is_pinned: bool = False
     has_failed: bool = False
     block_ids: list[list[int]] = field(default_factory=list)
@@ -69,7 +71,10 @@ class RequestState:
 
     def waits_for_room(self, exact_len: int, num_tokens: int) -> bool:
         """Whether vLLM asks for what it was told before: it does in every step until it has blocks to give."""
-        return not self.is_admitted and (self.exact_len, len(self.token_ids)) == (exact_len, num_tokens)
+        return not (self.is_admitted or self.is_stale) and (self.exact_len, len(self.token_ids)) == (
+            exact_len,
+            num_tokens,
+        )
 
     @property
     def waits_for_graft(self) -> bool:
