@@ -132,11 +132,12 @@ class HybridKVSpace(KVSpace):
         return self._pool.export_windows(swa_indices)
 
     def capture(self, name: str, swa_indices: NDArray[np.int64]) -> bool:
-        """Copy window layers to the host under `name`, for a donor to come; False if there is no room."""
+        """Copy window layers to the host under `name`, for a donor to come; False if the host does not keep them."""
         num_bytes = len(swa_indices) * self._pool.window.bytes_per_token
         if not self.make_host_room(num_bytes):
             return False
-        self.host.put(name, self._pool.export_windows(swa_indices))
+        if not self.keep_on_host(name, self._pool.export_windows(swa_indices)):
+            return False
         self._captured.add(name)
         return True
 
@@ -181,8 +182,9 @@ class HybridKVSpace(KVSpace):
             return
         for evicted in result.evicted:
             self._forget_kv(evicted)
-        if result.donor is not None:
-            self.host.put(result.donor.donor_id, self._pool.export(slots, windows))
+        donor = result.donor
+        if donor is not None and not self.keep_on_host(donor.donor_id, self._pool.export(slots, windows)):
+            self.donors.remove(donor.donor_id)
 
     def reset(self) -> None:
         """Forget all prefixes and donors; running requests keep their slots."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.window_row import WindowRow
     from kvgraft.graft.executor import KVSource
-    from kvgraft.memory import HybridSlotPool, SlotUsage, StoreKey
+    from kvgraft.memory import HybridSlotPool, KVBlock, SlotUsage, StoreKey
     from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle, RadixKey
     from kvgraft.types import DonorId, Match, Namespace, TokenArray
 
@@ -218,14 +218,23 @@ class KVSpace:
             return False
         assert isinstance(donor.kv, SlotKV)
         assert isinstance(self.pool, SlotPool), "donors of a hybrid model lie on the host"
-        if self.make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token):
-            self.host.put(donor.donor_id, self.pool.export(self.pool.index(donor.kv.slots)))
+        has_room = self.make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token)
+        if has_room and self.keep_on_host(donor.donor_id, self.pool.export(self.pool.index(donor.kv.slots))):
             self.donors.rebind(donor.donor_id, HostKV())
             self.num_spilled += 1
         else:
             self.donors.remove(donor.donor_id)
             self.num_dropped += 1
         self.allocator.release(donor.kv.slots, Owner.DONOR)
+        return True
+
+    def keep_on_host(self, key: StoreKey, block: KVBlock) -> bool:
+        """Put a block into the store; False if that fails, which is no reason to fail the request that needs the room."""
+        try:
+            self.host.put(key, block)
+        except Exception:
+            logger.exception("the store does not keep a block of %d bytes; it is dropped", block.num_bytes)
+            return False
         return True
 
     def make_host_room(self, num_bytes: int) -> bool:
