@@ -9,7 +9,7 @@ import torch
 from tests.conformance.file_store import FileStore
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, StoreError
 from kvgraft.memory import register_store
 from kvgraft.memory.store import registry
 from kvgraft.types import MissReason
@@ -142,6 +142,25 @@ def test_evicted_text_goes_to_the_store_that_is_set(make_world, make_tokens, mon
     assert world.library.host_bytes == 0
     with pytest.raises(ConfigError, match="unknown store 'disk'"):
         make_world(store="disk")
+
+
+class FullStore(FileStore):
+    def put(self, key, block):
+        raise StoreError("no space left")
+
+
+def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_tokens, monkeypatch):
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    register_store("full", FullStore)
+    world, first, second = make_world(store="full", donor_tokens=150), make_tokens(100), make_tokens(100)
+    world.tree.on_evicted = world.reuse.evicted
+    world.tree.evict(world.publish("first", first), 0)
+    assert world.library.host_bytes == 0
+    world.publish("second", second)  # there is no room for both in the catalogue
+    assert len(world.log.metrics.errors) == 1, "the one of the store"
+    world.library.check()
+    assert promise(world, FakeRequest("old", first + make_tokens(5))) == 0
+    assert promise(world, FakeRequest("new", second[1:] + make_tokens(5))) == 99
 
 
 def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):

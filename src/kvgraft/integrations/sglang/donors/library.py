@@ -238,5 +238,5 @@ class DonorLibrary:
         return True
 
     def _drop_block(self, store_key: int) -> None:
-        self._host.remove(store_key)
-        del self._host_order[store_key]
+        if self._host_order.pop(store_key, None) is not None:  # else the store had failed to keep it
+            self._host.remove(store_key)
