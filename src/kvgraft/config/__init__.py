@@ -1,7 +1,7 @@
 """Settings: typed and checked, and the only place that reads them from the environment and from files.
 
 `ReuseSettings` has what all engines share; `EngineConfig`, `ServerConfig`, `VLLMConfig` and `SGLangConfig` extend it.
-`resolve` merges flags, environment, file and defaults.
+`resolve` merges flags, environment, file and defaults. Public modules: `sglang`.
 """
 
 from kvgraft.config.engine import EngineConfig

@@ -9,6 +9,9 @@ from kvgraft.config.setting import setting
 
 _REPORTS = "reports"
 
+BACKEND = "kvgraft"
+"""What users pass to `--radix-cache-backend`."""
+
 
 @dataclass(frozen=True, slots=True)
 class SGLangConfig(AdapterSettings):

@@ -10,9 +10,6 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "kvgraft"
-"""What users pass to `--radix-cache-backend`."""
-
 
 def register() -> None:
     """Register the backend and its two hooks with SGLang.
@@ -29,10 +26,9 @@ def register() -> None:
         install()
     except Exception:
         logger.error(  # noqa: TRY400 - SGLang prints the traceback itself
-            "kvgraft: the plug-in could not be installed; --radix-cache-backend %s will be refused as unknown",
-            BACKEND,
+            "kvgraft: the plug-in could not be installed; --radix-cache-backend kvgraft will be refused as unknown"
         )
         raise
 
 
-__all__ = ["BACKEND", "register"]
+__all__ = ["register"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvgraft import __version__
 from kvgraft.config import Resolved, SGLangConfig, resolve
+from kvgraft.config.sglang import BACKEND
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang import BACKEND
 from kvgraft.integrations.sglang.refusals import SUPPORTED_ARCHITECTURES
 from kvgraft.integrations.sglang.status import live_statuses, state_directory
 from kvgraft.integrations.sglang.versions import (

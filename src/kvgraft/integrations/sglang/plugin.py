@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvgraft.config.sglang import BACKEND
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.sglang import BACKEND
 from kvgraft.integrations.sglang.versions import HOOKED, installed_version, unsupported_version
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgraft.integrations.sglang.reporting.attempt import Attempt
 from kvgraft.reuse.lineage import Lineage
+from kvgraft.reuse.report import request_report
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.sglang.planning.spans import Span
-    from kvgraft.integrations.sglang.reporting.reports import Attempt
     from kvgraft.types import Miss, Namespace
 
 
@@ -62,6 +63,12 @@ class RequestState:
         self.lineage.copy([span.report() for span in spans])
         self.lineage.recompute(sum(span.recomputed for span in spans), inside=False)
         self.sources += sources
+
+    def attempt(self, policy: str) -> Attempt:
+        """Sum up where the request stands."""
+        timings_ms = {"lookup": self.lookup_ms, "graft": self.graft_ms}
+        report = request_report(self.lineage, self.num_tokens, policy=policy, timings_ms=timings_ms, miss=self.miss)
+        return Attempt(report, tuple(self.sources), self.num_steps)
 
     def adjoining(self, position: int) -> list[Span]:
         """Return the spans that follow one another from `position` on."""

@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.ranks import Decision, Ranks
 from kvgraft.integrations.sglang.refusals import refused_request
-from kvgraft.integrations.sglang.reporting.reports import Attempt
 from kvgraft.integrations.sglang.request_state import RequestState
 from kvgraft.types import Miss, MissReason
 
@@ -243,7 +242,7 @@ class RequestReuse:
             self.log.finished(req, state, self.planner.policy.name)
             self.log.show_donors(self.library)
         else:
-            attempts = (*state.attempts, Attempt.of(state, self.planner.policy.name))
+            attempts = (*state.attempts, state.attempt(self.planner.policy.name))
             self._states[req] = RequestState(state.rid, state.namespace, attempts)
 
     def aborted(self, handle: object) -> None:

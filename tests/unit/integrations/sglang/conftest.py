@@ -150,7 +150,7 @@ class World:
         self.config = SGLangConfig(**{**defaults, **no_deadline, **settings})
         self.tree = FakeTree(page_size)
         self.pool = KVBuffers(self.keys, self.values, [spec] * LAYERS)
-        self.library = DonorLibrary(self.tree, self.pool, self.config)
+        self.library = DonorLibrary(self.tree, self.pool, self.config, secret=bytes(32))
         self.tree.on_evicted = self.library.capture
         self.planner = LoadPlanner(
             self.library, self.config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), page_size

@@ -185,7 +185,7 @@ class Scheduler:
         self.keys, self.values = torch.zeros(SLOTS, 1, 2), torch.zeros(SLOTS, 1, 2)
         self.tree = PageTree(page_size)
         self.buffers = KVBuffers([self.keys], [self.values], [RopeSpec(torch.tensor([STEP]), RopePairing.HALF)])
-        self.library = DonorLibrary(self.tree, self.buffers, self.config)
+        self.library = DonorLibrary(self.tree, self.buffers, self.config, secret=bytes(32))
         self.log = RequestLog(CountedReports())
         ranks, costs = OneRank(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
         self.reuse = RequestReuse(

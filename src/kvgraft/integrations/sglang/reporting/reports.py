@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from kvgraft.reuse.report import report_as_dict, request_report
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import GraftReport, Miss, MissReason
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class RequestLog:
 
     def _ended(self, state: RequestState, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
         # One that waits again after a retraction has not been matched.
-        current = () if state.attempts and not state.num_tokens else (Attempt.of(state, policy),)
+        current = () if state.attempts and not state.num_tokens else (state.attempt(policy),)
         attempts = (*state.attempts, *current)
         report = least_exact([attempt.report for attempt in attempts])
         entry: dict[str, object] = {
@@ -132,26 +131,6 @@ class RequestLog:
         except OSError as error:
             logger.error("reports cannot be written to %s and no more will be: %s", self._path, error)  # noqa: TRY400
             self._path = None
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What became of a request up to its end or to a retraction."""
-
-    report: GraftReport
-    sources: tuple[dict[str, object], ...]
-    prefill_steps: int
-
-    @classmethod
-    def of(cls, state: RequestState, policy: str) -> Attempt:
-        """Sum up where a request stands."""
-        timings_ms = {"lookup": state.lookup_ms, "graft": state.graft_ms}
-        report = request_report(state.lineage, state.num_tokens, policy=policy, timings_ms=timings_ms, miss=state.miss)
-        return cls(report, tuple(state.sources), state.num_steps)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return it in types that JSON has."""
-        return {**report_as_dict(self.report), "sources": list(self.sources), "prefill_steps": self.prefill_steps}
 
 
 def least_exact(reports: Sequence[GraftReport]) -> GraftReport:
