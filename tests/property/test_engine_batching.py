@@ -40,6 +40,7 @@ class BatchingMachine(RuleBasedStateMachine):
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 60))) for _ in range(4)]
         self.open = {}
         self.texts = []
+        self.prompts = []
 
     @rule(
         chosen=st.lists(st.integers(0, 3), max_size=2),
@@ -58,6 +59,7 @@ class BatchingMachine(RuleBasedStateMachine):
         )
         self.engine.add(request)
         self.open[request.request_id] = (request, [])
+        self.prompts.append(request.token_ids.astype(np.int64))
 
     @rule(count=st.integers(1, 12))
     def step(self, count):
@@ -126,7 +128,7 @@ class BatchingMachine(RuleBasedStateMachine):
             for salt in ("", "x"):
                 namespace = self.engine.builder.build(text[:1], cache_salt=salt).namespace
                 assert_prefix_is_exact(adapter, space, namespace, text)
-        assert_donors_are_exact(adapter, space, self.texts[-6:])
+        assert_donors_are_exact(adapter, space, [*self.prompts, *self.texts], last=6)
 
     def nothing_runs(self):
         pass

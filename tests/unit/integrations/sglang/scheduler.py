@@ -400,7 +400,9 @@ class Scheduler:
             tokens = entry.req.full_untruncated_fill_ids
             assert [self.content(slot).token for slot in entry.row] == list(tokens[: len(entry.row)])
             cosines, sines = self.keys[entry.row, 0].unbind(-1)
+            turn = 2 * np.pi / STEP
             error = torch.atan2(sines, cosines) / STEP - torch.arange(len(entry.row))
+            error = (error + turn / 2) % turn - turn / 2  # rows are longer than half a turn
             assert not len(error) or float(error.abs().max()) < 0.5, "a key that was rotated to another position"
             assert bool(entry.copied) <= bool(entry.req.skip_radix_cache_insert)
 
