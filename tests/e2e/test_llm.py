@@ -19,6 +19,11 @@ ANSWER = SamplingParams(24, ignore_eos=True)
 """Longer than `min_run`: a text that others know but for less than that is not registered again."""
 
 
+def varied(seed):
+    """Sampling this hot makes a small random model, which repeats itself, answer with new text."""
+    return SamplingParams(24, ignore_eos=True, temperature=100.0, seed=seed)
+
+
 def make_llm(family="llama", **settings):
     settings = {"num_slots": 2_000, "selection": "none"} | settings
     return LLM(adopt_model(family, tiny_model(family), None), **settings)
@@ -147,9 +152,9 @@ def test_grafted_spans_do_not_become_donors_and_generations_grow(rng, document):
 def test_longer_sequence_replaces_the_donor_it_begins_with(rng):
     llm = make_llm()
     turn = rng.integers(3, VOCABULARY, 100)
-    first = llm.generate(turn, ANSWER)[0]
+    first = llm.generate(turn, varied(1))[0]
     assert [len(d.token_ids) for d in llm.space.donors] == [123]
-    llm.generate(np.concatenate([turn, first.token_ids, rng.integers(3, VOCABULARY, 50)]), ANSWER)
+    llm.generate(np.concatenate([turn, first.token_ids, rng.integers(3, VOCABULARY, 50)]), varied(2))
     assert [len(d.token_ids) for d in llm.space.donors] == [197]
     llm.check()
 

@@ -98,7 +98,7 @@ class DonorCatalogue:
     the donor's length plus O(log donors).
     """
 
-    def __init__(self, capacity_tokens: int, *, min_run: int = GRAM_TOKENS, secret: bytes = _PROCESS_SECRET) -> None:
+    def __init__(self, capacity_tokens: int, *, min_run: int = GRAM_TOKENS, secret: bytes | None = None) -> None:
         """Build an empty catalogue.
 
         Args:
@@ -107,12 +107,15 @@ class DonorCatalogue:
             min_run: Shortest match that `find` gives.
             secret: Keys all hashes, together with the namespace. Which of equally good donors `find` names, and which
                 runs shorter than 32 tokens it finds, depends on it: catalogues that must behave alike in several
-                processes need the same one (`new_secret`), handed over where nobody can read it.
+                processes need the same one (`new_secret`), handed over where nobody can read it. By default one that all
+                catalogues of this process share.
 
         Raises:
             ConfigError: An argument is below a k-gram of 16 tokens, the secret does not have 32 bytes, or the catalogue would
                 take more memory than there is.
         """
+        if secret is None:
+            secret = _PROCESS_SECRET
         if len(secret) != _SECRET_BYTES:
             raise ConfigError(f"secret must have {_SECRET_BYTES} bytes, not {len(secret)}; new_secret() makes one")
         for name, value in (("capacity_tokens", capacity_tokens), ("min_run", min_run)):
