@@ -144,6 +144,44 @@ class SpanReport:
     generation: int
 
 
+class RiskStatus(StrEnum):
+    """What is known of the risk of grafted requests."""
+
+    UNCALIBRATED = "uncalibrated"
+    """Nothing is stated: no calibration file is in use, or the request chose a selection policy of its own."""
+    CALIBRATED = "calibrated"
+    """The notch was shown to keep the risk on the prompts of the calibration."""
+    CERTIFIED = "certified"
+    """Audits of served requests have shown it too."""
+    BREACHED = "breached"
+    """Audits showed a higher risk: the notch is a more conservative one, without a certificate yet, or nothing is grafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RiskStatement:
+    """What may be said about grafted requests of this kind: a rate over traffic like the audited one, never one answer.
+
+    Attributes:
+        status: How much is known.
+        epsilon: Mean loss that is not to be exceeded; None if nothing is stated.
+        delta: Probability with which the statement may be wrong; None if nothing is stated.
+        loss: What counts as a loss, such as `first_token`; empty if nothing is stated.
+        notch: Name of the policy's setting, `full` where nothing is grafted; empty if nothing is stated.
+        audits: Requests of this kind, at this notch, that were compared with full prefill while serving.
+    """
+
+    status: RiskStatus = RiskStatus.UNCALIBRATED
+    epsilon: float | None = None
+    delta: float | None = None
+    loss: str = ""
+    notch: str = ""
+    audits: int = 0
+
+
+UNCALIBRATED = RiskStatement()
+"""The statement that states nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class GraftReport:
     """What was reused for one request, from where, and at what cost. One object feeds response, metrics and traces.
@@ -161,7 +199,7 @@ class GraftReport:
         miss: Why nothing was grafted, or None.
         computed_flops: Floating-point operations of the computed positions, each counted once.
         full_flops: Those of a full prefill.
-        risk: Estimated share of next-token probability mass that moved, or None where nothing estimates it.
+        risk: What may be said about grafts of this kind; states nothing without a calibration.
     """
 
     num_tokens: int
@@ -176,7 +214,7 @@ class GraftReport:
     miss: Miss | None = None
     computed_flops: float = 0.0
     full_flops: float = 0.0
-    risk: float | None = None
+    risk: RiskStatement = UNCALIBRATED
 
     @property
     def reused_tokens(self) -> int:

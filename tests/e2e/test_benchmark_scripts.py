@@ -30,6 +30,7 @@ HELPERS = {"prefix/trees.py", "prefix/sglang_stand_ins.py", "engines/vllm_server
 COVERED = HELPERS | {
     "bench_lookup.py",
     "bench_radix.py",
+    "bench_risk.py",
     "bench_selection.py",
     "bench_streams.py",
     "record.py",
@@ -148,6 +149,34 @@ class TestRadix:
         else:
             with pytest.raises(SystemExit, match=words):
                 script.bench_eviction(200, 1)
+
+
+class TestRisk:
+    @pytest.fixture
+    def script(self, load):
+        return load("bench_risk.py")
+
+    def test_holds_what_was_asked(self, script, run):
+        code, out = run(script, "--json", "--streams", 60, "--audits", 3_000, "--served", 1_500)
+        assert code == 0
+        result = json.loads(out)
+        assert all(row["wrong"] <= 0.15 for row in result["calibrate"])  # 5 % of 60, and what chance adds
+        assert any(row["nothing_certified"] == 1 for row in result["calibrate"] if row["prompts"] < 149)
+        medians = {(row["process"], row["risk"]): row["median"] for row in result["crossings"]}
+        assert medians["certify", 0.0] == 214
+        assert medians["certify", 0.02] is None
+        assert medians["alarm", 0.3] < medians["alarm", 0.1] < medians["alarm", 0.05]
+        calm, *_, wild = result["streams"]
+        assert calm["alarmed_before"] + calm["alarmed_after"] <= 0.15
+        assert wild["alarmed_after"] > 0.9
+        assert wild["risk_at_end"] < wild["mean_risk_after"] < wild["uncontrolled_after"]
+
+    def test_a_controller_that_ignores_alarms_is_seen(self, script, run, monkeypatch):
+        monkeypatch.setattr("kvgraft.fidelity.control.EProcess.exceeds", lambda *_: False)
+        _, out = run(script, "--json", "--streams", 5, "--audits", 500, "--served", 1_000)
+        wild = json.loads(out)["streams"][-1]
+        assert wild["alarmed_after"] == 0
+        assert wild["risk_at_end"] == wild["uncontrolled_after"] > 0.02
 
 
 class TestSelection:

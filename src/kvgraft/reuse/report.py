@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvgraft.types import Fidelity, GraftReport, Miss, MissReason
+from kvgraft.types import UNCALIBRATED, Fidelity, GraftReport, Miss, MissReason, RiskStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvgraft.reuse.lineage import Lineage
-    from kvgraft.types import SpanReport
+    from kvgraft.types import RiskStatement, SpanReport
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 """Of the fields of `report_as_dict`: raised when one changes its meaning or goes; new ones do not raise it."""
 
 
@@ -26,6 +26,7 @@ def request_report(
     miss: Miss | None,
     computed_flops: float = 0.0,
     full_flops: float = 0.0,
+    risk: RiskStatement = UNCALIBRATED,
 ) -> GraftReport:
     """Sum up what was reused for a prompt of `num_tokens`.
 
@@ -37,6 +38,7 @@ def request_report(
         miss: Why nothing is grafted; not told where something is.
         computed_flops: See `GraftReport`.
         full_flops: See `GraftReport`.
+        risk: What may be said about grafts of this kind.
     """
     shifted, substituted = (lineage.copied_tokens(kind) for kind in (Fidelity.SHIFTED, Fidelity.SUBSTITUTED))
     exact = min(lineage.given_len, num_tokens)
@@ -54,6 +56,7 @@ def request_report(
         miss=None if is_grafted else miss or Miss(MissReason.NO_MATCH, "nothing was grafted"),
         computed_flops=computed_flops,
         full_flops=full_flops,
+        risk=risk,
     )
 
 
@@ -75,7 +78,21 @@ def report_as_dict(report: GraftReport) -> dict[str, object]:
         "timings_ms": {step: _finite(value) for step, value in report.timings_ms.items()},
         "computed_flops": _finite(report.computed_flops),
         "full_flops": _finite(report.full_flops),
-        "risk": _finite(report.risk),
+        "risk": risk_as_dict(report.risk),
+    }
+
+
+def risk_as_dict(risk: RiskStatement) -> dict[str, object]:
+    """Return a statement in types that JSON has; one that states nothing has its status only."""
+    if risk.status is RiskStatus.UNCALIBRATED:
+        return {"status": risk.status.value}
+    return {
+        "status": risk.status.value,
+        "epsilon": _finite(risk.epsilon),
+        "delta": _finite(risk.delta),
+        "loss": str(risk.loss),
+        "notch": str(risk.notch),
+        "audits": int(risk.audits),
     }
 
 

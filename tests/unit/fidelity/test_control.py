@@ -1,0 +1,248 @@
+"""The statistics of a held risk: against mapie and ville, and on simulated streams of audits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from mapie.risk_control.fwer_control import control_fwer
+from mapie.risk_control.methods import compute_hoeffding_bentkus_p_value
+from scipy.stats import beta, binom
+from ville import BettingTest
+
+from kvgraft.fidelity.control import (
+    OFF,
+    EProcess,
+    RiskController,
+    RiskEvent,
+    RiskTarget,
+    alarming_bets,
+    certifying_bets,
+    clopper_pearson,
+    fixed_sequence,
+    hoeffding_bentkus,
+    log_e_path,
+    trials_needed,
+    upper_limit,
+)
+from kvgraft.types import RiskStatus
+
+EPSILON, DELTA = 0.02, 0.05
+STREAMS = 400
+SAMPLES = [
+    (0, 1, 0.02),
+    (0, 149, 0.02),
+    (3, 200, 0.05),
+    (9, 100, 0.05),
+    (40, 3_000, 0.02),
+    (150, 20_000, 0.01),
+    (7, 7, 0.3),
+]
+
+
+class TestPValues:
+    @pytest.mark.parametrize(("losses", "trials", "epsilon"), SAMPLES)
+    def test_clopper_pearson_is_the_binomial_tail(self, losses, trials, epsilon):
+        assert clopper_pearson(losses, trials, epsilon) == pytest.approx(binom.cdf(losses, trials, epsilon), rel=1e-9)
+
+    @pytest.mark.parametrize(("losses", "trials", "epsilon"), SAMPLES)
+    @pytest.mark.parametrize("share", [1.0, 0.37])
+    def test_hoeffding_bentkus_is_mapie_s(self, losses, trials, epsilon, share):
+        mean = share * losses / trials
+        # mapie rounds `mean * trials` up; where that is a whole number but for rounding, both are fed what gives it.
+        expected = compute_hoeffding_bentkus_p_value(np.array([mean]), trials, epsilon)[0, 0]
+        assert hoeffding_bentkus(mean * trials, trials, epsilon) == pytest.approx(min(1.0, expected), rel=1e-9)
+
+    def test_without_a_sample_nothing_is_rejected(self):
+        assert clopper_pearson(0, 0, EPSILON) == hoeffding_bentkus(0.0, 0, EPSILON) == 1.0
+
+    def test_they_are_valid(self):
+        """At a risk of exactly epsilon, p-values below delta are as rare as they promise; exact sums over all samples."""
+        counts = np.arange(301)
+        weights = binom.pmf(counts, 300, EPSILON)
+        for p_value in (clopper_pearson, hoeffding_bentkus):
+            rejected = [p_value(int(count), 300, EPSILON) <= DELTA for count in counts]
+            assert 0 < weights[rejected].sum() <= DELTA
+
+    @pytest.mark.parametrize(
+        ("losses", "trials", "published"), [(0, 100, 2.95), (0, 300, 0.99), (1, 300, 1.57), (5, 1_000, 1.05)]
+    )
+    def test_upper_limit(self, losses, trials, published):
+        limit = upper_limit(losses, trials, DELTA)
+        assert limit == pytest.approx(beta.ppf(1 - DELTA, losses + 1, trials - losses), abs=1e-6)
+        assert 100 * limit == pytest.approx(published, abs=0.01)
+
+    @pytest.mark.parametrize("rate", [0.0, 0.002, 0.01])
+    def test_trials_needed_are_enough_and_fewer_are_not(self, rate):
+        needed = trials_needed(EPSILON, DELTA, rate)
+        assert clopper_pearson(math.ceil(rate * needed), needed, EPSILON) <= DELTA
+        if rate == 0:
+            assert needed == 149
+            assert clopper_pearson(0, needed - 1, EPSILON) > DELTA
+
+    @pytest.mark.parametrize("rate", [0.02, 0.5, 0.0199999])
+    def test_no_number_is_enough_at_epsilon(self, rate):
+        assert trials_needed(EPSILON, DELTA, rate) is None
+
+
+class TestFixedSequence:
+    def test_is_mapie_s(self):
+        rng = np.random.default_rng(5)
+        for _ in range(200):
+            p_values = rng.random(6) ** 4
+            expected = control_fwer(p_values, DELTA, "fixed_sequence")
+            assert list(range(fixed_sequence(p_values.tolist(), DELTA))) == list(expected)
+
+    def test_ends_at_the_first_failure(self):
+        assert fixed_sequence([0.01, 0.2, 0.001], DELTA) == 1
+        assert fixed_sequence([0.2, 0.001], DELTA) == 0
+        assert fixed_sequence([], DELTA) == 0
+
+    def test_holds_delta_over_all_settings(self):
+        """Six settings of growing risk, the third one above epsilon: bold ones are accepted in at most 5 % of samples."""
+        risks = np.array([0.001, 0.005, 0.021, 0.03, 0.05, 0.1])
+        losses = np.random.default_rng(6).binomial(600, risks, (2_000, 6))
+        accepted = [fixed_sequence([clopper_pearson(int(k), 600, EPSILON) for k in row], DELTA) for row in losses]
+        wrong = np.mean(np.array(accepted) > 2)
+        assert wrong <= DELTA + 2 * math.sqrt(DELTA * (1 - DELTA) / 2_000)
+        assert np.mean(np.array(accepted) >= 1) > 0.99
+
+
+class TestEProcess:
+    @pytest.mark.parametrize("epsilon", [EPSILON, 0.3])
+    @pytest.mark.parametrize("kind", [certifying_bets, alarming_bets])
+    def test_each_bet_is_ville_s(self, kind, epsilon, monkeypatch):
+        """Its test bets what fits best, cut at a limit; where that is made to be without end, it bets the limit."""
+        monkeypatch.setattr("ville.sequential._plugin_lambda", lambda i, *_: np.full(np.shape(i), np.inf))
+        bets = kind(epsilon)
+        losses = np.random.default_rng(7).choice([0.0, 0.0, 0.0, 0.4, 1.0], 120)
+        paths = []
+        for bet in bets:
+            limit = bet * epsilon if bet > 0 else -bet * (1 - epsilon)
+            test = BettingTest(epsilon, alternative="greater" if bet > 0 else "less", c=limit)
+            paths.append([_log_wealth(test, loss) for loss in losses])
+        expected = np.logaddexp.reduce(paths, axis=0) - math.log(len(bets))
+        np.testing.assert_allclose(log_e_path(bets, epsilon, losses), expected, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("bets", [certifying_bets(EPSILON), alarming_bets(EPSILON)])
+    def test_steps_and_paths_agree(self, bets):
+        losses = np.random.default_rng(8).random((3, 50)) ** 8
+        paths = log_e_path(bets, EPSILON, losses)
+        for row, path in zip(losses, paths, strict=True):
+            process = EProcess(bets, EPSILON)
+            found = []
+            for loss in row:
+                process.update(loss)
+                found.append(process.log_e)
+            np.testing.assert_allclose(found, path, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("epsilon", [0.001, 0.02, 0.4, 0.9])
+    def test_no_loss_ruins_a_bet(self, epsilon):
+        for bets in (certifying_bets(epsilon), alarming_bets(epsilon)):
+            assert np.isfinite(log_e_path(bets, epsilon, np.array([0.0, 1.0, 1.0, 0.0, 0.5]))).all()
+
+
+def _log_wealth(test, loss):
+    test.update(np.array([loss]))
+    return test._log_up if test.alternative == "greater" else test._log_down
+
+
+def first_crossings(bets, risk, num_audits, seed):
+    """At which audit each of 400 streams reaches `1 / delta`; `num_audits + 1` where it does not."""
+    losses = (np.random.default_rng(seed).random((STREAMS, num_audits), np.float32) < risk).astype(np.float32)
+    crossed = log_e_path(bets, EPSILON, losses) >= -math.log(DELTA)
+    return np.where(crossed.any(1), crossed.argmax(1) + 1, num_audits + 1)
+
+
+class TestStreams:
+    """Audits needed at epsilon 2 % and delta 5 %: medians of 400 streams; what was published for this design in brackets."""
+
+    @pytest.mark.parametrize(("risk", "low", "high"), [(0.0, 214, 214), (0.005, 300, 385)])  # (214, 342)
+    def test_certificate(self, risk, low, high):
+        assert low <= np.median(first_crossings(certifying_bets(EPSILON), risk, 3_000, seed=1)) <= high
+
+    @pytest.mark.parametrize(("risk", "low", "high"), [(0.05, 175, 245), (0.1, 33, 48)])  # (209, 42)
+    def test_alarm(self, risk, low, high):
+        assert low <= np.median(first_crossings(alarming_bets(EPSILON), risk, 3_000, seed=2)) <= high
+
+    @pytest.mark.parametrize("bets", [certifying_bets(EPSILON), alarming_bets(EPSILON)])
+    def test_false_ones_over_20_000_audits_are_rare(self, bets):
+        false = np.mean(first_crossings(bets, EPSILON, 20_000, seed=3) <= 20_000)
+        assert 0.0 < false <= 0.055
+
+    def test_evidence_of_one_kind_is_never_of_the_other(self):
+        """A certifying process that bets the wrong way would certify what an alarm should stop."""
+        assert (first_crossings(certifying_bets(EPSILON), 0.1, 2_000, seed=4) > 2_000).all()
+        assert (first_crossings(alarming_bets(EPSILON), 0.0, 2_000, seed=4) > 2_000).all()
+
+
+NOTCHES = ("full", "50 %", "10 %", "none")
+
+
+@pytest.fixture
+def controller():
+    return RiskController(RiskTarget("first_token", EPSILON, DELTA, NOTCHES), start=3)
+
+
+def audit(controller, losses, reuse_class="shifted", notch=None):
+    """Audit requests as they would be served; returns the events with their number."""
+    events = []
+    for number, loss in enumerate(losses, 1):
+        at = controller.notch(reuse_class) if notch is None else notch
+        event = controller.audit(reuse_class, at, loss)
+        if event is not None:
+            events.append((number, event))
+    return events
+
+
+class TestController:
+    def test_states_the_calibration_until_audits_say_more(self, controller):
+        statement = controller.statement("shifted")
+        assert (statement.status, statement.notch, statement.audits) == (RiskStatus.CALIBRATED, "none", 0)
+        assert (statement.epsilon, statement.delta, statement.loss) == (EPSILON, DELTA, "first_token")
+        assert controller.statements() == {}
+
+    def test_audits_without_losses_certify(self, controller):
+        assert audit(controller, [0.0] * 300) == [(214, RiskEvent.CERTIFIED)]
+        statement = controller.statement("shifted")
+        assert (statement.status, statement.audits) == (RiskStatus.CERTIFIED, 300)
+        assert controller.statement("another class").status is RiskStatus.CALIBRATED
+
+    def test_a_breach_tightens_and_a_second_one_switches_off(self, controller):
+        (number, event), *rest = audit(controller, [1.0] * 20)
+        assert event is RiskEvent.TIGHTENED
+        assert number <= 3
+        assert [event for _, event in rest] == [RiskEvent.SWITCHED_OFF]
+        assert controller.notch("shifted") == OFF
+        assert controller.statement("shifted") == controller.statements()["shifted"]
+        assert controller.statement("shifted").status is RiskStatus.BREACHED
+        assert controller.statement("shifted").notch == "full"
+        assert controller.notch("in_place") == 3
+
+    def test_what_is_off_stays_off(self, controller):
+        audit(controller, [1.0] * 20)
+        assert audit(controller, [0.0] * 1_000) == []
+        assert controller.notch("shifted") == OFF
+
+    def test_a_certificate_does_not_end_the_watch(self, controller):
+        audit(controller, [0.0] * 214)
+        events = audit(controller, [1.0] * 100)
+        assert events[0][1] is RiskEvent.TIGHTENED
+        assert controller.statement("shifted").status is RiskStatus.BREACHED
+
+    def test_the_tighter_notch_begins_without_evidence_and_can_be_certified(self, controller):
+        while controller.notch("shifted") == 3:
+            controller.audit("shifted", 3, 1.0)
+        assert controller.statement("shifted").audits == 0
+        assert audit(controller, [0.0] * 214) == [(214, RiskEvent.CERTIFIED)]
+        assert controller.statement("shifted").notch == "10 %"
+
+    def test_audits_of_another_notch_are_left_out(self, controller):
+        assert audit(controller, [1.0] * 50, notch=2) == []
+        assert controller.notch("shifted") == 3
+        assert controller.statement("shifted").audits == 0
+
+    def test_from_the_most_conservative_notch_a_breach_switches_off(self):
+        controller = RiskController(RiskTarget("first_token", EPSILON, DELTA, NOTCHES), start=1)
+        assert [event for _, event in audit(controller, [1.0] * 20)] == [RiskEvent.SWITCHED_OFF]
