@@ -3,10 +3,10 @@
     python benchmarks/bench_risk.py [--streams 400] [--audits 20000] [--json]
 
 No model: whether a request is a loss is drawn with a known risk, so that it can be told when a statement is wrong.
-`calibrate` draws a sample of prompts per stream and setting, picks the setting by Learn then Test and holds its true risk against
-epsilon. `crossings` counts the audits until a certificate or an alarm. `streams` lets the shipped controller serve: a calibration
-picks the setting, in the middle of the stream the risk of every setting is multiplied, and what was served is compared with
-epsilon.
+`calibrate` draws a sample of prompts per stream and setting, picks the setting by Learn then Test and holds its true risk
+against epsilon. `crossings` counts the audits until a certificate or an alarm. `streams` lets the shipped controller serve: a
+calibration picks the setting, in the middle of the stream the risk of every setting is multiplied, and what was served is
+compared with epsilon.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import numpy as np
 
 from kvgraft.fidelity.control import (
     OFF,
+    EProcess,
     RiskController,
     RiskEvent,
     RiskTarget,
-    alarming_bets,
-    certifying_bets,
     clopper_pearson,
     fixed_sequence,
-    log_e_path,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 NOTCHES = ("full", "50 %", "25 %", "10 %", "5 %", "none")
 PROFILES = {
@@ -43,7 +41,6 @@ PROFILES = {
 """True risk of each notch."""
 SAMPLES = (100, 150, 300, 1_000, 3_000)
 DRIFTS = (1.0, 2.0, 5.0, 20.0)
-MOST_CELLS = 4_000_000
 
 
 def calibrations(
@@ -79,12 +76,13 @@ def crossings(
 ) -> list[dict[str, object]]:
     """Return a row per process and true risk: audits until it crosses, and how many streams never do."""
     rows = []
-    for kind, bets, risks in (
-        ("certify", certifying_bets(epsilon), (0.0, 0.1, 0.25, 0.5, 1.0)),
-        ("alarm", alarming_bets(epsilon), (1.0, 1.5, 2.5, 5.0, 15.0)),
+    for kind, begin, risks in (
+        ("certify", EProcess.certificate, (0.0, 0.1, 0.25, 0.5, 1.0)),
+        ("alarm", EProcess.alarm, (1.0, 1.5, 2.5, 5.0, 15.0)),
     ):
         for ratio in risks:
-            first = first_crossings(bets, epsilon, delta, ratio * epsilon, (num_streams, num_audits), rng=rng)
+            draws = (rng.random(num_streams) < ratio * epsilon for _ in range(num_audits))
+            first = first_crossings(begin(epsilon), delta, draws, num_streams)
             reached = first[first <= num_audits]
             rows.append(
                 {
@@ -98,25 +96,14 @@ def crossings(
     return rows
 
 
-def first_crossings(
-    bets: Sequence[float],
-    epsilon: float,
-    delta: float,
-    risk: float,
-    shape: tuple[int, int],
-    *,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """At which audit each stream reaches `1 / delta`; one more than there are where it does not. In parts that fit memory."""
-    num_streams, num_audits = shape
-    part = max(1, MOST_CELLS // num_audits)
-    found = []
-    for begin in range(0, num_streams, part):
-        count = min(part, num_streams - begin)
-        losses = (rng.random((count, num_audits), np.float32) < risk).astype(np.float32)
-        crossed = log_e_path(bets, epsilon, losses) >= -math.log(delta)
-        found.append(np.where(crossed.any(1), crossed.argmax(1) + 1, num_audits + 1))
-    return np.concatenate(found)
+def first_crossings(process: EProcess, delta: float, draws: Iterable[np.ndarray], num_streams: int) -> np.ndarray:
+    """At which audit each stream reaches `1 / delta`; one more than there are where it does not."""
+    first = np.zeros(num_streams, np.int64)
+    for number, losses in enumerate(draws, 1):
+        process.update(losses)
+        first[(first == 0) & (process.log_e >= -math.log(delta))] = number
+    first[first == 0] = process.num_losses + 1
+    return first
 
 
 def controlled(

@@ -17,12 +17,9 @@ from kvgraft.fidelity.control import (
     RiskController,
     RiskEvent,
     RiskTarget,
-    alarming_bets,
-    certifying_bets,
     clopper_pearson,
     fixed_sequence,
     hoeffding_bentkus,
-    log_e_path,
     trials_needed,
     upper_limit,
 )
@@ -111,48 +108,94 @@ class TestFixedSequence:
 
 class TestEProcess:
     @pytest.mark.parametrize("epsilon", [EPSILON, 0.3])
-    @pytest.mark.parametrize("kind", [certifying_bets, alarming_bets])
+    @pytest.mark.parametrize("kind", [EProcess.certificate, EProcess.alarm])
     def test_each_bet_is_ville_s(self, kind, epsilon, monkeypatch):
-        """Its test bets what fits best, cut at a limit; where that is made to be without end, it bets the limit."""
-        monkeypatch.setattr("ville.sequential._plugin_lambda", lambda i, *_: np.full(np.shape(i), np.inf))
-        bets = kind(epsilon)
-        losses = np.random.default_rng(7).choice([0.0, 0.0, 0.0, 0.4, 1.0], 120)
-        paths = []
-        for bet in bets:
-            limit = bet * epsilon if bet > 0 else -bet * (1 - epsilon)
-            test = BettingTest(epsilon, alternative="greater" if bet > 0 else "less", c=limit)
-            paths.append([_log_wealth(test, loss) for loss in losses])
-        expected = np.logaddexp.reduce(paths, axis=0) - math.log(len(bets))
-        np.testing.assert_allclose(log_e_path(bets, epsilon, losses), expected, rtol=1e-9, atol=1e-9)
+        """Its test bets what fits best, cut at a limit; where that is made to be without end, it bets the limit.
 
-    @pytest.mark.parametrize("bets", [certifying_bets(EPSILON), alarming_bets(EPSILON)])
-    def test_steps_and_paths_agree(self, bets):
+        Wealth that is bet anew is ville's too, begun at that audit.
+        """
+        monkeypatch.setattr("ville.sequential._plugin_lambda", lambda i, *_: np.full(np.shape(i), np.inf))
+        losses = np.random.default_rng(7).choice([0.0, 0.0, 0.0, 0.4, 1.0], 80)
+        process = kind(epsilon)
+        found = []
+        for loss in losses:
+            process.update(loss)
+            found.append(float(process.log_e))
+        # What is bet anew at audit n is in proportion to 1 / (n ln(n)^2), whose sum over all n from 2 on is 2.10974...
+        starts = {1: 1 - process.restarted}
+        starts |= {n: process.restarted / 2.10975 / (n * math.log(n) ** 2) for n in range(2, 81) if process.restarted}
+        wealth = np.zeros(80)
+        for bet in process.bets:
+            for start, portion in starts.items():
+                wealth[start - 1 :] += (
+                    portion * np.exp(ville_path(bet, epsilon, losses[start - 1 :])) / len(process.bets)
+                )
+        np.testing.assert_allclose(found, np.log(wealth), rtol=1e-9, atol=1e-9)
+
+    def test_what_is_bet_anew_adds_up_to_what_is_kept_back(self):
+        """However many audits there are: the rest of the sum beyond N is below the integral, 1 / ln(N)."""
+        numbers = np.arange(2, 1_000_001)
+        assert np.sum(1 / (numbers * np.log(numbers) ** 2)) + 1 / math.log(1_000_000) <= 2.1098
+        process = EProcess((1e-12,), 0.5, restarted=0.1)  # a bet of nothing keeps what it was given
+        for _ in range(20_000):
+            process.update(0.5)
+        assert math.log(0.97) < process.log_e < 0
+
+    def test_many_streams_are_many_processes(self):
         losses = np.random.default_rng(8).random((3, 50)) ** 8
-        paths = log_e_path(bets, EPSILON, losses)
-        for row, path in zip(losses, paths, strict=True):
-            process = EProcess(bets, EPSILON)
-            found = []
-            for loss in row:
+        together = EProcess.alarm(EPSILON)
+        alone = [EProcess.alarm(EPSILON) for _ in range(3)]
+        for column in losses.T:
+            together.update(column)
+            for process, loss in zip(alone, column, strict=True):
                 process.update(loss)
-                found.append(process.log_e)
-            np.testing.assert_allclose(found, path, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(together.log_e, [process.log_e for process in alone], rtol=1e-12)
 
     @pytest.mark.parametrize("epsilon", [0.001, 0.02, 0.4, 0.9])
-    def test_no_loss_ruins_a_bet(self, epsilon):
-        for bets in (certifying_bets(epsilon), alarming_bets(epsilon)):
-            assert np.isfinite(log_e_path(bets, epsilon, np.array([0.0, 1.0, 1.0, 0.0, 0.5]))).all()
+    @pytest.mark.parametrize("kind", [EProcess.certificate, EProcess.alarm])
+    def test_no_loss_ruins_a_bet(self, kind, epsilon):
+        process = kind(epsilon)
+        for loss in (0.0, 1.0, 1.0, 0.0, 0.5):
+            process.update(loss)
+        assert np.isfinite(process.log_wealth).all()
+
+    def test_an_alarm_after_a_long_calm_comes_almost_as_fast(self):
+        """Bets alone would have lost in 3,000 calm audits what takes as many losses to win back."""
+        calm, late = EProcess.alarm(EPSILON), EProcess(EProcess.alarm(EPSILON).bets, EPSILON)
+        for process in (calm, late):
+            for _ in range(3_000):
+                process.update(0.0)
+        needed = []
+        for process in (EProcess.alarm(EPSILON), calm, late):
+            before = process.num_losses
+            while not process.exceeds(DELTA):
+                process.update(1.0)
+            needed.append(process.num_losses - before)
+        fresh, restarted, bets_alone = needed
+        assert fresh <= 3
+        assert restarted <= 7
+        assert bets_alone > 2 * restarted
 
 
-def _log_wealth(test, loss):
-    test.update(np.array([loss]))
-    return test._log_up if test.alternative == "greater" else test._log_down
+def ville_path(bet, epsilon, losses):
+    """Logarithms of the wealth of one bet, by ville's test of a mean, fed loss by loss."""
+    limit = bet * epsilon if bet > 0 else -bet * (1 - epsilon)
+    test = BettingTest(epsilon, alternative="greater" if bet > 0 else "less", c=limit)
+    path = []
+    for loss in losses:
+        test.update(np.array([loss]))
+        path.append(test._log_up if bet > 0 else test._log_down)
+    return np.array(path)
 
 
-def first_crossings(bets, risk, num_audits, seed):
+def first_crossings(process, risk, num_audits, seed):
     """At which audit each of 400 streams reaches `1 / delta`; `num_audits + 1` where it does not."""
-    losses = (np.random.default_rng(seed).random((STREAMS, num_audits), np.float32) < risk).astype(np.float32)
-    crossed = log_e_path(bets, EPSILON, losses) >= -math.log(DELTA)
-    return np.where(crossed.any(1), crossed.argmax(1) + 1, num_audits + 1)
+    rng = np.random.default_rng(seed)
+    first = np.full(STREAMS, num_audits + 1)
+    for number in range(1, num_audits + 1):
+        process.update(rng.random(STREAMS) < risk)
+        first[(first > num_audits) & (process.log_e >= -math.log(DELTA))] = number
+    return first
 
 
 class TestStreams:
@@ -160,21 +203,21 @@ class TestStreams:
 
     @pytest.mark.parametrize(("risk", "low", "high"), [(0.0, 214, 214), (0.005, 300, 385)])  # (214, 342)
     def test_certificate(self, risk, low, high):
-        assert low <= np.median(first_crossings(certifying_bets(EPSILON), risk, 3_000, seed=1)) <= high
+        assert low <= np.median(first_crossings(EProcess.certificate(EPSILON), risk, 3_000, seed=1)) <= high
 
     @pytest.mark.parametrize(("risk", "low", "high"), [(0.05, 175, 245), (0.1, 33, 48)])  # (209, 42)
     def test_alarm(self, risk, low, high):
-        assert low <= np.median(first_crossings(alarming_bets(EPSILON), risk, 3_000, seed=2)) <= high
+        assert low <= np.median(first_crossings(EProcess.alarm(EPSILON), risk, 3_000, seed=2)) <= high
 
-    @pytest.mark.parametrize("bets", [certifying_bets(EPSILON), alarming_bets(EPSILON)])
-    def test_false_ones_over_20_000_audits_are_rare(self, bets):
-        false = np.mean(first_crossings(bets, EPSILON, 20_000, seed=3) <= 20_000)
+    @pytest.mark.parametrize("kind", [EProcess.certificate, EProcess.alarm])
+    def test_false_ones_over_20_000_audits_are_rare(self, kind):
+        false = np.mean(first_crossings(kind(EPSILON), EPSILON, 20_000, seed=3) <= 20_000)
         assert 0.0 < false <= 0.055
 
     def test_evidence_of_one_kind_is_never_of_the_other(self):
         """A certifying process that bets the wrong way would certify what an alarm should stop."""
-        assert (first_crossings(certifying_bets(EPSILON), 0.1, 2_000, seed=4) > 2_000).all()
-        assert (first_crossings(alarming_bets(EPSILON), 0.0, 2_000, seed=4) > 2_000).all()
+        assert (first_crossings(EProcess.certificate(EPSILON), 0.1, 2_000, seed=4) > 2_000).all()
+        assert (first_crossings(EProcess.alarm(EPSILON), 0.0, 2_000, seed=4) > 2_000).all()
 
 
 NOTCHES = ("full", "50 %", "10 %", "none")

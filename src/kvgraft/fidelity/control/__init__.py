@@ -6,7 +6,7 @@ docs/risk.md says what may be promised.
 from __future__ import annotations
 
 from kvgraft.fidelity.control.controller import OFF, ClassRisk, RiskController, RiskEvent, RiskTarget
-from kvgraft.fidelity.control.e_process import EProcess, alarming_bets, certifying_bets, log_e_path
+from kvgraft.fidelity.control.e_process import EProcess
 from kvgraft.fidelity.control.learn_then_test import fixed_sequence
 from kvgraft.fidelity.control.loss import Loss, LossKind
 from kvgraft.fidelity.control.p_values import clopper_pearson, hoeffding_bentkus, trials_needed, upper_limit
@@ -21,13 +21,10 @@ __all__ = [
     "RiskController",
     "RiskEvent",
     "RiskTarget",
-    "alarming_bets",
-    "certifying_bets",
     "clopper_pearson",
     "fixed_sequence",
     "hoeffding_bentkus",
     "load_state",
-    "log_e_path",
     "save_state",
     "trials_needed",
     "upper_limit",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvgraft.fidelity.control.e_process import EProcess, alarming_bets, certifying_bets
+from kvgraft.fidelity.control.e_process import EProcess
 from kvgraft.types import RiskStatement, RiskStatus
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class ClassRisk:
     Attributes:
         notch: Index of the notch.
         breaches: Alarms so far, at bolder notches.
-        audits: At this notch.
-        loss_sum: Of these audits.
+        loss_sum: Of the audits at this notch.
         is_certified: The certificate was reached at this notch; it stays, because evidence may be looked at at any time.
         certify: Evidence for a risk below epsilon.
         alarm: Evidence for one above.
@@ -63,15 +62,18 @@ class ClassRisk:
     certify: EProcess
     alarm: EProcess
     breaches: int = 0
-    audits: int = 0
     loss_sum: float = 0.0
     is_certified: bool = False
+
+    @property
+    def audits(self) -> int:
+        """At this notch."""
+        return self.alarm.num_losses
 
     @classmethod
     def fresh(cls, notch: int, epsilon: float, breaches: int = 0) -> ClassRisk:
         """Begin without evidence."""
-        certify, alarm = (EProcess(bets(epsilon), epsilon) for bets in (certifying_bets, alarming_bets))
-        return cls(notch, certify, alarm, breaches)
+        return cls(notch, EProcess.certificate(epsilon), EProcess.alarm(epsilon), breaches)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +108,6 @@ class RiskController:
         known = self.classes.setdefault(reuse_class, ClassRisk.fresh(self.start, self.target.epsilon))
         if notch != known.notch or notch == OFF:
             return None
-        known.audits += 1
         known.loss_sum += loss
         known.certify.update(loss)
         known.alarm.update(loss)

@@ -111,9 +111,9 @@ def _class_of(values: Mapping[str, Any], target: RiskTarget) -> ClassRisk:
     if not isinstance(loss_sum, int | float) or not 0 <= loss_sum <= audits:
         _refuse("losses that do not fit the audits")
     known = ClassRisk.fresh(notch, target.epsilon, breaches)
-    known.audits, known.loss_sum, known.is_certified = audits, float(loss_sum), is_certified
-    known.certify.log_wealth = _wealth(values["certify"], len(known.certify.bets))
-    known.alarm.log_wealth = _wealth(values["alarm"], len(known.alarm.bets))
+    known.loss_sum, known.is_certified = float(loss_sum), is_certified
+    for process, name in ((known.certify, "certify"), (known.alarm, "alarm")):
+        process.num_losses, process.log_wealth = audits, _wealth(values[name], len(process.bets))
     return known
 
 
