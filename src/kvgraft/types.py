@@ -51,6 +51,7 @@ class MissReason(StrEnum):
     MODEL_REFUSED = "model_refused"
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
+    RISK = "risk"
     ERROR = "error"
 
 

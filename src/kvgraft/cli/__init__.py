@@ -16,6 +16,7 @@ from kvgraft.cli import (
     bench_reuse,
     bench_serve,
     bench_ttft,
+    calibrate,
     config,
     demo,
     doctor,
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.register(commands)
     config.register(commands)
     doctor.register(commands)
+    calibrate.register(commands)
     explain.register(commands)
     bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)

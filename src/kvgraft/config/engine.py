@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvgraft.config.reuse import MEMORY, ReuseSettings, ratio_setting
 from kvgraft.config.setting import overridden, setting
 
-MODEL, SCHEDULING = "model", "scheduling"
+MODEL, SCHEDULING, RISK = "model", "scheduling", "risk"
 _ALLOWED_DEVICES = ("[a-z]+(:[0-9]+)?", "auto, cpu, cuda or cuda:N")
 
 
@@ -22,6 +22,22 @@ class EngineConfig(ReuseSettings):
     # (docs/benchmarks.md, how close to full prefill).
     selection: str = overridden(ReuseSettings, "selection", "query_seam", choices=("none", "first_k", "query_seam"))
     recompute_ratio: float = ratio_setting("query_seam", 0.05)
+    calibration: str = setting(
+        "",
+        "file of kvgraft calibrate: grafts are served at the notch that it certified, and reports say so",
+        RISK,
+        may_be_empty=True,
+    )
+    audit_share: float = setting(
+        0.0,
+        "share of grafted requests that are compared with full prefill while the engine is idle",
+        RISK,
+        low=0,
+        high=1,
+    )
+    risk_state: str = setting(
+        "", "file that keeps what audits have shown; empty forgets it at the end", RISK, may_be_empty=True
+    )
     dtype: str = setting(
         "auto",
         "precision; auto is float32 on a CPU and the checkpoint's own on a GPU",

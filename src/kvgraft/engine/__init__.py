@@ -1,6 +1,6 @@
 """The embedded engine: any transformers decoder, run with K/V reuse.
 
-Public modules: `adapter`, `kv_space`, `request_builder`.
+Public modules: `adapter`, `kv_space`, `request_builder`, `risk`.
 """
 
 from __future__ import annotations

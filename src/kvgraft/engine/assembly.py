@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from kvgraft.engine.risk import HeldRisk
+
 
 def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:
     """The settings meant by a caller: `config`, by default the environment's, with single ones changed.
@@ -69,7 +71,7 @@ def adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[Tr
 
 
 def cache_manager(
-    adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig, refusal: str | None
+    adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig, refusal: str | None, risk: HeldRisk
 ) -> CacheManager:
     """Build the K/V side over the adapter's slots, with the shared rules of reuse.
 
@@ -78,6 +80,7 @@ def cache_manager(
         prefix: The prefix cache that was chosen with them.
         config: Settings.
         refusal: Why K/V of this model must not be moved, or None.
+        risk: At which notch grafts are served.
 
     Raises:
         ConfigError: The books of donors do not fit into memory, or there is no such store.
@@ -104,4 +107,4 @@ def cache_manager(
         ) from error
     lookup = Lookup(space.donors, min_run=config.min_run, max_generation=config.max_generation)
     flops = ModelFlops.of_model(adapter.model)
-    return CacheManager(adapter, space, windows, register, lookup, flops=flops, refusal=refusal)
+    return CacheManager(adapter, space, windows, register, lookup, flops=flops, refusal=refusal, risk=risk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.engine.request import Request
+    from kvgraft.engine.risk import HeldRisk
     from kvgraft.engine.windows import RequestWindows
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.reuse.lookup import Lookup
@@ -57,6 +59,7 @@ class CacheManager:
         *,
         flops: ModelFlops,
         refusal: str | None,
+        risk: HeldRisk,
     ) -> None:
         """Take the parts.
 
@@ -68,6 +71,7 @@ class CacheManager:
             lookup: Finds donors and plans grafts.
             flops: What computing costs.
             refusal: Why K/V of this model must not be moved, or None.
+            risk: At which notch grafts are served.
         """
         self.space = space
         self.flops = flops
@@ -78,6 +82,7 @@ class CacheManager:
         self._register = register
         self._lookup = lookup
         self._refusal = refusal
+        self._risk = risk
 
     @property
     def num_errors(self) -> int:
@@ -216,6 +221,7 @@ class CacheManager:
     def _plan(self, kv: RequestKV) -> None:
         """Decide what to graft behind the exact prefix."""
         request = kv.request
+        kv.risk = self._risk.stated(request)
         if request.reuse is not ReuseMode.GRAFT:
             kv.miss = Miss(MissReason.REUSE_OFF)
             return
@@ -227,8 +233,14 @@ class CacheManager:
         if isinstance(planned, Miss):
             kv.miss = planned
             return
-        donors = (self.space.donors.get(match.donor_id) for match in planned.spans)
-        kv.plan, kv.donors = planned, tuple(donor for donor in donors if donor is not None)
+        found = (self.space.donors.get(match.donor_id) for match in planned.spans)
+        donors = tuple(donor for donor in found if donor is not None)
+        served = self._risk.serve(request, [reused_span(*pair) for pair in zip(planned.spans, donors, strict=True)])
+        kv.risk, kv.sampled = served.statement, served.sampled
+        if served.policy is None:
+            kv.miss = Miss(MissReason.RISK, f"grafts of this kind are at notch {served.statement.notch!r}")
+            return
+        kv.plan, kv.donors, kv.request = planned, donors, replace(request, policy=served.policy)
 
     def _allocate_prompt(self, kv: RequestKV, headroom: int) -> NDArray[np.int64]:
         """Slots behind the exact prefix. Where the donors themselves take the room, the prompt is computed instead."""
@@ -245,7 +257,7 @@ class CacheManager:
     def _give_up_graft(self, kv: RequestKV, miss: Miss) -> None:
         self._unpin(kv)
         kv.lineage.withdraw()
-        kv.miss, kv.donors = miss, ()
+        kv.miss, kv.donors, kv.sampled = miss, (), None
         kv.plan = _no_graft(kv.plan.num_tokens, kv.plan.exact_len)
 
     def _costs(self, policy: SelectionPolicy) -> CostModel:

@@ -15,6 +15,7 @@ from kvgraft.engine.assembly import adapter_and_prefix, cache_manager
 from kvgraft.engine.loading import LoadedModel, load_model
 from kvgraft.engine.pace import Pace
 from kvgraft.engine.request_builder import RequestBuilder
+from kvgraft.engine.risk import HeldRisk
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
@@ -53,6 +54,7 @@ class Engine:
         space: All K/V.
         manager: Takes requests through the cache.
         self_check: What was proved for the model.
+        risk: At which notch grafts are served, and what may be said about them.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Engine:
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
         self.adapter.lengths.require(self.builder.max_model_len)
         self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
-        self.manager = cache_manager(self.adapter, prefix, config, self.self_check.refusal)
+        self.risk = HeldRisk.configured(config, self.loaded, self.builder.policy)
+        self.builder.policy = self.risk.policy
+        self.manager = cache_manager(self.adapter, prefix, config, self.self_check.refusal, self.risk)
         self.space = self.manager.space
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)

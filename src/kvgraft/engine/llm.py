@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.loading import LoadedModel
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
     from kvgraft.engine.request_builder import Prompt
+    from kvgraft.engine.risk import HeldRisk
     from kvgraft.engine.self_check import SelfCheckReport
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
@@ -80,6 +81,11 @@ class LLM:
     def policy(self) -> SelectionPolicy:
         """Chooses what requests compute again that name no policy themselves."""
         return self._engine.builder.policy
+
+    @property
+    def risk(self) -> HeldRisk:
+        """At which notch grafts are served, and what may be said about them."""
+        return self._engine.risk
 
     @property
     def self_check(self) -> SelfCheckReport:

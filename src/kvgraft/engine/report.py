@@ -26,4 +26,5 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
         miss=kv.miss,
         computed_flops=flops.of_positions(outcome.computed),
         full_flops=flops.of_positions(np.arange(kv.plan.num_tokens)),
+        risk=kv.risk,
     )

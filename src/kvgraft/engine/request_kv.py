@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgraft.types import UNCALIBRATED
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -12,9 +14,10 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor
     from kvgraft.engine.kv_space import PrefixLock
     from kvgraft.engine.request import Request
+    from kvgraft.engine.risk import Sampled
     from kvgraft.engine.window_row import WindowRow
     from kvgraft.reuse.lineage import Lineage
-    from kvgraft.types import DonorId, GraftPlan, Miss, Namespace
+    from kvgraft.types import DonorId, GraftPlan, Miss, Namespace, RiskStatement
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,8 @@ class RequestKV:
         pinned: Those of the donors that cannot be evicted at present.
         registered: Donors made of a grafted request's own text, by the position where they start.
         windows: Slots of window layers, where these have slots of their own.
+        risk: What may be said about what is grafted.
+        sampled: Set if what is grafted is to be audited.
     """
 
     request: Request
@@ -53,6 +58,8 @@ class RequestKV:
     pinned: tuple[Donor, ...] = ()
     registered: dict[int, DonorId] = field(default_factory=dict)
     windows: WindowRow | None = None
+    risk: RiskStatement = UNCALIBRATED
+    sampled: Sampled | None = None
 
     @property
     def swa_indices(self) -> NDArray[np.int64] | None:

@@ -3,7 +3,7 @@
 Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An engine adapter says what its engine did
 (admitted, copied, computed again, started the request anew) and asks what follows from it.
 
-Public modules: `metrics`, for its names.
+Public modules: `classes`, `metrics` for its names, `notches`.
 """
 
 from kvgraft.reuse.lineage import ComputedRun, Lineage, computed_runs, reused_span

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from kvgraft.types import GraftReport
 
 _QUICK_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-_REJECTED = {MissReason.NOT_WORTH_IT, MissReason.MODEL_REFUSED, MissReason.NO_ROOM, MissReason.DEADLINE}
+_REJECTED = {
+    MissReason.NOT_WORTH_IT,
+    MissReason.MODEL_REFUSED,
+    MissReason.NO_ROOM,
+    MissReason.DEADLINE,
+    MissReason.RISK,
+}
 
 
 class MetricKind(StrEnum):

@@ -14,6 +14,7 @@ from ville import BettingTest
 from kvgraft.fidelity.control import (
     OFF,
     EProcess,
+    LossSample,
     RiskController,
     RiskEvent,
     RiskTarget,
@@ -21,7 +22,6 @@ from kvgraft.fidelity.control import (
     fixed_sequence,
     hoeffding_bentkus,
     trials_needed,
-    upper_limit,
 )
 from kvgraft.types import RiskStatus
 
@@ -54,6 +54,12 @@ class TestPValues:
     def test_without_a_sample_nothing_is_rejected(self):
         assert clopper_pearson(0, 0, EPSILON) == hoeffding_bentkus(0.0, 0, EPSILON) == 1.0
 
+    def test_limits_of_losses_that_are_not_binary_are_wider(self):
+        counted, measured = (LossSample(200, 3.0, is_binary).upper_limit(DELTA) for is_binary in (True, False))
+        assert hoeffding_bentkus(3.0, 200, measured) == pytest.approx(DELTA, rel=1e-3)
+        assert 3 / 200 < counted < measured < 0.1
+        assert LossSample(0, 0.0, is_binary=True).upper_limit(DELTA) == pytest.approx(1, abs=1e-6)
+
     def test_they_are_valid(self):
         """At a risk of exactly epsilon, p-values below delta are as rare as they promise; exact sums over all samples."""
         counts = np.arange(301)
@@ -66,7 +72,7 @@ class TestPValues:
         ("losses", "trials", "published"), [(0, 100, 2.95), (0, 300, 0.99), (1, 300, 1.57), (5, 1_000, 1.05)]
     )
     def test_upper_limit(self, losses, trials, published):
-        limit = upper_limit(losses, trials, DELTA)
+        limit = LossSample(trials, losses, is_binary=True).upper_limit(DELTA)
         assert limit == pytest.approx(beta.ppf(1 - DELTA, losses + 1, trials - losses), abs=1e-6)
         assert 100 * limit == pytest.approx(published, abs=0.01)
 

@@ -48,7 +48,10 @@ def test_what_they_compare():
         (Loss.parse("greedy:2"), (0, 1, 1)),
         (Loss.parse("greedy:1"), (0, 1, 0)),
     ):
-        assert tuple(loss.of(FULL, served) for served in (FULL, other_first, other_second)) == losses
+        assert (
+            tuple(loss.of(loss.evidence(FULL), loss.evidence(served)) for served in (FULL, other_first, other_second))
+            == losses
+        )
 
 
 def test_kl_is_torch_s_in_units_of_kappa_and_at_most_one():
@@ -57,6 +60,21 @@ def test_kl_is_torch_s_in_units_of_kappa_and_at_most_one():
     expected = torch.nn.functional.kl_div(
         torch.from_numpy(grafted).double().log_softmax(-1), torch.from_numpy(full).double().softmax(-1), reduction="sum"
     )
-    assert Loss(LossKind.KL, kappa=10.0).of(full, grafted) == pytest.approx(float(expected) / 10)
-    assert Loss(LossKind.KL, kappa=1e-3).of(full, grafted) == 1.0
-    assert Loss(LossKind.KL, kappa=1e-3).of(full, full) == 0.0
+    assert compare(10.0, full, grafted) == pytest.approx(float(expected) / 10)
+    assert compare(1e-3, full, grafted) == 1.0
+    assert compare(1e-3, full, full) == 0.0
+
+
+def compare(kappa, full, grafted):
+    loss = Loss(LossKind.KL, kappa=kappa)
+    return loss.of(loss.evidence(full), loss.evidence(grafted))
+
+
+def test_evidence_is_small_and_its_own():
+    logits = np.zeros((40, 1_000), np.float32)
+    assert Loss.parse("greedy:32").evidence(logits).shape == (32,)
+    assert Loss.parse("first_token").evidence(logits).shape == (1,)
+    kept = Loss.parse("kl:1").evidence(logits)
+    logits[:] = 1
+    assert kept.shape == (1_000,)
+    assert not kept.any()

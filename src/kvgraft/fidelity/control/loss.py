@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,17 +71,32 @@ class Loss:
         """Whether it is 0 or 1."""
         return self.kind is not LossKind.KL
 
-    def of(self, full: NDArray[np.floating], grafted: NDArray[np.floating]) -> float:
-        """Compare the logits of the same output tokens.
+    def evidence(self, logits: NDArray[np.floating]) -> NDArray[np.floating] | NDArray[np.int64]:
+        """Keep of the logits of the first output tokens what `of` needs.
 
         Args:
-            full: (num_tokens, vocab_size), by full prefill.
-            grafted: Of the same shape, as served. More rows than `num_tokens` are not looked at.
+            logits: (at least 1, vocab_size); rows behind `num_tokens` are not looked at.
+
+        Returns:
+            The most likely tokens, int64 (at most num_tokens,), or for `kl` the first row.
         """
-        full, grafted = full[: self.num_tokens], grafted[: self.num_tokens]
         if self.kind is LossKind.KL:
-            return min(1.0, _kl(full[0], grafted[0]) / self.kappa)
-        return float(np.any(full.argmax(-1) != grafted.argmax(-1)))
+            first: NDArray[np.floating] = logits[0].copy()
+            return first
+        most_likely: NDArray[np.int64] = logits[: self.num_tokens].argmax(-1)
+        return most_likely
+
+    def of(self, full: NDArray[Any], grafted: NDArray[Any]) -> float:
+        """Compare the evidence of two answers to a prompt, over as many tokens as both have.
+
+        Args:
+            full: By full prefill.
+            grafted: As served.
+        """
+        if self.kind is LossKind.KL:
+            return min(1.0, _kl(full, grafted) / self.kappa)
+        count = min(len(full), len(grafted))
+        return float(np.any(full[:count] != grafted[:count]))
 
 
 def _kl(full: NDArray[np.floating], grafted: NDArray[np.floating]) -> float:

@@ -7,6 +7,7 @@ Losses lie in [0, 1] and come from exchangeable requests. A p-value is valid: if
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,19 +61,41 @@ def _divergence(mean: float, epsilon: float) -> float:
     return first + ((1 - mean) * math.log((1 - mean) / (1 - epsilon)) if mean < 1 else 0.0)
 
 
-def upper_limit(losses: int, trials: int, delta: float) -> float:
-    """Return the least risk that the sample rejects at level `delta`: Clopper and Pearson's one-sided upper limit.
+@dataclass(frozen=True, slots=True)
+class LossSample:
+    """Losses of one setting.
 
-    Found by bisection to 1e-9. 1 where there is no sample.
+    Attributes:
+        count: Requests.
+        loss_sum: Sum of their losses.
+        is_binary: Whether each is 0 or 1.
     """
-    low, high = 0.0, 1.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        if binomial_cdf(losses, trials, middle) > delta:
-            low = middle
-        else:
-            high = middle
-    return high
+
+    count: int
+    loss_sum: float
+    is_binary: bool
+
+    @property
+    def mean(self) -> float:
+        """Mean loss; 0 without requests."""
+        return self.loss_sum / self.count if self.count else 0.0
+
+    def p_value(self, epsilon: float) -> float:
+        """Of "the risk is at least `epsilon`", in (0, 1)."""
+        if self.is_binary:
+            return clopper_pearson(round(self.loss_sum), self.count, epsilon)
+        return hoeffding_bentkus(self.loss_sum, self.count, epsilon)
+
+    def upper_limit(self, delta: float) -> float:
+        """Return the least risk that the sample rejects at level `delta`, by bisection to 1e-9; 1 without requests."""
+        low, high = 0.0, 1.0
+        while high - low > 1e-9:
+            middle = (low + high) / 2
+            if self.p_value(middle) > delta:
+                low = middle
+            else:
+                high = middle
+        return high
 
 
 def trials_needed(epsilon: float, delta: float, rate: float = 0.0) -> int | None:

@@ -81,6 +81,8 @@ class SelectionPolicy(ABC):
     """
 
     name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Raised when the same parameters choose other tokens than before: calibrations of the old version are refused then."""
     observes: ClassVar[frozenset[Observable]] = frozenset()
 
     @property

@@ -1,0 +1,205 @@
+"""At which notch the engine serves a graft, what it may say about it, and which requests are audited."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvgraft.errors import ConfigError, one_line
+from kvgraft.fidelity.control import (
+    Calibration,
+    Loss,
+    RiskController,
+    RiskTarget,
+    load_calibration,
+    load_state,
+    save_state,
+)
+from kvgraft.reuse.classes import reuse_class
+from kvgraft.reuse.notches import notches_of
+from kvgraft.types import UNCALIBRATED, RiskStatement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvgraft.config import EngineConfig
+    from kvgraft.engine.loading import LoadedModel
+    from kvgraft.engine.request import Request
+    from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.types import SpanReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A request that was chosen for an audit, before anything of its answer was known.
+
+    Attributes:
+        reuse_class: Of its graft.
+        notch: Index of the notch that it is served at.
+    """
+
+    reuse_class: str
+    notch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How a graft is served.
+
+    Attributes:
+        policy: What it computes again; None if it must not be grafted.
+        statement: What may be said about it.
+        sampled: Set if it is to be audited.
+    """
+
+    policy: SelectionPolicy | None
+    statement: RiskStatement = UNCALIBRATED
+    sampled: Sampled | None = None
+
+
+class HeldRisk:
+    """Of an engine with a calibration: a notch per reuse class, as calibrated and as audits have left it. Not thread-safe.
+
+    Only requests under the configured policy are meant: what a request chooses for itself was not calibrated.
+
+    Attributes:
+        policy: What requests compute again that name no policy.
+        loss: What counts as a loss; None without a calibration.
+    """
+
+    def __init__(self, policy: SelectionPolicy, binding: Mapping[str, str]) -> None:
+        self.policy = policy
+        self.loss: Loss | None = None
+        self._binding = dict(binding)
+        self._notches = notches_of(policy)
+        self._controller: RiskController | None = None
+        self._state_path: Path | None = None
+        self._share = 0.0
+        self._random = random.Random(0)
+
+    @classmethod
+    def configured(cls, config: EngineConfig, loaded: LoadedModel, policy: SelectionPolicy) -> HeldRisk:
+        """Read the calibration and the audits so far that the settings name.
+
+        Raises:
+            ConfigError: One is about something else than what runs here, or a setting needs a calibration.
+        """
+        held = cls(policy, risk_binding(config, loaded, policy))
+        if config.calibration:
+            held._adopt(config)
+            return held
+        for name in ("audit_share", "risk_state"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} needs a calibration, which says what to hold; make one with 'kvgraft calibrate' and name it in "
+                    "calibration"
+                )
+        logger.info("risk of grafted answers: uncalibrated; 'kvgraft calibrate' measures it on your own prompts")
+        return held
+
+    def _adopt(self, config: EngineConfig) -> None:
+        path = Path(config.calibration)
+        calibration = load_calibration(path)
+        calibration.require(self._binding, path)
+        names = tuple(notch.name for notch in self._notches)
+        if calibration.notches != names:
+            raise ConfigError(
+                f"calibration {path} has other notches ({', '.join(calibration.notches)}) than policy {self.policy.name} "
+                f"here ({', '.join(names)}); run 'kvgraft calibrate' again"
+            )
+        start = names.index(calibration.notch)
+        target = RiskTarget(calibration.loss, calibration.epsilon, calibration.delta, names)
+        self.policy = self._notches[start].policy or self.policy
+        self.loss = Loss.parse(calibration.loss)
+        self._share = config.audit_share
+        self._state_path = Path(config.risk_state) if config.risk_state else None
+        if self._state_path is None:
+            self._controller = RiskController(target, start)
+        else:
+            self._controller = load_state(self._state_path, target, start, self._binding)
+        logger.info("risk of grafted answers: %s", told(calibration))
+
+    @property
+    def start(self) -> RiskStatement:
+        """What may be said about a class that was never audited."""
+        return UNCALIBRATED if self._controller is None else self._controller.statement("")
+
+    def statements(self) -> Mapping[str, RiskStatement]:
+        """What may be said of each reuse class that was audited."""
+        return {} if self._controller is None else self._controller.statements()
+
+    def is_meant(self, request: Request) -> bool:
+        """Whether statements are about this request."""
+        return self._controller is not None and request.policy == self.policy
+
+    def stated(self, request: Request) -> RiskStatement:
+        """What may be said about a request of which nothing is grafted."""
+        return self.start if self.is_meant(request) else UNCALIBRATED
+
+    def serve(self, request: Request, spans: Sequence[SpanReport]) -> Served:
+        """Decide how to serve a graft with these spans, and whether to audit it.
+
+        The sample is drawn here: with the same probability for all requests of a class, before anything is computed.
+        """
+        if not self.is_meant(request):
+            return Served(request.policy)
+        assert self._controller is not None
+        name = str(reuse_class(spans))
+        notch = self._controller.notch(name)
+        policy = self._notches[notch].policy
+        is_sampled = policy is not None and self._random.random() < self._share
+        sampled = Sampled(name, notch) if is_sampled else None
+        return Served(policy, self._controller.statement(name), sampled)
+
+    def audited(self, sampled: Sampled, loss: float) -> None:
+        """Take in the loss of an audited request; what follows is logged and kept."""
+        if self._controller is None:
+            return
+        event = self._controller.audit(sampled.reuse_class, sampled.notch, loss)
+        if event is not None:
+            statement = self._controller.statement(sampled.reuse_class)
+            logger.warning("risk of grafts %s: %s, now %s", sampled.reuse_class, event, statement)
+        if self._state_path is not None:
+            self._save(self._state_path, self._controller)
+
+    def withdraw(self, reason: str) -> None:
+        """State nothing any more: what was calibrated and audited is gone."""
+        if self._controller is not None:
+            logger.warning("risk of grafted answers: uncalibrated from here on, because %s", reason)
+        self._controller = None
+
+    def _save(self, path: Path, controller: RiskController) -> None:
+        try:
+            save_state(path, controller, self._binding)
+        except OSError as error:
+            logger.warning(
+                "risk_state %s cannot be written (%s); audits so far are lost at the end", path, one_line(error)
+            )
+            self._state_path = None
+
+
+def risk_binding(config: EngineConfig, loaded: LoadedModel, policy: SelectionPolicy) -> dict[str, str]:
+    """Return what a calibration holds for: everything that decides which K/V are grafted and how far off they are."""
+    return {
+        "model": loaded.fingerprint,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "policy": policy.name,
+        "policy version": str(policy.version),
+        "min_run": str(config.min_run),
+        "max_generation": str(config.max_generation),
+    }
+
+
+def told(calibration: Calibration) -> str:
+    """Say in one line what a calibration states."""
+    if calibration.notch == calibration.notches[0]:
+        return f"no notch kept {calibration.loss} at {calibration.epsilon:.3g}, so nothing is grafted"
+    return (
+        f"{calibration.loss} at most {calibration.epsilon:.3g} at notch {calibration.notch!r}, wrong with probability "
+        f"{calibration.delta:.3g}, on traffic like {calibration.prompts} prompts of {calibration.date}"
+    )
