@@ -141,7 +141,7 @@ def sample_notch(
 
 
 def _served(llm: LLM, prompt: TokenArray, notch: Notch, loss: Loss) -> tuple[GraftReport, NDArray[Any]]:
-    """Serve a prompt greedily; what later prompts may reuse comes from that. Returns the report and the evidence of `loss`."""
+    """Serve a prompt greedily, which leaves donors for later ones. Returns the report and the evidence of `loss`."""
     reuse = "graft" if notch.policy is not None else "off"
     logits = None
     if not loss.is_binary:  # tokens say nothing about distributions; scoring leaves no trace
