@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.engine.audit import AnswerEvidence, Audit
 from kvgraft.engine.report import prompt_report
 from kvgraft.engine.request import FinishReason, Request, RequestOutput, StreamPart
 from kvgraft.graft.model import SequenceOutput, SequenceRows
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.flops import ModelFlops
     from kvgraft.engine.request_kv import RequestKV
+    from kvgraft.engine.risk import Sampled
     from kvgraft.engine.sampling import Sampler
     from kvgraft.engine.text import OutputText
+    from kvgraft.fidelity.control import Loss
     from kvgraft.types import GraftReport, TokenArray
 
 
@@ -46,6 +49,7 @@ class ActiveRequest:
         flops: ModelFlops,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        loss: Loss | None = None,
     ) -> None:
         self.request = request
         self.kv: RequestKV | None = None
@@ -61,6 +65,9 @@ class ActiveRequest:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._prefill: SparsePrefill | None = None
+        self._loss = loss
+        self._sampled: Sampled | None = None
+        self._evidence: AnswerEvidence | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -134,6 +141,7 @@ class ActiveRequest:
             assert self.kv is not None
             if self.report is None:
                 self.report = prompt_report(self.kv, outcome, self._flops)
+                self._watch(self.kv.sampled)
             self._prefill, logits = None, outcome.logits
         assert logits is not None
         token_id = self._sampler.sample(logits)
@@ -142,6 +150,8 @@ class ActiveRequest:
     def _take(self, token_id: int, logits: Tensor) -> StreamPart:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
+        if self._evidence is not None:
+            self._evidence.add(logits)
         self.output_ids.append(token_id)
         sampling = self.request.sampling
         is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
@@ -154,6 +164,18 @@ class ActiveRequest:
         elif is_full:
             self.finish_reason = FinishReason.LENGTH
         return StreamPart(delta, token_id, logprobs=self._sampler.logprobs(logits, token_id))
+
+    def _watch(self, sampled: Sampled | None) -> None:
+        """Gather what an audit needs, if the graft that is served was sampled for one."""
+        if sampled is not None and self._loss is not None:
+            self._sampled, self._evidence = sampled, AnswerEvidence(self._loss)
+
+    def audit(self) -> Audit | None:
+        """What to audit of a finished request, if it was sampled."""
+        if self._sampled is None or self._evidence is None:
+            return None
+        output_ids = self.output_ids[: self._evidence.num_tokens]
+        return Audit(self.request, output_ids, self._evidence.value(), self._sampled)
 
     def output(self) -> RequestOutput:
         """The result of a finished request."""

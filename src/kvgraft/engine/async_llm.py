@@ -12,16 +12,16 @@ import logging
 import queue
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
-from kvgraft.types import ReuseMode
+from kvgraft.types import UNCALIBRATED, ReuseMode, RiskStatement
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.loading import LoadedModel
@@ -57,6 +57,10 @@ class EngineSnapshot:
         num_errors: Lookups, grafts and publications that failed and became misses.
         num_preemptions: Requests that lost their slots and were computed again, counted each time.
         attention: The attention backend and why it was chosen.
+        risk: What may be said about grafts of reuse classes that were never audited.
+        class_risks: What may be said about grafts by reuse class, of those that were audited.
+        num_pending_audits: Requests that wait for their audit.
+        num_left_out_audits: Sampled requests that were not audited.
     """
 
     is_alive: bool
@@ -71,6 +75,10 @@ class EngineSnapshot:
     num_errors: int
     num_preemptions: int
     attention: str
+    risk: RiskStatement = UNCALIBRATED
+    class_risks: Mapping[str, RiskStatement] = field(default_factory=dict)
+    num_pending_audits: int = 0
+    num_left_out_audits: int = 0
 
 
 class AsyncLLM:
@@ -147,6 +155,10 @@ class AsyncLLM:
             num_errors=engine.manager.num_errors,
             num_preemptions=engine.scheduler.num_preemptions,
             attention=engine.adapter.attention.reason,
+            risk=engine.risk.start,
+            class_risks=engine.risk.statements(),
+            num_pending_audits=engine.auditor.num_pending,
+            num_left_out_audits=engine.auditor.num_left_out,
         )
 
     async def prepare(
@@ -282,6 +294,8 @@ class AsyncLLM:
             while self._obey_commands():
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
+                else:
+                    self._engine.audit_step()
         except BaseException:
             logger.critical("the engine's thread died; all requests fail", exc_info=True)
             raise
@@ -294,7 +308,7 @@ class AsyncLLM:
         A command that fails tells whoever gave it; the others are obeyed.
         """
         with self._wake:
-            while not (self._commands or self._engine.has_work or self._is_stopped):
+            while not (self._commands or self._engine.has_work or self._engine.auditor.has_work or self._is_stopped):
                 self._wake.wait()
         while self._commands:
             command = self._commands.popleft()

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvgraft.engine.active import ActiveRequest
 from kvgraft.engine.assembly import adapter_and_prefix, cache_manager
-from kvgraft.engine.loading import LoadedModel, load_model
+from kvgraft.engine.audit import Auditor
+from kvgraft.engine.loading import LoadedModel, fingerprint, load_model
 from kvgraft.engine.pace import Pace
 from kvgraft.engine.request_builder import RequestBuilder
 from kvgraft.engine.risk import HeldRisk
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from kvgraft.graft.model import SequenceOutput, SequenceRows
 
 logger = logging.getLogger(__name__)
+
+_LEAST_AUDIT_ROWS = 32
+"""Rows of an audit's forward pass, however slow the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Engine:
         manager: Takes requests through the cache.
         self_check: What was proved for the model.
         risk: At which notch grafts are served, and what may be said about them.
+        auditor: Holds sampled requests against full prefill.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Engine:
         self.space = self.manager.space
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
+        self.auditor = Auditor(self.adapter, self.manager, self.risk)
         self._recorder: Recorder = recorder or NullRecorder()
         self._recorder_failed = False
         self._active: dict[str, ActiveRequest] = {}
@@ -123,6 +129,7 @@ class Engine:
             flops=self.manager.flops,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.builder.longest,
+            loss=self.risk.loss,
         )
         self.scheduler.add(active)
         self._active[request.request_id] = active
@@ -141,15 +148,23 @@ class Engine:
         Requests that run go on with the K/V that they have, and nothing of them is kept; those that wait start afresh.
         """
         self.space.reset()
+        self.auditor.clear()
+        if (
+            self.risk.loss is not None
+            and fingerprint(self.loaded.model, self.loaded.tokenizer) != self.loaded.fingerprint
+        ):
+            self.risk.withdraw("the weights have changed")
 
     def cancel_all(self) -> None:
-        """End every request, as `cancel` does."""
+        """End every request, as `cancel` does, and forget all audits."""
+        self.auditor.clear()
         for request_id in list(self._active):
             self.cancel(request_id)
 
     def step(self) -> list[StepEvent]:
         """Run one forward pass for the requests that are due; a failure ends the request that it concerns, no other."""
         started = time.perf_counter()
+        self._make_room()
         step = self.scheduler.schedule()
         events = [self._fail(active, error) for active, error in step.failed]
         outputs = self._forward([rows for _, rows in step.parts])
@@ -161,6 +176,21 @@ class Engine:
         self._pace.observe(seconds, step.num_streams, step.prefill_flops)
         self._record(lambda: self._recorder.record_step(self._step_record(step, seconds)))
         return events
+
+    def audit_step(self) -> None:
+        """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
+        if self.auditor.has_work:
+            affordable = self._pace.prefill_flops_alone / self.manager.flops.per_token
+            self.auditor.step(max(_LEAST_AUDIT_ROWS, int(min(self.config.max_rows, affordable))))
+
+    def _make_room(self) -> None:
+        """Take its slots from an audit that pauses if unfinished requests may come to need them."""
+        if not self.auditor.is_running:
+            return
+        held = (0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
+        missing = sum(active.max_tokens for active in self._active.values()) - sum(held)
+        if missing > self.space.available or self.manager.longest_piece is not None:
+            self.auditor.interrupt()
 
     def _forward(self, batch: Sequence[SequenceRows]) -> Sequence[SequenceOutput | Exception]:
         if not batch:
@@ -194,6 +224,9 @@ class Engine:
     def _finish(self, active: ActiveRequest) -> RequestOutput:
         assert active.kv is not None
         assert active.finish_reason is not None
+        audit = active.audit()
+        if audit is not None and active.kv.epoch == self.space.epoch:
+            self.auditor.add(audit)
         self.manager.finish(active.kv, active.known_token_ids)
         self._forget(active, active.finish_reason)
         return active.output()

@@ -190,6 +190,16 @@ class LLM:
         """Raise `ConfigError` if `generate` would refuse the prompt."""
         self._engine.builder.build(prompt, sampling, request_id="validated")
 
+    def audit(self) -> int:
+        """Hold every sampled request that has ended against full prefill; returns how many there were.
+
+        `AsyncLLM` does so by itself while it has nothing else to do.
+        """
+        count = self._engine.auditor.num_pending
+        while self._engine.auditor.has_work:
+            self._engine.audit_step()
+        return count
+
     def usage(self) -> SlotUsage:
         """Count K/V slots that are free, or held by requests, prefixes and donors."""
         return self.space.usage()

@@ -14,6 +14,8 @@ from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch import Tensor
 
     from kvgraft.engine.cache_manager import CacheManager
@@ -50,20 +52,40 @@ def score(
         ConfigError: The continuation outgrows the angles that its prompt was computed with.
         CapacityError: Running requests hold the slots.
     """
+    steps = score_steps(adapter, manager, request, continuation, max_rows=max_rows)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Score = end.value
+            return found
+
+
+def score_steps(
+    adapter: ModelAdapter,
+    manager: CacheManager,
+    request: Request,
+    continuation: TokenArray,
+    *,
+    max_rows: int,
+) -> Generator[None, None, Score]:
+    """`score` with a yield behind every forward pass; closing it gives the slots back."""
     manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
     kv = manager.begin(request)
     try:
         manager.graft(kv)
-        outcome = _prefill(adapter, manager, kv, max_rows)
+        outcome = yield from _prefill(adapter, manager, kv, max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
-            logits.append(_feed(adapter, manager, kv, continuation[:-1]))
+            logits.append((yield from _feed(adapter, manager, kv, continuation[:-1])))
         return Score(torch.cat(logits), prompt_report(kv, outcome, manager.flops))
     finally:
         manager.abort(kv)
 
 
-def _prefill(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int) -> PrefillOutcome:
+def _prefill(
+    adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int
+) -> Generator[None, None, PrefillOutcome]:
     """Run a sparse prefill to its end; raises `CapacityError` where open streams hold all window slots."""
     request = kv.request
     prefill = SparsePrefill(request.token_ids, kv.plan, kv.kv_indices, request.policy, kv.swa_indices)
@@ -73,10 +95,13 @@ def _prefill(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_ro
         if not count:
             raise CapacityError("running requests hold the slots of window layers; score when they have ended")
         outcome = prefill.receive(adapter.forward([prefill.next_rows(count)])[0])
+        yield
     return outcome
 
 
-def _feed(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, token_ids: TokenArray) -> Tensor:
+def _feed(
+    adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, token_ids: TokenArray
+) -> Generator[None, None, Tensor]:
     """Compute the rows of a continuation and return the logits behind each."""
     start = len(kv.kv_indices)
     piece = manager.longest_piece or len(token_ids)
@@ -87,4 +112,5 @@ def _feed(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, token_ids
         manager.grow(kv, start + offset + len(part))
         rows = SequenceRows(part, positions, kv.kv_indices, num_logits=len(part), swa_indices=kv.swa_indices)
         logits.append(adapter.forward([rows])[0].logits)
+        yield
     return torch.cat(logits)

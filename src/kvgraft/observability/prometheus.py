@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvgraft.reuse.metrics import DONOR_HOST_BYTES, DONOR_TOKENS, DONORS, GRAFT_ERRORS, METRICS, MetricKind, samples
+from kvgraft.reuse.metrics import (
+    DONOR_HOST_BYTES,
+    DONOR_TOKENS,
+    DONORS,
+    GRAFT_ERRORS,
+    METRICS,
+    RISK_AUDITS,
+    RISK_CERTIFIED,
+    MetricKind,
+    risk_samples,
+    samples,
+)
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -17,10 +28,11 @@ except ModuleNotFoundError as error:
     raise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kvgraft.observability.recorder import RequestRecord, StepRecord
     from kvgraft.reuse.metrics import Metric as ReuseMetric
+    from kvgraft.types import RiskStatement
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 _HOLDERS = ("free", "request", "cached", "donor")
@@ -104,6 +116,13 @@ class PrometheusRecorder:
         """Take over the engine's count of failed lookups and grafts."""
         self._reuse[GRAFT_ERRORS].labels(self._model_name).inc(max(0, num_errors - self._last_errors))
         self._last_errors = max(self._last_errors, num_errors)
+
+    def set_risk(self, statements: Mapping[str, RiskStatement]) -> None:
+        """Take over what may be said of each reuse class."""
+        for metric in (RISK_AUDITS, RISK_CERTIFIED):
+            self._reuse[metric].clear()
+        for metric, labels, value in risk_samples(statements):
+            self._reuse[metric].labels(*labels, self._model_name).set(value)
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""

@@ -11,7 +11,7 @@ from kvgraft.reuse.lookup import DonorFinder, Found, Lookup
 from kvgraft.reuse.metrics import Metric, Sample, samples, token_kinds, token_outcome
 from kvgraft.reuse.policy import available_policies, configured_policy
 from kvgraft.reuse.registration import Registration
-from kvgraft.reuse.report import REPORT_VERSION, report_as_dict, request_report, worst_report
+from kvgraft.reuse.report import REPORT_VERSION, report_as_dict, request_report, risk_as_dict, worst_report
 
 __all__ = [
     "REPORT_VERSION",
@@ -29,6 +29,7 @@ __all__ = [
     "report_as_dict",
     "request_report",
     "reused_span",
+    "risk_as_dict",
     "samples",
     "token_kinds",
     "token_outcome",

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvgraft.types import MissReason
+from kvgraft.types import MissReason, RiskStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from kvgraft.types import GraftReport
+    from kvgraft.types import GraftReport, RiskStatement
 
 _QUICK_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _REJECTED = {
@@ -83,6 +83,15 @@ RECOMPUTE_SECONDS = Metric(
 DONORS = Metric("donors", MetricKind.GAUGE, "Donors in all tiers")
 DONOR_TOKENS = Metric("donor_tokens", MetricKind.GAUGE, "Tokens of donors in all tiers")
 DONOR_HOST_BYTES = Metric("donor_host_bytes", MetricKind.GAUGE, "Bytes of donors in host memory, on the fullest worker")
+RISK_AUDITS = Metric(
+    "risk_audits",
+    MetricKind.GAUGE,
+    "Grafted requests compared with full prefill at the present notch; on the embedded engine only",
+    ("reuse_class", "notch", "status"),
+)
+RISK_CERTIFIED = Metric(
+    "risk_certified", MetricKind.GAUGE, "Mean loss that audits have certified; 1 where none is", ("reuse_class",)
+)
 
 METRICS = (
     PROMPT_TOKENS,
@@ -95,6 +104,8 @@ METRICS = (
     DONORS,
     DONOR_TOKENS,
     DONOR_HOST_BYTES,
+    RISK_AUDITS,
+    RISK_CERTIFIED,
 )
 """All of them, in the order of the documentation."""
 
@@ -114,6 +125,14 @@ def samples(report: GraftReport) -> Iterator[Sample]:
         metric = _STEPS.get(step)
         if metric is not None and (step == "lookup" or report.spans):
             yield Sample(metric, (), milliseconds / 1e3)
+
+
+def risk_samples(statements: Mapping[str, RiskStatement]) -> Iterator[Sample]:
+    """Yield the gauges of what may be said of each reuse class; those of classes that are gone are to be removed."""
+    for name, risk in statements.items():
+        yield Sample(RISK_AUDITS, (name, risk.notch, risk.status.value), risk.audits)
+        certified = risk.epsilon if risk.status is RiskStatus.CERTIFIED and risk.epsilon is not None else 1.0
+        yield Sample(RISK_CERTIFIED, (name,), certified)
 
 
 def token_kinds(report: GraftReport) -> dict[str, int]:

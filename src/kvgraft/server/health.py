@@ -8,9 +8,10 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from kvgraft.errors import KVGraftError
+from kvgraft.reuse.report import risk_as_dict
 
 if TYPE_CHECKING:
-    from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.engine.async_llm import AsyncLLM, EngineSnapshot
     from kvgraft.memory import SlotUsage
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class HealthMonitor:
             "donor_host_bytes": int(snapshot.host_bytes),
             "graft_errors": snapshot.num_errors,
             "preemptions": snapshot.num_preemptions,
+            "risk": _risk(snapshot),
         }
 
     def _status(self, *, is_alive: bool) -> str:
@@ -89,6 +91,16 @@ class HealthMonitor:
             logger.error("the cache's invariant is broken: %s", error)  # noqa: TRY400 - the message says it all
         finally:
             self._check = None
+
+
+def _risk(snapshot: EngineSnapshot) -> dict[str, object]:
+    """What may be said about grafts: of classes without audits, and by class of the others."""
+    return {
+        **risk_as_dict(snapshot.risk),
+        "classes": {name: risk_as_dict(risk) for name, risk in snapshot.class_risks.items()},
+        "pending_audits": snapshot.num_pending_audits,
+        "left_out_audits": snapshot.num_left_out_audits,
+    }
 
 
 def _by_holder(usage: SlotUsage) -> dict[str, int]:

@@ -85,6 +85,7 @@ async def metrics(request: Request) -> Response:
         snapshot.host_bytes,
     )
     recorder.set_errors(snapshot.num_errors)
+    recorder.set_risk(snapshot.class_risks)
     return Response(recorder.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

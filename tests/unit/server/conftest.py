@@ -17,7 +17,7 @@ from kvgraft.errors import ConfigError
 from kvgraft.memory import SlotUsage
 from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
-from kvgraft.types import GraftReport, Miss, MissReason
+from kvgraft.types import GraftReport, Miss, MissReason, RiskStatement
 
 PATIENCE_S = 60.0
 VOCABULARY = 256
@@ -59,6 +59,7 @@ class FakeEngine:
         self.num_checks = 0
         self.num_resets = 0
         self.window_usage = None
+        self.class_risks = {}
         self.closed_with = []
 
     async def prepare(self, prompt, sampling=None, reuse="graft", **options):
@@ -120,6 +121,10 @@ class FakeEngine:
             num_errors=5,
             num_preemptions=6,
             attention="sdpa on cpu",
+            risk=RiskStatement(),
+            class_risks=self.class_risks,
+            num_pending_audits=7,
+            num_left_out_audits=8,
         )
 
     async def check(self):

@@ -8,6 +8,7 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.memory import SlotUsage
 from kvgraft.server import health
 from kvgraft.server.context import model_id
+from kvgraft.types import RiskStatement, RiskStatus
 
 
 def test_index_lists_what_is_there(server):
@@ -41,6 +42,35 @@ def test_health_says_who_holds_slots(server):
     assert "window_slots" not in report
     assert report["requests"] == {"running": 1, "waiting": 2}
     assert (report["model"], report["graft"]) == ("fake", "accepted")
+
+
+def test_health_and_metrics_say_what_audits_have_shown(server):
+    assert server.get("/health").json["risk"] == {
+        "status": "uncalibrated",
+        "classes": {},
+        "pending_audits": 7,
+        "left_out_audits": 8,
+    }
+    server.engine.class_risks = {
+        "shifted": RiskStatement(RiskStatus.CERTIFIED, 0.02, 0.05, "first_token", "10 %", 300),
+        "composed": RiskStatement(RiskStatus.BREACHED, 0.02, 0.05, "first_token", "full", 0),
+    }
+    told = server.get("/health").json["risk"]["classes"]
+    assert told["shifted"] == {
+        "status": "certified",
+        "epsilon": 0.02,
+        "delta": 0.05,
+        "loss": "first_token",
+        "notch": "10 %",
+        "audits": 300,
+    }
+    assert told["composed"]["status"] == "breached"
+    lines = server.get("/metrics").text.splitlines()
+    assert 'kvgraft:risk_audits{model_name="fake",notch="10 %",reuse_class="shifted",status="certified"} 300.0' in lines
+    assert 'kvgraft:risk_certified{model_name="fake",reuse_class="shifted"} 0.02' in lines
+    assert 'kvgraft:risk_certified{model_name="fake",reuse_class="composed"} 1.0' in lines
+    server.engine.class_risks = {}
+    assert "risk_audits{" not in server.get("/metrics").text
 
 
 def test_health_says_who_holds_slots_of_window_layers(server):

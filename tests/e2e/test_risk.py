@@ -1,0 +1,329 @@
+"""A stated risk on the embedded engine: which notch is served, what reports say, and audits that judge what was served."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.engine import LLM, AsyncLLM, SamplingParams, audit
+from kvgraft.engine.core import Engine
+from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.risk import risk_binding
+from kvgraft.errors import ConfigError
+from kvgraft.fidelity import stock_answer
+from kvgraft.fidelity.control import Calibration, NotchResult, save_calibration
+from kvgraft.graft.select import QuerySeam
+from kvgraft.reuse.notches import notches_of
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+from kvgraft.types import MissReason, RiskStatus
+
+ANSWER = SamplingParams(4, ignore_eos=True)
+SETTINGS = {"num_slots": 4_000, "selection": "query_seam"}
+PATIENCE_S = 120.0
+
+
+def loaded(dtype=torch.float32):
+    return adopt_model("llama", tiny_model("llama", dtype=dtype), None)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The tiny model without a calibration, for what a calibration is bound to."""
+    return LLM(loaded(), **SETTINGS)
+
+
+@pytest.fixture
+def calibrated(tmp_path, tiny):
+    """Return a function that writes a calibration for the tiny model at a notch; gives the settings that use it."""
+
+    def write(notch, loss="first_token", epsilon=0.02, **changes):
+        names = tuple(each.name for each in notches_of(tiny.policy))
+        certified = names[1 : 1 + names.index(notch)]
+        results = tuple(NotchResult(name, 500, 0.0, 0.006, 1e-5, name in certified, 0.1) for name in names[1:])
+        binding = risk_binding(tiny.config, tiny.loaded, tiny.policy)
+        found = Calibration(binding, loss, epsilon, 0.05, notch, names, 500, results, "2026-11-22", {"model": "llama"})
+        path = tmp_path / "calibration.json"
+        save_calibration(path, dataclasses.replace(found, **changes))
+        return SETTINGS | {"calibration": str(path)}
+
+    return write
+
+
+@pytest.fixture
+def document(rng):
+    return rng.integers(3, VOCABULARY, 200)
+
+
+def behind(rng, document, count=50):
+    return np.concatenate([rng.integers(3, VOCABULARY, count), document, rng.integers(3, VOCABULARY, 10)])
+
+
+def poison(llm):
+    """Make every K/V that is kept wrong: what is grafted or taken as a prefix from now on gives other answers."""
+    for layer in range(llm.adapter.num_layers):
+        values = llm.adapter.pool.values(layer)
+        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(1)) * 30)
+
+
+class TestNotch:
+    def test_without_a_calibration_nothing_is_stated_and_the_log_says_so_once(self, rng, document, caplog):
+        with caplog.at_level(logging.INFO, "kvgraft"):
+            llm = LLM(loaded(), **SETTINGS)
+            outputs = llm.generate([document, behind(rng, document)], ANSWER)
+        assert outputs[1].report.spans
+        assert {output.report.risk.status for output in outputs} == {RiskStatus.UNCALIBRATED}
+        assert [record.getMessage() for record in caplog.records if "uncalibrated" in record.getMessage()] == [
+            "risk of grafted answers: uncalibrated; 'kvgraft calibrate' measures it on your own prompts"
+        ]
+
+    @pytest.mark.parametrize(("notch", "share"), [("50 %", 0.5), ("10 %", 0.1), ("none", 0.0)])
+    def test_grafts_are_served_at_the_certified_notch(self, calibrated, rng, document, notch, share):
+        llm = LLM(loaded(), **calibrated(notch))
+        _, output = llm.generate([document, behind(rng, document)], ANSWER)
+        report = output.report
+        assert report.recomputed_tokens / (report.recomputed_tokens + report.shifted_tokens) == pytest.approx(
+            share, abs=0.02
+        )
+        assert report.risk == llm.risk.start
+        assert (report.risk.status, report.risk.notch, report.risk.audits) == (RiskStatus.CALIBRATED, notch, 0)
+
+    def test_where_none_is_certified_nothing_is_grafted(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("full"))
+        prompt = behind(rng, document)
+        _, output = llm.generate([document, prompt], ANSWER)
+        assert output.report.miss.reason is MissReason.RISK
+        assert output.token_ids == LLM(loaded(), **SETTINGS).generate(prompt, ANSWER, "off")[0].token_ids
+        llm.check()
+
+    def test_a_policy_of_the_request_s_own_is_not_meant(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("10 %"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        output = llm.generate(behind(rng, document), ANSWER, selection=QuerySeam(0.3))[0]
+        assert output.report.spans
+        assert output.report.risk.status is RiskStatus.UNCALIBRATED
+        assert llm.audit() == 0
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("model", "0" * 32), ("dtype", "bfloat16"), ("policy", "first_k"), ("policy version", "0"), ("min_run", "99")],
+    )
+    def test_a_calibration_of_something_else_is_refused_in_one_line(self, calibrated, tiny, name, value):
+        binding = risk_binding(tiny.config, tiny.loaded, tiny.policy) | {name: value}
+        with pytest.raises(ConfigError, match=rf"is of another {name} .*; run 'kvgraft calibrate'") as caught:
+            LLM(loaded(), **calibrated("10 %", binding=binding))
+        assert "\n" not in str(caught.value)
+
+    def test_another_precision_or_policy_is_another_one(self, calibrated):
+        settings = calibrated("10 %")
+        with pytest.raises(ConfigError, match="is of another model|is of another dtype"):
+            LLM(loaded(torch.bfloat16), **settings)
+        with pytest.raises(ConfigError, match="is of another policy"):
+            LLM(loaded(), **settings | {"selection": "first_k"})
+
+    def test_weights_of_another_model_are_another_model(self, calibrated):
+        other = tiny_model("llama")
+        with torch.no_grad():
+            next(other.parameters())[0, 0] += 1
+        with pytest.raises(ConfigError, match="is of another model"):
+            LLM(adopt_model("llama", other, None), **calibrated("10 %"))
+
+    @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"kind": "kvgraft calibration", "version": 2}'])
+    def test_a_file_that_is_none_is_refused_in_one_line(self, tmp_path, text):
+        path = tmp_path / "calibration.json"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"cannot be used .*; give a file that 'kvgraft calibrate' wrote"):
+            LLM(loaded(), **SETTINGS, calibration=str(path))
+
+    def test_a_file_that_claims_more_than_it_shows_is_refused(self, calibrated):
+        settings = calibrated("10 %")
+        path = settings["calibration"]
+        with open(path) as file:
+            text = file.read()
+        with open(path, "w") as file:
+            file.write(re.sub('"notch": "10 %",(?=\\s+"notches")', '"notch": "none",', text))
+        with pytest.raises(ConfigError, match="its notch is not the boldest certified one"):
+            LLM(loaded(), **settings)
+
+    @pytest.mark.parametrize("setting", [{"audit_share": 0.5}, {"risk_state": "risk.json"}])
+    def test_audits_need_a_calibration(self, setting):
+        with pytest.raises(ConfigError, match="needs a calibration"):
+            LLM(loaded(), **SETTINGS, **setting)
+
+
+class TestAudit:
+    @pytest.mark.parametrize("mutation", [None, "graft"])
+    def test_does_not_compare_a_request_with_itself(self, calibrated, rng, document, monkeypatch, mutation):
+        """Kept K/V are all wrong, so the answer is; full prefill sees it. An audit that reuses them too sees nothing."""
+        if mutation:
+            monkeypatch.setattr(audit, "AUDIT_REUSE", mutation)
+        llm = LLM(loaded(), **calibrated("none", "greedy:4"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        poison(llm)
+        output = llm.generate(behind(rng, document), ANSWER)[0]
+        assert output.report.spans
+        assert llm.audit() == 1
+        (known,) = llm.risk._controller.classes.values()
+        assert (known.audits, known.loss_sum) == (1, 0.0 if mutation else 1.0)
+        llm.check()
+
+    @pytest.mark.parametrize("loss", ["first_token", "greedy:4", "kl:0.01"])
+    def test_losses_are_those_of_the_model_s_own_forward_pass(self, calibrated, rng, document, loss):
+        llm = LLM(loaded(), **calibrated("none", loss), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        expected = []
+        for count in range(20, 44):
+            prompt = behind(rng, document, count)
+            score = llm.score(prompt, [5], "graft")  # before the prompt leaves donors of its own
+            output = llm.generate(prompt, ANSWER)[0]
+            assert output.report.spans
+            with llm.adapter.stock() as model:
+                full = stock_answer(model, prompt, 4)
+            if loss == "kl:0.01":
+                logs = [logits[0].double().log_softmax(-1) for logits in (full.logits, score.logits)]
+                expected.append(min(1.0, float((logs[0].exp() * (logs[0] - logs[1])).sum()) / 0.01))
+            else:
+                compared = 1 if loss == "first_token" else 4
+                expected.append(float(full.token_ids[:compared].tolist() != list(output.token_ids[:compared])))
+        assert llm.audit() == 24
+        classes = llm.risk._controller.classes
+        assert sum(known.audits for known in classes.values()) == 24
+        assert 0 < sum(expected) < 24
+        assert sum(known.loss_sum for known in classes.values()) == pytest.approx(sum(expected), rel=1e-3)
+
+    def test_leaves_no_trace(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
+        llm.generate([document, behind(rng, document)], ANSWER)
+        before = (llm.usage(), len(llm.space.donors))
+        assert llm.audit() == 1
+        assert (llm.usage(), len(llm.space.donors)) == before
+        llm.check()
+
+    def test_a_breach_tightens_then_switches_off_and_restarts_remember(self, calibrated, rng, document, tmp_path):
+        settings = calibrated("none", "greedy:4") | {"audit_share": 1.0, "risk_state": str(tmp_path / "risk.json")}
+        llm = LLM(loaded(), **settings)
+        llm.generate(document, ANSWER)
+        poison(llm)
+        notches = []
+        for count in range(20, 34):
+            output = llm.generate(behind(rng, document, count), ANSWER)[0]
+            llm.audit()
+            notches.append(output.report.risk.notch)
+        assert notches == sorted(notches, key=["none", "5 %", "full"].index)
+        assert set(notches) == {"none", "5 %", "full"}
+        assert output.report.miss.reason is MissReason.RISK
+        assert output.report.risk.status is RiskStatus.BREACHED
+        again = LLM(loaded(), **settings)
+        assert again.risk.statements() == llm.risk.statements()
+        again.generate(document, ANSWER)
+        assert again.generate(behind(rng, document), ANSWER)[0].report.miss.reason is MissReason.RISK
+
+    def test_a_share_of_requests_is_sampled(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("none"), audit_share=0.3)
+        llm.generate(document, ANSWER)
+        llm.generate([behind(rng, document, 20 + count) for count in range(60)], SamplingParams(1))
+        assert 8 <= llm.audit() <= 30
+
+    def test_too_many_are_left_out_and_counted(self, calibrated, rng, document, monkeypatch):
+        monkeypatch.setattr(audit, "MOST_PENDING", 3)
+        llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        llm.generate([behind(rng, document, 20 + count) for count in range(5)], ANSWER)
+        assert (llm._engine.auditor.num_pending, llm._engine.auditor.num_left_out) == (3, 2)
+
+    def test_a_reset_forgets_pending_audits_and_changed_weights_the_statement(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
+        llm.generate([document, behind(rng, document)], ANSWER)
+        llm.reset()
+        assert llm.audit() == 0
+        assert llm.risk.start.status is RiskStatus.CALIBRATED
+        with torch.no_grad():
+            next(llm.loaded.model.parameters())[0, 0] += 1
+        llm.reset()
+        assert llm.risk.start.status is RiskStatus.UNCALIBRATED
+        outputs = llm.generate([document, behind(rng, document)], ANSWER)
+        assert {output.report.risk.status for output in outputs} == {RiskStatus.UNCALIBRATED}
+        assert llm.audit() == 0
+
+    def test_gives_its_slots_back_to_requests_that_need_them(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("none") | {"num_slots": 600}, audit_share=1.0, max_rows=64)
+        llm.generate([document, behind(rng, document)], ANSWER)
+        engine = llm._engine
+        engine.audit_step()
+        assert engine.auditor.is_running
+        held = llm.usage().request
+        assert held >= 260
+        output = llm.generate(rng.integers(3, VOCABULARY, 500), ANSWER)[0]
+        assert output.num_preemptions == 0
+        assert not engine.auditor.is_running
+        assert llm.audit() == 1
+        assert sum(known.audits for known in llm.risk._controller.classes.values()) == 1
+        llm.check()
+
+    def test_pauses_while_requests_run_and_goes_on(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("none"), audit_share=1.0, max_rows=64)
+        llm.generate([document, behind(rng, document)], ANSWER)
+        llm._engine.audit_step()
+        running = llm._engine.auditor._running
+        llm.generate(rng.integers(3, VOCABULARY, 50), ANSWER)
+        assert llm._engine.auditor._running is running
+        assert llm.audit() == 1
+        llm.check()
+
+    def test_a_failure_is_counted_and_harms_nobody(self, calibrated, rng, document, monkeypatch):
+        llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
+        llm.generate([document, behind(rng, document)], ANSWER)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.adapter, "forward", lambda *_: 1 / 0)
+            llm.audit()
+        assert llm._engine.auditor.num_left_out == 1
+        assert llm.risk.statements() == {}
+        llm.check()
+        llm.generate(document, ANSWER)
+
+    def test_a_state_that_cannot_be_written_stops_nothing(self, calibrated, rng, document, tmp_path, caplog):
+        state = tmp_path / "gone" / "risk.json"
+        llm = LLM(loaded(), **calibrated("none"), audit_share=1.0, risk_state=str(state))
+        llm.generate([document, behind(rng, document), behind(rng, document)], ANSWER)
+        llm.audit()
+        assert sum("cannot be written" in record.getMessage() for record in caplog.records) == 1
+        assert sum(risk.audits for risk in llm.risk.statements().values()) == 2
+
+
+def test_a_server_s_engine_audits_by_itself_and_only_while_nothing_waits(calibrated, rng, document, monkeypatch):
+    busy = []
+    audit_step = Engine.audit_step
+
+    def watched(engine):
+        busy.append(engine.has_work)
+        audit_step(engine)
+
+    monkeypatch.setattr(Engine, "audit_step", watched)
+
+    async def main():
+        llm = AsyncLLM(loaded(), **calibrated("none"), audit_share=1.0, max_rows=64)
+        await answer(llm, document)
+        await asyncio.gather(*(answer(llm, behind(rng, document, 20 + count)) for count in range(8)))
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(risk.audits for risk in llm.snapshot().class_risks.values()) < 8:
+                await asyncio.sleep(0.01)
+        await llm.check()
+        snapshot = llm.snapshot()
+        await llm.close()
+        return snapshot
+
+    snapshot = asyncio.run(main())
+    assert (snapshot.num_pending_audits, snapshot.num_left_out_audits) == (0, 0)
+    assert snapshot.usage.request == 0
+    assert busy
+    assert not any(busy)
+
+
+async def answer(llm, prompt):
+    request = await llm.prepare(prompt, ANSWER)
+    return [part async for part in llm.stream(request)][-1].output
