@@ -21,7 +21,7 @@ from kvgraft.fidelity.control import Calibration, NotchResult, save_calibration
 from kvgraft.graft.select import QuerySeam
 from kvgraft.reuse.notches import notches_of
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
-from kvgraft.types import MissReason, RiskStatus
+from kvgraft.types import MissReason, ReuseMode, RiskStatus
 
 ANSWER = SamplingParams(4, ignore_eos=True)
 SETTINGS = {"num_slots": 4_000, "selection": "query_seam"}
@@ -121,7 +121,7 @@ class TestNotch:
 
     def test_another_precision_or_policy_is_another_one(self, calibrated):
         settings = calibrated("10 %")
-        with pytest.raises(ConfigError, match="is of another model|is of another dtype"):
+        with pytest.raises(ConfigError, match=r"is of another model|is of another dtype"):
             LLM(loaded(torch.bfloat16), **settings)
         with pytest.raises(ConfigError, match="is of another policy"):
             LLM(loaded(), **settings | {"selection": "first_k"})
@@ -157,7 +157,7 @@ class TestNotch:
 
 
 class TestAudit:
-    @pytest.mark.parametrize("mutation", [None, "graft"])
+    @pytest.mark.parametrize("mutation", [None, ReuseMode.GRAFT])
     def test_does_not_compare_a_request_with_itself(self, calibrated, rng, document, monkeypatch, mutation):
         """Kept K/V are all wrong, so the answer is; full prefill sees it. An audit that reuses them too sees nothing."""
         if mutation:

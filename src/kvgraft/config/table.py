@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.config.engine import MODEL, SCHEDULING, EngineConfig
+from kvgraft.config.engine import MODEL, RISK, SCHEDULING, EngineConfig
 from kvgraft.config.reuse import MEMORY, REUSE
 from kvgraft.config.server import SERVER, ServerConfig
 from kvgraft.config.setting import rule_of
@@ -13,7 +13,7 @@ from kvgraft.config.setting import rule_of
 if TYPE_CHECKING:
     from kvgraft.config.settings import Settings
 
-_GROUPS = (MODEL, REUSE, MEMORY, SCHEDULING, SERVER)
+_GROUPS = (MODEL, REUSE, RISK, MEMORY, SCHEDULING, SERVER)
 _HEAD = ("| setting | default | meaning |", "|---|---|---|")
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
