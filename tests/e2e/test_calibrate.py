@@ -17,7 +17,7 @@ from kvgraft.fidelity.control import Loss, load_calibration
 from kvgraft.reuse.notches import notches_of
 from kvgraft.testing.tiny_models import tiny_model
 
-PASSAGE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return depth * area(width, height)\n"
+PASSAGE = "def area(width, height):\n    return width * height\n\n\ndef volume(w, h, d):\n    return d * area(w, h)\n"
 
 
 @pytest.fixture(scope="module")
