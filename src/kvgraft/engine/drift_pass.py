@@ -75,13 +75,9 @@ class _SequenceDrift:
         slots, correction = self._slots[id(pool)], self.correction
         if not len(slots.layout.rest_positions):
             return None
-        reused_keys, reused_values = pool.read(layer, slots.sample)
-        rest_keys, rest_values = pool.read(layer, slots.rest)
-        if correction.keys:
-            rest_keys = correction.corrected_keys(slots.layout, keys[self._rows], reused_keys, rest_keys, rope)
-        if correction.values:
-            rest_values = correction.corrected_values(slots.layout, values[self._rows], reused_values, rest_values)
-        return CorrectedKV(pool, layer, slots.rest, rest_keys, rest_values)
+        new = keys[self._rows], values[self._rows]
+        reused, rest = pool.read(layer, slots.sample), pool.read(layer, slots.rest)
+        return CorrectedKV(pool, layer, slots.rest, *correction.corrected(slots.layout, new, reused, rest, rope))
 
     def _add(self, pool: SlotPool, layout: RunLayout, sample: np.ndarray, rest: np.ndarray) -> None:
         self._slots[id(pool)] = _Slots(layout, pool.index(sample), pool.index(rest))

@@ -20,6 +20,7 @@ docs/adr/0006-drift-correction.md has the reasons for each choice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -76,6 +77,7 @@ class RunLayout:
     rest_run: Tensor
     sample_positions: Tensor
     rest_positions: Tensor
+    _turns: dict[int, Turns] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runs: Sequence[DriftRun], device: torch.device) -> RunLayout:
@@ -91,20 +93,87 @@ class RunLayout:
         """The same runs with those of the remaining tokens for which `kept`, bool (num_rest,), is true."""
         return RunLayout(self.sample_run, self.rest_run[kept], self.sample_positions, self.rest_positions[kept])
 
+    def turns(self, rope: RopeSpec | None) -> Turns:
+        """How keys of these tokens turn to position 0 and back; for one frequency table once for all layers."""
+        key = 0 if rope is None else id(rope.inv_freq)
+        if key not in self._turns:
+            self._turns[key] = Turns.of(self, rope)
+        return self._turns[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """Keys of a layout's tokens to position 0 and from there; as they are where `rope` is None."""
+
+    rope: RopeSpec | None
+    _sample_back: RopeShift | None = None
+    _rest_back: RopeShift | None = None
+    _rest_forth: RopeShift | None = None
+
+    @classmethod
+    def of(cls, layout: RunLayout, rope: RopeSpec | None) -> Turns:
+        """Form the angles."""
+        if rope is None:
+            return cls(None)
+        sample, rest = layout.sample_positions, layout.rest_positions
+        return cls(
+            rope,
+            RopeShift.between(sample, torch.zeros_like(sample), rope.inv_freq),
+            RopeShift.between(rest, torch.zeros_like(rest), rope.inv_freq),
+            RopeShift.between(torch.zeros_like(rest), rest, rope.inv_freq),
+        )
+
+    def sample_back(self, keys: Tensor) -> Tensor:
+        """Keys of the sampled tokens at position 0."""
+        return self._turned(keys, self._sample_back)
+
+    def rest_back(self, keys: Tensor) -> Tensor:
+        """Keys of the tokens that stay at position 0."""
+        return self._turned(keys, self._rest_back)
+
+    def rest_forth(self, keys: Tensor) -> Tensor:
+        """Keys at position 0 at those of the tokens that stay."""
+        return self._turned(keys, self._rest_forth)
+
+    def _turned(self, keys: Tensor, shift: RopeShift | None) -> Tensor:
+        return keys if self.rope is None or shift is None else rotate_keys(keys, shift, self.rope.pairing)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReusedKV:
+    """What the tokens of a layout held when they were reused, float32, keys in the frame in which movements are compared.
+
+    Attributes:
+        sample: Keys and values of the sampled tokens, each (num_sampled, heads, head_dim).
+        rest: Of those that stay, each (num_rest, heads, head_dim).
+    """
+
+    sample: tuple[Tensor, Tensor]
+    rest: tuple[Tensor, Tensor]
+
+
+Shift = Callable[[Tensor], Tensor]
+"""From movements (num_sampled, heads, head_dim), float32, new minus reused, to shifts (num_rest, heads, head_dim)."""
+
 
 class DriftEstimator(ABC):
     """Estimates the movement of tokens that stay from that of sampled ones. Frozen dataclasses; fields are parameters."""
 
-    pools_runs: ClassVar[bool] = False
-    """Whether a run's estimate uses the samples of others. All of them are computed in one piece then."""
+    needs_reused: ClassVar[bool] = False
+    """Whether it looks at what was reused."""
+
+    @property
+    def pools_runs(self) -> bool:
+        """Whether a run's estimate uses the samples of others. All of them are computed in one piece then."""
+        return False
 
     @abstractmethod
-    def estimate(self, layout: RunLayout, moved: Tensor) -> Tensor:
-        """Return the shift (num_rest, heads, head_dim), float32, of each token that stays.
+    def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
+        """Return what estimates the shifts of one layer, of its keys and of its values alike; 0 where nothing moved.
 
         Args:
             layout: Which token belongs to which run.
-            moved: float32 (num_sampled, heads, head_dim), new minus reused; where it is 0 the result must be 0.
+            reused: What lay there, for estimators that need it.
         """
 
 
@@ -119,10 +188,12 @@ class MeanShift(DriftEstimator):
 
     shrink: bool = True
 
-    def estimate(self, layout: RunLayout, moved: Tensor) -> Tensor:
+    def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
         """See `DriftEstimator`. O(num_runs * num_sampled * heads * head_dim)."""
-        num_runs = int(layout.sample_run[-1]) + 1
-        members = torch.nn.functional.one_hot(layout.sample_run, num_runs).T.to(moved.dtype)
+        return lambda moved: self._shift(layout, moved)
+
+    def _shift(self, layout: RunLayout, moved: Tensor) -> Tensor:
+        members = _members(layout.sample_run)
         count = members.sum(1)[:, None, None]
         mean = _summed(members, moved) / count
         if self.shrink:
@@ -131,6 +202,70 @@ class MeanShift(DriftEstimator):
             signal = (mean.square().sum(-1, keepdim=True) - noise).clamp(min=0)
             mean = mean * signal / (signal + noise).clamp(min=torch.finfo(mean.dtype).tiny)
         return mean[layout.rest_run]
+
+
+@dataclass(frozen=True)
+class KernelRidge(DriftEstimator):
+    """A shift per token: kernel ridge regression on the sampled tokens, with one set of weights for all heads.
+
+    Two tokens move alike as far as they are of one run, stand near one another, and had similar K/V:
+
+        k(i, j) = same_run * (1 + near * exp(-|i - j| / reach) + like * s^2) + across * s^2,  s = max(0, cosine of K/V)
+
+    where the cosine is the mean of that of keys and that of values, each behind the removal of its run's mean. The noise
+    keeps estimates small where samples are few: of n samples and the constant term alone comes mean * n / (n + noise).
+
+    Attributes:
+        near: Weight of the distance.
+        reach: Distance in tokens at which that falls to 1/e.
+        like: Weight of the similarity within a run.
+        across: Weight of the similarity across runs; above 0 all runs are computed in one piece.
+        noise: Variance of what tokens do on their own, in units of the constant term.
+
+    Source: Gaussian-process regression, Rasmussen and Williams 2006, chapter 2.
+    """
+
+    needs_reused: ClassVar[bool] = True
+    near: float = 1.0
+    reach: float = 16.0
+    like: float = 3.0
+    across: float = 0.0
+    noise: float = 5.0
+
+    def __post_init__(self) -> None:
+        if min(self.near, self.like, self.across) < 0 or not (self.reach > 0 and self.noise > 0):
+            raise ConfigError("a kernel ridge needs weights >= 0, and reach and noise above 0")
+
+    @property
+    def pools_runs(self) -> bool:
+        """Whether runs share samples."""
+        return self.across > 0
+
+    def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
+        """See `DriftEstimator`. O((num_rest + num_sampled) * num_sampled * heads * head_dim + num_sampled^3)."""
+        assert reused is not None
+        likeness = self._likeness(layout, reused)
+        num_sampled = len(layout.sample_run)
+        run = torch.cat([layout.sample_run, layout.rest_run])
+        positions = torch.cat([layout.sample_positions, layout.rest_positions])
+        distance = (positions[:, None] - positions[None, :num_sampled]).abs()
+        kernel = 1 + self.near * torch.exp(distance / -self.reach) + self.like * likeness
+        kernel = kernel * (run[:, None] == run[None, :num_sampled]) + self.across * likeness
+        known = kernel[:num_sampled] + self.noise * torch.eye(num_sampled, device=kernel.device)
+        weights = torch.cholesky_solve(kernel[num_sampled:].T, torch.linalg.cholesky(known)).T
+        return lambda moved: (weights @ moved.flatten(1)).view(-1, *moved.shape[1:])
+
+    def _likeness(self, layout: RunLayout, reused: ReusedKV) -> Tensor:
+        """Squared positive cosine (num_sampled + num_rest, num_sampled) of all tokens with the sampled ones."""
+        run = torch.cat([layout.sample_run, layout.rest_run])
+        members = _members(run)
+        cosines = []
+        for sample, rest in zip(reused.sample, reused.rest, strict=True):
+            tokens = torch.cat([sample, rest]).flatten(1)
+            mean = members @ tokens / members.sum(1, keepdim=True)
+            direction = torch.nn.functional.normalize(tokens - mean[run], dim=1)
+            cosines.append(direction @ direction[: len(sample)].T)
+        return ((cosines[0] + cosines[1]) / 2).clamp(min=0).square()
 
 
 @dataclass(frozen=True)
@@ -147,7 +282,7 @@ class DriftCorrection:
     """
 
     estimator: DriftEstimator = field(default_factory=MeanShift)
-    key_frame: KeyFrame = KeyFrame.OWN_POSITION
+    key_frame: KeyFrame = KeyFrame.COMMON
     keys: bool = True
     values: bool = True
     min_sample: int = 4
@@ -159,28 +294,35 @@ class DriftCorrection:
                 f"a drift correction needs min_sample >= 2, not {self.min_sample}: one token shows no spread"
             )
 
-    def corrected_keys(
-        self, layout: RunLayout, new: Tensor, reused: Tensor, rest: Tensor, rope: RopeSpec | None
-    ) -> Tensor:
-        """Return the keys of the tokens that stay, corrected, in their own dtype; nothing is changed in place.
+    def corrected(
+        self,
+        layout: RunLayout,
+        new: tuple[Tensor, Tensor],
+        reused: tuple[Tensor, Tensor],
+        rest: tuple[Tensor, Tensor],
+        rope: RopeSpec | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the tokens that stay, corrected, in their own dtype; nothing is changed in place.
 
         Args:
             layout: Which token belongs to which run, and where it stands.
-            new: (num_sampled, heads, head_dim), keys of the sampled tokens as computed.
-            reused: The same tokens' keys as they were reused.
-            rest: (num_rest, heads, head_dim), keys of the tokens that stay.
+            new: Keys and values of the sampled tokens as computed, each (num_sampled, heads, head_dim).
+            reused: The same tokens' as they were reused.
+            rest: Keys and values of the tokens that stay, each (num_rest, heads, head_dim).
             rope: How keys rotate; None for a layer without RoPE.
         """
-        moved = new.float() - reused.float()
-        if rope is None or self.key_frame is KeyFrame.OWN_POSITION:
-            return _add(rest, self.estimator.estimate(layout, moved))
-        moved = _rotated(moved, layout.sample_positions, torch.zeros_like(layout.sample_positions), rope)
-        shift = self.estimator.estimate(layout, moved)
-        return _add(rest, _rotated(shift, torch.zeros_like(layout.rest_positions), layout.rest_positions, rope))
-
-    def corrected_values(self, layout: RunLayout, new: Tensor, reused: Tensor, rest: Tensor) -> Tensor:
-        """Return the values of the tokens that stay, corrected; arguments as for `corrected_keys`."""
-        return _add(rest, self.estimator.estimate(layout, new.float() - reused.float()))
+        turns = layout.turns(rope if self.key_frame is KeyFrame.COMMON else None)
+        before = turns.sample_back(reused[0].float()), reused[1].float()
+        kept = None
+        if self.estimator.needs_reused:
+            kept = ReusedKV(before, (turns.rest_back(rest[0].float()), rest[1].float()))
+        shift = self.estimator.for_layer(layout, kept)
+        keys, values = rest
+        if self.keys:
+            keys = _add(keys, turns.rest_forth(shift(turns.sample_back(new[0].float()) - before[0])))
+        if self.values:
+            values = _add(values, shift(new[1].float() - before[1]))
+        return keys, values
 
 
 CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection()}
@@ -198,8 +340,9 @@ def _add(rest: Tensor, shift: Tensor) -> Tensor:
     return (rest.float() + shift).to(rest.dtype)
 
 
-def _rotated(keys: Tensor, source: Tensor, target: Tensor, rope: RopeSpec) -> Tensor:
-    return rotate_keys(keys, RopeShift.between(source, target, rope.inv_freq), rope.pairing)
+def _members(run: Tensor) -> Tensor:
+    """float32 (num_runs, n): 1 where a token is of a run."""
+    return torch.nn.functional.one_hot(run, int(run.max()) + 1).T.to(torch.float32)
 
 
 def _summed(members: Tensor, rows: Tensor) -> Tensor:
