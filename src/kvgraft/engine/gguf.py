@@ -85,8 +85,8 @@ def dequantised() -> Mapping[str, object]:
 def translated_once() -> Iterator[None]:
     """Let transformers read a file's metadata once and make its table of names once, without a progress bar.
 
-    It reads them again for the configuration, the weights and the tokenizer, and makes the table for every module of a model,
-    though both follow from the file alone: SmolLM2-135M takes 18 s of processor time so, and 7 s in here. One thread at a time.
+    It does so again for the configuration, the weights and the tokenizer, and makes the table for every module of a model,
+    though both follow from the file alone: SmolLM2-135M takes 18 s of processor time so and 7 s in here. Threads take turns.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as translation

@@ -138,11 +138,14 @@ def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torc
     loaded: Any
     try:
         config = AutoConfig.from_pretrained(checkpoint.source, **checkpoint.arguments)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ModelError(
-                f"model {name} has type {quoted(config.model_type)}, for which transformers has no causal language model; "
-                "choose a text decoder"
-            )
+    except Exception as error:
+        raise ModelError(_load_failure(checkpoint, one_line(error))) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model {name} has type {quoted(config.model_type)}, for which transformers has no causal language model; "
+            "choose a text decoder"
+        )
+    try:
         # Mismatches are let through here only to be named: whatever transformers would make up is refused.
         loaded = AutoModelForCausalLM.from_pretrained(
             checkpoint.source,
@@ -153,8 +156,6 @@ def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torc
             **checkpoint.arguments,
             **({} if header is None else dequantised()),
         )
-    except ModelError:
-        raise
     except Exception as error:
         raise ModelError(_load_failure(checkpoint, one_line(error))) from error
     model: PreTrainedModel
