@@ -154,7 +154,7 @@ def test_nested_policies_add_to_earlier_steps_and_may_end_without_work():
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("nonsense", {}, "none, first_k, query_seam"),
+        ("nonsense", {}, "none, random, first_k"),
         ("first_k", {"k": 0}, "k >= 1"),
         ("query_seam", {"ratio": 0.0}, "ratio"),
         ("query_seam", {"k": 3}, "unexpected"),
