@@ -30,7 +30,8 @@ def print_rows(rows: Sequence[Row]) -> None:
     names = max(7, *(len(row["suite"]) for row in rows))
     print(
         f"{'suite':{names}s}{'setting':>{width + 1}s}{'n':>5s}{'recomp':>8s}{'FLOPs':>7s}{'KL':>9s}{'95 %':>17s}"
-        f"{'median':>9s}{'worst':>8s}{'KL1':>8s}{'flip':>6s}{'top-1':>7s}{'greedy':>8s}{'NLL':>8s}{'task off/on':>13s}{'stale off/on':>14s}"
+        f"{'median':>9s}{'worst':>8s}{'KL1':>8s}{'flip':>6s}{'top-1':>7s}{'greedy':>8s}{'NLL':>8s}"
+        f"{'task off/on':>13s}{'stale off/on':>14s}"
     )
     for row in rows:
         shares = f"{_percent(row['recomputed_share']):>8s}{_percent(row['flops_share'], 0):>7s}"

@@ -21,8 +21,8 @@ _EDIT_TOKENS = 32
 def distance_class(spans: Sequence[SpanReport]) -> str | None:
     """Return the class of most tokens of `spans`, None where there is no span.
 
-    A span is an *edited neighbour* if a few tokens beside it, and nothing else, differ from its donor; else *reordered* if text
-    of the same donor that stood behind it there stands in front of it here; else it counts by how far it has moved.
+    A span is an *edited neighbour* if a few tokens beside it, and nothing else, differ from its donor; else *reordered*
+    if text of the same donor that stood behind it there stands in front of it here; else it counts by how far it has moved.
     """
     tokens: Counter[str] = Counter()
     ordered = sorted(spans, key=lambda span: span.target_start)

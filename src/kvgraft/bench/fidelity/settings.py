@@ -92,8 +92,10 @@ def _parse(spec: str, budgets: Sequence[float], default: SelectionPolicy, defaul
             raise ConfigError(f"policy {name!r} takes no ratio; write it without {colon + ratio!r}")
         return [Setting(selection_policy(name), correction)]
     if colon:
-        return [Setting(kind(_ratio(ratio, spec)), correction)]
-    return [Setting(kind(budget), correction) for budget in budgets] or [Setting(selection_policy(name), correction)]
+        return [Setting(kind(ratio=_ratio(ratio, spec)), correction)]
+    return [Setting(kind(ratio=budget), correction) for budget in budgets] or [
+        Setting(selection_policy(name), correction)
+    ]
 
 
 def _ratio(text: str, spec: str) -> float:
