@@ -94,7 +94,7 @@ class Engine:
         self._recorder: Recorder = recorder or NullRecorder()
         self._recorder_failed = False
         self._active: dict[str, ActiveRequest] = {}
-        self._eos_token_ids = _eos_token_ids(self.loaded)
+        self.eos_token_ids = _eos_token_ids(self.loaded)
 
     @property
     def has_work(self) -> bool:
@@ -117,7 +117,7 @@ class Engine:
             OutputText(self.loaded.tokenizer, request.sampling.stop),
             Sampler(request.sampling, self.adapter.pool.device),
             flops=self.manager.flops,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             max_model_len=self.builder.longest,
         )
         self.scheduler.add(active)

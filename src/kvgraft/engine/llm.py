@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from kvgraft.config import quoted
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.engine.scoring import Score, score
+from kvgraft.engine.scoring import Probe, Score, probe, score
 from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode, TokenArray
 
@@ -189,6 +190,36 @@ class LLM:
             )
         engine = self._engine
         return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
+
+    @contextmanager
+    def probe(
+        self,
+        prompt: Prompt,
+        num_tokens: int,
+        reuse: ReuseMode | str = ReuseMode.GRAFT,
+        *,
+        cache_salt: str = "",
+        selection: str | SelectionPolicy | None = None,
+    ) -> Iterator[Probe]:
+        """Prefill `prompt` and lend it to try continuations of up to `num_tokens` tokens; the cache is left as it was.
+
+        Raises:
+            ConfigError: Prompt and continuation together are too long, or an argument is wrong.
+        """
+        engine = self._engine
+        sampling = SamplingParams(num_tokens)
+        request = engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        if request.sampling.max_new_tokens < num_tokens:
+            raise ConfigError(
+                f"prompt and continuation exceed the {engine.builder.longest} tokens that fit; shorten them"
+            )
+        with probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened:
+            yield opened
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._engine.eos_token_ids
 
     def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
         """Raise `ConfigError` if `generate` would refuse the prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from kvgraft.engine.cache_manager import CacheManager
@@ -36,6 +39,62 @@ class Score:
     report: GraftReport
 
 
+class Probe:
+    """A prompt whose K/V are ready, and continuations that are tried behind it one after another.
+
+    Attributes:
+        first_logits: float32 (vocab_size,), behind the last prompt token.
+        report: What was reused for the prompt.
+        can_rewind: Whether a second continuation may follow a first; window slots given back cannot be had again.
+    """
+
+    def __init__(self, adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, outcome: PrefillOutcome) -> None:
+        self.first_logits = outcome.logits
+        self.report = prompt_report(kv, outcome, manager.flops)
+        self.can_rewind = manager.longest_piece is None
+        self._adapter = adapter
+        self._manager = manager
+        self._kv = kv
+        self._num_fed = 0
+
+    def logits(self, continuation: TokenArray) -> Tensor:
+        """Return float32 (len(continuation), vocab_size); row i predicts `continuation[i]`."""
+        return torch.cat([self.first_logits[None], self.feed(0, continuation[:-1])])
+
+    def feed(self, offset: int, token_ids: TokenArray) -> Tensor:
+        """Compute `token_ids` as the tokens from `offset` behind the prompt on; what was fed there before is overwritten.
+
+        Returns:
+            float32 (len(token_ids), vocab_size), the logits behind each.
+
+        Raises:
+            ConfigError: They outgrow the angles that the prompt was computed with.
+        """
+        assert offset <= self._num_fed, "there would be positions without K/V"
+        assert self.can_rewind or offset == self._num_fed
+        self._num_fed = offset + len(token_ids)
+        if not len(token_ids):
+            return self.first_logits[None][:0]
+        num_tokens = self._kv.plan.num_tokens
+        self._manager.require_one_table(num_tokens, num_tokens + self._num_fed)
+        return _feed(self._adapter, self._manager, self._kv, num_tokens + offset, token_ids)
+
+
+@contextmanager
+def probe(adapter: ModelAdapter, manager: CacheManager, request: Request, *, max_rows: int) -> Iterator[Probe]:
+    """Prefill `request` as its reuse mode says, lend the result, and take everything back.
+
+    Raises:
+        CapacityError: Running requests hold the slots.
+    """
+    kv = manager.begin(request)
+    try:
+        manager.graft(kv)
+        yield Probe(adapter, manager, kv, _prefill(adapter, manager, kv, max_rows))
+    finally:
+        manager.abort(kv)
+
+
 def score(
     adapter: ModelAdapter,
     manager: CacheManager,
@@ -51,16 +110,8 @@ def score(
         CapacityError: Running requests hold the slots.
     """
     manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
-    kv = manager.begin(request)
-    try:
-        manager.graft(kv)
-        outcome = _prefill(adapter, manager, kv, max_rows)
-        logits = [outcome.logits[None]]
-        if len(continuation) > 1:
-            logits.append(_feed(adapter, manager, kv, continuation[:-1]))
-        return Score(torch.cat(logits), prompt_report(kv, outcome, manager.flops))
-    finally:
-        manager.abort(kv)
+    with probe(adapter, manager, request, max_rows=max_rows) as opened:
+        return Score(opened.logits(continuation), opened.report)
 
 
 def _prefill(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int) -> PrefillOutcome:
@@ -83,9 +134,8 @@ def _prefill(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_ro
     return outcome
 
 
-def _feed(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, token_ids: TokenArray) -> Tensor:
-    """Compute the rows of a continuation and return the logits behind each."""
-    start = len(kv.kv_indices)
+def _feed(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, start: int, token_ids: TokenArray) -> Tensor:
+    """Compute the rows of a continuation from position `start` on and return the logits behind each."""
     piece = manager.longest_piece or len(token_ids)
     logits = []
     for offset in range(0, len(token_ids), piece):

@@ -19,7 +19,7 @@ def catalogue():
 
 @pytest.fixture
 def rules(catalogue):
-    return Registration(catalogue, catalogue, min_run=32, max_generation=1)
+    return Registration(catalogue, min_run=32, max_generation=1)
 
 
 def test_short_or_far_derived_text_is_not_admitted(rules):
