@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,13 +71,16 @@ class RunLayout:
         rest_run: int64 (num_rest,), likewise of each token that stays.
         sample_positions: int64 (num_sampled,), prompt positions.
         rest_positions: int64 (num_rest,).
+        num_runs: How many runs there are.
     """
 
     sample_run: Tensor
     rest_run: Tensor
     sample_positions: Tensor
     rest_positions: Tensor
+    num_runs: int
     _turns: dict[int, Turns] = field(default_factory=dict)
+    _groups: dict[bool, tuple[Groups, Groups]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runs: Sequence[DriftRun], device: torch.device) -> RunLayout:
@@ -87,11 +90,13 @@ class RunLayout:
             _run_of([len(run.rest) for run in runs], device),
             torch.cat([torch.from_numpy(run.sample) for run in runs]).to(device),
             torch.cat([torch.from_numpy(run.rest) for run in runs]).to(device),
+            len(runs),
         )
 
     def keep_rest(self, kept: Tensor) -> RunLayout:
         """The same runs with those of the remaining tokens for which `kept`, bool (num_rest,), is true."""
-        return RunLayout(self.sample_run, self.rest_run[kept], self.sample_positions, self.rest_positions[kept])
+        rest_run, rest_positions = self.rest_run[kept], self.rest_positions[kept]
+        return RunLayout(self.sample_run, rest_run, self.sample_positions, rest_positions, self.num_runs)
 
     def turns(self, rope: RopeSpec | None) -> Turns:
         """How keys of these tokens turn to position 0 and back; for one frequency table once for all layers."""
@@ -99,6 +104,43 @@ class RunLayout:
         if key not in self._turns:
             self._turns[key] = Turns.of(self, rope)
         return self._turns[key]
+
+    def groups(self, *, together: bool) -> tuple[Groups, Groups]:
+        """Sampled and remaining tokens run by run, or all `together`; once for all layers."""
+        if together not in self._groups:
+            runs = (torch.zeros_like(run) if together else run for run in (self.sample_run, self.rest_run))
+            sample, rest = (Groups.of(run, 1 if together else self.num_runs) for run in runs)
+            self._groups[together] = sample, rest
+        return self._groups[together]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Tokens that lie group by group one behind the other, as a rectangle with a row per group.
+
+    Attributes:
+        index: int64 (num_groups, longest group), which token; any where there is none.
+        exists: bool, likewise.
+    """
+
+    index: Tensor
+    exists: Tensor
+
+    @classmethod
+    def of(cls, group: Tensor, num_groups: int) -> Groups:
+        """Lay out tokens by the ascending number of their group, int64 (n,)."""
+        count = torch.bincount(group, minlength=num_groups)
+        column = torch.arange(int(count.max()), device=group.device)
+        exists = column < count[:, None]
+        return cls(torch.where(exists, (count.cumsum(0) - count)[:, None] + column, 0), exists)
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """(n, ...) as (num_groups, longest group, ...)."""
+        return tokens[self.index]
+
+    def flat(self, padded: Tensor) -> Tensor:
+        """Back again."""
+        return padded[self.exists]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +203,8 @@ class DriftEstimator(ABC):
 
     needs_reused: ClassVar[bool] = False
     """Whether it looks at what was reused."""
+    least_sample: ClassVar[int] = 1
+    """Sampled tokens of a run without which it can tell nothing."""
 
     @property
     def pools_runs(self) -> bool:
@@ -186,6 +230,7 @@ class MeanShift(DriftEstimator):
             size: what a mean of so few tokens shows where there is no drift at all.
     """
 
+    least_sample: ClassVar[int] = 2
     shrink: bool = True
 
     def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
@@ -193,7 +238,7 @@ class MeanShift(DriftEstimator):
         return lambda moved: self._shift(layout, moved)
 
     def _shift(self, layout: RunLayout, moved: Tensor) -> Tensor:
-        members = _members(layout.sample_run)
+        members = _members(layout.sample_run, layout.num_runs)
         count = members.sum(1)[:, None, None]
         mean = _summed(members, moved) / count
         if self.shrink:
@@ -242,30 +287,52 @@ class KernelRidge(DriftEstimator):
         return self.across > 0
 
     def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
-        """See `DriftEstimator`. O((num_rest + num_sampled) * num_sampled * heads * head_dim + num_sampled^3)."""
-        assert reused is not None
-        likeness = self._likeness(layout, reused)
-        num_sampled = len(layout.sample_run)
-        run = torch.cat([layout.sample_run, layout.rest_run])
-        positions = torch.cat([layout.sample_positions, layout.rest_positions])
-        distance = (positions[:, None] - positions[None, :num_sampled]).abs()
-        kernel = 1 + self.near * torch.exp(distance / -self.reach) + self.like * likeness
-        kernel = kernel * (run[:, None] == run[None, :num_sampled]) + self.across * likeness
-        known = kernel[:num_sampled] + self.noise * torch.eye(num_sampled, device=kernel.device)
-        weights = torch.cholesky_solve(kernel[num_sampled:].T, torch.linalg.cholesky(known)).T
-        return lambda moved: (weights @ moved.flatten(1)).view(-1, *moved.shape[1:])
+        """See `DriftEstimator`.
 
-    def _likeness(self, layout: RunLayout, reused: ReusedKV) -> Tensor:
-        """Squared positive cosine (num_sampled + num_rest, num_sampled) of all tokens with the sampled ones."""
-        run = torch.cat([layout.sample_run, layout.rest_run])
-        members = _members(run)
-        cosines = []
-        for sample, rest in zip(reused.sample, reused.rest, strict=True):
-            tokens = torch.cat([sample, rest]).flatten(1)
-            mean = members @ tokens / members.sum(1, keepdim=True)
-            direction = torch.nn.functional.normalize(tokens - mean[run], dim=1)
-            cosines.append(direction @ direction[: len(sample)].T)
-        return ((cosines[0] + cosines[1]) / 2).clamp(min=0).square()
+        Complexity: per run O((num_rest + num_sampled) * num_sampled * heads * head_dim + num_sampled^3).
+        """
+        assert reused is not None
+        sample, rest = layout.groups(together=self.pools_runs)
+        directions = _directions(layout, reused)
+        num_sampled = len(layout.sample_run)
+        sampled = _Tokens.of(sample, layout.sample_run, layout.sample_positions, directions[:num_sampled])
+        others = _Tokens.of(rest, layout.rest_run, layout.rest_positions, directions[num_sampled:])
+        known = self._kernel(sampled, sampled) + self.noise * torch.eye(sample.index.shape[1], device=directions.device)
+        weights = torch.cholesky_solve(self._kernel(sampled, others), torch.linalg.cholesky(known)).mT
+        return lambda moved: rest.flat(weights @ sample.take(moved.flatten(1))).view(-1, *moved.shape[1:])
+
+    def _kernel(self, sampled: _Tokens, others: _Tokens) -> Tensor:
+        """(groups, sampled, others); 0 where there is no token."""
+        likeness = (sampled.directions @ others.directions.mT).clamp(min=0).square()
+        distance = (sampled.positions[:, :, None] - others.positions[:, None]).abs()
+        own: Tensor = 1 + self.near * torch.exp(distance / -self.reach) + self.like * likeness
+        kernel = own * (sampled.run[:, :, None] == others.run[:, None]) + self.across * likeness
+        return kernel * (sampled.exists[:, :, None] & others.exists[:, None])
+
+
+class _Tokens(NamedTuple):
+    """What the kernel compares, each (groups, longest group, ...)."""
+
+    run: Tensor
+    positions: Tensor
+    directions: Tensor
+    exists: Tensor
+
+    @classmethod
+    def of(cls, groups: Groups, run: Tensor, positions: Tensor, directions: Tensor) -> _Tokens:
+        return cls(groups.take(run), groups.take(positions), groups.take(directions), groups.exists)
+
+
+def _directions(layout: RunLayout, reused: ReusedKV) -> Tensor:
+    """(num_sampled + num_rest, width), of which products are the mean cosine of keys and values behind their run's mean."""
+    run = torch.cat([layout.sample_run, layout.rest_run])
+    members = _members(run, layout.num_runs)
+    parts = []
+    for sample, rest in zip(reused.sample, reused.rest, strict=True):
+        tokens = torch.cat([sample, rest]).flatten(1)
+        mean = members @ tokens / members.sum(1, keepdim=True)
+        parts.append(torch.nn.functional.normalize(tokens - mean[run], dim=1))
+    return torch.cat(parts, dim=1) / 2**0.5
 
 
 @dataclass(frozen=True)
@@ -289,10 +356,9 @@ class DriftCorrection:
     first_layer: int = 1
 
     def __post_init__(self) -> None:
-        if self.min_sample < 2:
-            raise ConfigError(
-                f"a drift correction needs min_sample >= 2, not {self.min_sample}: one token shows no spread"
-            )
+        least = self.estimator.least_sample
+        if self.min_sample < least:
+            raise ConfigError(f"{type(self.estimator).__name__} needs min_sample >= {least}, not {self.min_sample}")
 
     def corrected(
         self,
@@ -340,9 +406,9 @@ def _add(rest: Tensor, shift: Tensor) -> Tensor:
     return (rest.float() + shift).to(rest.dtype)
 
 
-def _members(run: Tensor) -> Tensor:
+def _members(run: Tensor, num_runs: int) -> Tensor:
     """float32 (num_runs, n): 1 where a token is of a run."""
-    return torch.nn.functional.one_hot(run, int(run.max()) + 1).T.to(torch.float32)
+    return torch.nn.functional.one_hot(run, num_runs).T.to(torch.float32)
 
 
 def _summed(members: Tensor, rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from kvgraft.graft.drift import (
     CORRECTIONS,
     DriftCorrection,
     DriftRun,
+    Groups,
     KernelRidge,
     KeyFrame,
     MeanShift,
@@ -55,12 +56,24 @@ def rotate(keys, positions):
     return rotate_keys(keys, shift, ROPE.pairing)
 
 
+def test_groups_are_a_rectangle_and_back():
+    groups = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 4)
+    assert groups.exists.tolist() == [[True, True, False], [False] * 3, [True] * 3, [False] * 3]
+    tokens = torch.arange(10.0).view(5, 2)
+    assert groups.take(tokens)[2].tolist() == tokens[2:].tolist()
+    assert torch.equal(groups.flat(groups.take(tokens)), tokens)
+
+
 def test_layout_tells_tokens_and_their_runs_in_order():
     assert LAYOUT.sample_run.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     assert LAYOUT.rest_run.tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert LAYOUT.sample_positions.tolist() == [12, 15, 18, 30, 50, 51, 52, 58, 59]
     kept = LAYOUT.keep_rest(torch.tensor([True, False, True, False, False, False, True]))
     assert (kept.rest_run.tolist(), kept.rest_positions.tolist()) == ([0, 0, 1], [10, 13, 60])
+    gone = LAYOUT.keep_rest(LAYOUT.rest_run == 1)
+    for estimator in ESTIMATORS:
+        reused = ReusedKV((random_kv(NUM_SAMPLED, 1),) * 2, (random_kv(2, 2),) * 2)
+        assert estimator.for_layer(gone, reused)(random_kv(NUM_SAMPLED)).shape == (2, HEADS, DIM)
 
 
 @pytest.mark.parametrize("shrink", [True, False])
@@ -136,14 +149,14 @@ def test_mean_shift_is_the_formula(sizes, seed, scale):
     rest_run = np.repeat(np.arange(len(sizes)), [rest for _, rest in sizes])
     offset = rng.normal(size=(len(sizes), HEADS, DIM))[sample_run]
     moved = (scale * (offset + rng.normal(size=(len(sample_run), HEADS, DIM)))).astype(np.float32)
-    layout = RunLayout(*(torch.from_numpy(x) for x in (sample_run, rest_run, sample_run, rest_run)))
+    layout = RunLayout(*(torch.from_numpy(x) for x in (sample_run, rest_run, sample_run, rest_run)), len(sizes))
     shift = MeanShift().for_layer(layout, None)(torch.from_numpy(moved)).numpy()
     assert np.allclose(shift, mean_shift_oracle(moved, sample_run, rest_run), atol=1e-4 * scale)
 
 
 def test_noise_without_drift_is_shrunk_away():
     """What remains of the mean of noise is small beside the mean itself, in most heads nothing."""
-    layout = RunLayout(*(torch.zeros(n, dtype=torch.int64) for n in (6, 1, 6, 1)))
+    layout = RunLayout(*(torch.zeros(n, dtype=torch.int64) for n in (6, 1, 6, 1)), 1)
     left, raw = 0.0, 0.0
     for seed in range(200):
         moved = random_kv(6, seed)
@@ -198,7 +211,7 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
 )
 def test_kernel_ridge_is_the_formula(estimator):
     sample, rest, moved = random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2), random_kv(NUM_SAMPLED, 3)
-    facts = ReusedKV((sample, sample * 2 + 1), (rest, rest * 2 + 1))
+    facts = ReusedKV((sample, sample.flip(0)), (rest, rest.flip(0)))
     shift = estimator.for_layer(LAYOUT, facts)(moved)
     assert np.allclose(shift.numpy(), kernel_ridge_oracle(estimator, LAYOUT, facts, moved), atol=1e-5)
 
@@ -216,7 +229,7 @@ def test_corrections_have_names():
     assert drift_correction("drift") is CORRECTIONS["drift"]
     with pytest.raises(ConfigError, match="choose none, drift"):
         drift_correction("shift")
-    with pytest.raises(ConfigError, match="min_sample >= 2"):
+    with pytest.raises(ConfigError, match="MeanShift needs min_sample >= 2"):
         DriftCorrection(min_sample=1)
     for wrong in ({"near": -1}, {"noise": 0}, {"reach": 0}):
         with pytest.raises(ConfigError, match="kernel ridge"):
