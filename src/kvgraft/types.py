@@ -161,7 +161,7 @@ class GraftReport:
         timings_ms: Milliseconds by step (`lookup`, `graft`, `prefill`, ...).
         miss: Why nothing was grafted, or None.
         computed_flops: Floating-point operations of all rows that were run for the prompt, those that several passes ran as
-            often, a look at the first layers by its share of the layers.
+            often, a look at the first layers by its share of the layers, and what a drift correction takes.
         full_flops: Those of a full prefill.
         risk: Estimated share of next-token probability mass that moved, or None where nothing estimates it.
     """

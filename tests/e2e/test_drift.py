@@ -353,6 +353,8 @@ def test_report_counts_what_was_corrected_and_all_operations(rng):
     # A look at layer 1 costs one layer of four; two passes run the query twice.
     looked = report(KVDeviation(0.1)).computed_flops
     assert looked > once + flops.of_positions(np.arange(500)) / 4
+    share = report(RandomShare(0.1)).computed_flops / report(RandomShare(0.1), "none").computed_flops
+    assert 1 < share < 2  # in a model of 64 channels; attention of as many rows costs as much
     assert report(QuerySeam(0.1)).computed_flops > report(RandomShare(0.1)).computed_flops
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> GraftReport:
     """Note in the lineage what the policy had computed again, and sum up."""
-    looks = sum(flops.of_look(positions, layer) for positions, layer in outcome.looks)
+    besides = sum(flops.of_look(positions, layer) for positions, layer in outcome.looks)
+    if kv.request.correction is not None:
+        besides += flops.of_correction(kv.request.correction, outcome.drift_work)
     kv.lineage.recompute(outcome.recomputed(kv.plan), inside=True)
     return request_report(
         kv.lineage,
@@ -26,6 +28,6 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
         corrected_tokens=outcome.num_corrected,
         timings_ms=kv.timings_ms,
         miss=kv.miss,
-        computed_flops=flops.of_positions(outcome.rows) + looks,
+        computed_flops=flops.of_positions(outcome.rows) + besides,
         full_flops=flops.of_positions(np.arange(kv.plan.num_tokens)),
     )

@@ -212,6 +212,10 @@ class DriftEstimator(ABC):
         return False
 
     @abstractmethod
+    def operations(self, num_sampled: int, num_rest: int, width: int) -> float:
+        """Floating-point operations for one run in one layer; `width` is keys and values of a token together."""
+
+    @abstractmethod
     def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
         """Return what estimates the shifts of one layer, of its keys and of its values alike; 0 where nothing moved.
 
@@ -232,6 +236,10 @@ class MeanShift(DriftEstimator):
 
     least_sample: ClassVar[int] = 2
     shrink: bool = True
+
+    def operations(self, num_sampled: int, num_rest: int, width: int) -> float:
+        """See `DriftEstimator`: difference, mean, spread, sum."""
+        return float(width * (5 * num_sampled + num_rest))
 
     def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
         """See `DriftEstimator`. O(num_runs * num_sampled * heads * head_dim)."""
@@ -255,22 +263,24 @@ class KernelRidge(DriftEstimator):
 
     Two tokens move alike as far as they are of one run, stand near one another, and had similar K/V:
 
-        k(i, j) = same_run * (1 + near * exp(-|i - j| / reach) + like * s^2) + across * s^2,  s = max(0, cosine of K/V)
+        k(i, j) = same_run * (const + near * exp(-|i - j| / reach) + like * s^2) + across * s^2,  s = max(0, cosine of K/V)
 
     where the cosine is the mean of that of keys and that of values, each behind the removal of its run's mean. The noise
-    keeps estimates small where samples are few: of n samples and the constant term alone comes mean * n / (n + noise).
+    keeps estimates small where samples are few: n of them and the constant term alone give mean * n / (n + noise / const).
 
     Attributes:
+        const: Weight of being of one run.
         near: Weight of the distance.
         reach: Distance in tokens at which that falls to 1/e.
         like: Weight of the similarity within a run.
         across: Weight of the similarity across runs; above 0 all runs are computed in one piece.
-        noise: Variance of what tokens do on their own, in units of the constant term.
+        noise: Variance of what tokens do on their own, in the unit of these weights.
 
     Source: Gaussian-process regression, Rasmussen and Williams 2006, chapter 2.
     """
 
     needs_reused: ClassVar[bool] = True
+    const: float = 0.3
     near: float = 1.0
     reach: float = 16.0
     like: float = 3.0
@@ -278,13 +288,19 @@ class KernelRidge(DriftEstimator):
     noise: float = 5.0
 
     def __post_init__(self) -> None:
-        if min(self.near, self.like, self.across) < 0 or not (self.reach > 0 and self.noise > 0):
+        if min(self.const, self.near, self.like, self.across) < 0 or not (self.reach > 0 and self.noise > 0):
             raise ConfigError("a kernel ridge needs weights >= 0, and reach and noise above 0")
 
     @property
     def pools_runs(self) -> bool:
         """Whether runs share samples."""
         return self.across > 0
+
+    def operations(self, num_sampled: int, num_rest: int, width: int) -> float:
+        """See `DriftEstimator`: directions, cosines, weights, shifts. Samples of other runs (`across`) are not counted."""
+        tokens = num_sampled + num_rest
+        solved = num_sampled**3 / 3 + 2 * num_sampled**2 * num_rest
+        return width * (6.0 * tokens + 2 * num_sampled * tokens + 2 * num_sampled * num_rest) + solved
 
     def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
         """See `DriftEstimator`.
@@ -305,7 +321,7 @@ class KernelRidge(DriftEstimator):
         """(groups, sampled, others); 0 where there is no token."""
         likeness = (sampled.directions @ others.directions.mT).clamp(min=0).square()
         distance = (sampled.positions[:, :, None] - others.positions[:, None]).abs()
-        own: Tensor = 1 + self.near * torch.exp(distance / -self.reach) + self.like * likeness
+        own: Tensor = self.const + self.near * torch.exp(distance / -self.reach) + self.like * likeness
         kernel = own * (sampled.run[:, :, None] == others.run[:, None]) + self.across * likeness
         return kernel * (sampled.exists[:, :, None] & others.exists[:, None])
 
@@ -391,7 +407,7 @@ class DriftCorrection:
         return keys, values
 
 
-CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection(KernelRidge())}
+CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection(KernelRidge(), min_sample=1)}
 """What the setting `correction` names."""
 
 

@@ -36,6 +36,7 @@ class PrefillOutcome:
         computed: int64, ascending positions whose K/V were computed for this request.
         rows: int64, the positions of all rows that were run, those that several passes ran as often.
         num_corrected: Reused tokens that were corrected for drift and not computed.
+        drift_work: What that took, a pass after the other: pairs of a run's sampled and corrected tokens.
         looks: What looks ran that ended in front of a layer: pairs of the positions and the number of that layer.
     """
 
@@ -43,6 +44,7 @@ class PrefillOutcome:
     computed: NDArray[np.int64]
     rows: NDArray[np.int64]
     num_corrected: int = 0
+    drift_work: tuple[tuple[int, int], ...] = ()
     looks: tuple[tuple[NDArray[np.int64], int], ...] = ()
 
     def recomputed(self, plan: GraftPlan) -> int:
@@ -110,6 +112,7 @@ class SparsePrefill:
         self._steps = policy.steps(self._context)
         self._corrected = np.zeros(plan.num_tokens, dtype=bool)
         self._run: list[NDArray[np.int64]] = []
+        self._drift_work: list[tuple[int, int]] = []
         self._looks: list[tuple[NDArray[np.int64], int]] = []
         self._done = 0
         self._pending = 0
@@ -189,13 +192,21 @@ class SparsePrefill:
         self._computed[self._rows] = True
         for run in self._drift.runs:
             self._corrected[run.rest] = True
+            self._drift_work.append((len(run.sample), len(run.rest)))
         return output.logits[-1]
 
     def _outcome(self, logits: Tensor | None) -> PrefillOutcome:
         assert logits is not None, "the last step of a policy is served, and a look through some layers has no answer"
         computed = np.flatnonzero(self._computed)
         num_corrected = int((self._corrected & ~self._computed).sum())
-        return PrefillOutcome(logits, computed, np.concatenate(self._run), num_corrected, tuple(self._looks))
+        return PrefillOutcome(
+            logits,
+            computed,
+            np.concatenate(self._run),
+            num_corrected,
+            drift_work=tuple(self._drift_work),
+            looks=tuple(self._looks),
+        )
 
 
 def _rows_of(step: Recompute, plan: GraftPlan, computed: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -196,7 +196,7 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
 
     def kernel(i, j):
         like = cosine(i, j) ** 2
-        own = 1 + estimator.near * np.exp(-abs(at[i] - at[j]) / estimator.reach) + estimator.like * like
+        own = estimator.const + estimator.near * np.exp(-abs(at[i] - at[j]) / estimator.reach) + estimator.like * like
         return (own if run[i] == run[j] else 0.0) + estimator.across * like
 
     num = len(layout.sample_run)
@@ -207,7 +207,7 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
 
 
 @pytest.mark.parametrize(
-    "estimator", [KernelRidge(), KernelRidge(0.5, 4.0, 1.0, 0.3, 2.0), KernelRidge(near=0.0, like=0.0)]
+    "estimator", [KernelRidge(), KernelRidge(1.0, 0.5, 4.0, 1.0, 0.3, 2.0), KernelRidge(near=0.0, like=0.0)]
 )
 def test_kernel_ridge_is_the_formula(estimator):
     sample, rest, moved = random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2), random_kv(NUM_SAMPLED, 3)
@@ -219,7 +219,7 @@ def test_kernel_ridge_is_the_formula(estimator):
 def test_kernel_ridge_of_the_constant_alone_is_a_mean_shrunk_by_its_size():
     moved = random_kv(NUM_SAMPLED)
     zeros = (torch.zeros(NUM_SAMPLED, HEADS, DIM),) * 2, (torch.zeros(NUM_REST, HEADS, DIM),) * 2
-    shift = KernelRidge(near=0.0, like=0.0, noise=3.0).for_layer(LAYOUT, ReusedKV(*zeros))(moved)
+    shift = KernelRidge(const=0.5, near=0.0, like=0.0, noise=1.5).for_layer(LAYOUT, ReusedKV(*zeros))(moved)
     assert torch.allclose(shift[0], moved[:4].mean(0) * 4 / (4 + 3), atol=1e-6)
     assert torch.allclose(shift[6], moved[4:].mean(0) * 5 / (5 + 3), atol=1e-6)
 
