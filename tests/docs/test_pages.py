@@ -255,7 +255,7 @@ def test_a_name_that_does_not_exist_is_found(name, words):
         ("kvgraft serve --prot 1", "knows no --prot"),
         ("kvgraft bench nothing", "there is no"),
         ("make everything", "no target"),
-        ("python benchmarks/bench_selection.py --documentz 3", "knows no --documentz"),
+        ("python benchmarks/bench_lookup.py --documentz 3", "knows no --documentz"),
         ("python benchmarks/none.py", "there is no"),
     ],
 )

@@ -122,7 +122,7 @@ class Instrument:
             logits = probe.logits(asked.reference.token_ids)
             found = divergence(asked.reference.logits, logits)
             figures = figures_of(found) | _shares(probe.report)
-            figures["distance"] = distance_class(probe.report.spans)
+            figures["distance"] = distance_class(probe.report.spans, probe.report.exact_tokens)
             if probe.can_rewind:
                 figures |= self._behind(probe, asked, found, logits.argmax(-1).tolist())
         figures["seconds"] = round(time.perf_counter() - started, 3)
