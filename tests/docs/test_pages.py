@@ -28,6 +28,8 @@ OTHERS = {
     "schedule_policy.py": "SGLang",
     "allocation.py": "SGLang",
     "reports.jsonl": "the user's",
+    "f.json": "the user's",
+    "f.requests.jsonl": "the user's",
     "vllm.general_plugins": "an entry point of vLLM",
     "swa_evicted_seqlen": "SGLang",
     "_from_tensor": "the end of a name of SGLang",
