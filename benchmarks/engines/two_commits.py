@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 SIDES = ("before", "after")
 _VLLM_PORTS = {"before": 31_700, "after": 31_710}
+_SPIN_SECONDS = 0.3
+"""Time in which an engine that has answered stores what it keeps and its threads come to rest."""
 _RESAMPLES = 2_000
 
 
@@ -86,21 +89,25 @@ def vllm_sides(trees: dict[str, Path], args: argparse.Namespace) -> Iterator[dic
 
     model = ensure_model(args.model)
 
-    def asker(server: VLLMServer) -> Ask:
+    def asker(server: VLLMServer, other: VLLMServer) -> Ask:
         def ask(prompt: list[int]) -> tuple[float, int]:
-            answer = server.stream(prompt)
+            with other.paused():
+                answer = server.stream(prompt)
+                time.sleep(_SPIN_SECONDS)
             return 1e3 * answer.seconds, answer.cached_tokens
 
         return ask
 
     with ExitStack() as stack:
-        sides = {}
-        for side, tree in trees.items():
-            settings = ServerSettings(
-                args.venv, model, _VLLM_PORTS[side], connector_of("none"), environ=environment(tree)
+        before, after = (
+            stack.enter_context(
+                VLLMServer(
+                    ServerSettings(args.venv, model, _VLLM_PORTS[side], connector_of("none"), environ=environment(tree))
+                )
             )
-            sides[side] = asker(stack.enter_context(VLLMServer(settings)))
-        yield sides
+            for side, tree in trees.items()
+        )
+        yield {"before": asker(before, after), "after": asker(after, before)}
 
 
 @contextmanager

@@ -72,6 +72,15 @@ class ProcessGroup:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold every process of the group still: the threads of an idle engine spin for a while."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """End every process of the group: SIGTERM first, SIGKILL for those that are left."""
         for ending in (signal.SIGTERM, signal.SIGKILL):

@@ -300,7 +300,7 @@ class ToyEngine:
         self.catalogue = DonorCatalogue(10_000)
         self.namespace = Namespace("toy")
         self.lookup = Lookup(self.catalogue, min_run=16, max_generation=2)
-        self.registration = Registration(self.catalogue, self.catalogue, min_run=16, max_generation=2)
+        self.registration = Registration(self.catalogue, min_run=16, max_generation=2)
         self.policy = configured_policy("none", first_k=1)
         self.rope = [RopeSpec(torch.tensor([1.0]), RopePairing.HALF)]
         self.prefixes = RadixCache()

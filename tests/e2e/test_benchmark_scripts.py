@@ -41,6 +41,7 @@ COVERED = HELPERS | {
     "engines/make_model.py",
     "engines/sglang_rag.py",
     "engines/sglang_ttft.py",
+    "engines/two_commits.py",
     "engines/vllm_ttft.py",
     "peers/exact_runs.py",
     "peers/peers_ttft.py",
@@ -346,6 +347,33 @@ class TestEngines:
         row = script.summary("x", [[0] * 10, [0] * 10], other, truth)
         figures = ("reused_percent", "same_first_token_percent", "same_tokens_percent", "same_answer_percent")
         assert [row[name] for name in figures] == [25.0, 100.0, 75.0, 50.0]
+
+    @pytest.mark.parametrize("slowdown", [0.5, 1.0, 2.0])
+    def test_two_commits_are_compared_round_by_round(self, load, slowdown):
+        script = load("engines/two_commits.py")
+        asked = {side: [] for side in script.SIDES}
+
+        def asker(side, factor):
+            def ask(prompt):
+                asked[side].append(prompt)
+                return factor * (10 + len(asked[side])), len(prompt) // 2
+
+            return ask
+
+        sides = {"before": asker("before", 1.0), "after": asker("after", slowdown)}
+        rows = script.measure(sides, 1_000, 4, random.Random(0))
+        assert asked["before"] == asked["after"]
+        assert [row["kind"] for row in rows] == ["moved", "again", "unknown"]
+        for row in rows:
+            assert row["ratio"] == pytest.approx(slowdown)
+            assert row["ratio_ci"] == pytest.approx([slowdown, slowdown])
+            assert row["after_cached_tokens"] == 500
+            assert row["rounds"] == 4
+
+    def test_two_commits_need_a_checkout(self, load, tmp_path):
+        script = load("engines/two_commits.py")
+        with pytest.raises(SystemExit, match="no checkout of kvgraft"):
+            script.environment(tmp_path)
 
     def test_peers_have_help(self, load, run):
         script = load("peers/peers_ttft.py")

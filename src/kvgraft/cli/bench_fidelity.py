@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     suites = load_suites(args.suites, args.data)
     config = engine_config(args)
     llm = load_llm(config)
-    settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy)
+    settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy, config.correction)
     if llm.graft_refusal is not None:
         raise ConfigError(f"K/V of model {llm.loaded.name} cannot be moved ({llm.graft_refusal}); choose another model")
     subject = Subject(llm, args.max_prompt_tokens)

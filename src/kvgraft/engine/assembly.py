@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.config import EngineConfig, quoted, variables
@@ -82,7 +83,7 @@ def cache_manager(
         ConfigError: The books of donors do not fit into memory, or there is no such store.
     """
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
-    limits = {"min_run": config.min_run, "max_generation": config.max_generation}
+    rules = partial(Registration, min_run=config.min_run, max_generation=config.max_generation)
     space: KVSpace
     windows: RequestWindows
     register: DonorRegister
@@ -91,10 +92,10 @@ def cache_manager(
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
             hybrid = space = HybridKVSpace(adapter.pool, prefix, store=config.store, **sizes)
             windows = sliding = SlidingWindows(hybrid)
-            register = HostDonors(hybrid, Registration(space.donors, space.donors, **limits), sliding)
+            register = HostDonors(hybrid, rules(space.donors), sliding)
         else:
             space, windows = KVSpace(adapter.pool, prefix, store=config.store, **sizes), NoWindows()
-            register = SlotDonors(space, Registration(space.donors, space.donors, **limits))
+            register = SlotDonors(space, rules(space.donors))
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise
     except (MemoryError, ValueError, OverflowError) as error:

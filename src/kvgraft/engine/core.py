@@ -167,7 +167,8 @@ class Engine:
             if len(batch) == 1:
                 return [error]
             logger.exception("a batch of %d requests failed; each is tried alone", len(batch))
-            # Rows may be computed twice: they write the same K/V into the same slots.
+            # Rows may be computed twice: they write the same K/V into the same slots. Drift that was corrected the first time
+            # is not measured again (graft/drift.py).
             return [self._forward([rows])[0] for rows in batch]
 
     def _receive(self, active: ActiveRequest, output: SequenceOutput | Exception) -> StepEvent | None:

@@ -23,10 +23,12 @@ class ModelFlops:
     Attributes:
         per_token: Of the linear layers, for one token (experts of a mixture that a token does not visit are counted too).
         per_visible_key: Of attention in all layers, for one token and one key that it sees.
+        num_layers: Layers of the model.
     """
 
     per_token: float
     per_visible_key: float
+    num_layers: int = 1
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelFlops:
@@ -37,11 +39,19 @@ class ModelFlops:
         matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in embeddings)
         config = model.config.get_text_config(decoder=True)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(2.0 * matrices, 4.0 * config.num_attention_heads * head_dim * config.num_hidden_layers)
+        return cls(
+            2.0 * matrices,
+            4.0 * config.num_attention_heads * head_dim * config.num_hidden_layers,
+            config.num_hidden_layers,
+        )
 
     def of_positions(self, positions: NDArray[np.int64]) -> float:
         """Operations to compute `positions` of one sequence, each seeing all positions up to its own."""
         return self.per_token * len(positions) + self.per_visible_key * float((positions + 1).sum())
+
+    def of_look(self, positions: NDArray[np.int64], layer: int) -> float:
+        """Operations to compute `positions` in the layers in front of `layer`; the keys of `layer` itself are not counted."""
+        return self.of_positions(positions) * layer / self.num_layers
 
     def by_position(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Operations of each of `positions`, float64."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
     from kvgraft.engine.request_builder import Prompt
     from kvgraft.engine.self_check import SelfCheckReport
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
 
@@ -119,6 +120,7 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt in order; later prompts reuse what earlier ones computed.
 
@@ -128,13 +130,15 @@ class LLM:
             reuse: `graft` (exact prefixes and matches at any offset), `exact`, or `off`.
             cache_salt: Requests with different salts never share K/V.
             selection: Selection policy, or its name, for these requests instead of the configured one.
+            correction: Drift correction, or its name, instead of the configured one; "none" for none.
 
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
         """
         build = self._engine.builder.build
         requests = [
-            build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection) for prompt in _as_list(prompts)
+            build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction)
+            for prompt in _as_list(prompts)
         ]
         outputs = []
         for request in requests:
@@ -151,10 +155,13 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> Iterator[StreamPart]:
         """Generate for one prompt, a part per token; closing the iterator early cancels the request."""
         return self._run(
-            self._engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+            self._engine.builder.build(
+                prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+            )
         )
 
     def score(
@@ -165,6 +172,7 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> Score:
         """Return the logits of a fixed continuation behind `prompt`; the cache is left as it was.
 
@@ -173,7 +181,9 @@ class LLM:
         """
         token_ids = self.tokenize(continuation)
         sampling = SamplingParams(len(token_ids))
-        request = self._engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        request = self._engine.builder.build(
+            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+        )
         if request.sampling.max_new_tokens < len(token_ids):
             raise ConfigError(
                 f"prompt and continuation exceed the {self._engine.builder.longest} tokens that fit; shorten them"
@@ -190,6 +200,7 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> Iterator[Probe]:
         """Prefill `prompt` and lend it to try continuations of up to `num_tokens` tokens; the cache is left as it was.
 
@@ -198,7 +209,9 @@ class LLM:
         """
         engine = self._engine
         sampling = SamplingParams(num_tokens)
-        request = engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        request = engine.builder.build(
+            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+        )
         if request.sampling.max_new_tokens < num_tokens:
             raise ConfigError(
                 f"prompt and continuation exceed the {engine.builder.longest} tokens that fit; shorten them"

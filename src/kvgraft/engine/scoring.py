@@ -117,10 +117,17 @@ def score(
 def _prefill(adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int) -> PrefillOutcome:
     """Run a sparse prefill to its end; raises `CapacityError` where open streams hold all window slots."""
     request = kv.request
-    prefill = SparsePrefill(request.token_ids, kv.plan, kv.kv_indices, request.policy, kv.swa_indices)
+    prefill = SparsePrefill(
+        request.token_ids,
+        kv.plan,
+        kv.kv_indices,
+        request.policy,
+        swa_indices=kv.swa_indices,
+        correction=request.correction,
+    )
     outcome = None
     while outcome is None:
-        count = manager.reserve(kv, prefill.remaining[:max_rows])
+        count = manager.reserve(kv, prefill.remaining[: prefill.piece(max_rows)])
         if not count:
             raise CapacityError("running requests hold the slots of window layers; score when they have ended")
         outcome = prefill.receive(adapter.forward([prefill.next_rows(count)])[0])

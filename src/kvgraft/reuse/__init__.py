@@ -11,7 +11,7 @@ from kvgraft.reuse.lookup import DonorFinder, Found, Lookup
 from kvgraft.reuse.metrics import Metric, Sample, samples, token_kinds, token_outcome
 from kvgraft.reuse.policy import available_policies, configured_policy
 from kvgraft.reuse.registration import Registration
-from kvgraft.reuse.report import REPORT_VERSION, report_as_dict, request_report
+from kvgraft.reuse.report import REPORT_VERSION, report_as_dict, request_report, worst_report
 
 __all__ = [
     "REPORT_VERSION",
@@ -32,4 +32,5 @@ __all__ = [
     "samples",
     "token_kinds",
     "token_outcome",
+    "worst_report",
 ]

@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 class Registration:
     """The rules; it changes nothing. Whoever keeps the K/V carries out what it says."""
 
-    def __init__(self, donors: DonorFinder, catalogue: DonorCatalogue, *, min_run: int, max_generation: int) -> None:
+    def __init__(
+        self, catalogue: DonorCatalogue, *, min_run: int, max_generation: int, finder: DonorFinder | None = None
+    ) -> None:
         """Take the rules.
 
         Args:
-            donors: Finds donors whose K/V are there.
-            catalogue: Of these donors.
+            catalogue: Of the donors.
             min_run: Shortest text that becomes a donor.
             max_generation: Highest generation of a donor.
+            finder: Finds those whose K/V are there, where the catalogue alone does not know it.
         """
-        self._donors = donors
         self._catalogue = catalogue
         self._min_run = min_run
         self._max_generation = max_generation
+        self._finder = catalogue if finder is None else finder
 
     def admits(self, num_tokens: int, generation: int) -> bool:
         """Tell whether a text is long enough and close enough to exact."""
@@ -44,7 +46,7 @@ class Registration:
     def is_known(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]], generation: int) -> bool:
         """Tell whether donors of at most `generation` have the text; see `covers`."""
         return self.covers(
-            self._donors.find(namespace, token_ids, max_generation=generation), len(token_ids), generation
+            self._finder.find(namespace, token_ids, max_generation=generation), len(token_ids), generation
         )
 
     def covers(self, matches: Iterable[Match], num_tokens: int, generation: int) -> bool:

@@ -4,8 +4,9 @@ import json
 import math
 
 import numpy as np
+import pytest
 
-from kvgraft.reuse.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict, worst_report
 from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
 
 
@@ -41,3 +42,21 @@ def test_report_is_plain_json():
 def test_every_field_of_the_report_is_told():
     report = GraftReport(1)
     assert set(GraftReport.__dataclass_fields__) <= set(report_as_dict(report))
+
+
+def attempt(exact, shifted=0, substituted=0, policy="first_k"):
+    return GraftReport(100, exact, shifted_tokens=shifted, substituted_tokens=substituted, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "speaks"),
+    [
+        ([attempt(0, 40), attempt(90)], 0),
+        ([attempt(90), attempt(0, 40)], 1),
+        ([attempt(0, 10, 40), attempt(0, 30)], 0),
+        ([attempt(50), attempt(10)], 1),
+        ([attempt(10), attempt(10, policy="none")], 1),
+    ],
+)
+def test_of_all_attempts_the_worst_one_speaks(attempts, speaks):
+    assert worst_report(iter(attempts)) is attempts[speaks]

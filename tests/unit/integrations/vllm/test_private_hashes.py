@@ -97,3 +97,19 @@ def test_hashes_of_another_form_are_refused_and_left_alone(form):
     with pytest.raises(IntegrationError, match="another form"):
         make_private(request, 0)
     assert request.block_hashes is form
+
+
+@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("kept", range(6))
+def test_a_session_that_takes_back_its_last_blocks_goes_on_in_private(first, kept):
+    request = Request(list(range(20)))
+    make_private(request, first)
+    before = list(request.block_hashes)
+    del request.block_hashes[kept:]  # as vLLM does where a streamed session drops what it generated
+    del request.tokens[kept * BLOCK :]
+    request.grow(list(range(100, 120)))
+    plain = Request([*range(kept * BLOCK), *range(100, 120)])
+    assert request.block_hashes[:kept] == before[:kept]
+    for block, (mine, public) in enumerate(zip(request.block_hashes, plain.block_hashes, strict=True)):
+        # What was taken back from in front of the graft is computed anew behind exact text, and may be shared again.
+        assert (mine == public) == (block < first)

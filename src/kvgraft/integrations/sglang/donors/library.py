@@ -56,7 +56,9 @@ class DonorLibrary:
         self._tree = tree
         self._buffers = buffers
         self._min_run = config.min_run
-        self.rules = Registration(self, self.catalogue, min_run=config.min_run, max_generation=config.max_generation)
+        self.rules = Registration(
+            self.catalogue, min_run=config.min_run, max_generation=config.max_generation, finder=self
+        )
         self._host = create_store(config.store, budget_bytes=config.host_bytes)
         self._host_order: OrderedDict[int, Donor] = OrderedDict()
         self._next_store_key = 0

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from kvgraft.reuse.report import report_as_dict
+from kvgraft.reuse.report import report_as_dict, worst_report
 from kvgraft.types import GraftReport, Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvgraft.integrations.sglang.donors.library import DonorLibrary
     from kvgraft.integrations.sglang.request_state import RequestState
 
@@ -90,7 +88,7 @@ class RequestLog:
         # One that waits again after a retraction has not been matched.
         current = () if state.attempts and not state.num_tokens else (state.attempt(policy),)
         attempts = (*state.attempts, *current)
-        report = least_exact([attempt.report for attempt in attempts])
+        report = worst_report(attempt.report for attempt in attempts)
         entry: dict[str, object] = {
             "request_id": state.rid,
             "time": time.time(),
@@ -131,8 +129,3 @@ class RequestLog:
         except OSError as error:
             logger.error("reports cannot be written to %s and no more will be: %s", self._path, error)  # noqa: TRY400
             self._path = None
-
-
-def least_exact(reports: Sequence[GraftReport]) -> GraftReport:
-    """Return the report of a request that was retracted: its answer rests on every attempt, so the worst one speaks."""
-    return max(reports, key=lambda report: (report.shifted_tokens + report.substituted_tokens, -report.exact_tokens))

@@ -51,7 +51,7 @@ class DonorRegistry:
 
     def __init__(self, capacity_tokens: int, *, min_run: int, max_generation: int) -> None:
         self.catalogue = DonorCatalogue(capacity_tokens, min_run=min_run)
-        self.rules = Registration(self.catalogue, self.catalogue, min_run=min_run, max_generation=max_generation)
+        self.rules = Registration(self.catalogue, min_run=min_run, max_generation=max_generation)
         self.num_refused_texts = 0
         self._min_run = min_run
         self._text_ids = count()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.reuse.report import request_report
+from kvgraft.reuse.report import request_report, worst_report
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,14 +99,9 @@ class RequestState:
                 known.extend(more)
 
     def report(self, policy: str) -> GraftReport:
-        """What was reused for the prompt.
-
-        Tokens that a request had generated when vLLM began it again were chosen behind what it had then: where that was
-        further from a full prefill, that is what is told.
-        """
+        """What was reused for the prompt, told of the worst attempt at it."""
         timings = {"lookup": self.lookup_ms}
         if self.outcome is not None:
             timings |= {"graft": self.outcome.inject_ms, "recompute": self.outcome.compute_ms}
         report = request_report(self.lineage, self.num_prompt_tokens, policy=policy, timings_ms=timings, miss=self.miss)
-        before = self.before
-        return before if before is not None and before.shifted_tokens >= report.shifted_tokens else report
+        return report if self.before is None else worst_report((report, self.before))

@@ -72,7 +72,7 @@ class GraftJob:
                 raise IntegrationError(self._fell_back)
             spans, policy = self._spans((), ()), NoRecompute()
         self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
-        self._steps = policy.steps(selection_context(command.plan))
+        self._steps = policy.steps(selection_context(command.plan, command.token_ids))
         self._begin_pass(next(self._steps))
         self._inject_s += time.perf_counter() - started
 
