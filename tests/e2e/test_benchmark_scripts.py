@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 
-from kvgraft.demo.session import SessionRequest
 from kvgraft.donors import DonorCatalogue
 from kvgraft.prefix import EvictResult, RadixCache
 from kvgraft.testing.tiny_models import tiny_model
@@ -30,7 +29,6 @@ HELPERS = {"prefix/trees.py", "prefix/sglang_stand_ins.py", "engines/vllm_server
 COVERED = HELPERS | {
     "bench_lookup.py",
     "bench_radix.py",
-    "bench_selection.py",
     "bench_streams.py",
     "record.py",
     "soak.py",
@@ -149,39 +147,6 @@ class TestRadix:
         else:
             with pytest.raises(SystemExit, match=words):
                 script.bench_eviction(200, 1)
-
-
-class TestSelection:
-    @pytest.fixture
-    def script(self, load):
-        return load("bench_selection.py")
-
-    def test_grafts_differ_from_full_prefill_and_policies_from_one_another(self, script, run, model_dir, monkeypatch):
-        monkeypatch.setattr("kvgraft.demo.session._LIBRARY_PASSAGES", 3)  # so that every prompt shares some
-        options = ("--model", model_dir, "--requests", 3, "--documents", 2, "--num-slots", 6_000)
-        code, out = run(script, *options, "--json")
-        assert code == 0
-        rows = {row["policy"]: row for row in json.loads(out)}
-        off, none = rows.pop("off"), rows["none"]
-        assert off["mean_kl"] < 1e-9
-        assert off["grafted_tokens"] == 0
-        assert none["grafted_tokens"] > 100
-        for row in rows.values():
-            assert row["mean_kl"] > max(1e-8, 100 * off["mean_kl"])
-        assert len({row["mean_kl"] for row in rows.values()}) == len(rows)
-        shares = [rows[f"first_k {k}"]["recomputed_share"] for k in (8, 16, 32, 64)]
-        assert 0 < shares[0] < shares[1] < shares[2] < shares[3]
-        assert rows["query_seam 30%"]["recomputed_share"] == pytest.approx(0.3, abs=0.02)
-
-    @pytest.mark.parametrize("scored", ["def the_same_text(): return 1\n", "Not a word of it was read before. "])
-    def test_prompts_of_which_nothing_is_grafted_fail_it(self, script, monkeypatch, model_dir, capsys, scored):
-        """One is an exact prefix of what was read, the other is new: both would agree with full prefill perfectly."""
-        prompts = ["def the_same_text(): return 1\n" * 20, scored * 20]
-        monkeypatch.setattr(script, "rag_session", lambda *_: [SessionRequest(prompt, "") for prompt in prompts])
-        monkeypatch.setattr(sys, "argv", ["bench_selection", "--model", model_dir, "--num-slots", "2000"])
-        assert script.main() == 2
-        err = capsys.readouterr().err
-        assert "nothing was grafted for scored prompt 1 of 1 under none" in err
 
 
 class TestStreams:

@@ -32,8 +32,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "fidelity",
         help="error of reuse against full prefill",
         description="Measure requests of every suite under every setting against the model's own full prefill of the same "
-        "prompt. A suite is 'builtin', the name of a pack in --data (rag, xinstr, lines, tools, adversarial, ...) or its path. "
-        "A policy is NAME[:RATIO][+CORRECTION], or 'default', the engine's. docs/fidelity.md says what figures mean.",
+        "prompt. A suite is 'builtin', the name of a pack in --data (rag, xinstr, lines, tools, adversarial, ...) or its "
+        "path. A policy is NAME[:RATIO][+CORRECTION], or 'default', the engine's. docs/fidelity.md says what figures mean.",
     )
     add = parser.add_argument
     add("suites", nargs="+", metavar="SUITE", help="what is asked")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     suites = load_suites(args.suites, args.data)
     config = engine_config(args)
     llm = load_llm(config)
-    settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy)
+    settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy, config.correction)
     if llm.graft_refusal is not None:
         raise ConfigError(f"K/V of model {llm.loaded.name} cannot be moved ({llm.graft_refusal}); choose another model")
     subject = Subject(llm, args.max_prompt_tokens)

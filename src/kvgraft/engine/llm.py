@@ -200,6 +200,7 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> Iterator[Probe]:
         """Prefill `prompt` and lend it to try continuations of up to `num_tokens` tokens; the cache is left as it was.
 
@@ -208,7 +209,9 @@ class LLM:
         """
         engine = self._engine
         sampling = SamplingParams(num_tokens)
-        request = engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        request = engine.builder.build(
+            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+        )
         if request.sampling.max_new_tokens < num_tokens:
             raise ConfigError(
                 f"prompt and continuation exceed the {engine.builder.longest} tokens that fit; shorten them"

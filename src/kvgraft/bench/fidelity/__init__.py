@@ -4,5 +4,6 @@
     run -> measure, noise          one request after another, every setting            (journal keeps them)
     rows -> plot                   means, intervals, classes of distance
 
-Public modules: `journal`, `plot`, `rows`, `run`, `settings`, `split`, `subject`, `suites`.
+Public modules: `journal`, `measure`, `meta`, `plot`, `rows`, `run`, `settings`, `split`, `subject`,
+`suites`.
 """

@@ -108,8 +108,10 @@ class Instrument:
 
     def control(self, asked: Asked, reuse: ReuseMode) -> Figures:
         """Compare under the cheapest setting, or with exact prefixes only; no answers are scored."""
-        selection = self._settings[0].policy
-        with self._llm.probe(asked.prompt, CONTINUATION_TOKENS, reuse, selection=selection) as probe:
+        cheapest = self._settings[0]
+        with self._llm.probe(
+            asked.prompt, CONTINUATION_TOKENS, reuse, selection=cheapest.policy, correction=cheapest.correction
+        ) as probe:
             return figures_of(divergence(asked.reference.logits, probe.logits(asked.reference.token_ids))) | _shares(
                 probe.report
             )
@@ -118,11 +120,13 @@ class Instrument:
         """Score the reference's continuation, decode where it is left, and score the right answer."""
         started = time.perf_counter()
         num_tokens = max(CONTINUATION_TOKENS, len(asked.gold))
-        with self._llm.probe(asked.prompt, num_tokens, selection=setting.policy) as probe:
+        with self._llm.probe(
+            asked.prompt, num_tokens, selection=setting.policy, correction=setting.correction
+        ) as probe:
             logits = probe.logits(asked.reference.token_ids)
             found = divergence(asked.reference.logits, logits)
             figures = figures_of(found) | _shares(probe.report)
-            figures["distance"] = distance_class(probe.report.spans)
+            figures["distance"] = distance_class(probe.report.spans, probe.report.exact_tokens)
             if probe.can_rewind:
                 figures |= self._behind(probe, asked, found, logits.argmax(-1).tolist())
         figures["seconds"] = round(time.perf_counter() - started, 3)

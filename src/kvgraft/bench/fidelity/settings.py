@@ -1,6 +1,6 @@
 """What is compared: policies with their budget and their correction, as they are named on the command line.
 
-NAME[:RATIO][+CORRECTION]      query_seam, query_seam:0.1, first_k:32 (tokens per run), none, default
+NAME[:RATIO][+CORRECTION]      query_seam, query_seam:0.1, query_seam:0.1+drift, first_k:32 (tokens per run), none, default
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
+from kvgraft.graft.drift import CORRECTIONS
 from kvgraft.graft.select import SELECTION_POLICIES, FirstK, RatioPolicy, SelectionPolicy, selection_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DEFAULT, NO_CORRECTION = "default", "none"
-CORRECTIONS = (NO_CORRECTION,)
 
 
 @dataclass(frozen=True, slots=True)

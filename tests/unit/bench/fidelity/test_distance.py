@@ -27,8 +27,26 @@ def span(start, length, donor_start, donor=1):
         ([span(0, 50, 0), span(300, 40, 10)], OWN),
         ([], None),
     ],
-    ids=["own", "near", "far", "reordered", "other donor", "replaced", "removed", "adjacent", "new text", "most", "none"],
+    ids=[
+        "own",
+        "near",
+        "far",
+        "reordered",
+        "other donor",
+        "replaced",
+        "removed",
+        "adjacent",
+        "new text",
+        "most",
+        "none",
+    ],
 )
 def test_class(spans, expected):
     assert distance_class(spans) == expected
     assert distance_class(spans[::-1]) == expected
+
+
+def test_an_edit_behind_the_exact_prefix():
+    assert distance_class([span(53, 90, 51)], exact_len=50) == EDITED
+    assert distance_class([span(53, 90, 153)], exact_len=50) == NEAR
+    assert distance_class([span(53, 90, 51)]) == NEAR

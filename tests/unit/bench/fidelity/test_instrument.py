@@ -18,6 +18,7 @@ from kvgraft.bench.fidelity.suites import Suite, load_suite
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.attention import sequence
 from kvgraft.errors import ConfigError
+from kvgraft.fidelity import answer_nll
 from kvgraft.graft.select import QuerySeam
 from kvgraft.types import ReuseMode
 
@@ -84,23 +85,23 @@ def mean_kl(records, label):
     return float(np.mean([record["settings"][label]["mean_kl"] for record in records]))
 
 
-class TestFigures:
-    @pytest.fixture(scope="class")
-    def records(self, llm, subject, pairs):
-        llm.reset()
-        return measured(make_instrument(llm, subject, "none", "query_seam:0.3", "query_seam:1"), llm, pairs)
+@pytest.fixture(scope="module")
+def records(llm, subject, pairs):
+    """Of every pair under three settings."""
+    return measured(make_instrument(llm, subject, "none", "query_seam:0.3", "query_seam:0.9"), llm, pairs)
 
+
+class TestFigures:
     def test_grafts_differ_less_the_more_is_computed(self, records):
-        none, some, everything = (mean_kl(records, label) for label in ("none", "query_seam:0.3", "query_seam:1"))
-        assert none > some > 100 * everything
-        assert everything < 1e-9
+        none, some, most = (mean_kl(records, label) for label in ("none", "query_seam:0.3", "query_seam:0.9"))
+        assert none > some > 3 * most > 1e-6
 
     def test_shares(self, records):
         for record in records:
-            none, some, everything = record["settings"].values()
-            assert (none["recomputed_share"], everything["recomputed_share"]) == (0, 1)
-            assert some["recomputed_share"] == pytest.approx(0.3, abs=0.02)
-            assert 0 < none["flops_share"] < some["flops_share"] < everything["flops_share"]
+            none, some, most = record["settings"].values()
+            shares = [each["recomputed_share"] for each in (none, some, most)]
+            assert shares == pytest.approx([0, 0.3, 0.9], abs=0.02)
+            assert 0 < none["flops_share"] < some["flops_share"] < most["flops_share"]
             assert none["exact_tokens"] > 50
             assert none["shifted_tokens"] > 200
             assert none["distance"] == "reordered"
@@ -119,13 +120,14 @@ class TestFigures:
         assert under_reuse[: len(served.token_ids)] == list(served.token_ids)
 
     def test_the_right_answer_is_scored_behind_the_prompt(self, llm, subject, pairs):
-        """In one prefill with the continuation, as alone."""
-        instrument = make_instrument(llm, subject, "query_seam:1")
+        """Behind the continuation in one prefill, as alone in one of its own."""
+        instrument = make_instrument(llm, subject, "none")
         (record,) = measured(instrument, llm, pairs[:1])
-        assert record["settings"]["query_seam:1"]["gold_nll"] == pytest.approx(record["off"]["gold_nll"], abs=1e-4)
         asked = instrument.ask(pairs[0][1], "f1")
-        alone = llm.score(asked.prompt, asked.gold, ReuseMode.OFF).logits
-        torch.testing.assert_close(asked.reference.gold_logits, alone, rtol=1e-3, atol=1e-3)
+        alone = llm.score(asked.prompt, asked.gold, selection="none").logits
+        assert record["settings"]["none"]["gold_nll"] == pytest.approx(answer_nll(alone, asked.gold.tolist()), rel=1e-4)
+        full = llm.score(asked.prompt, asked.gold, ReuseMode.OFF).logits
+        torch.testing.assert_close(asked.reference.gold_logits, full, rtol=1e-3, atol=1e-3)
 
     def test_nothing_is_left_in_the_cache(self, llm, subject, pairs):
         instrument = make_instrument(llm, subject, "none", "query_seam:0.3")
@@ -159,9 +161,9 @@ class TestControls:
 
 
 class TestWouldHaveCaught:
-    def test_a_mask_that_lets_recomputed_tokens_see_the_future(self, llm, subject, pairs, monkeypatch):
+    def test_a_mask_that_lets_recomputed_tokens_see_the_future(self, llm, subject, pairs, records, monkeypatch):
         instrument = make_instrument(llm, subject, "none", "query_seam:0.3")
-        right = mean_kl(measured(instrument, llm, pairs[:1]), "query_seam:0.3")
+        right = mean_kl(records[:1], "query_seam:0.3")
         scattered_part = sequence.SequenceAttention._scattered_part
 
         def without_future(self, rows, window):
@@ -176,24 +178,26 @@ class TestWouldHaveCaught:
         wrong = measured(instrument, llm, pairs[:1])
         assert mean_kl(wrong, "query_seam:0.3") > 3 * right
 
-    def test_a_ranking_off_by_the_prefix_length(self, llm, subject, pairs, monkeypatch):
+    def test_a_ranking_off_by_the_prefix_length(self, llm, subject, pairs, records, monkeypatch):
         instrument = make_instrument(llm, subject, "query_seam:0.3")
-        right = mean_kl(measured(instrument, llm, pairs), "query_seam:0.3")
+        right = mean_kl(records, "query_seam:0.3")
+
+        score = QuerySeam._score
 
         def off_by_the_prefix(self, context, observation):
             prefix_len = int(min(context.live[0], context.reused[0]))
-            return np.roll(observation.attention_mass, prefix_len)[context.reused] / (1.0 + context.seam_distance)
+            return np.roll(score(self, context, observation), prefix_len)
 
         monkeypatch.setattr(QuerySeam, "_score", off_by_the_prefix)
         wrong = mean_kl(measured(instrument, llm, pairs), "query_seam:0.3")
-        assert wrong > 1.2 * right
+        assert wrong > 1.3 * right
 
 
 class TestRun:
     @pytest.fixture
     def plan(self, pairs, subject):
-        suite = Suite("toy", tuple(request for pair in pairs for request in pair))
-        return plan_suite(suite, subject, side="all", limit=6, seed=0)
+        suite = Suite("toy", tuple(request for pair in pairs[:2] for request in pair))
+        return plan_suite(suite, subject, side="all", limit=4, seed=0)
 
     def make_runner(self, llm, subject, num_controls=0):
         settings = parse_settings(["none"], [], llm.policy)
@@ -224,7 +228,9 @@ class TestRun:
         assert len(resumed) == 3
         self.make_runner(llm, subject).run(plan, resumed, lambda: None)
         assert self.figures(Journal(path, {})) == self.figures(whole)
-        assert [record["settings"]["none"]["is_grafted"] for record in whole.of_suite("toy")] == [False, True] * NUM_PAIRS
+        shifted = [record["settings"]["none"]["shifted_tokens"] for record in whole.of_suite("toy")]
+        assert max(shifted[::2]) < 100  # those behind the first begin and end like it
+        assert min(shifted[1::2]) > 200
 
     def test_a_finished_run_computes_nothing(self, llm, subject, plan, monkeypatch):
         journal = Journal(None, {})
@@ -234,7 +240,7 @@ class TestRun:
         monkeypatch.setattr(Instrument, "read", None)
         calls = []
         self.make_runner(llm, subject).run(plan, journal, lambda: calls.append(1))
-        assert len(calls) == 6
+        assert len(calls) == 4
 
     def test_controls_of_the_first_requests(self, llm, subject, plan):
         journal = Journal(None, {})
@@ -246,20 +252,27 @@ class TestRun:
         assert not any(record["controls"] for record in others)
 
     def test_nothing_to_measure_is_said(self, llm, subject):
-        with pytest.raises(ConfigError, match="no request to measure .*raise --max-prompt-tokens"):
-            plan_suite(Suite("toy", (make_request("0", [Part("word " * 3_000, "long")]),)), subject, side="all", limit=1, seed=0)
+        with pytest.raises(ConfigError, match=r"no request to measure .*raise --max-prompt-tokens"):
+            plan_suite(
+                Suite("toy", (make_request("0", [Part("word " * 3_000, "long")]),)),
+                subject,
+                side="all",
+                limit=1,
+                seed=0,
+            )
         with pytest.raises(ConfigError, match="it is empty"):
             plan_suite(Suite("toy", ()), subject, side="dev", limit=1, seed=0)
 
 
-def test_a_pair_s_stale_answer_is_told(llm, subject, monkeypatch):
+def test_a_pair_s_stale_answer_is_told(llm, subject, documents, monkeypatch):
     """A suite's `stale` answers are looked for on both sides."""
-    text = "The bridge over the river has {} arches and was built of grey stone by the people of the valley. " * 6
-    request = FidelityRequest(
-        "0 a->b", (Part(text.format("seven"), "b"), Part(QUESTION)), ("s",), "s", ("seven",), ("twelve",), ("x",)
+    asked, cached = (
+        f"{documents[0].text}\nIt has {number} arches.\n{documents[1].text}" for number in ("seven", "twelve")
     )
+    parts = (Part(asked, "b"), Part(QUESTION))
+    request = FidelityRequest("0 a->b", parts, ("s",), "s", ("seven",), ("twelve",), (cached, QUESTION))
     instrument = make_instrument(llm, subject, "none")
-    instrument.read(text.format("twelve") + "\n\n" + QUESTION)
+    instrument.read(request.donor_prompt)
     monkeypatch.setattr(subject, "text", lambda _: "twelve arches")
     record = instrument.measure(Step(0, request, (), False), instrument.ask(request, "f1"))
     assert (record["off"]["stale"], record["settings"]["none"]["stale"]) == (1.0, 1.0)

@@ -114,5 +114,7 @@ class TestIntervals:
 
 def test_controls():
     base = record(0, 0.5)
-    rows = control_rows([base | {"controls": {"exact": outcome(0.0)}}, base | {"controls": {"exact": outcome(0.2)}}, base])
+    rows = control_rows(
+        [base | {"controls": {"exact": outcome(0.0)}}, base | {"controls": {"exact": outcome(0.2)}}, base]
+    )
     assert [(row["suite"], row["control"], row["n"], row["mean_kl"]) for row in rows] == [("rag", "exact", 2, 0.1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_scrambled_prompts_keep_words_and_lose_runs():
     assert (found[0], found[2]) == ("Answer.", "Question?")
     assert sorted(found[1].split()) == sorted(text.split())
     words = found[1].split()
-    assert sum(int(b[1:]) == int(a[1:]) + 1 for a, b in zip(words, words[1:], strict=False)) < 10
+    assert sum(int(b[1:]) == int(a[1:]) + 1 for a, b in pairwise(words)) < 10
 
 
 @pytest.mark.parametrize("side", ["dev", "test"])

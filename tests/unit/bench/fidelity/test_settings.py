@@ -40,6 +40,10 @@ def test_the_same_thing_is_compared_once():
 def test_what_a_row_says():
     (setting,) = parse_settings(["query_seam:0.25"], [], DEFAULT)
     assert (setting.policy.name, setting.correction, setting.budget) == ("query_seam", "none", 0.25)
+    (drift,) = parse_settings(["query_seam:0.25+drift"], [], DEFAULT)
+    assert (drift.policy, drift.correction, drift.label) == (setting.policy, "drift", "query_seam:0.25+drift")
+    (default,) = parse_settings(["default"], [], DEFAULT, "drift")
+    assert (default.policy, default.correction) == (DEFAULT, "drift")
     (none,) = parse_settings(["none+none"], [], DEFAULT)
     assert (none.policy, none.label) == (NoRecompute(), "none")
 

@@ -43,7 +43,14 @@ def test_lines_are_scored_by_value_and_a_path_names_a_pack(pack):
 
 
 def test_pairs_are_asked_in_both_directions(pack):
-    record = {"pid": 3, "a": "It is 308.", "b": "It is 247.", "question": "What?", "answer_a": "308", "answer_b": [["247"]]}
+    record = {
+        "pid": 3,
+        "a": "It is 308.",
+        "b": "It is 247.",
+        "question": "What?",
+        "answer_a": "308",
+        "answer_b": [["247"]],
+    }
     there, back = load_suite("adversarial", pack("adversarial.pairs.jsonl", record)).requests
     assert (there.prompt, there.donor_prompt) == ("It is 247.\n\nWhat?", "It is 308.\n\nWhat?")
     assert (there.answers, there.stale) == (("247",), ("308",))
