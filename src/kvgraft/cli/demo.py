@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request_builder import Prompt
 
 _SHOWN, _SHOWN_CHARACTERS = 3, 100
-_CHAT_SIZE, _PLAIN_SIZE = (12, 5), (24, 8)
+_CHAT_SIZE, _PLAIN_SIZE = (10, 5), (24, 8)
 """Requests and documents per request, for models with a chat template and for others."""
 
 
@@ -37,8 +37,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "demo",
         help="a RAG session with and without reuse, side by side",
         description="Build a RAG session from the standard library (its documentation for a model with a chat template, else "
-        "its sources), run it with reuse off, with exact prefixes and grafted, and print answers, tokens reused, time to "
-        f"first token and agreement with full prefill. Without --model it runs on {SMOLLM2_MODEL}, or on {BUNDLED_MODEL} where "
+        "its sources), run it with reuse off, with exact prefixes and grafted, and print answers, tokens reused, time "
+        f"to first token and agreement with full prefill. Without --model it runs on {SMOLLM2_MODEL}, or {BUNDLED_MODEL} if "
         "that is not installed.",
     )
     pairs = zip(_CHAT_SIZE, _PLAIN_SIZE, strict=True)

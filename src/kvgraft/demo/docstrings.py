@@ -43,8 +43,8 @@ _MODULES = frozenset(
         "warnings",
     }
 )
-_CHARACTERS = (250, 700)
-_LONGEST_SENTENCE = 90
+_CHARACTERS = (200, 480)
+_LONGEST_SENTENCE = 70
 _VERBS = frozenset(
     {
         "Collapse",
@@ -137,7 +137,7 @@ def _notes_of(module: Module) -> Iterator[Note]:
             continue
         docstring = ast.get_docstring(node) or ""
         sentence = _first_sentence(docstring)
-        suits = len(sentence) <= _LONGEST_SENTENCE and sentence.split(" ")[0] in _VERBS
+        suits = len(sentence) <= _LONGEST_SENTENCE and "`" not in sentence and sentence.split(" ")[0] in _VERBS
         if suits and shortest <= len(docstring) <= longest:
             name = f"{module.name}.{node.name}"
             yield Note(name, f"{name}({ast.unparse(node.args)})", docstring)

@@ -325,7 +325,7 @@ class DriftCorrection:
         return keys, values
 
 
-CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection()}
+CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection(KernelRidge())}
 """What the setting `correction` names."""
 
 
