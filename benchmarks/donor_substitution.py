@@ -22,7 +22,7 @@ from kvgraft.bench.fidelity.answers import contains, is_stale
 from kvgraft.bench.fidelity.rows import resamples
 from kvgraft.bench.fidelity.sample import draw
 from kvgraft.bench.fidelity.split import SPLITS, split
-from kvgraft.bench.fidelity.subject import Subject
+from kvgraft.bench.fidelity.subject import Subject, stock_attention
 from kvgraft.bench.fidelity.suites import load_suite
 from kvgraft.cli.progress import progress
 from kvgraft.engine import LLM, SamplingParams
@@ -69,7 +69,7 @@ def answers(llm: LLM, subject: Subject, request: FidelityRequest) -> dict[str, l
     llm.reset()
     llm.generate(donor, SamplingParams(1), "off")
     grafted = llm.generate(prompt, sampling)[0].token_ids
-    with llm.adapter.stock("sdpa") as model:
+    with llm.adapter.stock(stock_attention(llm)) as model:
         taken = substituted_answer(model, prompt, donor, llm.eos_token_ids)
     return {FULL: list(full), KVGRAFT: list(grafted), SUBSTITUTED: taken}
 
