@@ -19,6 +19,7 @@ import pytest
 from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.engine import LLM, SamplingParams
 from kvgraft.prefix import EvictResult, RadixCache
 from kvgraft.testing.tiny_models import tiny_model
 
@@ -30,6 +31,7 @@ COVERED = HELPERS | {
     "bench_lookup.py",
     "bench_radix.py",
     "bench_streams.py",
+    "donor_substitution.py",
     "record.py",
     "soak.py",
     "prefix/bench_events.py",
@@ -147,6 +149,49 @@ class TestRadix:
         else:
             with pytest.raises(SystemExit, match=words):
                 script.bench_eviction(200, 1)
+
+
+class TestDonorSubstitution:
+    PAIRS = tuple(
+        {
+            "a": f"The bridge of town {n} is old. It has twelve arches of grey stone and nobody crosses it at night.",
+            "b": f"The bridge of town {n} is old. It has seven arches of grey stone and nobody crosses it at night.",
+            "question": "How many arches does the bridge have? Answer:",
+            "answer_a": "twelve",
+            "answer_b": "seven",
+        }
+        for n in range(2)
+    )
+
+    @pytest.fixture
+    def script(self, load):
+        return load("donor_substitution.py")
+
+    def test_the_baseline_says_what_is_right_for_the_donor(self, script, model_dir):
+        """And not what the prompt asks: its K/V are those of the donor's tokens."""
+        llm = LLM(model_dir, num_slots=1_000)
+        first, second = (llm.tokenize(self.PAIRS[0][key] + self.PAIRS[0]["question"]) for key in "ab")
+        with llm.adapter.stock("sdpa") as model:
+            taken = script.substituted_answer(model, second, first, llm.eos_token_ids)
+        served = llm.generate(first, SamplingParams(script.ANSWER_TOKENS), "off")[0].token_ids
+        assert taken == list(served)
+
+    def test_rates(self, script, run, model_dir, tmp_path, monkeypatch):
+        pack = tmp_path / "toy.pairs.jsonl"
+        pack.write_text("".join(json.dumps(pair) + "\n" for pair in self.PAIRS))
+        said = {"full prefill": "seven", "kvgraft": "seven", "donor's K/V": "twelve"}
+        texts = iter([said[method] for _ in range(2) for method in said])
+        monkeypatch.setattr(script.Subject, "text", lambda *_: next(texts))
+        monkeypatch.setattr(script, "split", lambda requests, _: [one for one in requests if one.answers == ("seven",)])
+        code, out = run(script, pack, "--model", model_dir, "--json")
+        assert code == 0
+        rates = {row["method"]: (row["stale"], row["right"], row["n"]) for row in json.loads(out)}
+        assert rates == {"full prefill": (0, 1, 2), "kvgraft": (0, 1, 2), "donor's K/V": (1, 0, 2)}
+
+    def test_a_missing_pack_gets_one_line(self, script, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["donor_substitution", "/nowhere/x"])
+        assert script.main() == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 class TestStreams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         import_module("kvgraft.bench.fidelity.plot")  # a missing package is told before measuring
     from kvgraft.bench.fidelity.journal import Journal
+    from kvgraft.bench.fidelity.one_space import in_one_space
     from kvgraft.bench.fidelity.run import SuiteRunner, plan_suite
     from kvgraft.bench.fidelity.settings import parse_settings
     from kvgraft.bench.fidelity.subject import Subject
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     suites = load_suites(args.suites, args.data)
     config = engine_config(args)
-    llm = load_llm(config)
+    llm = load_llm(in_one_space(config))
     settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy, config.correction)
     if llm.graft_refusal is not None:
         raise ConfigError(f"K/V of model {llm.loaded.name} cannot be moved ({llm.graft_refusal}); choose another model")
@@ -96,7 +98,7 @@ def _report(
     plans: Sequence[SuitePlan],
     settings: Sequence[Setting],
 ) -> int:
-    from kvgraft.bench.fidelity.rows import control_rows, summary_rows
+    from kvgraft.bench.fidelity.rows import control_rows, failed_controls, summary_rows
 
     records = [record for plan in plans for record in journal.of_suite(plan.suite.name)]
     rows, controls = summary_rows(records, settings, args.seed), control_rows(records)
@@ -111,7 +113,10 @@ def _report(
         noise = [row["mean_kl"] for row in controls if row["control"] == "noise"]
         title = f"{meta['model']}, {meta['dtype']}, {args.split}"
         draw_fidelity(rows, sum(noise) / len(noise) if noise else None, title, Path(args.plot))
-    return 0
+    failed = failed_controls(controls)
+    for line in failed:
+        print(f"kvgraft: {line}; do not trust these figures", file=sys.stderr)
+    return int(bool(failed))
 
 
 def _arguments(args: argparse.Namespace, llm: LLM, settings: Sequence[Setting]) -> dict[str, Any]:

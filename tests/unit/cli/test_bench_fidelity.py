@@ -90,6 +90,25 @@ def test_wrong_arguments_get_one_line(run, argv, words):
     assert err.count("\n") == 1
 
 
+def test_models_with_sliding_windows_are_measured_like_others(tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    from kvgraft.models import bundled_model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    tiny_model("gemma2", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "f.json"
+    options = ("--limit", "2", "--noise-floor", "0", "--policy", "none", "--num-slots", "4000", "--json", str(file))
+    assert main(["bench", "fidelity", "builtin", "--model", str(tmp_path), *options]) == 0
+    capsys.readouterr()
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["n"] > 0
+    assert row["mean_kl"] > 0
+    assert row["task_on"] is not None
+    assert row["gold_nll_delta"] is not None
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, capsys):
     tiny_model("llama").save_pretrained(tmp_path)
     code = main(["bench", "fidelity", "builtin", "--model", str(tmp_path), "--num-slots", "2000"])

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvgraft.bench.fidelity.answers import METRICS, contains, is_stale
 from kvgraft.bench.fidelity.distance import distance_class
+from kvgraft.bench.fidelity.subject import stock_attention
 from kvgraft.engine import SamplingParams
 from kvgraft.fidelity import answer_nll, divergence, stock_reference
 from kvgraft.types import ReuseMode
@@ -82,7 +83,7 @@ class Instrument:
         """
         tokens = self._subject.encode(request.prompt if prompt is None else prompt)
         gold = self._subject.gold(request.answers if prompt is None else ())
-        with self._llm.adapter.stock("sdpa") as model:
+        with self._llm.adapter.stock(stock_attention(self._llm)) as model:
             reference = stock_reference(model, tokens, CONTINUATION_TOKENS, gold)
         return Asked(request, metric, tokens, gold, reference)
 
@@ -127,8 +128,7 @@ class Instrument:
             found = divergence(asked.reference.logits, logits)
             figures = figures_of(found) | _shares(probe.report)
             figures["distance"] = distance_class(probe.report.spans, probe.report.exact_tokens)
-            if probe.can_rewind:
-                figures |= self._behind(probe, asked, found, logits.argmax(-1).tolist())
+            figures |= self._behind(probe, asked, found, logits.argmax(-1).tolist())
         figures["seconds"] = round(time.perf_counter() - started, 3)
         return figures
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraft.bench.fidelity.subject import stock_attention
 from kvgraft.fidelity import divergence, stock_logits
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class NoiseFloor:
 
     def measure(self, asked: Asked) -> Divergence:
         """Compare full prefill of both, KL(as measured || other)."""
-        with self._llm.adapter.stock("sdpa") as model:
+        with self._llm.adapter.stock(stock_attention(self._llm)) as model:
             if self._other is None:
                 self._other = copy.deepcopy(model)
                 torch.nn.Module.to(self._other, self.dtype)

@@ -102,8 +102,24 @@ def control_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
                 if record["suite"] == suite and name in record.get("controls", {})
             ]
             if found:
-                rows.append({"suite": suite, "control": name, "n": len(found)} | _statistics(found))
+                grafted = sum(bool(each.get("is_grafted")) for each in found)
+                rows.append({"suite": suite, "control": name, "n": len(found), "grafted": grafted} | _statistics(found))
     return rows
+
+
+def failed_controls(rows: Sequence[Record]) -> list[str]:
+    """Say which controls are further from full prefill than another number format is: the instrument is off then.
+
+    Args:
+        rows: As `control_rows` returns them. Text that somebody has read after all (`grafted`) proves nothing.
+    """
+    noise = {row["suite"]: row["mean_kl"] for row in rows if row["control"] == "noise"}
+    return [
+        f"{row['suite']}: control {CONTROLS[row['control']]}: KL {row['mean_kl']:.2g} is above the "
+        f"{noise[row['suite']]:.2g} of another number format"
+        for row in rows
+        if row["control"] != "noise" and not row["grafted"] and row["mean_kl"] > noise[row["suite"]]
+    ]
 
 
 def resamples(clusters: Sequence[object], seed: int) -> list[NDArray[np.int64]]:

@@ -23,6 +23,11 @@ ROOM_TOKENS = 64
 """Free tokens behind a prompt: the greedy continuation, or a right answer."""
 
 
+def stock_attention(llm: LLM) -> str:
+    """The attention of transformers' own that references are computed with: the fused one where the model has it."""
+    return "sdpa" if getattr(llm.adapter.model, "_supports_sdpa", False) else "eager"
+
+
 class Subject:
     """Tokenises prompts, through the chat template where the model has one, and reads answers.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgraft.bench.fidelity.rows import control_rows, resamples, summary_rows, worst_tenth
+from kvgraft.bench.fidelity.rows import control_rows, failed_controls, resamples, summary_rows, worst_tenth
 from kvgraft.bench.fidelity.settings import parse_settings
 from kvgraft.graft.select import NoRecompute
 
@@ -118,3 +118,13 @@ def test_controls():
         [base | {"controls": {"exact": outcome(0.0)}}, base | {"controls": {"exact": outcome(0.2)}}, base]
     )
     assert [(row["suite"], row["control"], row["n"], row["mean_kl"]) for row in rows] == [("rag", "exact", 2, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("exact", "unseen", "is_grafted", "failed"),
+    [(1e-9, 1e-9, False, 0), (0.2, 1e-9, False, 1), (1e-9, 0.2, False, 1), (1e-9, 0.2, True, 0)],
+)
+def test_controls_above_the_noise_floor_fail(exact, unseen, is_grafted, failed):
+    controls = {"noise": outcome(0.01, grafted=False), "exact": outcome(exact, grafted=False)}
+    controls["negative"] = outcome(unseen, grafted=is_grafted)
+    assert len(failed_controls(control_rows([record(0, 0.5) | {"controls": controls}]))) == failed
