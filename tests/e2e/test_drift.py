@@ -16,7 +16,7 @@ from kvgraft.engine.drift_pass import BatchDrift
 from kvgraft.engine.loading import adopt_model
 from kvgraft.engine.self_check import self_check
 from kvgraft.errors import ConfigError
-from kvgraft.graft.drift import DriftCorrection, KeyFrame, MeanShift
+from kvgraft.graft.drift import CORRECTIONS, DriftCorrection, KeyFrame, MeanShift
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopeShift, rotate_keys
 from kvgraft.graft.select import Adaptive, KVDeviation, Observation, QueryAttention, QuerySeam, RandomShare, Recompute
@@ -367,7 +367,7 @@ def test_request_says_otherwise_than_the_setting(rng):
         return llm.generate(prompt, SamplingParams(1), selection="random", **options)[0].report.corrected_tokens
 
     assert corrected() == 0
-    assert corrected(correction="drift") == corrected(correction=DriftCorrection()) > 0
+    assert corrected(correction="drift") == corrected(correction=CORRECTIONS["drift"]) > 0
     assert make_llm().config.correction == "drift"
     for wrong in ("shift", 3):
         with pytest.raises(ConfigError, match="correction"):

@@ -101,10 +101,10 @@ def ratio_setting(default: float) -> Any:  # noqa: ANN401 - like dataclasses.fie
     )
 
 
-def correction_setting() -> Any:  # noqa: ANN401 - like dataclasses.field
+def correction_setting(default: str) -> Any:  # noqa: ANN401 - like dataclasses.field
     """Return the setting of what is done about drift, for engines that can correct it."""
     return setting(
-        "none",
+        default,
         "whether reused tokens that are not computed again are corrected by the drift of those that are",
         REUSE,
         choices=("none", "drift"),

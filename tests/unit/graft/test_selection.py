@@ -178,7 +178,7 @@ def test_bad_policy_is_refused(name, parameters, message):
 def test_policies_state_their_name_and_share():
     assert isinstance(SelectionContext(1, np.arange(1), np.arange(1), np.arange(1)), SelectionContext)
     assert [selection_policy(n).name for n in ("none", "first_k", "query_seam")] == ["none", "first_k", "query_seam"]
-    assert [selection_policy(n).recompute_ratio for n in ("none", "first_k", "query_seam")] == [0.0, 16 / 256, 0.05]
+    assert [selection_policy(n).recompute_ratio for n in ("none", "first_k", "query_seam")] == [0.0, 16 / 256, 0.1]
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])

@@ -33,7 +33,7 @@ class QueryAttention(RankingPolicy):
 
     name: ClassVar[str] = "query_attention"
     observes: ClassVar[frozenset[Observable]] = frozenset({Observable.QUERY_ATTENTION})
-    ratio: float = 0.05
+    ratio: float = 0.1
     sample_share: float = 0.0
     draw: str = "random"
 

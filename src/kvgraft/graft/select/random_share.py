@@ -15,7 +15,7 @@ class RandomShare(RatioPolicy):
     """Recompute the share `ratio` of reused tokens, drawn by the prompt's tokens: the same ones every time."""
 
     name: ClassVar[str] = "random"
-    ratio: float = 0.05
+    ratio: float = 0.1
 
     def steps(self, context: SelectionContext) -> SelectionSteps:
         """Take one step with `ceil(ratio * num_reused)` positions, all of which may estimate drift."""
