@@ -174,7 +174,7 @@ class TestReuseSettings:
         ("kind", "shown", "scattered"),
         [
             (EngineConfig, set(Observable), True),
-            (VLLMConfig, {Observable.KEY_DEVIATION}, True),
+            (VLLMConfig, {Observable.QUERY_ATTENTION, Observable.KEY_DEVIATION}, True),
             (SGLangConfig, set(), False),
         ],
     )
