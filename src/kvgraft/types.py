@@ -196,9 +196,11 @@ class GraftReport:
         computed_tokens: Prompt tokens computed in all, the recomputed ones included.
         spans: Reused spans in prompt order.
         policy: Name of the selection policy.
+        corrected_tokens: Shifted tokens that were corrected by the drift of recomputed ones; approximate all the same.
         timings_ms: Milliseconds by step (`lookup`, `graft`, `prefill`, ...).
         miss: Why nothing was grafted, or None.
-        computed_flops: Floating-point operations of the computed positions, each counted once.
+        computed_flops: Floating-point operations of all rows that were run for the prompt, those that several passes ran as
+            often, a look at the first layers by its share of the layers, and what a drift correction takes.
         full_flops: Those of a full prefill.
         risk: What may be said about grafts of this kind; states nothing without a calibration.
     """
@@ -211,6 +213,7 @@ class GraftReport:
     computed_tokens: int = 0
     spans: tuple[SpanReport, ...] = ()
     policy: str = "none"
+    corrected_tokens: int = 0
     timings_ms: dict[str, float] = field(default_factory=dict)
     miss: Miss | None = None
     computed_flops: float = 0.0

@@ -28,6 +28,8 @@ OTHERS = {
     "schedule_policy.py": "SGLang",
     "allocation.py": "SGLang",
     "reports.jsonl": "the user's",
+    "f.json": "the user's",
+    "f.requests.jsonl": "the user's",
     "vllm.general_plugins": "an entry point of vLLM",
     "swa_evicted_seqlen": "SGLang",
     "_from_tensor": "the end of a name of SGLang",
@@ -255,7 +257,7 @@ def test_a_name_that_does_not_exist_is_found(name, words):
         ("kvgraft serve --prot 1", "knows no --prot"),
         ("kvgraft bench nothing", "there is no"),
         ("make everything", "no target"),
-        ("python benchmarks/bench_selection.py --documentz 3", "knows no --documentz"),
+        ("python benchmarks/bench_lookup.py --documentz 3", "knows no --documentz"),
         ("python benchmarks/none.py", "there is no"),
     ],
 )

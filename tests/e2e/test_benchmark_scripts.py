@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 
-from kvgraft.demo.session import SessionRequest
 from kvgraft.donors import DonorCatalogue
+from kvgraft.engine import LLM, SamplingParams
 from kvgraft.prefix import EvictResult, RadixCache
 from kvgraft.testing.tiny_models import tiny_model
 
@@ -31,8 +31,8 @@ COVERED = HELPERS | {
     "bench_lookup.py",
     "bench_radix.py",
     "bench_risk.py",
-    "bench_selection.py",
     "bench_streams.py",
+    "donor_substitution.py",
     "record.py",
     "soak.py",
     "prefix/bench_events.py",
@@ -44,6 +44,7 @@ COVERED = HELPERS | {
     "engines/make_model.py",
     "engines/sglang_rag.py",
     "engines/sglang_ttft.py",
+    "engines/two_commits.py",
     "engines/vllm_ttft.py",
     "peers/exact_runs.py",
     "peers/peers_ttft.py",
@@ -179,37 +180,47 @@ class TestRisk:
         assert wild["risk_at_end"] == wild["uncontrolled_after"] > 0.02
 
 
-class TestSelection:
+class TestDonorSubstitution:
+    PAIRS = tuple(
+        {
+            "a": f"The bridge of town {n} is old. It has twelve arches of grey stone and nobody crosses it at night.",
+            "b": f"The bridge of town {n} is old. It has seven arches of grey stone and nobody crosses it at night.",
+            "question": "How many arches does the bridge have? Answer:",
+            "answer_a": "twelve",
+            "answer_b": "seven",
+        }
+        for n in range(2)
+    )
+
     @pytest.fixture
     def script(self, load):
-        return load("bench_selection.py")
+        return load("donor_substitution.py")
 
-    def test_grafts_differ_from_full_prefill_and_policies_from_one_another(self, script, run, model_dir, monkeypatch):
-        monkeypatch.setattr("kvgraft.demo.session._LIBRARY_PASSAGES", 3)  # so that every prompt shares some
-        options = ("--model", model_dir, "--requests", 3, "--documents", 2, "--num-slots", 6_000)
-        code, out = run(script, *options, "--json")
+    def test_the_baseline_says_what_is_right_for_the_donor(self, script, model_dir):
+        """And not what the prompt asks: its K/V are those of the donor's tokens."""
+        llm = LLM(model_dir, num_slots=1_000)
+        first, second = (llm.tokenize(self.PAIRS[0][key] + self.PAIRS[0]["question"]) for key in "ab")
+        with llm.adapter.stock("sdpa") as model:
+            taken = script.substituted_answer(model, second, first, llm.eos_token_ids)
+        served = llm.generate(first, SamplingParams(script.ANSWER_TOKENS), "off")[0].token_ids
+        assert taken == list(served)
+
+    def test_rates(self, script, run, model_dir, tmp_path, monkeypatch):
+        pack = tmp_path / "toy.pairs.jsonl"
+        pack.write_text("".join(json.dumps(pair) + "\n" for pair in self.PAIRS))
+        said = {"full prefill": "seven", "kvgraft": "seven", "donor's K/V": "twelve"}
+        texts = iter([said[method] for _ in range(2) for method in said])
+        monkeypatch.setattr(script.Subject, "text", lambda *_: next(texts))
+        monkeypatch.setattr(script, "split", lambda requests, _: [one for one in requests if one.answers == ("seven",)])
+        code, out = run(script, pack, "--model", model_dir, "--json")
         assert code == 0
-        rows = {row["policy"]: row for row in json.loads(out)}
-        off, none = rows.pop("off"), rows["none"]
-        assert off["mean_kl"] < 1e-9
-        assert off["grafted_tokens"] == 0
-        assert none["grafted_tokens"] > 100
-        for row in rows.values():
-            assert row["mean_kl"] > max(1e-8, 100 * off["mean_kl"])
-        assert len({row["mean_kl"] for row in rows.values()}) == len(rows)
-        shares = [rows[f"first_k {k}"]["recomputed_share"] for k in (8, 16, 32, 64)]
-        assert 0 < shares[0] < shares[1] < shares[2] < shares[3]
-        assert rows["query_seam 30%"]["recomputed_share"] == pytest.approx(0.3, abs=0.02)
+        rates = {row["method"]: (row["stale"], row["right"], row["n"]) for row in json.loads(out)}
+        assert rates == {"full prefill": (0, 1, 2), "kvgraft": (0, 1, 2), "donor's K/V": (1, 0, 2)}
 
-    @pytest.mark.parametrize("scored", ["def the_same_text(): return 1\n", "Not a word of it was read before. "])
-    def test_prompts_of_which_nothing_is_grafted_fail_it(self, script, monkeypatch, model_dir, capsys, scored):
-        """One is an exact prefix of what was read, the other is new: both would agree with full prefill perfectly."""
-        prompts = ["def the_same_text(): return 1\n" * 20, scored * 20]
-        monkeypatch.setattr(script, "rag_session", lambda *_: [SessionRequest(prompt, "") for prompt in prompts])
-        monkeypatch.setattr(sys, "argv", ["bench_selection", "--model", model_dir, "--num-slots", "2000"])
+    def test_a_missing_pack_gets_one_line(self, script, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["donor_substitution", "/nowhere/x"])
         assert script.main() == 2
-        err = capsys.readouterr().err
-        assert "nothing was grafted for scored prompt 1 of 1 under none" in err
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 class TestStreams:
@@ -410,6 +421,33 @@ class TestEngines:
         row = script.summary("x", [[0] * 10, [0] * 10], other, truth)
         figures = ("reused_percent", "same_first_token_percent", "same_tokens_percent", "same_answer_percent")
         assert [row[name] for name in figures] == [25.0, 100.0, 75.0, 50.0]
+
+    @pytest.mark.parametrize("slowdown", [0.5, 1.0, 2.0])
+    def test_two_commits_are_compared_round_by_round(self, load, slowdown):
+        script = load("engines/two_commits.py")
+        asked = {side: [] for side in script.SIDES}
+
+        def asker(side, factor):
+            def ask(prompt):
+                asked[side].append(prompt)
+                return factor * (10 + len(asked[side])), len(prompt) // 2
+
+            return ask
+
+        sides = {"before": asker("before", 1.0), "after": asker("after", slowdown)}
+        rows = script.measure(sides, 1_000, 4, random.Random(0))
+        assert asked["before"] == asked["after"]
+        assert [row["kind"] for row in rows] == ["moved", "again", "unknown"]
+        for row in rows:
+            assert row["ratio"] == pytest.approx(slowdown)
+            assert row["ratio_ci"] == pytest.approx([slowdown, slowdown])
+            assert row["after_cached_tokens"] == 500
+            assert row["rounds"] == 4
+
+    def test_two_commits_need_a_checkout(self, load, tmp_path):
+        script = load("engines/two_commits.py")
+        with pytest.raises(SystemExit, match="no checkout of kvgraft"):
+            script.environment(tmp_path)
 
     def test_peers_have_help(self, load, run):
         script = load("peers/peers_ttft.py")

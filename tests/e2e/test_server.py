@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvgraft.cli import main
+from kvgraft.server.options import CORRECTIONS, SELECTIONS
 
 START_S = 300
 PATIENCE_S = 60
@@ -275,7 +276,9 @@ BODIES = st.fixed_dictionaries(
         "stream": st.booleans(),
         "ignore_eos": st.booleans(),
         "cache_salt": st.text(max_size=5),
-        "kvgraft": st.fixed_dictionaries({"selection": st.sampled_from(["none", "first_k", "query_seam"])}),
+        "kvgraft": st.fixed_dictionaries(
+            {"selection": st.sampled_from(SELECTIONS), "correction": st.sampled_from(CORRECTIONS)}
+        ),
     },
 )
 

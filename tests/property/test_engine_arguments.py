@@ -40,7 +40,10 @@ ODD = st.one_of(
 FIELDS = ["max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "logprobs"]
 SAMPLING = st.dictionaries(st.sampled_from(FIELDS), ODD, min_size=1, max_size=3)
 ARGUMENTS = st.dictionaries(
-    st.sampled_from(["prompt", "sampling", "reuse", "cache_salt", "selection"]), ODD, min_size=1, max_size=2
+    st.sampled_from(["prompt", "sampling", "reuse", "cache_salt", "selection", "correction"]),
+    ODD,
+    min_size=1,
+    max_size=2,
 )
 
 
@@ -90,6 +93,7 @@ def test_sampling_parameters_are_refused_or_work(llm, expected, values):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example({"cache_salt": 5})
 @example({"selection": 5})
+@example({"correction": "query_seam"})
 @example({"prompt": np.array([1.5, 2.5])})
 @example({"prompt": [True, False]})
 def test_arguments_of_generate_and_score_are_refused_or_work(llm, expected, values):

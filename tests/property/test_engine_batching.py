@@ -48,14 +48,20 @@ class BatchingMachine(RuleBasedStateMachine):
         length=st.integers(1, 60),
         reuse=st.sampled_from(["off", "exact", "graft"]),
         salt=st.sampled_from(["", "x"]),
-        selection=st.sampled_from(["none", "first_k", "query_seam"]),
+        selection=st.sampled_from(["none", "first_k", "query_seam", "random", "kv_deviation", "adaptive"]),
+        correction=st.sampled_from(["none", "drift"]),
     )
-    def add(self, chosen, new, length, reuse, salt, selection):  # noqa: PLR0917 - hypothesis passes rules by keyword
+    def add(self, chosen, new, length, reuse, salt, selection, correction):  # noqa: PLR0917 - hypothesis passes rules by keyword
         if len(self.open) >= 15:
             return
         prompt = np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:140]
         request = self.engine.builder.build(
-            prompt, SamplingParams(length, ignore_eos=True), reuse, cache_salt=salt, selection=selection
+            prompt,
+            SamplingParams(length, ignore_eos=True),
+            reuse,
+            cache_salt=salt,
+            selection=selection,
+            correction=correction,
         )
         self.engine.add(request)
         self.open[request.request_id] = (request, [])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvgraft.engine.adapter import TransformersAdapter
+from kvgraft.engine.attention.sequence import SequenceAttention
 from kvgraft.engine.self_check import self_check
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
@@ -163,3 +164,30 @@ def test_unsupported_attention_is_refused_in_one_line(family, word):
 def test_bf16_model_passes_the_self_check():
     report = self_check(make_adapter(tiny_model("llama", dtype=torch.bfloat16)), np.arange(64))
     assert report.refusal is None
+
+
+def assert_scattered_rows_see_no_future(rng):
+    """Tokens computed again amid K/V of a full prefill get the K/V that they had, though those behind them lie there, too."""
+    adapter = make_adapter(tiny_model())
+    token_ids, slots = rng.integers(3, VOCABULARY, NUM_TOKENS), np.arange(NUM_TOKENS)
+    adapter.forward([SequenceRows(token_ids, np.arange(NUM_TOKENS), slots)])
+    exact = [adapter.pool.keys(layer).clone() for layer in range(adapter.num_layers)]
+    again = np.sort(rng.permutation(NUM_TOKENS)[:30])
+    adapter.forward([SequenceRows(token_ids[again], again, slots)])
+    for layer, keys in enumerate(exact):
+        assert relative_error(adapter.pool.keys(layer), keys) < 1e-5
+
+
+def test_scattered_rows_see_no_future(rng, monkeypatch):
+    """And the test would notice the mask of CacheBlend's code, aligned to the last row instead of to positions."""
+    assert_scattered_rows_see_no_future(rng)
+    inner = SequenceAttention._scattered_part
+
+    def unmasked(self, rows, window):
+        part = inner(self, rows, window)
+        part.hidden.fill_(value=False)
+        return part
+
+    monkeypatch.setattr(SequenceAttention, "_scattered_part", unmasked)
+    with pytest.raises(AssertionError):
+        assert_scattered_rows_see_no_future(rng)

@@ -27,6 +27,7 @@ from kvgraft.config import (
 from kvgraft.donors import GRAM_TOKENS, DonorCatalogue
 from kvgraft.donors.catalogue import BYTES_PER_TOKEN
 from kvgraft.errors import ConfigError
+from kvgraft.graft.drift import CORRECTIONS
 from kvgraft.graft.select import SELECTION_POLICIES, Observable
 from kvgraft.reuse.policy import available_policies
 
@@ -44,7 +45,7 @@ def write(tmp_path):
 
 
 def test_there_are_few_settings():
-    assert len(ServerConfig.rules()) <= 28
+    assert len(ServerConfig.rules()) <= 29
 
 
 def test_environment_sets_typed_values():
@@ -83,7 +84,7 @@ def test_engine_ignores_variables_of_the_server():
         ({"dtype": "int3"}, "unknown dtype 'int3'; choose auto, float32"),
         ({"dtype": 16}, "must be text"),
         ({"device": "gpu 1"}, "choose auto, cpu, cuda"),
-        ({"selection": "best"}, "choose none, first_k, query_seam"),
+        ({"selection": "best"}, "choose none, random, first_k"),
         ({"attention": "fast"}, "choose auto, sdpa, flex"),
         ({"reuse": "yes"}, "choose off, exact, graft"),
         ({"log_format": "xml"}, "choose text, json"),
@@ -170,15 +171,19 @@ class TestReuseSettings:
         assert different == {("EngineConfig", "selection"), ("VLLMConfig", "host_bytes")}
 
     @pytest.mark.parametrize(
-        ("kind", "shown"),
+        ("kind", "shown", "scattered"),
         [
-            (EngineConfig, {Observable.QUERY_ATTENTION}),
-            (VLLMConfig, {Observable.KEY_DEVIATION}),
-            (SGLangConfig, set()),
+            (EngineConfig, set(Observable), True),
+            (VLLMConfig, {Observable.QUERY_ATTENTION, Observable.KEY_DEVIATION}, True),
+            (SGLangConfig, set(), False),
         ],
     )
-    def test_choices_follow_from_what_an_engine_can_show(self, kind, shown):
-        assert kind.rules()["selection"].choices == available_policies(shown)
+    def test_choices_follow_from_what_an_engine_can_show(self, kind, shown, scattered):
+        assert kind.rules()["selection"].choices == available_policies(shown, scattered=scattered)
+
+    def test_only_the_engine_that_corrects_drift_offers_it(self):
+        assert EngineConfig.rules()["correction"].choices == tuple(CORRECTIONS)
+        assert not any("correction" in kind.rules() for kind in (VLLMConfig, SGLangConfig))
 
     def test_ratios_are_those_of_their_policies(self):
         assert EngineConfig().recompute_ratio == SELECTION_POLICIES["query_seam"]().recompute_ratio

@@ -67,12 +67,21 @@ def load_pack(prefix: str) -> list[Workload]:
     name = path.name.removesuffix(".gz").removesuffix(ending)
     if ending == _PAIRS:
         return _load_pairs(path, name + ".pairs")
-    records = list(_records(path))
+    records = list(read_records(path))
     if ending == _REQUESTS:
         prompts = _request_prompts(records, path, name)
     else:
         prompts = [_text(record, "input", line) for line, record in records]
     return [Workload(name, (Session((), tuple(prompts), _times(records)),))]
+
+
+def find_pack(prefix: str) -> tuple[Path, str] | None:
+    """Return the main file of the pack at `prefix` and its kind (`requests`, `pairs` or `prompts`); None if there is none."""
+    try:
+        path, ending = _locate(prefix)
+    except ConfigError:
+        return None
+    return path, {_REQUESTS: "requests", _PAIRS: "pairs"}.get(ending, "prompts")
 
 
 def _locate(prefix: str) -> tuple[Path, str]:
@@ -102,7 +111,7 @@ def _with_ending(prefix: Path, ending: str) -> Path | None:
 
 def _load_pairs(path: Path, name: str) -> list[Workload]:
     there, back = [], []
-    for line, record in _records(path):
+    for line, record in read_records(path):
         question = [_text(record, "question", line)] if "question" in record else []
         a, b = (_PART_SEPARATOR.join([_text(record, key, line), *question]) for key in "ab")
         there.append(Session((a,), (b,)))
@@ -125,7 +134,7 @@ def _times(records: list[tuple[str, dict[str, object]]]) -> tuple[float, ...] | 
 
 def _request_prompts(records: list[tuple[str, dict[str, object]]], path: Path, name: str) -> list[str]:
     docs_path = _with_ending(path.with_name(name), ".docs.jsonl")
-    documents = {} if docs_path is None else _load_documents(docs_path)
+    documents = {} if docs_path is None else load_documents(docs_path)
     docs_name = docs_path or path.with_name(name + ".docs.jsonl")
 
     def part_text(part: object, line: str) -> str:
@@ -148,9 +157,10 @@ def _parts(record: dict[str, object], line: str, part_text: Callable[[object, st
     return [part_text(part, line) for part in parts]
 
 
-def _load_documents(path: Path) -> dict[str, str]:
+def load_documents(path: Path) -> dict[str, str]:
+    """Read the documents of a pack, by identifier; raises `ConfigError`."""
     documents: dict[str, str] = {}
-    for line, record in _records(path):
+    for line, record in read_records(path):
         identifier = _identifier(record, line)
         if identifier in documents:
             raise ConfigError(f"{line}: document {identifier!r} is given twice; remove one")
@@ -176,7 +186,7 @@ def _text(record: dict[str, object], key: str, line: str) -> str:
     return text
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield `file:line` and the object of every line that is not blank; at least one."""
     is_empty = True
     for number, text in enumerate(_lines(path), 1):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft import __version__
 from kvgraft.cli import (
+    bench_fidelity,
     bench_prefix,
     bench_reuse,
     bench_serve,
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     bench_prefix.register(benchmarks)
     bench_reuse.register(benchmarks)
+    bench_fidelity.register(benchmarks)
     bench_ttft.register(benchmarks)
     bench_serve.register(benchmarks)
     return parser

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.cli.load_report import LoadReport
+from kvgraft.cli.output_files import check_output
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
@@ -132,17 +133,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("json", "plot"):
         file = getattr(args, name)
         if file and file != "-":
-            _check_output(name, Path(file))
-
-
-def _check_output(option: str, file: Path) -> None:
-    """Refuse a file that could not be written, before what takes an hour is measured."""
-    if not file.parent.is_dir():
-        raise ConfigError(f"--{option} {file}: the folder does not exist; create it first")
-    if file.is_dir():
-        raise ConfigError(f"--{option} {file} is a folder; give the name of a file in it")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--{option} {file} cannot be written; choose a place that is yours")
+            check_output(name, Path(file))
 
 
 def _load_test(args: argparse.Namespace) -> tuple[LoadTest, Target]:

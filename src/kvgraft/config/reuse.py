@@ -89,13 +89,23 @@ def mode_setting() -> Any:  # noqa: ANN401 - like dataclasses.field
     )
 
 
-def ratio_setting(policy: str, default: float) -> Any:  # noqa: ANN401 - like dataclasses.field
-    """Return the setting of the share that `policy` computes again, for engines that can run it."""
+def ratio_setting(default: float) -> Any:  # noqa: ANN401 - like dataclasses.field
+    """Return the setting of the share that is computed again, for engines that can run policies which take one."""
     return setting(
         default,
-        f"share of reused tokens that {policy} computes again",
+        "share of reused tokens that is computed again, by policies that take a share",
         REUSE,
         above=0,
         high=1,
         remedy="selection='none' recomputes nothing",
+    )
+
+
+def correction_setting(default: str) -> Any:  # noqa: ANN401 - like dataclasses.field
+    """Return the setting of what is done about drift, for engines that can correct it."""
+    return setting(
+        default,
+        "whether reused tokens that are not computed again are corrected by the drift of those that are",
+        REUSE,
+        choices=("none", "drift"),
     )

@@ -15,9 +15,12 @@ SERVER = "server"
 class ServerConfig(EngineConfig):
     """Everything that `kvgraft serve` can be told."""
 
-    model: str = setting("graft-tiny", "graft-tiny, a Hugging Face directory or a hub id", MODEL)
+    model: str = setting("graft-tiny", "graft-tiny, smollm2-135m, a directory, a GGUF file or a hub id", MODEL)
     served_model_name: str = setting(
-        "", "name of the model in the API; empty takes the directory's name or the hub id", MODEL, may_be_empty=True
+        "",
+        "name of the model in the API; empty takes that of the directory or file, or the hub id",
+        MODEL,
+        may_be_empty=True,
     )
     reuse: str = mode_setting()
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network", SERVER)

@@ -17,13 +17,17 @@ class VLLMConfig(AdapterSettings):
     Each field says in its help what it does; docs/integrations/vllm.md lists them.
     """
 
-    # The connector can compare keys, in vLLM's first layers, and cannot see attention. first_k is as fast as none and
-    # kv_deviation 1.5 to 10 times slower (docs/benchmarks.md, time to first token in vLLM).
-    selection: str = overridden(AdapterSettings, "selection", choices=("none", "first_k", "kv_deviation"))
+    # The connector can compare keys, in vLLM's first layers, and sum what the query attends to, in a pass of its own.
+    # first_k is as fast as none and kv_deviation 1.5 to 10 times slower (docs/benchmarks.md, time to first token in vLLM).
+    selection: str = overridden(
+        AdapterSettings,
+        "selection",
+        choices=("none", "random", "first_k", "kv_deviation", "query_attention", "query_seam"),
+    )
     # All donors are host copies here: vLLM's own blocks hold none for long. Other engines keep donors on the device first.
     host_bytes: int = overridden(AdapterSettings, "host_bytes", 4 << 30)
     mode: str = mode_setting()
-    recompute_ratio: float = ratio_setting("kv_deviation", 0.15)
+    recompute_ratio: float = ratio_setting(0.15)
     load: str = setting(
         "auto",
         "when grafts run: sync in the step that admits the request, async in pieces while it waits, auto by their size",

@@ -1,4 +1,4 @@
 """The main job as a demonstration: a RAG session over real documents, with and without reuse.
 
-Public modules: `documents`, `runner`, `session`.
+Public modules: `docstrings`, `documents`, `runner`, `session`.
 """

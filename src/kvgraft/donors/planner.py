@@ -33,6 +33,8 @@ class CostModel:
         per_phase: Fixed cost of every group of adjacent spans that does not touch the exact prefix. An engine that computes
             the gap in front of each group in a step of its own pays it; 0 where one forward pass computes all gaps.
         recompute_ratio: Share of reused tokens that the selection policy computes again.
+        tail_passes: How often what stands behind the last span is computed beside the prefill. An engine that prefills it
+            itself, and not before reused tokens are chosen by what it attends to, computes it once more for that.
     """
 
     compute_per_token: float = 1.0
@@ -41,6 +43,7 @@ class CostModel:
     per_span: float = 4.0
     per_phase: float = 0.0
     recompute_ratio: float = 0.05
+    tail_passes: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,13 +54,20 @@ class CostModel:
             raise ConfigError(f"recompute_ratio must be at most 1, not {self.recompute_ratio}")
 
     @classmethod
-    def of_width(cls, hidden_size: int, *, per_phase: float = 0.0, recompute_ratio: float) -> CostModel:
+    def of_width(
+        cls, hidden_size: int, *, per_phase: float = 0.0, recompute_ratio: float, tail_passes: float = 0.0
+    ) -> CostModel:
         """Costs of a decoder of which only the width is known.
 
         It has about 12 parameters per layer and squared width, and attention does 2 multiplications per layer, width and
         key: one sixth of the width's inverse per key.
         """
-        return cls(attention_per_key=1 / (6 * hidden_size), per_phase=per_phase, recompute_ratio=recompute_ratio)
+        return cls(
+            attention_per_key=1 / (6 * hidden_size),
+            per_phase=per_phase,
+            recompute_ratio=recompute_ratio,
+            tail_passes=tail_passes,
+        )
 
     def compute_cost(self, start: int, end: int) -> float:
         """Cost of computing the tokens of positions `[start, end)`."""
@@ -68,6 +78,10 @@ class CostModel:
         """What reusing positions `[start, end)` as one span saves; negative where computing is cheaper."""
         saved = (1 - self.recompute_ratio) * self.compute_cost(start, end)
         return saved - self.copy_per_token * (end - start) - self.per_span
+
+    def tail_cost(self, end: int, num_tokens: int) -> float:
+        """What a graft that ends at `end` costs behind it, whatever it saves."""
+        return self.tail_passes * self.compute_cost(end, num_tokens) if self.tail_passes else 0.0
 
 
 def plan_graft(
@@ -108,6 +122,10 @@ def plan_graft(
     spans = tuple(_worth_a_phase(spans, exact_len, costs))
     if not spans:
         return Miss(MissReason.NOT_WORTH_IT, f"none of {len(behind)} matches saves more than it costs")
+    # All spans or none: without the last one, the tail would only be longer.
+    saving = sum(costs.saving(span.target_start, span.target_end) for span in spans)
+    if saving <= costs.tail_cost(spans[-1].target_end, num_tokens):
+        return Miss(MissReason.NOT_WORTH_IT, "looking at what stands behind the matches costs more than they save")
     return GraftPlan(num_tokens, exact_len, spans, _compute_positions(num_tokens, exact_len, spans))
 
 

@@ -16,13 +16,14 @@ except ModuleNotFoundError as error:
     raise
 from kvgraft.engine.request import FinishReason, Request, RequestOutput, StreamPart
 from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
-from kvgraft.engine.scoring import Score
+from kvgraft.engine.scoring import Probe, Score
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "EngineSnapshot",
     "FinishReason",
+    "Probe",
     "Request",
     "RequestOutput",
     "SamplingParams",

@@ -90,6 +90,11 @@ class ActiveRequest:
         assert self._prefill is not None
         return self._prefill.remaining
 
+    def piece(self, limit: int) -> int:
+        """How many rows `next_rows(limit)` gives of the prefill."""
+        assert self._prefill is not None
+        return self._prefill.piece(limit)
+
     @property
     def known_token_ids(self) -> TokenArray:
         """Tokens whose K/V exist once the prompt is computed: all but the last one drawn."""
@@ -110,7 +115,14 @@ class ActiveRequest:
         """Begin to compute `sequence()`, whose reused K/V lie in the slots of `kv`."""
         self.kv = kv
         request = kv.request
-        self._prefill = SparsePrefill(request.token_ids, kv.plan, kv.kv_indices, request.policy, kv.swa_indices)
+        self._prefill = SparsePrefill(
+            request.token_ids,
+            kv.plan,
+            kv.kv_indices,
+            request.policy,
+            swa_indices=kv.swa_indices,
+            correction=request.correction,
+        )
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
 
@@ -122,7 +134,7 @@ class ActiveRequest:
         return known
 
     def next_rows(self, limit: int = 1) -> SequenceRows:
-        """Rows of the next forward pass, at most `limit` of them."""
+        """Rows of the next forward pass, at most `limit` of them but for rows that go together (`SparsePrefill.piece`)."""
         if self._prefill is not None:
             return self._prefill.next_rows(limit)
         assert self.kv is not None

@@ -18,10 +18,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvgraft.engine.attention import AttentionChoice, BatchAttention, HybridBatch, LayerQuery, choose_attention
+from kvgraft.engine.drift_pass import BatchDrift
 from kvgraft.engine.layers import ModelLayers, layer_shapes, unsupported_attention
 from kvgraft.engine.rope_lengths import RopeLengths
 from kvgraft.engine.slot_plan import SlotPlan, build_pool
-from kvgraft.errors import ModelError
+from kvgraft.errors import ConfigError, ModelError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 
@@ -41,12 +42,29 @@ ATTENTION_NAME = "kvgraft"
 class _PackedBatch:
     """One forward pass: where each row's K/V goes, and which keys each row sees.
 
-    Rows of the pass beyond `num_rows` belong to no sequence: their K/V are not kept, and they see nothing.
+    Rows of the pass beyond `num_rows` belong to no sequence: their K/V are not kept, and they see nothing. A look ends at
+    `deviation_layer`, whose slots keep what they hold; 0 is no look.
     """
 
     target: KVPlace
     attention: BatchAttention
     num_rows: int
+    drift: BatchDrift
+    deviation_layer: int
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Take the K/V of the rows, (num_rows, num_kv_heads, head_dim), and correct the tokens beside them.
+
+        Raises:
+            _LookEndsError: The keys are those that a look is for.
+        """
+        if self.deviation_layer and layer == self.deviation_layer:
+            reused = self.target.read(layer)[0]
+            raise _LookEndsError((keys.float() - reused.float()).square().sum((1, 2)))
+        corrected = self.drift.corrected(layer, keys, values)
+        self.target.write(layer, keys, values)
+        for kv in corrected:
+            kv.write()
 
     def attend(self, layer: int, query: LayerQuery) -> Tensor:
         """Attention of a layer: (heads, rows, dim) like the query."""
@@ -55,6 +73,14 @@ class _PackedBatch:
             return self.attention.attend(layer, query)
         mixed = self.attention.attend(layer, replace(query, query=query.query[:, : self.num_rows]))
         return torch.nn.functional.pad(mixed, (0, 0, 0, spare))
+
+
+class _LookEndsError(Exception):
+    """A look has seen its layer: the way out of the model, which runs all layers or none."""
+
+    def __init__(self, deviation: Tensor) -> None:
+        super().__init__()
+        self.deviation = deviation
 
 
 class TransformersAdapter:
@@ -122,20 +148,32 @@ class TransformersAdapter:
     def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
         """Compute `batch`; writes the K/V of its rows into their slots.
 
-        One pass, or two where sequences lie on both sides of a length at which the model's angles change.
+        One pass, or several where sequences lie on both sides of a length at which the model's angles change, and where
+        some only look at a layer.
+
+        Raises:
+            ConfigError: A look is for a layer that the model does not have.
         """
-        is_long = [self.lengths.is_long(rows.seq_len or int(rows.positions[-1]) + 1) for rows in batch]
-        if len(set(is_long)) == 1:
-            return self._forward_pass(batch, is_long=is_long[0])
+        kinds = [
+            (self.lengths.is_long(rows.seq_len or int(rows.positions[-1]) + 1), rows.deviation_layer) for rows in batch
+        ]
         outputs: dict[int, SequenceOutput] = {}
-        for side in (False, True):
-            members = [index for index, long in enumerate(is_long) if long is side]
-            outputs.update(zip(members, self._forward_pass([batch[i] for i in members], is_long=side), strict=True))
+        for kind in sorted(set(kinds)):
+            members = [index for index, own in enumerate(kinds) if own == kind]
+            is_long, deviation_layer = kind
+            found = self._forward_pass([batch[i] for i in members], deviation_layer, is_long=is_long)
+            outputs.update(zip(members, found, strict=True))
         return [outputs[index] for index in range(len(batch))]
 
     @torch.inference_mode()
-    def _forward_pass(self, batch: Sequence[SequenceRows], *, is_long: bool) -> list[SequenceOutput]:
-        packed = self._lay_out(batch)
+    def _forward_pass(
+        self, batch: Sequence[SequenceRows], deviation_layer: int, *, is_long: bool
+    ) -> list[SequenceOutput]:
+        if deviation_layer >= self.num_layers:
+            raise ConfigError(
+                f"layer {deviation_layer} cannot be looked at: this model has {self.num_layers}; choose a lower one"
+            )
+        packed = self._lay_out(batch, deviation_layer)
         token_ids = np.concatenate([rows.token_ids for rows in batch])
         positions = np.concatenate([rows.positions for rows in batch])
         switch = self.lengths.switch
@@ -143,25 +181,31 @@ class TransformersAdapter:
             # A piece of a long sequence: a spare row at the first long position makes transformers take its table.
             token_ids, positions = np.append(token_ids, token_ids[-1]), np.append(positions, switch)
         device = self.pool.device
-        output = self._model(
-            input_ids=torch.from_numpy(token_ids).to(device)[None],
-            position_ids=torch.from_numpy(positions).to(device)[None],
-            past_key_values=_PoolCache(packed, self.num_layers),
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(_rows_with_logits(batch)).to(device),
-            kvgraft_batch=packed,
-        )
+        try:
+            output = self._model(
+                input_ids=torch.from_numpy(token_ids).to(device)[None],
+                position_ids=torch.from_numpy(positions).to(device)[None],
+                past_key_values=_PoolCache(packed, self.num_layers),
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(_rows_with_logits(batch)).to(device),
+                kvgraft_batch=packed,
+            )
+        except _LookEndsError as look:
+            parts = look.deviation.split([len(rows.positions) for rows in batch])
+            return [SequenceOutput(part.new_empty(0, 0), None, part) for part in parts]
         logits = output.logits[0].float().split([rows.num_logits for rows in batch])
         return [SequenceOutput(part, mass) for part, mass in zip(logits, packed.attention.masses, strict=True)]
 
-    def _lay_out(self, batch: Sequence[SequenceRows]) -> _PackedBatch:
+    def _lay_out(self, batch: Sequence[SequenceRows], deviation_layer: int) -> _PackedBatch:
         target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
         backend, pool = self.attention.backend, self.pool
+        drift = BatchDrift(batch, pool, self.rope)
         if not isinstance(pool, HybridSlotPool):
-            return _PackedBatch(pool.place(target), backend.plan(batch, pool), len(target))
+            return _PackedBatch(pool.place(target), backend.plan(batch, pool), len(target), drift, deviation_layer)
         attention = HybridBatch(batch, pool, backend)
         windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
-        return _PackedBatch(pool.place(target, np.concatenate(windows)), attention, len(target))
+        place = pool.place(target, np.concatenate(windows))
+        return _PackedBatch(place, attention, len(target), drift, deviation_layer)
 
 
 def take_over(model: PreTrainedModel) -> ModelLayers:
@@ -226,7 +270,7 @@ class _PoolLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write the rows' K/V, (1, num_kv_heads, num_rows, head_dim), into their slots."""
         keys, values = (states[0, :, : self._batch.num_rows].transpose(0, 1) for states in (key_states, value_states))
-        self._batch.target.write(self._layer, keys, values)
+        self._batch.write(self._layer, keys, values)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request import Request, StreamPart
     from kvgraft.engine.request_builder import Prompt
     from kvgraft.engine.sampling import SamplingParams
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
     from kvgraft.observability import Recorder
@@ -169,6 +170,7 @@ class AsyncLLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
         request_id: str | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
@@ -184,6 +186,7 @@ class AsyncLLM:
             reuse,
             cache_salt=cache_salt,
             selection=selection,
+            correction=correction,
             request_id=request_id,
             add_special_tokens=add_special_tokens,
         )

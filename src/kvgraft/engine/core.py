@@ -104,7 +104,7 @@ class Engine:
         self._recorder: Recorder = recorder or NullRecorder()
         self._recorder_failed = False
         self._active: dict[str, ActiveRequest] = {}
-        self._eos_token_ids = _eos_token_ids(self.loaded)
+        self.eos_token_ids = _eos_token_ids(self.loaded)
 
     @property
     def has_work(self) -> bool:
@@ -127,7 +127,7 @@ class Engine:
             OutputText(self.loaded.tokenizer, request.sampling.stop),
             Sampler(request.sampling, self.adapter.pool.device),
             flops=self.manager.flops,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             max_model_len=self.builder.longest,
             loss=self.risk.loss,
         )
@@ -201,7 +201,8 @@ class Engine:
             if len(batch) == 1:
                 return [error]
             logger.exception("a batch of %d requests failed; each is tried alone", len(batch))
-            # Rows may be computed twice: they write the same K/V into the same slots.
+            # Rows may be computed twice: they write the same K/V into the same slots. Drift that was corrected the first time
+            # is not measured again (graft/drift.py).
             return [self._forward([rows])[0] for rows in batch]
 
     def _receive(self, active: ActiveRequest, output: SequenceOutput | Exception) -> StepEvent | None:

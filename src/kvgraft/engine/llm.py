@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from kvgraft.config import quoted
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.engine.scoring import Score, score
+from kvgraft.engine.scoring import Probe, Score, probe, score
 from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode, TokenArray
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request_builder import Prompt
     from kvgraft.engine.risk import HeldRisk
     from kvgraft.engine.self_check import SelfCheckReport
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
 
@@ -124,6 +126,7 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt in order; later prompts reuse what earlier ones computed.
 
@@ -133,13 +136,15 @@ class LLM:
             reuse: `graft` (exact prefixes and matches at any offset), `exact`, or `off`.
             cache_salt: Requests with different salts never share K/V.
             selection: Selection policy, or its name, for these requests instead of the configured one.
+            correction: Drift correction, or its name, instead of the configured one; "none" for none.
 
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
         """
         build = self._engine.builder.build
         requests = [
-            build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection) for prompt in _as_list(prompts)
+            build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction)
+            for prompt in _as_list(prompts)
         ]
         outputs = []
         for request in requests:
@@ -156,10 +161,13 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> Iterator[StreamPart]:
         """Generate for one prompt, a part per token; closing the iterator early cancels the request."""
         return self._run(
-            self._engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+            self._engine.builder.build(
+                prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+            )
         )
 
     def score(
@@ -170,6 +178,7 @@ class LLM:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
     ) -> Score:
         """Return the logits of a fixed continuation behind `prompt`; the cache is left as it was.
 
@@ -178,13 +187,48 @@ class LLM:
         """
         token_ids = self.tokenize(continuation)
         sampling = SamplingParams(len(token_ids))
-        request = self._engine.builder.build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection)
+        request = self._engine.builder.build(
+            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+        )
         if request.sampling.max_new_tokens < len(token_ids):
             raise ConfigError(
                 f"prompt and continuation exceed the {self._engine.builder.longest} tokens that fit; shorten them"
             )
         engine = self._engine
         return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
+
+    @contextmanager
+    def probe(
+        self,
+        prompt: Prompt,
+        num_tokens: int,
+        reuse: ReuseMode | str = ReuseMode.GRAFT,
+        *,
+        cache_salt: str = "",
+        selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
+    ) -> Iterator[Probe]:
+        """Prefill `prompt` and lend it to try continuations of up to `num_tokens` tokens; the cache is left as it was.
+
+        Raises:
+            ConfigError: Prompt and continuation together are too long, or an argument is wrong.
+        """
+        engine = self._engine
+        sampling = SamplingParams(num_tokens)
+        request = engine.builder.build(
+            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+        )
+        if request.sampling.max_new_tokens < num_tokens:
+            raise ConfigError(
+                f"prompt and continuation exceed the {engine.builder.longest} tokens that fit; shorten them"
+            )
+        with probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened:
+            yield opened
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._engine.eos_token_ids
 
     def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
         """Raise `ConfigError` if `generate` would refuse the prompt."""

@@ -1,10 +1,10 @@
-"""Load a decoder and its tokenizer from a directory or a hub id, and give it a fingerprint."""
+"""Load a decoder and its tokenizer from a directory, a hub id or a GGUF file, and give it a fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvgraft.config import quoted
+from kvgraft.engine.checkpoint import find_checkpoint
+from kvgraft.engine.gguf import (
+    content_digest,
+    dequantised,
+    finish_gguf,
+    gguf_dtype,
+    has_tokenizer,
+    open_gguf,
+    translated_once,
+)
 from kvgraft.errors import ConfigError, ModelError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvgraft.engine.checkpoint import Checkpoint
+    from kvgraft.engine.gguf_header import GGUFHeader
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_WEIGHTS = 64
@@ -59,49 +72,34 @@ class LoadedModel:
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """Load `name`: the bundled `graft-tiny`, a Hugging Face directory, or a hub id.
+    """Load `name`: `graft-tiny`, `smollm2-135m`, a Hugging Face directory, a hub id, or a GGUF file, dequantised to `dtype`.
 
     Raises:
+        ImportError: It is a GGUF file and the extra `gguf` is not installed.
         ConfigError: `name`, `dtype` or `device` cannot be used as given.
-        ModelError: The directory is corrupt, or holds a model that transformers cannot load as a decoder, or other weights
-            than its configuration says.
+        ModelError: The directory or file is corrupt, or holds a model that transformers cannot load as a decoder, or
+            other weights than its configuration says.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-
-    source = _resolve(name)
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except Exception as error:
-        raise ModelError(_load_failure(name, one_line(error))) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"model {name} has type {quoted(config.model_type)}, for which transformers has no causal language model; "
-            "choose a text decoder"
-        )
-    loaded: Any
-    with _without_log():
-        try:
-            # Mismatches are let through here only to be named: whatever transformers would make up is refused.
-            loaded = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch_dtype, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-        except Exception as error:
-            raise ModelError(_load_failure(name, one_line(error))) from error
-    model, info = loaded
-    _require_weights(name, info)
+    checkpoint = find_checkpoint(name)
+    header = None if checkpoint.gguf is None else open_gguf(name, checkpoint.gguf)
+    torch_dtype, torch_device = _dtype(dtype, header), _device(device)
+    with _without_log(), nullcontext() if header is None else translated_once():
+        model = _load_decoder(checkpoint, header, torch_dtype)
+        tokenizer = _load_tokenizer(checkpoint, header)
     try:
         torch.nn.Module.to(model, torch_device)
     except RuntimeError as error:
         raise ModelError(f"model {name} cannot be moved to {torch_device}: {one_line(error)}") from error
-    return adopt_model(name, model, _load_tokenizer(name, source))
+    return adopt_model(name, model, tokenizer, b"" if checkpoint.gguf is None else content_digest(checkpoint.gguf))
 
 
-def adopt_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
-    """Describe a model that is in memory already."""
+def adopt_model(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, content: bytes = b""
+) -> LoadedModel:
+    """Describe a model that is in memory already; `content` is what else its fingerprint covers."""
     config = model.config.get_text_config(decoder=True)
     max_model_len = getattr(config, "max_position_embeddings", None) or 1 << 20
-    return LoadedModel(name, model, tokenizer, fingerprint(model, tokenizer), int(max_model_len))
+    return LoadedModel(name, model, tokenizer, fingerprint(model, tokenizer, content), int(max_model_len))
 
 
 def embedding_size(model: PreTrainedModel) -> int:
@@ -111,9 +109,15 @@ def embedding_size(model: PreTrainedModel) -> int:
     return len(weight)
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Digest what decides K/V: configuration, dtype, a sample of every weight tensor, and the tokenizer."""
-    digest = hashlib.blake2b(digest_size=16, person=b"kvgraft.model")
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, content: bytes = b"") -> str:
+    """Digest what decides K/V: configuration, dtype, a sample of every weight tensor, and the tokenizer.
+
+    Args:
+        model: In the precision that it runs in.
+        tokenizer: None if it has none.
+        content: Digest of the file that all of it comes from, where there is one: every byte counts then.
+    """
+    digest = hashlib.blake2b(content, digest_size=16, person=b"kvgraft.model")
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for weight_name, weight in model.named_parameters():
@@ -126,32 +130,46 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     return digest.hexdigest()
 
 
-def _resolve(name: str) -> str:
-    from kvgraft.models import BUNDLED_MODEL, bundled_model_path
+def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Load configuration and weights; whatever the checkpoint does not hold is refused."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise ConfigError(
-            f"{quoted(name)} names no model; give a Hugging Face directory, a hub id or {BUNDLED_MODEL!r}"
+    name = checkpoint.name
+    loaded: Any
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.source, **checkpoint.arguments)
+    except Exception as error:
+        raise ModelError(_load_failure(checkpoint, one_line(error))) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model {name} has type {quoted(config.model_type)}, for which transformers has no causal language model; "
+            "choose a text decoder"
         )
-    if name == BUNDLED_MODEL:
-        return str(bundled_model_path())
-    path = Path(name)
-    looks_local = path.is_absolute() or name.startswith((".", "~")) or path.exists()
-    if not looks_local:
-        return name
-    path = path.expanduser()
-    if not path.is_dir():
-        raise ConfigError(
-            f"model directory {name} does not exist; give a Hugging Face directory, a hub id or {BUNDLED_MODEL!r}"
+    try:
+        # Mismatches are let through here only to be named: whatever transformers would make up is refused.
+        loaded = AutoModelForCausalLM.from_pretrained(
+            checkpoint.source,
+            dtype=dtype,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **checkpoint.arguments,
+            **({} if header is None else dequantised()),
         )
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{name} has no config.json; give the directory that `save_pretrained` wrote")
-    return str(path)
+    except Exception as error:
+        raise ModelError(_load_failure(checkpoint, one_line(error))) from error
+    model: PreTrainedModel
+    model, info = loaded
+    _require_weights(name, info)
+    if header is not None:
+        finish_gguf(name, model, header)
+    return model
 
 
-def _dtype(name: str) -> torch.dtype | str:
+def _dtype(name: str, header: GGUFHeader | None) -> torch.dtype | str:
     if name == "auto":
-        return "auto" if torch.cuda.is_available() else torch.float32
+        own = "auto" if header is None else gguf_dtype(header)
+        return own if torch.cuda.is_available() else torch.float32
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; choose auto, {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -200,8 +218,8 @@ def _require_weights(name: str, info: Mapping[str, Collection[Any]]) -> None:
     ]
     if problems:
         raise ModelError(
-            f"the weights of model {name} do not fit its config.json: {'; '.join(problems)}; fetch the checkpoint again, or "
-            "correct the configuration"
+            f"the weights of model {name} do not fit its configuration: {'; '.join(problems)}; fetch the checkpoint "
+            "again, or correct the configuration"
         )
 
 
@@ -223,7 +241,7 @@ def _without_log() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(checkpoint: Checkpoint, header: GGUFHeader | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model, None if it has none.
 
     Raises:
@@ -231,19 +249,21 @@ def _load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase | None:
     """
     from transformers import AutoTokenizer
 
+    if header is not None and not has_tokenizer(header):
+        return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.source, **checkpoint.arguments)
     except Exception as error:
-        if not _has_tokenizer(source):
+        if header is None and not _has_tokenizer_files(checkpoint.source):
             return None
         raise ModelError(
-            f"cannot load the tokenizer of model {name}: {one_line(error).rstrip('.')}; fetch its files again, or remove "
-            "them to serve token ids"
+            f"cannot load the tokenizer of model {checkpoint.name}: {one_line(error).rstrip('.')}; fetch its files again, or "
+            "remove them to serve token ids"
         ) from error
     return tokenizer
 
 
-def _has_tokenizer(source: str) -> bool:
+def _has_tokenizer_files(source: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     if Path(source).is_dir():
@@ -251,5 +271,6 @@ def _has_tokenizer(source: str) -> bool:
     return any(isinstance(try_to_load_from_cache(source, file), str) for file in _TOKENIZER_FILES)
 
 
-def _load_failure(name: str, reason: str) -> str:
-    return f"cannot load model {name}: {reason.rstrip('.')}; check the directory or hub id, or try 'graft-tiny'"
+def _load_failure(checkpoint: Checkpoint, reason: str) -> str:
+    remedy = "check the directory or hub id" if checkpoint.gguf is None else "use the model's Hugging Face directory"
+    return f"cannot load model {checkpoint.name}: {reason.rstrip('.')}; {remedy}, or try 'graft-tiny'"

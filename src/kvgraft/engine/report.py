@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 
 def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> GraftReport:
     """Note in the lineage what the policy had computed again, and sum up."""
+    besides = sum(flops.of_look(positions, layer) for positions, layer in outcome.looks)
+    if kv.request.correction is not None:
+        besides += flops.of_correction(kv.request.correction, outcome.drift_work)
     kv.lineage.recompute(outcome.recomputed(kv.plan), inside=True)
     return request_report(
         kv.lineage,
         kv.plan.num_tokens,
         policy=kv.request.policy.name,
+        corrected_tokens=outcome.num_corrected,
         timings_ms=kv.timings_ms,
         miss=kv.miss,
-        computed_flops=flops.of_positions(outcome.computed),
+        computed_flops=flops.of_positions(outcome.rows) + besides,
         full_flops=flops.of_positions(np.arange(kv.plan.num_tokens)),
         risk=kv.risk,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import GraftReport, Namespace, ReuseMode, TokenArray
 
@@ -36,6 +37,7 @@ class Request:
         namespace: Whose K/V it may read and whose its own will be.
         policy: Chooses reused tokens to compute again.
         arrival: `time.perf_counter()` when it arrived.
+        correction: What is done about the drift of the others; None for nothing.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Request:
     namespace: Namespace
     policy: SelectionPolicy
     arrival: float = field(default_factory=time.perf_counter)
+    correction: DriftCorrection | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

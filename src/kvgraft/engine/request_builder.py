@@ -13,6 +13,7 @@ from kvgraft.config import quoted
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.errors import ConfigError, one_line
+from kvgraft.graft.drift import DriftCorrection, drift_correction
 from kvgraft.graft.select import SelectionPolicy
 from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import Namespace, ReuseMode, TokenArray
@@ -31,6 +32,7 @@ class RequestBuilder:
     Attributes:
         longest: Tokens that prompt and output may have together.
         policy: The configured selection policy.
+        correction: The configured drift correction, or None.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, num_slots: int) -> None:
@@ -40,6 +42,7 @@ class RequestBuilder:
         self._config = config
         self._num_slots = num_slots
         self.policy = self._named_policy(config.selection)
+        self.correction = drift_correction(config.correction)
         self._numbers = itertools.count(1)
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenArray:
@@ -83,6 +86,7 @@ class RequestBuilder:
         *,
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
+        correction: str | DriftCorrection | None = None,
         request_id: str | None = None,
         add_special_tokens: bool = True,
     ) -> Request:
@@ -108,7 +112,15 @@ class RequestBuilder:
             sampling = replace(sampling, max_new_tokens=self.longest - len(token_ids))
         namespace = Namespace(self._loaded.fingerprint, tenant_salt=cache_salt)
         name = request_id or f"r{next(self._numbers)}"
-        return Request(name, token_ids, sampling, reuse_mode(reuse), namespace, self.selection(selection))
+        return Request(
+            name,
+            token_ids,
+            sampling,
+            reuse_mode(reuse),
+            namespace,
+            self.selection(selection),
+            correction=self._correction(correction),
+        )
 
     def selection(self, selection: str | SelectionPolicy | None) -> SelectionPolicy:
         """The policy meant by a name or by None, the configured one."""
@@ -119,6 +131,16 @@ class RequestBuilder:
         if not isinstance(selection, SelectionPolicy):
             raise ConfigError(f"selection is the name of a policy, a SelectionPolicy or None, not {quoted(selection)}")
         return selection
+
+    def _correction(self, correction: str | DriftCorrection | None) -> DriftCorrection | None:
+        """The correction meant by a name or by None, the configured one; the name `none` means none."""
+        if correction is None:
+            return self.correction
+        if isinstance(correction, str):
+            return drift_correction(correction)
+        if not isinstance(correction, DriftCorrection):
+            raise ConfigError(f"correction is the name of one, a DriftCorrection or None, not {quoted(correction)}")
+        return correction
 
     def _named_policy(self, name: str) -> SelectionPolicy:
         config = self._config

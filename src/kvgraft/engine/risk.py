@@ -18,6 +18,7 @@ from kvgraft.fidelity.control import (
     load_state,
     save_state,
 )
+from kvgraft.graft.drift import drift_correction
 from kvgraft.reuse.classes import reuse_class
 from kvgraft.reuse.notches import notches_of
 from kvgraft.types import UNCALIBRATED, RiskStatement
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvgraft.config import EngineConfig
     from kvgraft.engine.loading import LoadedModel
     from kvgraft.engine.request import Request
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.types import SpanReport
 
@@ -65,15 +67,18 @@ class Served:
 class HeldRisk:
     """Of an engine with a calibration: a notch per reuse class, as calibrated and as audits have left it. Not thread-safe.
 
-    Only requests under the configured policy are meant: what a request chooses for itself was not calibrated.
+    Only requests under the configured policy and correction are meant: what a request chooses for itself was not calibrated.
 
     Attributes:
         policy: What requests compute again that name no policy.
         loss: What counts as a loss; None without a calibration.
     """
 
-    def __init__(self, policy: SelectionPolicy, binding: Mapping[str, str]) -> None:
+    def __init__(
+        self, policy: SelectionPolicy, binding: Mapping[str, str], correction: DriftCorrection | None = None
+    ) -> None:
         self.policy = policy
+        self._correction = correction
         self.loss: Loss | None = None
         self._binding = dict(binding)
         self._notches = notches_of(policy)
@@ -89,7 +94,7 @@ class HeldRisk:
         Raises:
             ConfigError: One is about something else than what runs here, or a setting needs a calibration.
         """
-        held = cls(policy, risk_binding(config, loaded, policy))
+        held = cls(policy, risk_binding(config, loaded, policy), drift_correction(config.correction))
         if config.calibration:
             held._adopt(config)
             return held
@@ -135,7 +140,8 @@ class HeldRisk:
 
     def is_meant(self, request: Request) -> bool:
         """Whether statements are about this request."""
-        return self._controller is not None and request.policy == self.policy
+        is_configured = request.policy == self.policy and request.correction == self._correction
+        return self._controller is not None and is_configured
 
     def stated(self, request: Request) -> RiskStatement:
         """What may be said about a request of which nothing is grafted."""
@@ -190,6 +196,7 @@ def risk_binding(config: EngineConfig, loaded: LoadedModel, policy: SelectionPol
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "policy": policy.name,
         "policy version": str(policy.version),
+        "correction": config.correction,
         "min_run": str(config.min_run),
         "max_generation": str(config.max_generation),
     }

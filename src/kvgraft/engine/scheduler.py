@@ -150,7 +150,8 @@ class Scheduler:
             active = pending.pop(0)
             costs = np.cumsum(self._manager.flops.by_position(active.remaining))
             count = int(np.searchsorted(costs, budget - spent, side="right"))
-            count = self._reserve(active, min(max(count, _MIN_ROWS), room, len(costs)))
+            # Rows that go together may be more than there is room for: the pace makes up for it, and waiting would not help.
+            count = self._reserve(active, active.piece(min(max(count, _MIN_ROWS), room, len(costs))))
             if not count:
                 if not parts and not failed:
                     pending = self._give_way(active, failed)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
     from torch import Tensor
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvgraft.engine.request_kv import RequestKV
     from kvgraft.graft.model import ModelAdapter
     from kvgraft.types import GraftReport, TokenArray
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +40,62 @@ class Score:
 
     logits: Tensor
     report: GraftReport
+
+
+class Probe:
+    """A prompt whose K/V are ready, and continuations that are tried behind it one after another.
+
+    Attributes:
+        first_logits: float32 (vocab_size,), behind the last prompt token.
+        report: What was reused for the prompt.
+        can_rewind: Whether a second continuation may follow a first; window slots given back cannot be had again.
+    """
+
+    def __init__(self, adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, outcome: PrefillOutcome) -> None:
+        self.first_logits = outcome.logits
+        self.report = prompt_report(kv, outcome, manager.flops)
+        self.can_rewind = manager.longest_piece is None
+        self._adapter = adapter
+        self._manager = manager
+        self._kv = kv
+        self._num_fed = 0
+
+    def logits(self, continuation: TokenArray) -> Tensor:
+        """Return float32 (len(continuation), vocab_size); row i predicts `continuation[i]`."""
+        return torch.cat([self.first_logits[None], self.feed(0, continuation[:-1])])
+
+    def feed(self, offset: int, token_ids: TokenArray) -> Tensor:
+        """Compute `token_ids` as the tokens from `offset` behind the prompt on; what was fed there before is overwritten.
+
+        Returns:
+            float32 (len(token_ids), vocab_size), the logits behind each.
+
+        Raises:
+            ConfigError: They outgrow the angles that the prompt was computed with.
+        """
+        assert offset <= self._num_fed, "there would be positions without K/V"
+        assert self.can_rewind or offset == self._num_fed
+        self._num_fed = offset + len(token_ids)
+        if not len(token_ids):
+            return self.first_logits[None][:0]
+        num_tokens = self._kv.plan.num_tokens
+        self._manager.require_one_table(num_tokens, num_tokens + self._num_fed)
+        return _at_once(_feed(self._adapter, self._manager, self._kv, num_tokens + offset, token_ids))
+
+
+@contextmanager
+def probe(adapter: ModelAdapter, manager: CacheManager, request: Request, *, max_rows: int) -> Iterator[Probe]:
+    """Prefill `request` as its reuse mode says, lend the result, and take everything back.
+
+    Raises:
+        CapacityError: Running requests hold the slots.
+    """
+    kv = manager.begin(request)
+    try:
+        manager.graft(kv)
+        yield Probe(adapter, manager, kv, _at_once(_prefill(adapter, manager, kv, max_rows)))
+    finally:
+        manager.abort(kv)
 
 
 def score(
@@ -52,13 +112,7 @@ def score(
         ConfigError: The continuation outgrows the angles that its prompt was computed with.
         CapacityError: Running requests hold the slots.
     """
-    steps = score_steps(adapter, manager, request, continuation, max_rows=max_rows)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: Score = end.value
-            return found
+    return _at_once(score_steps(adapter, manager, request, continuation, max_rows=max_rows))
 
 
 def score_steps(
@@ -77,10 +131,20 @@ def score_steps(
         outcome = yield from _prefill(adapter, manager, kv, max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
-            logits.append((yield from _feed(adapter, manager, kv, continuation[:-1])))
+            logits.append((yield from _feed(adapter, manager, kv, kv.plan.num_tokens, continuation[:-1])))
         return Score(torch.cat(logits), prompt_report(kv, outcome, manager.flops))
     finally:
         manager.abort(kv)
+
+
+def _at_once(steps: Generator[None, None, Result]) -> Result:
+    """Run `steps` to their end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 def _prefill(
@@ -88,10 +152,17 @@ def _prefill(
 ) -> Generator[None, None, PrefillOutcome]:
     """Run a sparse prefill to its end; raises `CapacityError` where open streams hold all window slots."""
     request = kv.request
-    prefill = SparsePrefill(request.token_ids, kv.plan, kv.kv_indices, request.policy, kv.swa_indices)
+    prefill = SparsePrefill(
+        request.token_ids,
+        kv.plan,
+        kv.kv_indices,
+        request.policy,
+        swa_indices=kv.swa_indices,
+        correction=request.correction,
+    )
     outcome = None
     while outcome is None:
-        count = manager.reserve(kv, prefill.remaining[:max_rows])
+        count = manager.reserve(kv, prefill.remaining[: prefill.piece(max_rows)])
         if not count:
             raise CapacityError("running requests hold the slots of window layers; score when they have ended")
         outcome = prefill.receive(adapter.forward([prefill.next_rows(count)])[0])
@@ -100,10 +171,9 @@ def _prefill(
 
 
 def _feed(
-    adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, token_ids: TokenArray
+    adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, start: int, token_ids: TokenArray
 ) -> Generator[None, None, Tensor]:
-    """Compute the rows of a continuation and return the logits behind each."""
-    start = len(kv.kv_indices)
+    """Compute the rows of a continuation from position `start` on and return the logits behind each."""
     piece = manager.longest_piece or len(token_ids)
     logits = []
     for offset in range(0, len(token_ids), piece):

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from kvgraft.fidelity.metrics import Agreement, AgreementSummary, compare
-from kvgraft.fidelity.stock import StockAnswer, stock_answer
+from kvgraft.fidelity.metrics import Agreement, AgreementSummary, Divergence, answer_nll, compare, divergence
+from kvgraft.fidelity.stock import StockAnswer, StockReference, stock_answer, stock_logits, stock_reference
 
-__all__ = ["Agreement", "AgreementSummary", "StockAnswer", "compare", "stock_answer"]
+__all__ = [
+    "Agreement",
+    "AgreementSummary",
+    "Divergence",
+    "StockAnswer",
+    "StockReference",
+    "answer_nll",
+    "compare",
+    "divergence",
+    "stock_answer",
+    "stock_logits",
+    "stock_reference",
+]

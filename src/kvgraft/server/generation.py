@@ -56,6 +56,7 @@ async def prepare_choices(
                 options.reuse,
                 cache_salt=options.cache_salt,
                 selection=options.selection,
+                correction=options.correction,
                 request_id=f"{answer_id}-{index}",
                 add_special_tokens=add_special_tokens,
             )

@@ -24,7 +24,8 @@ _GREEDY_BELOW = 1e-3
 """Lower temperatures are greedy: dividing logits by them overflows float32 and could not be told from it."""
 _SEED_LIMIT = 2**63
 SELECTIONS = EngineConfig.rules()["selection"].choices
-_KVGRAFT_KEYS = frozenset({"reuse", "selection"})
+CORRECTIONS = EngineConfig.rules()["correction"].choices
+_KVGRAFT_KEYS = frozenset({"reuse", "selection", "correction"})
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
@@ -51,6 +52,7 @@ class Options:
         include_usage: End the stream with a chunk that carries `usage`.
         reuse: What may be reused.
         selection: Selection policy instead of the configured one, or None.
+        correction: Drift correction instead of the configured one, or None.
         cache_salt: K/V are shared among requests of the same salt only.
     """
 
@@ -60,6 +62,7 @@ class Options:
     include_usage: bool
     reuse: str
     selection: str | None
+    correction: str | None
     cache_salt: str
 
     def with_stops(self, stop: tuple[str, ...]) -> Options:
@@ -116,5 +119,6 @@ def parse_options(fields: Fields, *, max_tokens: int, logprobs: int | None, defa
         include_usage=fields.section("stream_options").flag("include_usage"),
         reuse=ours.choice("reuse", default_reuse, [*ReuseMode]),
         selection=ours.choice("selection", "", SELECTIONS) or None,
+        correction=ours.choice("correction", "", CORRECTIONS) or None,
         cache_salt=fields.text("cache_salt", max_chars=_MAX_SALT_CHARS),
     )

@@ -19,6 +19,10 @@ STAGES = {
     "keys compared": (f"{WORKER}.group_kv", "GroupPlace.read"),
     "keys summed": (f"{WORKER}.passes", "KeyDeviationPass.deviation"),
     "later layers": (f"{WORKER}.passes", "LaterLayersPass.__init__"),
+    "attention observed": (f"{WORKER}.query_look", "QueryLook._observe"),
+    "query attended": (f"{WORKER}.query_look", "QueryLook._attend"),
+    "query run": (f"{WORKER}.query_look", "QueryLook.run_behind"),
+    "attention summed": (f"{WORKER}.graft_job", "summed_over_ranks"),
     "gaps kept": (f"{WORKER}.graft_job", "read_block"),
     "blocks completed": (f"{WORKER}.group_kv", "PagedKV.finish"),
     "text captured": (f"{WORKER}.graft_worker", "read_block"),
@@ -28,6 +32,7 @@ STAGES = {
     "keys read": (f"{WORKER}.layers", "AttentionLayer.read"),
     "rotations found": (f"{WORKER}.self_check", "find_rotations"),
     "gaps compared": (f"{WORKER}.self_check", "_require_equal"),
+    "query looked at": (f"{WORKER}.self_check", "QueryLook"),
     "layers found": (f"{WORKER}.self_check", "DecoderStack.of"),
     "weights looked at": (f"{WORKER}.graft_worker", "WeightsWitness"),
 }

@@ -71,6 +71,8 @@ def alone(model_folder):
 STAGES = list(scenario.STAGES)
 GRAFTING, CHECKING = STAGES[: STAGES.index("text captured")], STAGES[STAGES.index("layers described") :]
 CAPTURING = ["text captured", "donor sealed"]
+LOOKING = ["attention observed", "query attended", "query run", "attention summed"]
+"""Stages of policies that observe the query's attention."""
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -80,10 +82,11 @@ def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
     options = {"load": load, "selection": "kv_deviation", "recompute_ratio": 0.3, "max_recompute_tokens_per_step": 400}
     broken = {
         stage: text(100 + number, 130) + DOCUMENT + text(200 + number, 45)
-        for number, stage in enumerate([*GRAFTING, *CAPTURING])
+        for number, stage in enumerate([*(stage for stage in GRAFTING if stage not in LOOKING), *CAPTURING])
     }
+    checked = [stage for stage in CHECKING if stage != "query looked at"]
     answers, checks = run(
-        "0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options=options, broken=broken, checked=CHECKING
+        "0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options=options, broken=broken, checked=checked
     )
     assert answers[0]["warm"].shifted == len(DOCUMENT) - 210
     for stage, answer in zip(broken, answers[1:], strict=True):
@@ -100,6 +103,35 @@ def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
         assert warm.report["miss"]["detail"].endswith(
             ("another rank failed; its log says why", "could not read its donors")
         )
+        warm.assert_like(answer["cold"])
+    for stage, (first, second) in checks.items():
+        assert "another rank failed" in first, stage
+        assert f"injected: {stage}" in second, stage
+
+
+def test_a_rank_that_fails_while_it_looks_stops_no_other(model_folder):
+    """Between the layers' own collective operations nothing is raised: all ranks come to the end of the pass."""
+    model = save_tiny("llama", model_folder)
+    options = {"selection": "query_seam", "recompute_ratio": 0.3}
+    broken = {
+        stage: text(100 + number, 130) + DOCUMENT + text(200 + number, 45) for number, stage in enumerate(LOOKING)
+    }
+    answers, checks = run(
+        "0|1",
+        model=model,
+        ranks=2,
+        donors=[DONOR],
+        prompts=[PROMPT],
+        options=options,
+        broken=broken,
+        checked=["query looked at", "gaps compared"],
+    )
+    assert answers[0]["warm"].shifted == len(DOCUMENT) - 210
+    for stage, answer in zip(broken, answers[1:], strict=True):
+        warm = answer["warm"]
+        assert warm.shifted == 0, stage
+        assert warm.report["miss"]["reason"] == "error", stage
+        assert warm.report["miss"]["detail"].endswith("another rank failed; its log says why")
         warm.assert_like(answer["cold"])
     for stage, (first, second) in checks.items():
         assert "another rank failed" in first, stage
@@ -125,8 +157,9 @@ def test_two_ranks_agree_with_one(model_folder, alone):
     whole["warm"].assert_like(alone)
 
 
-def test_two_ranks_that_observe_keys_choose_the_same_tokens(model_folder):
-    options = {"selection": "kv_deviation", "recompute_ratio": 0.3}
+@pytest.mark.parametrize("selection", ["kv_deviation", "query_seam"])
+def test_two_ranks_that_observe_choose_the_same_tokens(model_folder, selection):
+    options = {"selection": selection, "recompute_ratio": 0.3}
     with engine(model_folder, "llama", options=options) as one:
         one.donate(DONOR)
         alone = one.ask(PROMPT)

@@ -165,7 +165,11 @@ def test_missing_pack_names_what_was_looked_for(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [("x.jsonl", b'{"input": "\xff"}\n'), ("x.jsonl.gz", b"no gzip"), ("x.jsonl.gz", gzip.compress(b"{}" * 99)[:20])],
+    [
+        ("x.jsonl", b'{"input": "\xff"}\n'),
+        ("x.jsonl.gz", b"no gzip"),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:20]),
+    ],
 )
 def test_unreadable_file_is_refused_in_one_line(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)

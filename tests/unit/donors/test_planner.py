@@ -131,3 +131,27 @@ def test_adjacent_spans_share_a_phase():
     first, second = make_match(80, 40), make_match(120, 20, donor_id=9)
     assert plan(300, 30, first, second, cost_model=costs).spans == (first, second)
     assert reason(300, 30, first, make_match(130, 20), cost_model=costs) is MissReason.NOT_WORTH_IT
+
+
+class TestSecondPassOverTheTail:
+    """An engine that looks at what the query attends to runs what stands behind the last span once more."""
+
+    COSTS = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, recompute_ratio=0.1, tail_passes=1.0)
+
+    def test_a_graft_must_save_more_than_the_tail_costs(self):
+        match = make_match(0, 100)
+        assert isinstance(plan(189, 0, match, cost_model=self.COSTS), GraftPlan)  # 90 saved, 89 spent
+        assert reason(190, 0, match, cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
+        assert isinstance(plan(190, 0, match, cost_model=dataclasses.replace(self.COSTS, tail_passes=0.0)), GraftPlan)
+
+    def test_all_spans_pay_for_one_tail(self):
+        matches = make_match(0, 100), make_match(150, 100, donor_id=8)
+        planned = plan(400, 0, *matches, cost_model=self.COSTS)  # 180 saved, 150 spent
+        assert isinstance(planned, GraftPlan)
+        assert planned.spans == matches
+        assert reason(400, 0, matches[0], cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
+        assert reason(400, 0, matches[1], cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
+
+    def test_the_tail_is_run_over_everything_in_front_of_it(self):
+        costs = dataclasses.replace(self.COSTS, attention_per_key=1e-2)
+        assert costs.tail_cost(1000, 1010) == costs.compute_cost(1000, 1010) > costs.tail_cost(0, 10)

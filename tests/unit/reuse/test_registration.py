@@ -61,13 +61,17 @@ def test_donor_that_a_new_text_begins_with_is_superseded_unless_in_use(catalogue
 @pytest.mark.parametrize(
     ("shown", "names"),
     [
-        ((), {"none", "first_k"}),
-        ((Observable.QUERY_ATTENTION,), {"none", "first_k", "query_seam"}),
-        ((Observable.KEY_DEVIATION,), {"none", "first_k", "kv_deviation"}),
+        ((), {"none", "random", "first_k"}),
+        ((Observable.QUERY_ATTENTION,), {"none", "random", "first_k", "query_attention", "query_seam"}),
+        ((Observable.KEY_DEVIATION,), {"none", "random", "first_k", "kv_deviation"}),
     ],
 )
 def test_engine_can_run_what_it_can_show(shown, names):
     assert set(available_policies(shown)) == names
+
+
+def test_engine_of_whole_chunks_is_not_offered_scattered_tokens():
+    assert available_policies((), scattered=False) == ("none", "first_k")
 
 
 @pytest.mark.parametrize(

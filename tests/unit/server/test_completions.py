@@ -41,13 +41,14 @@ def test_fields_reach_the_engine(server):
         ignore_eos=True,
         logprobs=2,
         cache_salt="tenant",
-        kvgraft={"reuse": "exact", "selection": "first_k"},
+        kvgraft={"reuse": "exact", "selection": "first_k", "correction": "drift"},
     )
     call = server.engine.calls[0]
     sampling = call.sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (3, 0.5, 0.9, 0)
     assert (sampling.seed, sampling.stop, sampling.ignore_eos, sampling.logprobs) == (-5, ("x", "y"), True, 2)
-    assert (call.cache_salt, call.reuse, call.selection) == ("tenant", "exact", "first_k")
+    assert (call.cache_salt, call.reuse) == ("tenant", "exact")
+    assert (call.selection, call.correction) == ("first_k", "drift")
 
 
 def test_null_is_absent(server):
@@ -172,6 +173,7 @@ def test_answer_without_tokenizer_names_token_ids(server):
         ({"kvgraft": {"reuse": "maybe"}}, "kvgraft.reuse"),
         ({"kvgraft": {"reuse": ["off"]}}, "kvgraft.reuse"),
         ({"kvgraft": {"selection": "best"}}, "kvgraft.selection"),
+        ({"kvgraft": {"correction": "some"}}, "kvgraft.correction"),
         ({"kvgraft": {"re-use": "off"}}, "kvgraft"),
         ({"model": 5}, "model"),
     ],

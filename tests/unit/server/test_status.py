@@ -33,6 +33,12 @@ def test_directory_is_named_by_its_last_part(tmp_path):
     assert model_id("org/name") == "org/name"
 
 
+def test_file_is_named_without_its_place_and_suffix(tmp_path):
+    (tmp_path / "Model-Q4.gguf").write_bytes(b"")
+    assert model_id(str(tmp_path / "Model-Q4.gguf")) == "Model-Q4"
+    assert model_id("no/such/file.gguf") == "no/such/file.gguf"
+
+
 def test_health_says_who_holds_slots(server):
     reply = server.get("/health")
     report = reply.json

@@ -3,14 +3,20 @@
 | name | rule | source |
 |---|---|---|
 | `none` | nothing | - |
+| `random` | a share, drawn by the prompt's tokens | - |
 | `first_k` | the first k tokens of each run | EPIC, https://arxiv.org/abs/2410.15332 |
 | `kv_deviation` | largest change of the key in an early layer | CacheBlend, https://arxiv.org/abs/2405.16444 |
+| `query_attention` | what the query looks at | ProphetKV, https://arxiv.org/abs/2602.02579 |
 | `query_seam` | query attention x a prior that falls with the distance from the seam | docs/graft.md |
+| `adaptive` | `query_seam`, doubled until the first token stops to change | docs/graft.md |
+
+`oracle.py` is not among them: it needs what only a full prefill knows, for benchmarks.
 """
 
 from __future__ import annotations
 
 from kvgraft.errors import ConfigError
+from kvgraft.graft.select.adaptive import Adaptive
 from kvgraft.graft.select.base import (
     Observable,
     Observation,
@@ -22,14 +28,19 @@ from kvgraft.graft.select.base import (
 from kvgraft.graft.select.first_k import FirstK
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
+from kvgraft.graft.select.query_attention import QueryAttention
 from kvgraft.graft.select.query_seam import QuerySeam
-from kvgraft.graft.select.ratio import RatioPolicy
+from kvgraft.graft.select.random_share import RandomShare
+from kvgraft.graft.select.ratio import RankingPolicy, RatioPolicy
 
 SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
     "none": NoRecompute,
+    "random": RandomShare,
     "first_k": FirstK,
-    "query_seam": QuerySeam,
     "kv_deviation": KVDeviation,
+    "query_attention": QueryAttention,
+    "query_seam": QuerySeam,
+    "adaptive": Adaptive,
 }
 
 
@@ -46,12 +57,16 @@ def selection_policy(name: str, **parameters: float) -> SelectionPolicy:
 
 __all__ = [
     "SELECTION_POLICIES",
+    "Adaptive",
     "FirstK",
     "KVDeviation",
     "NoRecompute",
     "Observable",
     "Observation",
+    "QueryAttention",
     "QuerySeam",
+    "RandomShare",
+    "RankingPolicy",
     "RatioPolicy",
     "Recompute",
     "SelectionContext",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -23,12 +24,21 @@ class SelectionContext:
         reused: int64 (num_reused,), ascending prompt positions of reused tokens.
         seam_distance: int64 (num_reused,), how far each lies behind the start of its run (0: first token of the run).
         live: int64, ascending positions that are computed anyway.
+        seed: The same for the same prompt, whatever runs beside it; for policies that draw.
     """
 
     num_tokens: int
     reused: NDArray[np.int64]
     seam_distance: NDArray[np.int64]
     live: NDArray[np.int64]
+    seed: int = 0
+
+    @property
+    def run_starts(self) -> NDArray[np.int64]:
+        """Indices in `reused` at which a run begins: tokens that follow one another in prompt and donor. O(num_reused)."""
+        begins = np.ones(len(self.reused), np.bool_)
+        begins[1:] = (np.diff(self.reused) != 1) | (np.diff(self.seam_distance) != 1)
+        return np.flatnonzero(begins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,11 +49,18 @@ class Recompute:
         positions: int64, ascending positions among the reused ones; those of earlier steps need not be repeated.
         observe_query: Sum the attention that the query (the last live rows) pays to each position.
         observe_key_deviation: Compute every position in the first layers and tell how far its key moved there.
+        deviation_layer: The layer whose keys are compared then.
+        sample: int64, ascending, those of `positions` whose drift stands for that of their run (`graft/drift.py`). Tokens
+            that were chosen because they moved do not: their mean is not the run's. Empty where none does.
+        afresh: Compute every position behind the exact prefix, those of earlier steps too: a full prefill.
     """
 
     positions: NDArray[np.int64]
     observe_query: bool = False
     observe_key_deviation: bool = False
+    deviation_layer: int = 1
+    sample: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    afresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +88,7 @@ class Observable(StrEnum):
 
     QUERY_ATTENTION = "query_attention"
     KEY_DEVIATION = "key_deviation"
+    LOGITS = "logits"
 
 
 class SelectionPolicy(ABC):
@@ -84,6 +102,8 @@ class SelectionPolicy(ABC):
     version: ClassVar[int] = 1
     """Raised when the same parameters choose other tokens than before: calibrations of the old version are refused then."""
     observes: ClassVar[frozenset[Observable]] = frozenset()
+    is_scattered: ClassVar[bool] = False
+    """Whether it chooses single tokens amid reused ones. Engines that compute whole chunks only cannot run it."""
 
     @property
     @abstractmethod

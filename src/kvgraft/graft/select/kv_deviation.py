@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kvgraft.errors import ConfigError
 from kvgraft.graft.select.base import Observable, Observation, Recompute, SelectionContext
-from kvgraft.graft.select.ratio import RatioPolicy
+from kvgraft.graft.select.ratio import RankingPolicy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,15 +19,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KVDeviation(RatioPolicy):
-    """Recompute the share `ratio` of reused tokens with the largest change of their key."""
+class KVDeviation(RankingPolicy):
+    """Recompute the share `ratio` of reused tokens with the largest change of their key in `layer`.
+
+    The look computes every position through the layers in front of it. Its choice says nothing about the drift of the run:
+    it takes the tokens that moved most.
+    """
 
     name: ClassVar[str] = "kv_deviation"
     observes: ClassVar[frozenset[Observable]] = frozenset({Observable.KEY_DEVIATION})
     ratio: float = 0.15
+    layer: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer < 1:
+            raise ConfigError(
+                f"kv_deviation needs layer >= 1, not {self.layer}: keys of layer 0 depend on the token alone"
+            )
 
     def _look(self, nothing: NDArray[np.int64]) -> Recompute:
-        return Recompute(nothing, observe_key_deviation=True)
+        return Recompute(nothing, observe_key_deviation=True, deviation_layer=self.layer)
 
     def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
         assert observation.key_deviation is not None

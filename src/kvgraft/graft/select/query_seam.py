@@ -12,25 +12,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvgraft.graft.select.base import Observable, Observation, Recompute, SelectionContext
-from kvgraft.graft.select.ratio import RatioPolicy
+from kvgraft.graft.select.query_attention import QueryAttention
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvgraft.graft.select.base import Observation, SelectionContext
+
 
 @dataclass(frozen=True)
-class QuerySeam(RatioPolicy):
-    """Recompute the share `ratio` of reused tokens with the highest `attention mass / (1 + distance from the seam)`."""
+class QuerySeam(QueryAttention):
+    """Recompute the share `ratio` of reused tokens with the highest `attention mass / (1 + distance from the seam)`.
+
+    Attributes: as for `QueryAttention`.
+    """
 
     name: ClassVar[str] = "query_seam"
-    observes: ClassVar[frozenset[Observable]] = frozenset({Observable.QUERY_ATTENTION})
-    ratio: float = 0.05
-
-    def _look(self, nothing: NDArray[np.int64]) -> Recompute:
-        return Recompute(nothing, observe_query=True)
 
     def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
-        assert observation.attention_mass is not None
-        return observation.attention_mass[context.reused] / (1.0 + context.seam_distance)
+        return super()._score(context, observation) / (1.0 + context.seam_distance)

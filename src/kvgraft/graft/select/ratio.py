@@ -1,11 +1,11 @@
-"""What policies have in common that look once and then recompute a fixed share of the reused tokens."""
+"""What policies have in common that recompute a fixed share of the reused tokens, most of them after one look."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RatioPolicy(SelectionPolicy):
-    """Recompute the share `ratio` of reused tokens with the highest score."""
+    """Recompute the share `ratio` of reused tokens."""
 
+    is_scattered: ClassVar[bool] = True
     ratio: float
 
     def __post_init__(self) -> None:
@@ -31,17 +32,27 @@ class RatioPolicy(SelectionPolicy):
         """The share that was asked for, whatever is reused."""
         return self.ratio
 
+    def budget(self, context: SelectionContext) -> int:
+        """How many tokens that is."""
+        return math.ceil(self.ratio * len(context.reused))
+
+
+@dataclass(frozen=True)
+class RankingPolicy(RatioPolicy):
+    """Look once, then recompute the share `ratio` of reused tokens with the highest score."""
+
     def steps(self, context: SelectionContext) -> SelectionSteps:
         """Look, then recompute the best `ceil(ratio * num_reused)` positions. O(num_reused)."""
-        reused = context.reused
-        budget = math.ceil(self.ratio * len(reused))
+        reused, budget = context.reused, self.budget(context)
         if budget == len(reused):
             yield Recompute(reused)
             return
         observation = yield self._look(reused[:0])
-        score = self._score(context, observation)
-        chosen = np.argpartition(score, len(reused) - budget)[len(reused) - budget :]
-        yield Recompute(np.sort(reused[chosen]))
+        yield self._choose(context, observation, budget)
+
+    def _choose(self, context: SelectionContext, observation: Observation, budget: int) -> Recompute:
+        """The step that computes `budget` tokens, fewer than are reused."""
+        return Recompute(context.reused[best(self._score(context, observation), budget)])
 
     @abstractmethod
     def _look(self, nothing: NDArray[np.int64]) -> Recompute:
@@ -50,3 +61,8 @@ class RatioPolicy(SelectionPolicy):
     @abstractmethod
     def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
         """One number per reused token."""
+
+
+def best(score: NDArray[np.floating], count: int) -> NDArray[np.int64]:
+    """Ascending indices of the `count` highest scores, of equal ones those in front. O(n log n)."""
+    return np.sort(np.argsort(-score, kind="stable")[:count])

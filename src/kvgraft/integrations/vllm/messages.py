@@ -46,7 +46,7 @@ class Graft:
 
     Attributes:
         request_id: vLLM's name of the request.
-        token_ids: int32 `(end,)`.
+        token_ids: int32 `(plan.num_tokens,)`, the prompt: policies may look at what stands behind the graft.
         plan: Reused spans and computed positions, of which those below `end` are meant.
         spans: What is read of donors: the plan's spans, and text in front of them that sliding windows reach back to.
         source_starts: Per entry of `spans` the position at which its first token was encoded.

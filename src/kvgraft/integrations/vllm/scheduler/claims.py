@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.graft.select import Observable
 from kvgraft.graft.sparse_prefill import selection_context
 from kvgraft.types import GraftPlan, Match, Miss, MissReason
 
@@ -93,10 +95,14 @@ class Claims:
 
     def _num_rows(self, plan: GraftPlan, end: int) -> int:
         """Positions that workers compute, as far as it can be told beforehand."""
-        if self._policy.observes:
+        observes = self._policy.observes
+        if Observable.KEY_DEVIATION in observes:
             return end - plan.exact_len
-        chosen = next(self._policy.steps(selection_context(plan))).positions
-        return int(np.searchsorted(plan.compute, end)) + len(chosen)
+        context, num_gap_rows = selection_context(plan), int(np.searchsorted(plan.compute, end))
+        if Observable.QUERY_ATTENTION in observes:
+            num_chosen = math.ceil(self._policy.recompute_ratio * len(context.reused))
+            return num_gap_rows + num_chosen + plan.num_tokens - end  # rows behind the graft are run to look
+        return num_gap_rows + len(next(self._policy.steps(context)).positions)
 
 
 def covering(matches: Sequence[Match], start: int, stop: int) -> tuple[Match, ...] | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvgraft.donors import CostModel
 from kvgraft.errors import CorruptCacheError
+from kvgraft.graft.select import Observable
 from kvgraft.integrations.vllm.messages import Graft, StepCommands
 from kvgraft.integrations.vllm.scheduler.asked import PARAMETER, asked_mode, refused_request
 from kvgraft.integrations.vllm.scheduler.captures import Captures
@@ -62,7 +63,10 @@ class GraftScheduler:
             min_saved_tokens=config.min_saved_tokens,
             deadline_ms=config.lookup_deadline_ms,
         )
-        self._costs = CostModel.of_width(facts.hidden_size, recompute_ratio=self._policy.recompute_ratio)
+        looks = Observable.QUERY_ATTENTION in self._policy.observes
+        self._costs = CostModel.of_width(
+            facts.hidden_size, recompute_ratio=self._policy.recompute_ratio, tail_passes=float(looks)
+        )
         self._claims = Claims(config, facts, self._policy, self.registry.catalogue)
         self._captures = Captures(self.registry, facts)
         self._states: dict[str, RequestState] = {}
@@ -123,7 +127,7 @@ class GraftScheduler:
         self._grafts.append(
             Graft(
                 state.request_id,
-                state.token_ids[: claim.end],
+                state.token_ids[: claim.plan.num_tokens],
                 claim.plan,
                 claim.spans,
                 claim.source_starts,

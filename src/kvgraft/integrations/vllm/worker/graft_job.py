@@ -10,11 +10,18 @@ import numpy as np
 
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.select import NoRecompute, Observation, Recompute
-from kvgraft.graft.sparse_prefill import selection_context
+from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
 from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
-from kvgraft.integrations.vllm.worker.passes import AllLayersPass, GraftedPrompt, GraftPass, KeyDeviationPass
-from kvgraft.integrations.vllm.worker.ranks import all_ranks
+from kvgraft.integrations.vllm.worker.passes import (
+    AllLayersPass,
+    GraftedPrompt,
+    GraftPass,
+    KeyDeviationPass,
+    QueryPass,
+)
+from kvgraft.integrations.vllm.worker.query_look import QueryLook
+from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks
 from kvgraft.integrations.vllm.worker.spans import DonorSpans
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
@@ -37,8 +44,9 @@ logger = logging.getLogger(__name__)
 class GraftJob:
     """Takes one graft to its outcome: `begin`, then `step` until `outcome` is set.
 
-    All ranks take the same steps: these follow from the command and, where keys are observed, from sums over ranks. A rank
-    that cannot read a donor makes all of them compute the positions instead, which gives what a full prefill would.
+    All ranks take the same steps: these follow from the command and, where keys or attention are observed, from sums over
+    ranks. A rank that cannot read a donor makes all of them compute the positions instead, which gives what a full prefill
+    would.
     """
 
     def __init__(
@@ -52,6 +60,11 @@ class GraftJob:
         self._max_rows = max_rows
         self._policy = policy
         self._num_recomputed = 0
+        self._computed = np.zeros(command.end, np.bool_)
+        self._has_begun = False
+        self._passes: list[GraftPass] = []
+        self._captured: GraftPass | None = None
+        self._look: QueryLook | None = None
         self._fell_back = ""
         self._inject_s = self._compute_s = 0.0
 
@@ -72,48 +85,81 @@ class GraftJob:
                 raise IntegrationError(self._fell_back)
             spans, policy = self._spans((), ()), NoRecompute()
         self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
-        self._steps = policy.steps(selection_context(command.plan))
-        self._begin_pass(next(self._steps))
+        self._steps = policy.steps(selection_context(command.plan, command.token_ids))
+        self._begin_step(next(self._steps))
         self._inject_s += time.perf_counter() - started
 
     def step(self, max_rows: int) -> int:
         """Compute up to `max_rows` rows and return how many; sets `outcome` behind the last of all."""
         started = time.perf_counter()
-        rows = self._pass.advance(min(max_rows, self._max_rows)) if not self._pass.is_done else np.empty(0, np.int64)
-        if not isinstance(self._pass, KeyDeviationPass):
+        current = self._passes[0]
+        rows = current.advance(min(max_rows, self._max_rows)) if not current.is_done else np.empty(0, np.int64)
+        if current is self._captured:
             self._keep(rows)
-        done, self._pass.inject_s = self._pass.inject_s, 0.0
+        done, current.inject_s = current.inject_s, 0.0
         self._inject_s += done
-        is_over = self._pass.is_done and not self._next_pass()
+        if current.is_done:
+            del self._passes[0]
+        is_over = not self._passes and not self._next_step(current)
         self._compute_s += time.perf_counter() - started - done
         if is_over:
             self._finish()
         return len(rows)
 
-    def _begin_pass(self, step: Recompute, observed: KeyDeviationPass | None = None) -> None:
-        command = self.command
+    def _begin_step(self, step: Recompute, observed: KeyDeviationPass | None = None) -> None:
+        """Lay out the passes that a step of the policy takes."""
+        command, prompt = self.command, self._prompt
+        self._look = None
         if step.observe_key_deviation:
             everything = np.arange(command.plan.exact_len, command.end)
             assert self._rank.stack is not None, "the self-check finds it where the policy observes keys"
-            self._pass: GraftPass = KeyDeviationPass(self._prompt, everything, self._rank.stack)
+            self._passes = [KeyDeviationPass(prompt, everything, self._rank.stack)]
             return
-        if self._fell_back:
-            rows = np.arange(command.plan.exact_len, command.end)
-        else:
-            gaps = command.plan.compute[command.plan.compute < command.end]
-            rows = np.union1d(gaps, step.positions)
-        self._num_recomputed = len(step.positions)
-        self._pass = AllLayersPass(self._prompt, rows) if observed is None else observed.later_layers(rows)
+        is_first, self._has_begun = not self._has_begun, True
+        rows = self._rows_of(step, is_first=is_first)
+        if step.observe_query:
+            query = command.plan.compute[-QUERY_ROWS:]
+            self._look = QueryLook(self._rank, self._homes, query, command.end)
+        whole = AllLayersPass(prompt, rows, self._look) if observed is None else observed.later_layers(rows)
+        self._captured = whole if is_first else None  # all gaps are in the first pass
+        self._passes = [whole]
+        if self._look is not None:
+            behind = np.arange(command.end, command.plan.num_tokens)
+            self._passes.append(QueryPass(prompt, behind, self._look))
 
-    def _next_pass(self) -> bool:
+    def _rows_of(self, step: Recompute, *, is_first: bool) -> NDArray[np.int64]:
+        """Gaps and chosen tokens that are not computed yet, and the query rows among the gaps behind them once more.
+
+        The same rows as in the embedded engine (`SparsePrefill`); those behind the graft are the engine's. Where a home
+        forgets, everything computed so far is computed again: only so can a row further in front be run a second time.
+        """
+        plan, end = self.command.plan, self.command.end
+        if self._fell_back:
+            return np.arange(plan.exact_len, end)
+        gaps = plan.compute[plan.compute < end]
+        wanted = np.union1d(gaps, step.positions)
+        new = wanted[~self._computed[wanted]]
+        self._computed[new] = True
+        self._num_recomputed = int(self._computed.sum()) - len(gaps)
+        if not len(new) or is_first:
+            return new
+        if any(home.forgets for home in self._homes):
+            for home in self._homes:
+                home.restart()
+            return np.flatnonzero(self._computed)
+        query = plan.compute[-QUERY_ROWS:]
+        return np.union1d(new, query[(query > new[0]) & (query < end)])
+
+    def _next_step(self, last: GraftPass) -> bool:
         """Ask the policy for more; False if there is no more."""
-        observed = self._pass if isinstance(self._pass, KeyDeviationPass) else None
+        observed = last if isinstance(last, KeyDeviationPass) else None
         deviation = None if observed is None else observed.deviation()
+        mass = None if self._look is None else summed_over_ranks(self._look.mass).numpy()
         try:
-            step = self._steps.send(Observation(None, None, deviation))
+            step = self._steps.send(Observation(None, mass, deviation))
         except StopIteration:
             return False
-        self._begin_pass(step, observed)
+        self._begin_step(step, observed)
         return True
 
     def _finish(self) -> None:

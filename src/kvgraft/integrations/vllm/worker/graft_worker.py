@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.select import Observable
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block
@@ -181,10 +180,8 @@ class GraftWorker:
             return
         try:
             rank = RankModel(self._vllm_config, self._handle.model, self._groups)
-            needs_stack = Observable.KEY_DEVIATION in self._policy.observes
-            self._rank, self._witness = together(
-                lambda: (checked(rank, needs_stack=needs_stack), WeightsWitness(rank.model))
-            )
+            observes = self._policy.observes
+            self._rank, self._witness = together(lambda: (checked(rank, observes), WeightsWitness(rank.model)))
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._refuse(error)
 

@@ -65,6 +65,15 @@ class GroupKV(ABC):
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Bring in the reused K/V that rows in `[first_row, stop)` may attend to; ascending calls."""
 
+    @property
+    @abstractmethod
+    def forgets(self) -> bool:
+        """Whether what a pass computed must be computed again by a later pass over rows further in front."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Prepare for a further pass, from the first row on; calls of `prepare` may begin in front again."""
+
     @abstractmethod
     def finish(self, spans: DonorSpans, stop: int) -> None:
         """See to it that the request's own blocks hold what later passes attend to, up to position `stop`."""
@@ -101,6 +110,14 @@ class PagedKV(GroupKV):
         if not self._is_injected:
             self._is_injected = True
             self._inject(spans, self._start, np.iinfo(np.int64).max)
+
+    @property
+    def forgets(self) -> bool:
+        """Nothing is forgotten."""
+        return False
+
+    def restart(self) -> None:
+        """What is there stays."""
 
     def finish(self, spans: DonorSpans, stop: int) -> None:
         """Inject if no row was computed."""

@@ -1,9 +1,13 @@
-"""Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest."""
+"""Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest.
+
+A pass through all layers may be watched by a `QueryLook`, and one over the rows behind the graft is made for it alone.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
+    from kvgraft.integrations.vllm.worker.query_look import QueryLook
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
     from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
     from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
@@ -34,7 +39,7 @@ class GraftedPrompt:
 
     Attributes:
         rank: The model.
-        token_ids: int32, the prompt up to the end of the graft.
+        token_ids: int32, the prompt.
         homes: Where the K/V lie, one per group.
         spans: The reused K/V.
     """
@@ -75,14 +80,17 @@ class GraftPass(ABC):
     def advance(self, max_rows: int) -> NDArray[np.int64]:
         """Compute the next rows, at most `max_rows`, and return them."""
         rows = self._rows[self._done : self._done + max_rows]
-        limit = min(home.row_limit(int(rows[0])) for home in self._prompt.homes)
-        rows = rows[: np.searchsorted(rows, limit)]
+        rows = rows[: np.searchsorted(rows, self._row_limit(int(rows[0])))]
         started = time.perf_counter()
         self._prompt.prepare(rows)
         self.inject_s += time.perf_counter() - started
         self._run(rows)
         self._done += len(rows)
         return rows
+
+    def _row_limit(self, first_row: int) -> int:
+        """First position that cannot be computed in one piece with `first_row`."""
+        return min(home.row_limit(first_row) for home in self._prompt.homes)
 
     @abstractmethod
     def _run(self, rows: NDArray[np.int64]) -> None: ...
@@ -91,9 +99,31 @@ class GraftPass(ABC):
 class AllLayersPass(GraftPass):
     """The whole model."""
 
+    def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64], look: QueryLook | None = None) -> None:
+        """Compute `rows`, under the eyes of `look` if it is given."""
+        super().__init__(prompt, rows)
+        self._look = look
+
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt = self._prompt
-        prompt.rank.run(prompt.token_ids[rows], Runs.of(rows), *prompt.tables_and_caches())
+        with nullcontext() if self._look is None else self._look.watching(rows):
+            prompt.rank.run(prompt.token_ids[rows], Runs.of(rows), *prompt.tables_and_caches())
+
+
+class QueryPass(GraftPass):
+    """The rows behind the graft through the whole model, to see what they attend to; stores nothing."""
+
+    def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64], look: QueryLook) -> None:
+        super().__init__(prompt, rows)
+        self._look = look
+
+    def _row_limit(self, first_row: int) -> int:
+        """No limit: the rows lie in no home."""
+        del first_row
+        return np.iinfo(np.int64).max
+
+    def _run(self, rows: NDArray[np.int64]) -> None:
+        self._look.run_behind(self._prompt.token_ids[rows], rows)
 
 
 class KeyDeviationPass(GraftPass):

@@ -15,11 +15,14 @@ import torch
 
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, relative_error
+from kvgraft.graft.select import Observable
+from kvgraft.integrations.vllm.worker.group_kv import PagedKV
+from kvgraft.integrations.vllm.worker.query_look import QueryLook
 from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable, Runs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor, nn
 
@@ -30,12 +33,12 @@ _PROBED_BLOCKS = (0, 1, 3, 10)
 
 
 @torch.inference_mode()
-def checked(rank: RankModel, *, needs_stack: bool) -> RankModel:
+def checked(rank: RankModel, observes: Collection[Observable]) -> RankModel:
     """Return the model with its rotations, and with its layers one by one where these are needed.
 
     Args:
         rank: The model; nothing of its paged cache is touched.
-        needs_stack: The selection policy runs layers one by one; that is checked too.
+        observes: What the selection policy asks to see; that it can be shown is checked too.
 
     Raises:
         IntegrationError: What could not be proved.
@@ -46,7 +49,9 @@ def checked(rank: RankModel, *, needs_stack: bool) -> RankModel:
         raise IntegrationError(f"KV cache of dtype {dtype} is not supported; use auto, float16, bfloat16 or float32")
     found = replace(rank, rope=_find_rope(rank, tolerance))
     _check_gaps(found, tolerance)
-    if not needs_stack:
+    if Observable.QUERY_ATTENTION in observes:
+        _check_look(found, tolerance)
+    if Observable.KEY_DEVIATION not in observes:
         return found
     stack = DecoderStack.of(found)
     _check_stack(found, stack, tolerance)
@@ -125,6 +130,25 @@ def _check_stack(rank: RankModel, stack: DecoderStack, tolerance: float) -> None
         hidden, residual = stack.run(on_device, stack.embed(token_ids, rank.device), None, 0, 1)
         stack.run(on_device, hidden, residual, 1, len(stack.layers))
     _require_equal(expected, _read_all(rank, tables, caches), tolerance, "decoder layers run one by one")
+
+
+def _check_look(rank: RankModel, tolerance: float) -> None:
+    """Rows whose attention is formed here must get the K/V that they get from the backend: then the weights are right."""
+    token_ids, everything = _probe_tokens(rank, _PROMPT_TOKENS), np.arange(_PROMPT_TOKENS)
+    tables, caches = _scratch_prompt(rank)
+    homes = [
+        PagedKV(group, first_layer, table, group_caches, start=0)
+        for group, first_layer, table, group_caches in zip(rank.groups, rank.first_layers, tables, caches, strict=True)
+    ]
+    end = _PROMPT_TOKENS // 2
+    behind = everything[end:]
+    look = QueryLook(rank, homes, behind, end)
+    rank.run(token_ids, Runs.of(everything), tables, caches)
+    for rows in np.array_split(behind, 2):
+        look.run_behind(token_ids[rows], rows)
+    expected = [tensor for home in homes for number in home.layers for tensor in home.place(behind).read(number)]
+    actual = [tensor for home in homes for number in home.layers for tensor in look.kept_of(number)]
+    _require_equal(expected, actual, tolerance, "rows run beside the cache")
 
 
 def _scratch_prompt(rank: RankModel) -> tuple[list[BlockTable], list[list[Tensor]]]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.forward_context import set_forward_context
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.worker.layers import caches_bound
@@ -77,6 +78,24 @@ class RankModel:
         """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing."""
         with self.batch(runs, tables, caches) as on_device:
             self.model(input_ids=torch.from_numpy(token_ids).to(self.device), positions=on_device)
+
+    def run_aside(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> None:
+        """Run rows without any K/V: attention layers store nothing and give nothing, their hooks have to (`QueryLook`).
+
+        To every backend this is what vLLM's profiling run is: a forward pass without attention metadata.
+        """
+        with ExitStack() as stack:
+
+            def prepare() -> tuple[Tensor, Tensor]:
+                stack.enter_context(
+                    set_forward_context(
+                        None, self.vllm_config, num_tokens=len(positions), skip_compiled=True, slot_mapping={}
+                    )
+                )
+                return torch.from_numpy(token_ids).to(self.device), torch.from_numpy(positions).to(self.device)
+
+            on_device, places = together(prepare)
+            self.model(input_ids=on_device, positions=places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -56,6 +56,15 @@ class WindowRing(GroupKV):
         self._inject(spans, start, stop)
         self._filled = max(self._filled, stop)
 
+    @property
+    def forgets(self) -> bool:
+        """What falls out of the window is overwritten."""
+        return True
+
+    def restart(self) -> None:
+        """Fill the ring anew."""
+        self._filled = 0
+
     def finish(self, spans: DonorSpans, stop: int) -> None:
         """Complete the last window and copy it to the request's blocks."""
         self.prepare(spans, stop, stop)

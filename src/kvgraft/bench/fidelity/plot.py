@@ -1,0 +1,65 @@
+"""Draw error against computed operations: a line per policy and suite, with 95 % intervals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+try:
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as missing:
+    raise ImportError("--plot needs matplotlib: pip install 'kvgraft[bench]'") from missing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    Row = Mapping[str, Any]
+
+_PANELS = {"mean_kl": "KL to full prefill, nats per token", "first_kl": "KL of the first token, nats"}
+_MARKERS = "osD^vP*X"
+
+
+def draw_fidelity(rows: Sequence[Row], noise: float | None, title: str, path: Path) -> None:
+    """Write a PNG.
+
+    Args:
+        rows: Of one suite or several; a line of panels for each suite.
+        noise: Mean KL of the noise floor, drawn as a line; None for none.
+        title: Above all panels.
+        path: Where to.
+    """
+    suites = list(dict.fromkeys(row["suite"] for row in rows))
+    figure = Figure(figsize=(11, 1 + 3.6 * len(suites)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(suites), len(_PANELS), squeeze=False)
+    for suite, line in zip(suites, panels, strict=True):
+        for (figure_name, label), axes in zip(_PANELS.items(), line, strict=True):
+            own = [row for row in rows if row["suite"] == suite and row[figure_name] is not None]
+            _draw(axes, own, figure_name)
+            if noise is not None and figure_name == "mean_kl":
+                axes.axhline(noise, color="black", linestyle=":", linewidth=1, label="noise floor")
+            axes.set_title(f"{suite}: {label}", fontsize=10, loc="left")
+            axes.set_xlabel("operations computed, % of full prefill")
+            axes.set_yscale("log")
+            axes.grid(visible=True, alpha=0.25)
+        line[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, format="png")
+
+
+def _draw(axes: Axes, rows: Sequence[Row], name: str) -> None:
+    methods = dict.fromkeys((row["policy"], row["correction"]) for row in rows)
+    for number, (policy, correction) in enumerate(methods):
+        own = sorted(
+            (row for row in rows if (row["policy"], row["correction"]) == (policy, correction)),
+            key=lambda row: row["flops_share"],
+        )
+        shares = [100 * row["flops_share"] for row in own]
+        values = [row[name] for row in own]
+        bounds = [row["ci"].get(name, (value, value)) for row, value in zip(own, values, strict=True)]
+        below = [max(0.0, value - low) for value, (low, _) in zip(values, bounds, strict=True)]
+        above = [max(0.0, high - value) for value, (_, high) in zip(values, bounds, strict=True)]
+        label = policy if correction == "none" else f"{policy} + {correction}"
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.errorbar(shares, values, yerr=(below, above), marker=marker, capsize=2, linewidth=1.4, label=label)

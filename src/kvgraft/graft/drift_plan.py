@@ -1,0 +1,119 @@
+"""Which runs a pass corrects, from which of its rows, and where the pass may be cut. Decides; `graft/drift.py` corrects."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvgraft.graft.drift import DriftRun
+from kvgraft.graft.model import DriftRuns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from kvgraft.graft.drift import DriftCorrection
+    from kvgraft.graft.select.base import SelectionContext
+
+MAX_RUN_ROWS = 256
+"""Rows that are computed together for one estimate; a run of more counts as several, so that steps stay short."""
+
+
+class _PlannedRun(NamedTuple):
+    """Rows `[first, stop)` of a pass that lie in one run."""
+
+    first: int
+    stop: int
+    run: DriftRun
+
+
+class DriftPlan:
+    """The runs that one pass of a prompt corrects.
+
+    All rows of a run are computed in one piece: rows in front of a sampled one attend to tokens that its drift corrects. By
+    causality nothing else matters for where a pass is cut, because a run sees only the runs in front of it.
+    """
+
+    def __init__(
+        self,
+        context: SelectionContext,
+        rows: NDArray[np.int64],
+        sample: NDArray[np.int64],
+        computed: NDArray[np.bool_],
+        correction: DriftCorrection | None,
+    ) -> None:
+        """Plan a pass.
+
+        Args:
+            context: The prompt's runs.
+            rows: int64, ascending positions that the pass computes.
+            sample: int64, ascending positions of which those that the pass computes first may estimate drift.
+            computed: bool (num_tokens,), what earlier passes computed: it neither drifts nor is it corrected.
+            correction: None to correct nothing.
+        """
+        self._num_rows = len(rows)
+        self._correction = correction
+        self._planned: list[_PlannedRun] = []
+        if correction is not None and len(sample):
+            self._planned = list(_planned(context, rows, sample, computed, correction.min_sample))
+        self._whole = self._blocks()
+
+    @property
+    def runs(self) -> tuple[DriftRun, ...]:
+        """What the whole pass corrects, ascending."""
+        return tuple(planned.run for planned in self._planned)
+
+    def cut(self, start: int, stop: int) -> int:
+        """The last row at or in front of `stop` in front of which the pass may be cut, or the first one behind `start`."""
+        stop = min(stop, self._num_rows)
+        for first, last in self._whole:
+            if first < stop < last:
+                return first if first > start else last
+        return stop
+
+    def between(self, start: int, stop: int) -> DriftRuns | None:
+        """What rows `[start, stop)` correct; both are places where the pass may be cut."""
+        runs = tuple(planned.run for planned in self._planned if start <= planned.first and planned.stop <= stop)
+        return DriftRuns(self._correction, runs) if self._correction is not None and runs else None
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """Rows that are computed in one piece."""
+        if self._correction is not None and self._correction.estimator.pools_runs and self._planned:
+            return [(self._planned[0].first, self._planned[-1].stop)]
+        return [(planned.first, planned.stop) for planned in self._planned]
+
+
+def _planned(
+    context: SelectionContext,
+    rows: NDArray[np.int64],
+    sample: NDArray[np.int64],
+    computed: NDArray[np.bool_],
+    min_sample: int,
+) -> Iterator[_PlannedRun]:
+    """Yield the runs, ascending, of which enough tokens are sampled and some stay. O(num_reused)."""
+    stays = ~computed
+    stays[rows] = False
+    is_sample = np.zeros(len(computed), np.bool_)
+    is_sample[sample] = True
+    is_sample &= ~computed
+    for run in np.split(context.reused, context.run_starts[1:]):
+        if not len(run):
+            continue
+        first, stop = np.searchsorted(rows, [run[0], run[-1] + 1]).tolist()
+        for begin, end, low, high in _parts(rows, first, stop, int(run[0]), int(run[-1]) + 1):
+            members = np.arange(low, high)
+            part = DriftRun(rows[begin:end][is_sample[rows[begin:end]]], members[stays[low:high]])
+            if len(part.sample) >= min_sample and len(part.rest):
+                yield _PlannedRun(begin, end, part)
+
+
+def _parts(rows: NDArray[np.int64], first: int, stop: int, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a run at positions `[low, high)` with rows `[first, stop)` so that no part has more than `MAX_RUN_ROWS`."""
+    count = max(1, math.ceil((stop - first) / MAX_RUN_ROWS))
+    edges = np.linspace(first, stop, count + 1).astype(int).tolist()
+    bounds = [low, *(int(rows[edge]) for edge in edges[1:-1]), high]
+    for part in range(count):
+        yield edges[part], edges[part + 1], bounds[part], bounds[part + 1]

@@ -1,0 +1,327 @@
+"""Drift correction: tensors in, tensors out; and which rows of a pass go together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgraft.errors import ConfigError
+from kvgraft.graft import drift_plan
+from kvgraft.graft.drift import (
+    CORRECTIONS,
+    DriftCorrection,
+    DriftRun,
+    Groups,
+    KernelRidge,
+    KeyFrame,
+    MeanShift,
+    ReusedKV,
+    RunLayout,
+    drift_correction,
+)
+from kvgraft.graft.drift_plan import DriftPlan
+from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
+from kvgraft.graft.select import SelectionContext
+
+HEADS, DIM = 2, 8
+ROPE = RopeSpec(1.0 / 100.0 ** (torch.arange(DIM // 2) / (DIM // 2)), RopePairing.HALF)
+RUNS = (
+    DriftRun(np.array([12, 15, 18, 30]), np.array([10, 11, 13, 29, 31])),
+    DriftRun(np.array([50, 51, 52, 58, 59]), np.array([53, 60])),
+)
+LAYOUT = RunLayout.of(RUNS, torch.device("cpu"))
+NUM_SAMPLED, NUM_REST = 9, 7
+ESTIMATORS = [MeanShift(), KernelRidge()]
+
+
+def random_kv(num_tokens, seed=0, dtype=torch.float32):
+    return torch.randn(num_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_run(per_run, run_of):
+    """One shift per run, (num_runs, heads, dim), for each token."""
+    return per_run[run_of]
+
+
+def corrected(correction, new, reused, rest, rope=ROPE):
+    """Keys and values of the same numbers, corrected."""
+    return correction.corrected(LAYOUT, (new, new), (reused, reused), (rest, rest), rope)
+
+
+def rotate(keys, positions):
+    shift = RopeShift.between(torch.zeros_like(positions), positions, ROPE.inv_freq)
+    return rotate_keys(keys, shift, ROPE.pairing)
+
+
+def test_groups_are_a_rectangle_and_back():
+    groups = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 4)
+    assert groups.exists.tolist() == [[True, True, False], [False] * 3, [True] * 3, [False] * 3]
+    tokens = torch.arange(10.0).view(5, 2)
+    assert groups.take(tokens)[2].tolist() == tokens[2:].tolist()
+    assert torch.equal(groups.flat(groups.take(tokens)), tokens)
+
+
+def test_layout_tells_tokens_and_their_runs_in_order():
+    assert LAYOUT.sample_run.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert LAYOUT.rest_run.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert LAYOUT.sample_positions.tolist() == [12, 15, 18, 30, 50, 51, 52, 58, 59]
+    kept = LAYOUT.keep_rest(torch.tensor([True, False, True, False, False, False, True]))
+    assert (kept.rest_run.tolist(), kept.rest_positions.tolist()) == ([0, 0, 1], [10, 13, 60])
+    gone = LAYOUT.keep_rest(LAYOUT.rest_run == 1)
+    for estimator in ESTIMATORS:
+        reused = ReusedKV((random_kv(NUM_SAMPLED, 1),) * 2, (random_kv(2, 2),) * 2)
+        assert estimator.for_layer(gone, reused)(random_kv(NUM_SAMPLED)).shape == (2, HEADS, DIM)
+
+
+@pytest.mark.parametrize("shrink", [True, False])
+def test_constant_drift_of_values_is_taken_away_exactly(shrink):
+    drift, reused, rest = random_kv(2, 1), random_kv(NUM_SAMPLED, 2), random_kv(NUM_REST, 3)
+    new = reused + by_run(drift, LAYOUT.sample_run)
+    _, values = corrected(DriftCorrection(MeanShift(shrink)), new, reused, rest)
+    assert torch.allclose(values, rest + by_run(drift, LAYOUT.rest_run), atol=1e-5)
+
+
+@pytest.mark.parametrize("frame", KeyFrame)
+@pytest.mark.parametrize("drift_frame", KeyFrame)
+def test_constant_drift_of_keys_is_taken_away_in_the_frame_where_it_is_constant(frame, drift_frame):
+    drift, reused, rest = random_kv(2, 1), random_kv(NUM_SAMPLED, 2), random_kv(NUM_REST, 3)
+    moved, expected = by_run(drift, LAYOUT.sample_run), by_run(drift, LAYOUT.rest_run)
+    if drift_frame is KeyFrame.COMMON:
+        moved, expected = rotate(moved, LAYOUT.sample_positions), rotate(expected, LAYOUT.rest_positions)
+    correction = DriftCorrection(MeanShift(shrink=False), frame)
+    keys, _ = corrected(correction, reused + moved, reused, rest)
+    assert torch.allclose(keys, rest + expected, atol=1e-5) is (frame is drift_frame)
+
+
+def test_layer_without_rope_has_one_frame():
+    drift, reused, rest = random_kv(2, 1), random_kv(NUM_SAMPLED, 2), random_kv(NUM_REST, 3)
+    new = reused + by_run(drift, LAYOUT.sample_run)
+    keys, _ = corrected(DriftCorrection(key_frame=KeyFrame.COMMON), new, reused, rest, None)
+    assert torch.allclose(keys, rest + by_run(drift, LAYOUT.rest_run), atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("frame", KeyFrame)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_did_not_move_corrects_nothing(estimator, frame, dtype):
+    """A pass that runs again after a failure measures nothing: it must not correct twice."""
+    new, rest = random_kv(NUM_SAMPLED, 2, dtype), random_kv(NUM_REST, 3, dtype)
+    keys, values = corrected(DriftCorrection(estimator, frame), new, new.clone(), rest)
+    assert torch.equal(keys, rest)
+    assert torch.equal(values, rest)
+
+
+def test_sum_is_formed_in_float32_and_rounded_once():
+    reused, rest = random_kv(NUM_SAMPLED, 2, torch.bfloat16), random_kv(NUM_REST, 3, torch.bfloat16)
+    new = (reused.float() + 0.37).to(torch.bfloat16)
+    _, values = corrected(DriftCorrection(MeanShift(shrink=False)), new, reused, rest)
+    moved = new.double() - reused.double()
+    means = torch.stack([moved[:4].mean(0), moved[4:].mean(0)])
+    assert values.dtype is torch.bfloat16
+    assert torch.equal(values, (rest.double() + means[LAYOUT.rest_run]).to(torch.bfloat16))
+
+
+def mean_shift_oracle(moved, sample_run, rest_run):
+    """Run by run and head by head, as the formula reads."""
+    shifts = np.zeros((len(rest_run), *moved.shape[1:]))
+    for token, run in enumerate(rest_run):
+        for head in range(moved.shape[1]):
+            sample = moved[sample_run == run, head].astype(np.float64)
+            mean = sample.mean(0)
+            noise = sample.var(0, ddof=1).sum() / len(sample)
+            signal = max(0.0, float((mean**2).sum() - noise))
+            shifts[token, head] = mean * signal / (signal + noise) if signal else 0.0
+    return shifts
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(2, 7), st.integers(1, 4)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+)
+@settings(max_examples=50)
+def test_mean_shift_is_the_formula(sizes, seed, scale):
+    rng = np.random.default_rng(seed)
+    sample_run = np.repeat(np.arange(len(sizes)), [size for size, _ in sizes])
+    rest_run = np.repeat(np.arange(len(sizes)), [rest for _, rest in sizes])
+    offset = rng.normal(size=(len(sizes), HEADS, DIM))[sample_run]
+    moved = (scale * (offset + rng.normal(size=(len(sample_run), HEADS, DIM)))).astype(np.float32)
+    layout = RunLayout(*(torch.from_numpy(x) for x in (sample_run, rest_run, sample_run, rest_run)), len(sizes))
+    shift = MeanShift().for_layer(layout, None)(torch.from_numpy(moved)).numpy()
+    assert np.allclose(shift, mean_shift_oracle(moved, sample_run, rest_run), atol=1e-4 * scale)
+
+
+def test_noise_without_drift_is_shrunk_away():
+    """What remains of the mean of noise is small beside the mean itself, in most heads nothing."""
+    layout = RunLayout(*(torch.zeros(n, dtype=torch.int64) for n in (6, 1, 6, 1)), 1)
+    left, raw = 0.0, 0.0
+    for seed in range(200):
+        moved = random_kv(6, seed)
+        left += float(MeanShift().for_layer(layout, None)(moved).square().sum())
+        raw += float(MeanShift(shrink=False).for_layer(layout, None)(moved).square().sum())
+    assert left < 0.1 * raw
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, KernelRidge(across=0.5)])
+def test_runs_share_their_estimate_only_if_they_are_computed_together(estimator):
+    reused = [random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2)]
+    facts = ReusedKV((reused[0], reused[0]), (reused[1], reused[1]))
+    moved = random_kv(NUM_SAMPLED)
+    shift = estimator.for_layer(LAYOUT, facts)(moved)
+    spoilt = moved.clone()
+    spoilt[4:] = 100.0
+    spoilt_facts = ReusedKV((torch.cat([reused[0][:4], spoilt[4:]]), reused[0]), facts.rest)
+    other = estimator.for_layer(LAYOUT, spoilt_facts)(spoilt)
+    assert torch.allclose(other[:5], shift[:5], atol=1e-5) is not estimator.pools_runs
+    assert not torch.allclose(other[5:], shift[5:])
+
+
+def kernel_ridge_oracle(estimator, layout, facts, moved):
+    """Token by token, in float64, and by solving the whole system."""
+    run = [*layout.sample_run.tolist(), *layout.rest_run.tolist()]
+    at = [*layout.sample_positions.tolist(), *layout.rest_positions.tolist()]
+    pairs = zip(facts.sample, facts.rest, strict=True)
+    states = [np.concatenate([s.numpy(), r.numpy()]).reshape(len(run), -1).astype(np.float64) for s, r in pairs]
+
+    def cosine(i, j):
+        total = 0.0
+        for state in states:
+            a = state[i] - state[[r == run[i] for r in run]].mean(0)
+            b = state[j] - state[[r == run[j] for r in run]].mean(0)
+            total += a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        return max(0.0, total / 2)
+
+    def kernel(i, j):
+        like = cosine(i, j) ** 2
+        own = estimator.const + estimator.near * np.exp(-abs(at[i] - at[j]) / estimator.reach) + estimator.like * like
+        return (own if run[i] == run[j] else 0.0) + estimator.across * like
+
+    num = len(layout.sample_run)
+    known = np.array([[kernel(i, j) for j in range(num)] for i in range(num)]) + estimator.noise * np.eye(num)
+    cross = np.array([[kernel(i, j) for j in range(num)] for i in range(num, len(run))])
+    solved = np.linalg.solve(known, moved.numpy().reshape(num, -1).astype(np.float64))
+    return (cross @ solved).reshape(-1, *moved.shape[1:])
+
+
+@pytest.mark.parametrize(
+    "estimator", [KernelRidge(), KernelRidge(1.0, 0.5, 4.0, 1.0, 0.3, 2.0), KernelRidge(near=0.0, like=0.0)]
+)
+def test_kernel_ridge_is_the_formula(estimator):
+    sample, rest, moved = random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2), random_kv(NUM_SAMPLED, 3)
+    facts = ReusedKV((sample, sample.flip(0)), (rest, rest.flip(0)))
+    shift = estimator.for_layer(LAYOUT, facts)(moved)
+    assert np.allclose(shift.numpy(), kernel_ridge_oracle(estimator, LAYOUT, facts, moved), atol=1e-5)
+
+
+def test_kernel_ridge_of_the_constant_alone_is_a_mean_shrunk_by_its_size():
+    moved = random_kv(NUM_SAMPLED)
+    zeros = (torch.zeros(NUM_SAMPLED, HEADS, DIM),) * 2, (torch.zeros(NUM_REST, HEADS, DIM),) * 2
+    shift = KernelRidge(const=0.5, near=0.0, like=0.0, noise=1.5).for_layer(LAYOUT, ReusedKV(*zeros))(moved)
+    assert torch.allclose(shift[0], moved[:4].mean(0) * 4 / (4 + 3), atol=1e-6)
+    assert torch.allclose(shift[6], moved[4:].mean(0) * 5 / (5 + 3), atol=1e-6)
+
+
+def test_corrections_have_names():
+    assert drift_correction("none") is None
+    assert drift_correction("drift") is CORRECTIONS["drift"]
+    with pytest.raises(ConfigError, match="choose none, drift"):
+        drift_correction("shift")
+    with pytest.raises(ConfigError, match="MeanShift needs min_sample >= 2"):
+        DriftCorrection(min_sample=1)
+    for wrong in ({"near": -1}, {"noise": 0}, {"reach": 0}):
+        with pytest.raises(ConfigError, match="kernel ridge"):
+            KernelRidge(**wrong)
+
+
+@st.composite
+def passes(draw):
+    """Runs behind an exact prefix with gaps between them, rows of a pass, and a sample among these."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    gaps = draw(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)))
+    exact_len, position, reused, distance = 3, 3, [], []
+    for length, gap in zip(lengths, gaps, strict=True):
+        position += gap
+        reused.extend(range(position, position + length))
+        distance.extend(range(length))
+        position += length
+    num_tokens = position + 5
+    reused = np.array(reused)
+    live = np.setdiff1d(np.arange(exact_len, num_tokens), reused)
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    context = SelectionContext(num_tokens, reused, np.array(distance), live)
+    computed = np.zeros(num_tokens, bool)
+    computed[rng.permutation(reused)[: draw(st.integers(0, 10))]] = True
+    fresh = reused[~computed[reused]]
+    chosen = np.sort(rng.permutation(fresh)[: draw(st.integers(0, 60))])
+    rows = np.union1d(live, chosen)
+    sample = np.sort(rng.permutation(chosen)[: draw(st.integers(0, 60))])
+    return context, rows, sample, computed
+
+
+@given(given_pass=passes(), limit=st.integers(1, 30), estimator=st.sampled_from([MeanShift(), KernelRidge(across=0.2)]))
+@settings(max_examples=200)
+def test_pass_is_cut_between_runs_and_every_run_is_corrected_once(given_pass, limit, estimator):
+    context, rows, sample, computed = given_pass
+    plan = DriftPlan(context, rows, sample, computed, DriftCorrection(estimator))
+    start, found = 0, []
+    while start < len(rows):
+        stop = plan.cut(start, start + limit)
+        assert start < stop <= len(rows)
+        assert plan.cut(start, stop) == stop
+        piece = plan.between(start, stop)
+        for run in () if piece is None else piece.runs:
+            low, high = min(run.sample[0], run.rest[0]), max(run.sample[-1], run.rest[-1]) + 1
+            in_run = rows[(rows >= low) & (rows < high)]
+            assert set(in_run) <= set(rows[start:stop])
+            found.append(run)
+        if estimator.pools_runs and piece is not None:
+            assert len(piece.runs) == len(plan.runs)
+        start = stop
+    assert [run.sample.tolist() for run in found] == [run.sample.tolist() for run in plan.runs]
+    assert_runs_are(plan.runs, context, rows, sample, computed)
+
+
+def assert_runs_are(runs, context, rows, sample, computed):
+    """What an oracle that looks at tokens one by one would correct."""
+    number = np.cumsum(np.isin(np.arange(len(context.reused)), context.run_starts)) - 1
+    expected = []
+    for run in range(number.max() + 1):
+        tokens = context.reused[number == run]
+        assert (np.diff(tokens) == 1).all()
+        sampled = [t for t in tokens if t in sample and not computed[t]]
+        rest = [t for t in tokens if t not in rows and not computed[t]]
+        if len(sampled) >= 4 and rest:
+            expected.append((sampled, rest))
+    assert [(run.sample.tolist(), run.rest.tolist()) for run in runs] == expected
+
+
+def test_pass_without_a_sample_or_correction_is_cut_anywhere():
+    context = SelectionContext(30, np.arange(5, 25), np.arange(20), np.r_[:5, 25:30])
+    rows = np.arange(0, 30, 2)
+    computed = np.zeros(30, bool)
+    for sample, correction in ((rows[:0], DriftCorrection()), (rows[3:12], None)):
+        plan = DriftPlan(context, rows, sample, computed, correction)
+        assert [plan.cut(2, 2 + limit) for limit in range(1, 8)] == [3, 4, 5, 6, 7, 8, 9]
+        assert plan.between(0, len(rows)) is None
+    plan = DriftPlan(context, rows, rows[3:12], computed, DriftCorrection())
+    assert [plan.cut(2, 2 + limit) for limit in (1, 2, 9, 12)] == [3, 3, 3, 14]
+    assert plan.cut(3, 4) == 12 + 1
+
+
+def test_long_runs_are_corrected_in_parts_of_bounded_rows(monkeypatch):
+    monkeypatch.setattr(drift_plan, "MAX_RUN_ROWS", 10)
+    context = SelectionContext(220, np.arange(10, 210), np.arange(200), np.r_[:10, 210:220])
+    sample = np.arange(10, 210, 4)
+    rows = np.union1d(context.live, sample)
+    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection())
+    assert [len(run.sample) for run in plan.runs] == [10] * 5
+    assert np.concatenate([run.rest for run in plan.runs]).tolist() == sorted(
+        set(range(10, 210)) - set(sample.tolist())
+    )
+    pieces = [0]
+    while pieces[-1] < len(rows):
+        pieces.append(plan.cut(pieces[-1], pieces[-1] + 1))
+    assert max(np.diff(pieces)) == 10
