@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -63,7 +64,10 @@ def test_only_grafted_requests_count_and_each_notch_serves_all(model_dir, prompt
     assert samples["full"].grafted == [0.0] * 13
     assert [len(sample.grafted) for sample in samples.values()][1:] == [11] * 5
     shares = [sample.recomputed / sample.reused for name, sample in samples.items() if name != "full"]
-    assert shares == pytest.approx([0.5, 0.25, 0.1, 0.05, 0.0], abs=0.02)
+    reused = samples["none"].reused // 11
+    assert shares == pytest.approx(
+        [math.ceil(share * reused) / reused for share in (0.5, 0.25, 0.1, 0.05, 0.0)], abs=0.01
+    )
     assert sum(samples["none"].grafted) > 0
     assert llm.usage().free == llm.usage().total
 

@@ -45,7 +45,7 @@ def write(tmp_path):
 
 
 def test_there_are_few_settings():
-    assert len(ServerConfig.rules()) <= 29
+    assert len(ServerConfig.rules()) <= 32
 
 
 def test_environment_sets_typed_values():

@@ -71,12 +71,12 @@ def test_health_and_metrics_say_what_audits_have_shown(server):
         "audits": 300,
     }
     assert told["composed"]["status"] == "breached"
-    lines = server.get("/metrics").text.splitlines()
+    lines = server.get("/metrics").body.decode().splitlines()
     assert 'kvgraft:risk_audits{model_name="fake",notch="10 %",reuse_class="shifted",status="certified"} 300.0' in lines
     assert 'kvgraft:risk_certified{model_name="fake",reuse_class="shifted"} 0.02' in lines
     assert 'kvgraft:risk_certified{model_name="fake",reuse_class="composed"} 1.0' in lines
     server.engine.class_risks = {}
-    assert "risk_audits{" not in server.get("/metrics").text
+    assert "risk_audits{" not in server.get("/metrics").body.decode()
 
 
 def test_health_says_who_holds_slots_of_window_layers(server):
