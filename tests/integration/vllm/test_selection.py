@@ -74,6 +74,7 @@ def reference(served, model_folder):
         save_tiny(served.family, model_folder),
         selection="query_seam",
         recompute_ratio=RATIO,
+        correction="none",
         min_run=32,
         num_slots=4096,
         dtype="float32",
