@@ -33,6 +33,7 @@ COVERED = HELPERS | {
     "bench_risk.py",
     "bench_streams.py",
     "donor_substitution.py",
+    "fidelity_pairs.py",
     "record.py",
     "soak.py",
     "prefix/bench_events.py",
@@ -178,6 +179,53 @@ class TestRisk:
         wild = json.loads(out)["streams"][-1]
         assert wild["alarmed_after"] == 0
         assert wild["risk_at_end"] == wild["uncontrolled_after"] > 0.02
+
+
+class TestFidelityPairs:
+    @pytest.fixture
+    def script(self, load):
+        return load("fidelity_pairs.py")
+
+    @staticmethod
+    def write(path, suite, errors):
+        """A file of requests with these errors by setting."""
+        names = ("first_kl", "first_flip", "top1", "greedy_equal", "recomputed_share", "flops_share")
+        lines = [json.dumps({"arguments": {}})]
+        for number, kls in enumerate(zip(*errors.values(), strict=True)):
+            settings = {
+                label: {"is_grafted": kl > 0, "mean_kl": kl, **dict.fromkeys(names, 0.5)}
+                for label, kl in zip(errors, kls, strict=True)
+            }
+            lines.append(json.dumps({"suite": suite, "index": number, "settings": settings}))
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    @pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
+    def test_ratio_is_that_of_the_same_requests(self, script, run, tmp_path, factor):
+        files = []
+        for suite, base in (("a", [0.1, 0.4, 0.2, 0.0]), ("b", [3.0, 1.0])):
+            errors = {"none": base, "ours": [factor * kl for kl in base]}
+            files.append(self.write(tmp_path / f"{suite}.requests.jsonl", suite, errors))
+        code, out = run(script, *files, "--json")
+        none, ours = json.loads(out)
+        assert code == 0
+        assert none["n"] == ours["n"] == 5
+        assert none["mean_kl"] == pytest.approx(0.94)
+        assert none["against"] == {}
+        found = ours["against"]["none"]
+        assert [found["mean_kl"]["ratio"], *found["mean_kl"]["ci"]] == pytest.approx([factor] * 3)
+        assert found["nearer"] == float(factor < 1)
+        _, out = run(script, *files)
+        assert f"{factor:.2f} [{factor:.2f}, {factor:.2f}]" in out
+
+    def test_files_with_other_settings_are_refused(self, script, tmp_path):
+        files = [
+            self.write(tmp_path / f"{name}.jsonl", "a", {name: [1.0, 2.0], "none": [1.0, 1.0]}) for name in ("x", "y")
+        ]
+        with pytest.raises(SystemExit, match="2 lists of settings"):
+            script.read(files)
+        with pytest.raises(SystemExit, match="no setting z"):
+            script.compare(script.read(files[:1]), ["z"], 0)
 
 
 class TestDonorSubstitution:
