@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request_builder import Prompt
 
 _SHOWN, _SHOWN_CHARACTERS = 3, 100
-_CHAT_SIZE, _PLAIN_SIZE = (10, 5), (24, 8)
+_CHAT_SIZE, _PLAIN_SIZE = (6, 5), (24, 8)
 """Requests and documents per request, for models with a chat template and for others."""
 
 
