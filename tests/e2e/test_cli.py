@@ -121,7 +121,7 @@ def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
         "achieved_over_bound",
     }
     assert promised <= set(rows[0])
-    assert rows[0]["computed_tokens"] == 50 + 13 + 1  # the last token is always computed
+    assert rows[0]["computed_tokens"] == 50 + 25 + 1  # a tenth of the reused; the last token is always computed
     assert rows[0]["flop_bound"] > 1
 
 
