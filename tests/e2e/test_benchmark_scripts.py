@@ -21,7 +21,6 @@ from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 from kvgraft.donors import DonorCatalogue
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.prefix import EvictResult, RadixCache
-from kvgraft.testing.tiny_models import tiny_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HELPERS = {"prefix/trees.py", "prefix/sglang_stand_ins.py", "engines/vllm_server.py"}
@@ -89,20 +88,6 @@ def run(monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     return run_main
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    """A tiny model with the bundled model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    from kvgraft.models import bundled_model_path
-
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 class TestLookup:

@@ -16,23 +16,8 @@ from kvgraft.engine import LLM
 from kvgraft.errors import ConfigError
 from kvgraft.fidelity.control import Loss, load_calibration
 from kvgraft.reuse.notches import notches_of
-from kvgraft.testing.tiny_models import tiny_model
 
 PASSAGE = "def area(width, height):\n    return width * height\n\n\ndef volume(w, h, d):\n    return d * area(w, h)\n"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    """A tiny model with the bundled model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    from kvgraft.models import bundled_model_path
-
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.fidelity import Agreement, AgreementSummary, compare
+from kvgraft.fidelity import AgreementSummary, Divergence, divergence
 from kvgraft.types import GraftReport, ReuseMode
 
 if TYPE_CHECKING:
@@ -100,30 +100,28 @@ class SessionRunner:
         """Run under `mode`; for grafts, compare with full prefill."""
         self._llm.reset()
         sampling = self._sampling if mode.answers else SamplingParams(1)
-        ttft, reports, agreements, answers = [], [], [], []
+        ttft, reports, divergences, answers = [], [], [], []
         for prompt, reference in zip(self._prompts, self._references, strict=True):
             if mode.reuse is ReuseMode.GRAFT:
-                agreements.append(self._agreement(prompt, reference, mode))
+                divergences.append(self._divergence(prompt, reference, mode))
             output = self._llm.generate(prompt, sampling, mode.reuse, selection=mode.selection)[0]
             ttft.append(output.ttft_s * 1e3)
             reports.append(output.report)
             if mode.answers:
                 answers.append(output.text)
             self._advance()
-        return _result(mode.name, reports, ttft, agreements, answers)
+        return _result(mode.name, reports, ttft, divergences, answers)
 
-    def _agreement(self, prompt: TokenArray, reference: _Reference, mode: Mode) -> Agreement:
+    def _divergence(self, prompt: TokenArray, reference: _Reference, mode: Mode) -> Divergence:
         score = self._llm.score(prompt, reference.continuation, mode.reuse, selection=mode.selection)
-        # Greedy outputs are equal exactly if every next token along the reference's own continuation is the same.
-        greedy = score.logits.argmax(-1).tolist()
-        return compare(reference.logits, score.logits, reference.continuation.tolist(), greedy)
+        return divergence(reference.logits, score.logits)
 
 
 def _result(
     name: str,
     reports: Sequence[GraftReport],
     ttft_ms: Sequence[float],
-    agreements: Sequence[Agreement],
+    divergences: Sequence[Divergence],
     answers: Sequence[str],
 ) -> ModeResult:
     return ModeResult(
@@ -132,6 +130,6 @@ def _result(
         reused_tokens=sum(r.reused_tokens for r in reports),
         recomputed_tokens=sum(r.recomputed_tokens for r in reports),
         ttft_ms=tuple(ttft_ms),
-        agreement=AgreementSummary.of(agreements) if agreements else None,
+        agreement=AgreementSummary.of(divergences) if divergences else None,
         answers=tuple(answers),
     )

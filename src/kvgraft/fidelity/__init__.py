@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from kvgraft.fidelity.metrics import Agreement, AgreementSummary, Divergence, answer_nll, compare, divergence
+from kvgraft.fidelity.metrics import AgreementSummary, Divergence, answer_nll, divergence
 from kvgraft.fidelity.stock import StockAnswer, StockReference, stock_answer, stock_logits, stock_reference
 
 __all__ = [
-    "Agreement",
     "AgreementSummary",
     "Divergence",
     "StockAnswer",
     "StockReference",
     "answer_nll",
-    "compare",
     "divergence",
     "stock_answer",
     "stock_logits",

@@ -52,9 +52,8 @@ def stock_answer(model: PreTrainedModel, prompt: TokenArray, num_tokens: int) ->
         newest = given.new_tensor([[tokens[-1]]])
         output = model(newest, past_key_values=output.past_key_values, use_cache=True)
         tokens.append(int(output.logits[0, -1].argmax()))
-    whole = torch.cat([given, given.new_tensor([tokens[:-1]])], dim=1)
-    logits = model(whole, use_cache=False, logits_to_keep=num_tokens).logits[0].float()
-    return StockAnswer(np.asarray(tokens, np.int64), logits)
+    token_ids = np.asarray(tokens, np.int64)
+    return StockAnswer(token_ids, stock_logits(model, prompt, token_ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
