@@ -34,4 +34,5 @@ class FirstK(SelectionPolicy):
 
     def steps(self, context: SelectionContext) -> SelectionSteps:
         """Take one step with the positions less than `k` behind the start of their run."""
-        yield Recompute(context.reused[context.seam_distance < self.k])
+        positions = context.reused[context.seam_distance < self.k]
+        yield Recompute(positions, sample=positions)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.regions import loadable
 from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
-from kvgraft.types import Match, Miss, Namespace
+from kvgraft.types import Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:
     from array import array
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvgraft.config.sglang import SGLangConfig
     from kvgraft.donors import CostModel
+    from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.sglang.donors.library import DonorLibrary
 
 
@@ -47,6 +49,11 @@ def request_namespace(
     return Namespace(fingerprint, lora_id or "", json.dumps([extra_key, cache_salt]))
 
 
+def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
+    """Return the policy that settings name."""
+    return configured_policy(config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio)
+
+
 class LoadPlanner:
     """Plans one prompt at a time: the lookup of all engines, cut to what SGLang can load. Not thread-safe."""
 
@@ -57,11 +64,25 @@ class LoadPlanner:
         costs: CostModel,
         page_size: int,
         *,
+        passes: int | None = None,
         has_deadline: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build a planner; without a deadline plans depend on nothing but their arguments and the donors."""
-        self.policy = configured_policy(config.selection, first_k=config.first_k)
+        """Build a planner.
+
+        Args:
+            library: Donors.
+            config: Names the policy.
+            costs: What computing, copying and steps cost.
+            page_size: Tokens of a page.
+            passes: Forward passes of our own that compute again what the policy chooses, once it is loaded; None where
+                nobody makes any, and what it chooses must be left to SGLang.
+            has_deadline: Without one plans depend on nothing but their arguments and the donors.
+            clock: Seconds.
+        """
+        self.policy = chosen_policy(config)
+        self._left_out: SelectionPolicy = self.policy if passes is None else NoRecompute()
+        self._least_saved = 0.0 if passes is None else passes * costs.per_phase
         self._catalogue = library.catalogue
         self._costs = costs
         self._page_size = page_size
@@ -89,6 +110,9 @@ class LoadPlanner:
         found = self._lookup.find(namespace, token_ids, exact_len, self._costs)
         if isinstance(found.planned, Miss):
             return LoadPlan((), found.planned, found.lookup_ms)
+        if sum(span.length for span in found.planned.spans) < self._least_saved:
+            miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
+            return LoadPlan((), miss, found.lookup_ms)
         return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
 
     def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
@@ -97,7 +121,7 @@ class LoadPlanner:
             start=exact_len,
             end=num_tokens - 1,
             page_size=self._page_size,
-            policy=self.policy,
+            policy=self._left_out,
             min_run=self._min_run,
         )
         return regions
