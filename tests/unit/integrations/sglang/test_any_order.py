@@ -112,14 +112,14 @@ class AnyOrder(RuleBasedStateMachine):
             scheduler.tree.allocate = lambda count: setattr(scheduler.tree, "allocate", allocate)
             assume(scheduler.match(self.waiting(which)))
         else:
-            scheduler.buffers._rope, rope = None, scheduler.buffers._rope
+            scheduler.buffers.rope, rope = None, scheduler.buffers.rope
         try:
             scheduler.admit(self.waiting(which), chunk)
         finally:
             if how == "room":
                 scheduler.tree.allocate = allocate
             else:
-                scheduler.buffers._rope = rope
+                scheduler.buffers.rope = rope
 
     @invariant()
     def everything_holds(self):
