@@ -7,7 +7,7 @@ correct the same, and the embedded one is tested against the model's own forward
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from models import VOCABULARY
@@ -15,8 +15,10 @@ from server import SGLangServer
 
 from kvgraft.engine.llm import LLM
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.types import GraftReport
 from reference import Fresh, Reference
+
+if TYPE_CHECKING:
+    from kvgraft.types import GraftReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

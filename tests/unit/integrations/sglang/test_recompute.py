@@ -96,9 +96,8 @@ class Case:
         self.runs = [(10, 70), (70 + gap, 110 + gap)]
         self.front = 110 + gap
         generator = torch.Generator().manual_seed(5)
-        self.keys, self.values = (
-            [torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(LAYERS)] for _ in "kv"
-        )
+        noise = torch.randn(2, LAYERS, SLOTS, KV_HEADS, DIM, generator=generator)
+        self.keys, self.values = list(noise[0]), list(noise[1])
         self.slots = torch.from_numpy(rng.permutation(np.arange(1, SLOTS))[: self.front])
         self.buffers = KVBuffers(self.keys, self.values, [SPEC] * LAYERS)
         full, _ = self.decoder.prefill(self.tokens)
@@ -198,9 +197,7 @@ def test_a_look_writes_nothing_and_sees_what_attention_is():
     query = case.plan.compute[-64:]
     assert len(query) == 48  # the gap's rows too
     assert torch.allclose(seen[0][:-1], mass[query].sum(0), atol=1e-3)
-    one = case.decoder.runs[-1]
-    written = set().union(*(case.changed(layer) for layer in range(LAYERS))) if False else None
-    assert written is None
+    one = case.decoder.runs[-1]  # a share above 0 is at least one token
     for (keys, _), (old, _) in zip(case.snapshot(), before, strict=True):
         kept = torch.ones(SLOTS, dtype=torch.bool)
         kept[case.slots[one]] = False
