@@ -129,10 +129,10 @@ def _possible(resolved: Resolved[SGLangConfig], refusal: str | None) -> SGLangCo
     config = resolved.config
     if refusal is None:
         return config
-    selection, correction = config.selection, config.correction
-    if chosen_policy(config).is_scattered:
+    selection, correction, policy = config.selection, config.correction, chosen_policy(config)
+    if policy.is_scattered:
         selection = _instead(resolved, "selection", selection, "first_k", refusal)
-    if correction != "none":
+    if correction != "none" and not isinstance(policy, NoRecompute):
         correction = _instead(resolved, "correction", correction, "none", refusal)
     return replace(config, selection=selection, correction=correction)
 
@@ -149,7 +149,7 @@ def _recomputer(ctx: Any, config: SGLangConfig, buffers: KVBuffers, ranks: Ranks
     policy = chosen_policy(config)
     if isinstance(policy, NoRecompute) or refused_recomputation(ctx) is not None:
         return None
-    model = SGLangRows(ctx.tp_worker.model_runner.model.model, buffers)
+    model = SGLangRows(ctx.tp_worker.model_runner.model.model, buffers.device)
     return Recomputer(model, buffers, policy, drift_correction(config.correction), ranks)
 
 

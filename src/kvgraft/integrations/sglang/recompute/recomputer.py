@@ -74,9 +74,17 @@ class Recomputer:
         Raises:
             Exception: A pass failed on this rank. Layers that it had reached hold new K/V, the others what was copied.
 
+        On a GPU everything is queued on the stream that runs the model; where the policy looks, the scheduler waits for it.
+
         Complexity: two passes over `QUERY_ROWS` to `MAX_LOOK_ROWS` and over the chosen rows, attention included.
         """
-        prompt = _Prompt(token_ids, plan, PromptKV(self.buffers, slots))
+        with self.buffers.on_forward_stream():
+            if slots.is_cuda:  # the caller's stream must not reuse their memory before the passes are over
+                slots.record_stream(torch.cuda.current_stream(slots.device))
+            return self._run(_Prompt(token_ids, plan, PromptKV(self.buffers, slots)))
+
+    def _run(self, prompt: _Prompt) -> Recomputed:
+        token_ids, plan = prompt.token_ids, prompt.plan
         context = selection_context(plan, token_ids)
         steps = self.policy.steps(context)
         step = next(steps)
