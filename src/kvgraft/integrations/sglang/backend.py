@@ -98,15 +98,15 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         width,
         per_phase=_phase_tokens(config, buffers),
         recompute_ratio=0.0 if recomputer is None else recomputer.policy.recompute_ratio,
-        tail_passes=float(recomputer is not None and recomputer.looks),
     )
-    passes = None if recomputer is None else 1 + int(recomputer.looks)
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
     cache.attach(
         RequestReuse(
             library=library,
             # Clocks of ranks differ, and their lookups must not.
-            planner=LoadPlanner(library, config, costs, page_size, passes=passes, has_deadline=ctx.tp_size == 1),
+            planner=LoadPlanner(
+                library, config, costs, page_size, recomputer=recomputer, has_deadline=ctx.tp_size == 1
+            ),
             loader=Loader(tree, buffers, library, ranks=ranks, log=log),
             registrar=DonorRegistrar(tree, library, page_size=page_size, min_run=config.min_run),
             ranks=ranks,

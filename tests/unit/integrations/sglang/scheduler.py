@@ -198,16 +198,17 @@ class Scheduler:
         self.library = DonorLibrary(self.tree, self.buffers, self.config, secret=bytes(32))
         self.log = RequestLog(CountedReports())
         ranks, costs = OneRank(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+        recomputer = self.recomputer(ranks) if recomputes else None
         self.reuse = RequestReuse(
             library=self.library,
-            planner=LoadPlanner(self.library, self.config, costs, page_size, passes=1 if recomputes else None),
+            planner=LoadPlanner(self.library, self.config, costs, page_size, recomputer=recomputer),
             loader=Loader(self.tree, self.buffers, self.library, ranks=ranks, log=self.log),
             registrar=DonorRegistrar(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
             fingerprint="model",
             min_run=self.config.min_run,
-            recomputer=self.recomputer(ranks) if recomputes else None,
+            recomputer=recomputer,
         )
         self.tree.on_evicted = self.reuse.evicted
         self.contents, self.weights, self.is_stale, self.number = [None], 0, False, 0

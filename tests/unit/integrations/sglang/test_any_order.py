@@ -218,4 +218,4 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     wanted = ["copied between chunks", "retracted with copies", "finished behind copies", "generation 1", "HostKV"]
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
-    assert (walk.scheduler.recomputed_tokens > 1000) == recomputes
+    assert (walk.scheduler.recomputed_tokens > 50) == recomputes

@@ -15,7 +15,7 @@ from kvgraft.integrations.sglang.planning.regions import loadable
 from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
-from kvgraft.types import Match, Miss, MissReason, Namespace
+from kvgraft.types import GraftPlan, Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:
     from array import array
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import CostModel
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class LoadPlanner:
         costs: CostModel,
         page_size: int,
         *,
-        passes: int | None = None,
+        recomputer: Recomputer | None = None,
         has_deadline: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -75,14 +76,14 @@ class LoadPlanner:
             config: Names the policy.
             costs: What computing, copying and steps cost.
             page_size: Tokens of a page.
-            passes: Forward passes of our own that compute again what the policy chooses, once it is loaded; None where
-                nobody makes any, and what it chooses must be left to SGLang.
+            recomputer: Computes again what the policy chooses once it is loaded; None where nobody does, and what the policy
+                chooses must be left to SGLang.
             has_deadline: Without one plans depend on nothing but their arguments and the donors.
             clock: Seconds.
         """
         self.policy = chosen_policy(config)
-        self._left_out: SelectionPolicy = self.policy if passes is None else NoRecompute()
-        self._least_saved = 0.0 if passes is None else passes * costs.per_phase
+        self._recomputer = recomputer
+        self._left_out: SelectionPolicy = self.policy if recomputer is None else NoRecompute()
         self._catalogue = library.catalogue
         self._costs = costs
         self._page_size = page_size
@@ -110,10 +111,14 @@ class LoadPlanner:
         found = self._lookup.find(namespace, token_ids, exact_len, self._costs)
         if isinstance(found.planned, Miss):
             return LoadPlan((), found.planned, found.lookup_ms)
-        if sum(span.length for span in found.planned.spans) < self._least_saved:
+        if self._recomputer is not None and not self._is_worth_passes(found.planned, self._recomputer):
             miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
             return LoadPlan((), miss, found.lookup_ms)
         return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
+
+    def _is_worth_passes(self, plan: GraftPlan, recomputer: Recomputer) -> bool:
+        saved = (1 - recomputer.policy.recompute_ratio) * sum(span.length for span in plan.spans)
+        return saved > recomputer.cost(plan.num_tokens - plan.spans[-1].target_end, self._costs.per_phase)
 
     def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
         regions, self._recomputed = loadable(

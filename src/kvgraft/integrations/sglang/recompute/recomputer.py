@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.recompute.model import RowModel
     from kvgraft.types import GraftPlan
 
-MAX_LOOK_ROWS = 512
+MAX_LOOK_ROWS = 256
 """Rows behind the last region that a look computes at most. Of longer ones the last see the regions and one another only,
 which ranks tokens well enough and does not cost a second prefill."""
 
@@ -62,6 +62,15 @@ class Recomputer:
     def looks(self) -> bool:
         """Whether the policy wants to see what the query attends to, for which everything must be loaded."""
         return Observable.QUERY_ATTENTION in self.policy.observes
+
+    def cost(self, tail: int, per_pass: float) -> float:
+        """Computed tokens that the passes for a prompt are worth, those apart that are chosen.
+
+        Args:
+            tail: Tokens behind the last copy.
+            per_pass: Computed tokens that one more small pass is worth.
+        """
+        return per_pass + (per_pass + min(tail, MAX_LOOK_ROWS) if self.looks else 0.0)
 
     def run(self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor) -> Recomputed:
         """Compute again what the policy chooses.
