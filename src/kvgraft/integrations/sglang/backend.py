@@ -14,7 +14,7 @@ from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError, IntegrationError, ModelError
 from kvgraft.graft.drift import drift_correction
-from kvgraft.graft.select import NoRecompute
+from kvgraft.graft.select import FirstK, NoRecompute
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
@@ -93,10 +93,11 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
     ranks = OneRank() if group is None else TensorParallelRanks(group, library.catalogue.get)
-    recomputer = _recomputer(ctx, config, buffers, ranks)
+    per_phase = _phase_tokens(config, buffers)
+    recomputer = _recomputer(ctx, config, buffers, ranks, per_phase)
     costs = CostModel.of_width(
         width,
-        per_phase=_phase_tokens(config, buffers),
+        per_phase=per_phase,
         recompute_ratio=0.0 if recomputer is None else recomputer.policy.recompute_ratio,
     )
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
@@ -145,12 +146,14 @@ def _instead(resolved: Resolved[SGLangConfig], name: str, value: str, possible: 
     return possible
 
 
-def _recomputer(ctx: Any, config: SGLangConfig, buffers: KVBuffers, ranks: Ranks) -> Recomputer | None:  # noqa: ANN401
+def _recomputer(ctx: Any, config: SGLangConfig, buffers: KVBuffers, ranks: Ranks, per_pass: float) -> Recomputer | None:  # noqa: ANN401
     policy = chosen_policy(config)
     if isinstance(policy, NoRecompute) or refused_recomputation(ctx) is not None:
         return None
     model = SGLangRows(ctx.tp_worker.model_runner.model.model, buffers.device)
-    return Recomputer(model, buffers, policy, drift_correction(config.correction), ranks)
+    return Recomputer(
+        model, buffers, policy, drift_correction(config.correction), ranks, FirstK(config.first_k), per_pass
+    )
 
 
 def _patch_warnings() -> list[str]:

@@ -38,6 +38,7 @@ class RequestState:
         registered_len: Tokens from the start that are donors already.
         adopted: Ranges of the row that the tree took over under names of our own.
         miss: Why nothing was planned or loaded.
+        policy: What chose tokens to compute again; empty if nothing did.
         num_taken: Spans of the lineage of which the policy has had its choice.
         num_corrected: Reused tokens that were corrected for drift and not computed again.
         num_steps: Prefill steps that the plan's gaps were cut into, the first one included.
@@ -57,6 +58,7 @@ class RequestState:
     registered_len: int = 0
     adopted: list[tuple[int, int]] = field(default_factory=list)
     miss: Miss | None = None
+    policy: str = ""
     num_taken: int = 0
     num_corrected: int = 0
     num_steps: int = 1
@@ -80,12 +82,18 @@ class RequestState:
         report = request_report(
             self.lineage,
             self.num_tokens,
-            policy=policy,
+            policy=self.policy or policy,
             timings_ms=timings_ms,
             miss=self.miss,
             corrected_tokens=self.num_corrected,
         )
         return Attempt(report, tuple(self.sources), self.num_steps)
+
+    def extent(self) -> tuple[int, int]:
+        """Return how many tokens are copied or will be, and how many stand behind the last of them; one at least is."""
+        ends = [span.target_start + span.length for span in self.lineage.spans] + [span.end for span in self.spans]
+        reused = sum(span.length for span in self.lineage.spans) + sum(span.length for span in self.spans)
+        return reused, self.num_tokens - max(ends)
 
     def take_loaded(self) -> tuple[SpanReport, ...]:
         """Return what was loaded since the last call."""

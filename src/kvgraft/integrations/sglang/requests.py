@@ -24,6 +24,7 @@ import numpy as np
 
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.ranks import Decision, Ranks
+from kvgraft.integrations.sglang.recompute.recomputer import looks
 from kvgraft.integrations.sglang.refusals import refused_request
 from kvgraft.integrations.sglang.request_state import RequestState
 from kvgraft.types import Fidelity, Miss, MissReason
@@ -212,7 +213,10 @@ class RequestReuse:
             slots: int64, of the positions in front of that.
         """
         state, recomputer = self._states.get(req), self.recomputer
-        if state is None or recomputer is None or (recomputer.looks and state.spans):
+        if state is None or recomputer is None or not state.lineage.spans:
+            return
+        policy = recomputer.policy_for(*state.extent())
+        if policy is None or (looks(policy) and state.spans):
             return  # nobody looks before the last region is there
         spans = state.take_loaded()
         if not spans or any(span.fidelity is not Fidelity.SHIFTED for span in spans):
@@ -220,7 +224,8 @@ class RequestReuse:
         started = time.perf_counter()
         try:
             tokens = np.frombuffer(req.full_untruncated_fill_ids[:], np.int64)
-            found = recomputer.run(tokens, state.plan(len(tokens), spans), slots)
+            found = recomputer.run(tokens, state.plan(len(tokens), spans), slots, policy)
+            state.policy = policy.name
             state.lineage.recompute(found.computed, inside=True)
             state.num_corrected += found.corrected
         except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before

@@ -117,7 +117,7 @@ class Case:
 
     def run(self, policy, correction=None, ranks=None, **options):
         made = Recomputer(self.decoder, self.buffers, policy, correction, ranks or OneRank(), **options)
-        return made.run(self.tokens, self.plan, self.slots)
+        return made.run(self.tokens, self.plan, self.slots, policy)
 
     def error(self):
         """Per layer how far the runs' K/V are from a full prefill's, in their own slots."""
@@ -267,3 +267,14 @@ def test_one_rank_that_cannot_look_keeps_all_from_computing(case):
         case.run(QuerySeam(ratio=0.1), ranks=Other())
     assert len(case.decoder.runs) == 1
     assert not case.changed(1)
+
+
+@pytest.mark.parametrize(
+    ("num_reused", "tail", "chosen"),
+    [(400, 20, "query_seam"), (350, 4000, "first_k"), (100, 20, "first_k"), (100, 0, "query_seam"), (30, 0, None)],
+)
+def test_nobody_looks_where_a_look_costs_more_than_reuse_saves(case, num_reused, tail, chosen):
+    policy, instead = QuerySeam(ratio=0.1), FirstK(8)
+    made = Recomputer(case.decoder, case.buffers, policy, None, OneRank(), instead, per_pass=40.0)
+    found = made.policy_for(num_reused, tail)
+    assert (None if found is None else found.name) == chosen

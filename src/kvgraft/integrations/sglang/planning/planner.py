@@ -55,6 +55,11 @@ def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
     return configured_policy(config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio)
 
 
+def extent(plan: GraftPlan) -> tuple[int, int]:
+    """Return how many tokens `plan` copies, and how many stand behind the last of them."""
+    return sum(span.length for span in plan.spans), plan.num_tokens - plan.spans[-1].target_end
+
+
 class LoadPlanner:
     """Plans one prompt at a time: the lookup of all engines, cut to what SGLang can load. Not thread-safe."""
 
@@ -111,14 +116,10 @@ class LoadPlanner:
         found = self._lookup.find(namespace, token_ids, exact_len, self._costs)
         if isinstance(found.planned, Miss):
             return LoadPlan((), found.planned, found.lookup_ms)
-        if self._recomputer is not None and not self._is_worth_passes(found.planned, self._recomputer):
+        if self._recomputer is not None and self._recomputer.policy_for(*extent(found.planned)) is None:
             miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
             return LoadPlan((), miss, found.lookup_ms)
         return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
-
-    def _is_worth_passes(self, plan: GraftPlan, recomputer: Recomputer) -> bool:
-        saved = (1 - recomputer.policy.recompute_ratio) * sum(span.length for span in plan.spans)
-        return saved > recomputer.cost(plan.num_tokens - plan.spans[-1].target_end, self._costs.per_phase)
 
     def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
         regions, self._recomputed = loadable(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from kvgraft.graft.drift_plan import DriftPlan
-from kvgraft.graft.select import Observable, Observation
+from kvgraft.graft.select import FirstK, Observable, Observation
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
 
@@ -36,6 +36,11 @@ class Recomputed(NamedTuple):
     corrected: int
 
 
+def looks(policy: SelectionPolicy) -> bool:
+    """Whether `policy` wants to see what the query attends to, for which everything must be loaded."""
+    return Observable.QUERY_ATTENTION in policy.observes
+
+
 @dataclass(frozen=True, eq=False)
 class Recomputer:
     """Carries a policy's steps out on K/V that lie in a request's own slots. Not thread-safe.
@@ -46,6 +51,8 @@ class Recomputer:
         model: Computes rows.
         buffers: Where K/V lie.
         policy: Chooses.
+        instead: Chooses where a look at the query costs more than it saves.
+        per_pass: Computed tokens that one more small pass is worth.
         correction: What is done about the drift of tokens that are not chosen; None for nothing.
         ranks: Sum attention.
         max_rows: Rows of one pass; a run whose drift is measured may exceed it (`DriftPlan`).
@@ -56,29 +63,31 @@ class Recomputer:
     policy: SelectionPolicy
     correction: DriftCorrection | None
     ranks: Ranks
+    instead: SelectionPolicy = field(default_factory=FirstK)
+    per_pass: float = 0.0
     max_rows: int = 2048
 
-    @property
-    def looks(self) -> bool:
-        """Whether the policy wants to see what the query attends to, for which everything must be loaded."""
-        return Observable.QUERY_ATTENTION in self.policy.observes
-
-    def cost(self, tail: int, per_pass: float) -> float:
-        """Computed tokens that the passes for a prompt are worth, those apart that are chosen.
+    def policy_for(self, num_reused: int, tail: int) -> SelectionPolicy | None:
+        """Return the first of `policy` and `instead` that costs less than reuse saves, or None.
 
         Args:
-            tail: Tokens behind the last copy.
-            per_pass: Computed tokens that one more small pass is worth.
+            num_reused: Tokens that are copied.
+            tail: Tokens behind the last copy, which a look runs once more.
         """
-        return per_pass + (per_pass + min(tail, MAX_LOOK_ROWS) if self.looks else 0.0)
+        for policy in (self.policy, self.instead):
+            cost = self.per_pass + (self.per_pass + min(tail, MAX_LOOK_ROWS) if looks(policy) else 0)
+            if (1 - policy.recompute_ratio) * num_reused > cost:
+                return policy
+        return None
 
-    def run(self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor) -> Recomputed:
-        """Compute again what the policy chooses.
+    def run(self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor, policy: SelectionPolicy) -> Recomputed:
+        """Compute again what `policy` chooses.
 
         Args:
             token_ids: int64 (num_tokens,), the prompt.
             plan: What was copied where; reused positions lie in slots of the request alone, and so does all behind them.
             slots: int64, of the positions in front of what SGLang computes next, behind the last copy.
+            policy: One of those that `policy_for` gives.
 
         Raises:
             Exception: A pass failed on this rank. Layers that it had reached hold new K/V, the others what was copied.
@@ -90,12 +99,12 @@ class Recomputer:
         with self.buffers.on_forward_stream():
             if slots.is_cuda:  # the caller's stream must not reuse their memory before the passes are over
                 slots.record_stream(torch.cuda.current_stream(slots.device))
-            return self._run(_Prompt(token_ids, plan, PromptKV(self.buffers, slots)))
+            return self._run(_Prompt(token_ids, plan, PromptKV(self.buffers, slots)), policy)
 
-    def _run(self, prompt: _Prompt) -> Recomputed:
+    def _run(self, prompt: _Prompt, policy: SelectionPolicy) -> Recomputed:
         token_ids, plan = prompt.token_ids, prompt.plan
         context = selection_context(plan, token_ids)
-        steps = self.policy.steps(context)
+        steps = policy.steps(context)
         step = next(steps)
         computed, corrected = np.zeros(plan.num_tokens, np.bool_), np.zeros(plan.num_tokens, np.bool_)
         while True:
