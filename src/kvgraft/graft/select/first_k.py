@@ -21,6 +21,7 @@ class FirstK(SelectionPolicy):
     """Recompute the first `k` tokens of each run."""
 
     name: ClassVar[str] = "first_k"
+    version: ClassVar[int] = 2  # from 2 on its tokens are a sample of their run's drift
     k: int = 16
 
     def __post_init__(self) -> None:
