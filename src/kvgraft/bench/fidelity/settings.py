@@ -97,7 +97,8 @@ def _parse(spec: str, budgets: Sequence[float], default: SelectionPolicy, defaul
         return [Setting(kind(), correction)]
     if colon:
         return [Setting(kind(ratio=_ratio(ratio, spec)), correction)]
-    return [Setting(kind(ratio=budget), correction) for budget in budgets or (kind.ratio,)]
+    given: list[dict[str, float]] = [{"ratio": budget} for budget in budgets] or [{}]
+    return [Setting(kind(**parameters), correction) for parameters in given]
 
 
 def _ratio(text: str, spec: str) -> float:
