@@ -244,6 +244,13 @@ class TestFidelityPairs:
         _, out = run(script, *files)
         assert f"{factor:.2f} [{factor:.2f}, {factor:.2f}]" in out
 
+    def test_draws_all_suites_together(self, script, run, tmp_path):
+        errors = {"none": [1.0, 2.0], "query_seam:0.1": [0.5, 0.7], "query_seam:0.1+drift": [0.2, 0.3]}
+        picture = tmp_path / "p.png"
+        code, _ = run(script, self.write(tmp_path / "a.jsonl", "a", errors), "--plot", picture)
+        assert code == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
     def test_files_with_other_settings_are_refused(self, script, tmp_path):
         files = [
             self.write(tmp_path / f"{name}.jsonl", "a", {name: [1.0, 2.0], "none": [1.0, 1.0]}) for name in ("x", "y")
