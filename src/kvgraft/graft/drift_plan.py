@@ -58,7 +58,7 @@ class DriftPlan:
         self._correction = correction
         self._planned: list[_PlannedRun] = []
         if correction is not None and len(sample):
-            self._planned = list(_planned(context, rows, sample, computed, correction.min_sample))
+            self._planned = list(_planned(context, rows, sample, computed, correction.estimator.least_sample))
         self._whole = self._blocks()
 
     @property

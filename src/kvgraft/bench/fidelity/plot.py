@@ -1,4 +1,4 @@
-"""Draw error against computed operations: a line per policy and suite, with 95 % intervals."""
+"""Draw error against computed operations: a line per policy and suite with 95 % intervals, dashed if drift is corrected."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _PANELS = {"mean_kl": "KL to full prefill, nats per token", "first_kl": "KL of the first token, nats"}
 _MARKERS = "osD^vP*X"
+_COLOURS = [f"C{number}" for number in range(10)]
 
 
 def draw_fidelity(rows: Sequence[Row], noise: float | None, title: str, path: Path) -> None:
@@ -43,14 +44,17 @@ def draw_fidelity(rows: Sequence[Row], noise: float | None, title: str, path: Pa
             axes.set_xlabel("operations computed, % of full prefill")
             axes.set_yscale("log")
             axes.grid(visible=True, alpha=0.25)
-        line[0].legend(frameon=False, fontsize=8)
+    handles = {
+        label: handle for axes in panels.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, format="png")
 
 
 def _draw(axes: Axes, rows: Sequence[Row], name: str) -> None:
-    methods = dict.fromkeys((row["policy"], row["correction"]) for row in rows)
-    for number, (policy, correction) in enumerate(methods):
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    for policy, correction in dict.fromkeys((row["policy"], row["correction"]) for row in rows):
         own = sorted(
             (row for row in rows if (row["policy"], row["correction"]) == (policy, correction)),
             key=lambda row: row["flops_share"],
@@ -60,6 +64,17 @@ def _draw(axes: Axes, rows: Sequence[Row], name: str) -> None:
         bounds = [row["ci"].get(name, (value, value)) for row, value in zip(own, values, strict=True)]
         below = [max(0.0, value - low) for value, (low, _) in zip(values, bounds, strict=True)]
         above = [max(0.0, high - value) for value, (_, high) in zip(values, bounds, strict=True)]
-        label = policy if correction == "none" else f"{policy} + {correction}"
-        marker = _MARKERS[number % len(_MARKERS)]
-        axes.errorbar(shares, values, yerr=(below, above), marker=marker, capsize=2, linewidth=1.4, label=label)
+        number = policies.index(policy)
+        is_corrected = correction != "none"
+        axes.errorbar(
+            shares,
+            values,
+            yerr=(below, above),
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=_COLOURS[number % len(_COLOURS)],
+            linestyle="--" if is_corrected else "-",
+            markerfacecolor="none" if is_corrected else None,
+            capsize=2,
+            linewidth=1.4,
+            label=f"{policy} + {correction}" if is_corrected else policy,
+        )
