@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.graft.drift import DriftCorrection, DriftRun, KernelRidge, RunLayout, drift_correction
+from kvgraft.graft.drift import DriftCorrection, DriftRun, RunLayout, drift_correction
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
 from kvgraft.graft.select import FirstK, QuerySeam, RandomShare
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -213,7 +213,7 @@ def test_the_last_rows_of_a_long_tail_look(monkeypatch):
 
 
 def test_the_rest_is_corrected_by_what_the_sample_moved(case):
-    correction = DriftCorrection(KernelRidge(), min_sample=1)
+    correction = DriftCorrection()
     found = case.run(FirstK(8), correction)
     assert found == (16, 84)
     plain = Case()
