@@ -168,25 +168,26 @@ class TestReuseSettings:
             for name, default in shared.items()
             if kind.field(name).default != default
         }
-        assert different == {("EngineConfig", "selection"), ("VLLMConfig", "host_bytes")}
+        assert different == {("EngineConfig", "selection"), ("SGLangConfig", "selection"), ("VLLMConfig", "host_bytes")}
 
     @pytest.mark.parametrize(
-        ("kind", "shown", "scattered"),
+        ("kind", "shown"),
         [
-            (EngineConfig, set(Observable), True),
-            (VLLMConfig, {Observable.QUERY_ATTENTION, Observable.KEY_DEVIATION}, True),
-            (SGLangConfig, set(), False),
+            (EngineConfig, set(Observable)),
+            (VLLMConfig, {Observable.QUERY_ATTENTION, Observable.KEY_DEVIATION}),
+            (SGLangConfig, {Observable.QUERY_ATTENTION}),
         ],
     )
-    def test_choices_follow_from_what_an_engine_can_show(self, kind, shown, scattered):
-        assert kind.rules()["selection"].choices == available_policies(shown, scattered=scattered)
+    def test_choices_follow_from_what_an_engine_can_show(self, kind, shown):
+        assert kind.rules()["selection"].choices == available_policies(shown)
 
-    def test_only_the_engine_that_corrects_drift_offers_it(self):
-        assert EngineConfig.rules()["correction"].choices == tuple(CORRECTIONS)
-        assert not any("correction" in kind.rules() for kind in (VLLMConfig, SGLangConfig))
+    def test_only_engines_that_correct_drift_offer_it(self):
+        assert all(kind.rules()["correction"].choices == tuple(CORRECTIONS) for kind in (EngineConfig, SGLangConfig))
+        assert "correction" not in VLLMConfig.rules()
 
     def test_ratios_are_those_of_their_policies(self):
-        assert EngineConfig().recompute_ratio == SELECTION_POLICIES["query_seam"]().recompute_ratio
+        for kind in (EngineConfig, SGLangConfig):
+            assert kind().recompute_ratio == SELECTION_POLICIES["query_seam"]().recompute_ratio
         assert VLLMConfig().recompute_ratio == SELECTION_POLICIES["kv_deviation"]().recompute_ratio
 
     def test_shortest_run_is_that_of_the_index(self):

@@ -13,18 +13,13 @@ if TYPE_CHECKING:
     from kvgraft.graft.select import Observable, SelectionPolicy
 
 
-def available_policies(shown: Collection[Observable], *, scattered: bool = True) -> tuple[str, ...]:
+def available_policies(shown: Collection[Observable]) -> tuple[str, ...]:
     """Return the names of the policies that an engine can run.
 
     Args:
         shown: What the engine can show to a policy.
-        scattered: Whether it can compute single tokens amid reused ones.
     """
-    return tuple(
-        name
-        for name, kind in SELECTION_POLICIES.items()
-        if kind.observes <= set(shown) and (scattered or not kind.is_scattered)
-    )
+    return tuple(name for name, kind in SELECTION_POLICIES.items() if kind.observes <= set(shown))
 
 
 def configured_policy(name: str, *, first_k: int, recompute_ratio: float | None = None) -> SelectionPolicy:

@@ -288,7 +288,7 @@ def test_only_unbiased_choices_may_estimate_drift():
         "random": 14,
         "query_attention": 14,
         "query_seam": 14,
-        "first_k": 0,
+        "first_k": 8,
         "kv_deviation": 0,
         "oracle": 0,
     }

@@ -70,10 +70,6 @@ def test_engine_can_run_what_it_can_show(shown, names):
     assert set(available_policies(shown)) == names
 
 
-def test_engine_of_whole_chunks_is_not_offered_scattered_tokens():
-    assert available_policies((), scattered=False) == ("none", "first_k")
-
-
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

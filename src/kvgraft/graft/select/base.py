@@ -103,7 +103,7 @@ class SelectionPolicy(ABC):
     """Raised when the same parameters choose other tokens than before: calibrations of the old version are refused then."""
     observes: ClassVar[frozenset[Observable]] = frozenset()
     is_scattered: ClassVar[bool] = False
-    """Whether it chooses single tokens amid reused ones. Engines that compute whole chunks only cannot run it."""
+    """Whether it chooses single tokens amid reused ones. Where nothing but whole chunks is computed it cannot run."""
 
     @property
     @abstractmethod

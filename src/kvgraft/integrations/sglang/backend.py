@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,18 @@ import torch
 from kvgraft import __version__
 from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
-from kvgraft.errors import IntegrationError, ModelError
+from kvgraft.errors import ConfigError, IntegrationError, ModelError
+from kvgraft.graft.drift import drift_correction
+from kvgraft.graft.select import FirstK, NoRecompute
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
-from kvgraft.integrations.sglang.planning.planner import LoadPlanner
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
 from kvgraft.integrations.sglang.planning.ranks import OneRank, TensorParallelRanks, shared_secret
-from kvgraft.integrations.sglang.refusals import refused_server
+from kvgraft.integrations.sglang.recompute.model import SGLangRows
+from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
+from kvgraft.integrations.sglang.refusals import refused_recomputation, refused_server
 from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
@@ -28,8 +33,10 @@ from kvgraft.integrations.sglang.versions import drift, installed_version, missi
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvgraft.config.sources import Resolved
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.sglang.donors.tree import DonorTree
+    from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.semantic import SemanticSource
 
 logger = logging.getLogger(__name__)
@@ -63,6 +70,8 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
             rope = _rope(ctx)
         except ModelError as error:
             reason = str(error)
+    if reason is None:
+        config = _possible(resolved, refused_recomputation(ctx))
     _announce(ctx, config, reason)
     if reason is not None:
         from sglang.srt.mem_cache.registry import default_radix_cache_factory
@@ -83,14 +92,22 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     library = DonorLibrary(tree, buffers, config, secret=None if group is None else shared_secret(group))
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
-    costs = CostModel.of_width(width, per_phase=_phase_tokens(config, buffers), recompute_ratio=0.0)
     ranks = OneRank() if group is None else TensorParallelRanks(group, library.catalogue.get)
+    per_phase = _phase_tokens(config, buffers)
+    recomputer = _recomputer(ctx, config, buffers, ranks, per_phase)
+    costs = CostModel.of_width(
+        width,
+        per_phase=per_phase,
+        recompute_ratio=0.0 if recomputer is None else recomputer.policy.recompute_ratio,
+    )
     log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
     cache.attach(
         RequestReuse(
             library=library,
             # Clocks of ranks differ, and their lookups must not.
-            planner=LoadPlanner(library, config, costs, page_size, has_deadline=ctx.tp_size == 1),
+            planner=LoadPlanner(
+                library, config, costs, page_size, recomputer=recomputer, has_deadline=ctx.tp_size == 1
+            ),
             loader=Loader(tree, buffers, library, ranks=ranks, log=log),
             registrar=DonorRegistrar(tree, library, page_size=page_size, min_run=config.min_run),
             ranks=ranks,
@@ -98,9 +115,45 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
             fingerprint=_fingerprint(ctx, rope),
             min_run=config.min_run,
             semantic=_semantic(ctx, config, tree, page_size),
+            recomputer=recomputer,
         )
     )
     return cache
+
+
+def _possible(resolved: Resolved[SGLangConfig], refusal: str | None) -> SGLangConfig:
+    """The settings as they are in a server that refuses passes of our own for a reason.
+
+    Raises:
+        ConfigError: What needs such passes was asked for.
+    """
+    config = resolved.config
+    if refusal is None:
+        return config
+    selection, correction, policy = config.selection, config.correction, chosen_policy(config)
+    if policy.is_scattered:
+        selection = _instead(resolved, "selection", selection, "first_k", refusal)
+    if correction != "none" and not isinstance(policy, NoRecompute):
+        correction = _instead(resolved, "correction", correction, "none", refusal)
+    return replace(config, selection=selection, correction=correction)
+
+
+def _instead(resolved: Resolved[SGLangConfig], name: str, value: str, possible: str, refusal: str) -> str:
+    problem = f"{name}={value} needs forward passes of kvgraft's own, which do not go with {refusal}"
+    if resolved.origins[name] != "default":
+        raise ConfigError(f"{problem}; use {name}={possible}")
+    logger.warning("kvgraft: %s; %s=%s is used", problem, name, possible)
+    return possible
+
+
+def _recomputer(ctx: Any, config: SGLangConfig, buffers: KVBuffers, ranks: Ranks, per_pass: float) -> Recomputer | None:  # noqa: ANN401
+    policy = chosen_policy(config)
+    if isinstance(policy, NoRecompute) or refused_recomputation(ctx) is not None:
+        return None
+    model = SGLangRows(ctx.tp_worker.model_runner.model.model, buffers.device)
+    return Recomputer(
+        model, buffers, policy, drift_correction(config.correction), ranks, FirstK(config.first_k), per_pass
+    )
 
 
 def _patch_warnings() -> list[str]:
@@ -179,6 +232,7 @@ def _announce(ctx: Any, config: SGLangConfig, reason: str | None) -> None:  # no
         "page_size": ctx.params.page_size,
         "dtype": str(getattr(pool, "dtype", "?")).removeprefix("torch."),
         "selection": config.selection,
+        "correction": config.correction,
     }
     words = " ".join(f"{name}={value}" for name, value in facts.items())
     if reason is None:

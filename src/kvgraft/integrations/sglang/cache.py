@@ -62,7 +62,10 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         req = params.req
         if self.reuse is None or not params.host_hit_length:
             return super().init_load_back(params)
-        return self.reuse.load_first(req, params.host_hit_length), req.last_node
+        loaded = self.reuse.load_first(req, params.host_hit_length)
+        exact = self.path_device_indices(req.last_node)[: req.prefix_len]
+        self.reuse.recompute(req, torch.cat([exact, *self.reuse.private_slots(req)]))
+        return loaded, req.last_node
 
     def load_back_is_cache_owned(self) -> bool:
         """No: copies belong to the request and leave with its row."""
@@ -80,14 +83,21 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Tokens to compute from `position` until the next region; None up to the end."""
         return None if self.reuse is None else self.reuse.next_gap(req, position)
 
+    def load_nothing_between_chunks(self, req: Any) -> None:  # noqa: ANN401
+        """Load for `req` what touches the exact prefix, and no more: its chunks cannot end where regions begin."""
+        if self.reuse is not None:
+            self.reuse.load_first_only(req)
+
     def load_between_chunks(self, req: Any, room: int) -> None:  # noqa: ANN401
         """Load the regions at which `req`, between two chunks, has arrived, into its row."""
-        slots = None if self.reuse is None else self.reuse.load_next(req, room)
-        if slots is None:
+        if self.reuse is None:
             return
-        end = req.prefix_len + len(slots)
-        self.req_to_token_pool.write((req.kv.req_pool_idx, slice(req.prefix_len, end)), slots.to(torch.int32))
-        req.prefix_len = req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        slots = self.reuse.load_next(req, room)
+        if slots is not None:
+            end = req.prefix_len + len(slots)
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(req.prefix_len, end)), slots.to(torch.int32))
+            req.prefix_len = req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        self.reuse.recompute(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.prefix_len].long())
 
     # Publishing and release
 

@@ -37,6 +37,24 @@ def refused_request(req: Any) -> str | None:  # noqa: ANN401 - a class of SGLang
     return None
 
 
+def refused_recomputation(ctx: Any) -> str | None:  # noqa: ANN401 - a class of SGLang
+    """Return why forward passes of our own cannot be made in a server, or None."""
+    args = ctx.server_args
+    options = {
+        "enable_lora": "--enable-lora, whose adapters are chosen per batch",
+        "enable_dp_attention": "--enable-dp-attention, whose ranks must run every pass together",
+        "enable_two_batch_overlap": "--enable-two-batch-overlap",
+        "enable_pdmux": "--enable-pdmux",
+    }
+    for option, words in options.items():
+        if getattr(args, option, None):
+            return words
+    if getattr(args, "lora_paths", None):
+        return options["enable_lora"]
+    decoder = getattr(ctx.tp_worker.model_runner.model, "model", None)
+    return None if callable(decoder) else "a model whose decoder cannot be called by itself"
+
+
 def _refused_tree(ctx: Any) -> str | None:  # noqa: ANN401
     if ctx.disable_radix_cache:
         return "--disable-radix-cache"

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvgraft.integrations.sglang.reporting.attempt import Attempt
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.report import request_report
+from kvgraft.types import GraftPlan, Match
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvgraft.integrations.sglang.planning.spans import Span
-    from kvgraft.types import Miss, Namespace
+    from kvgraft.types import Miss, Namespace, SpanReport
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,9 @@ class RequestState:
         registered_len: Tokens from the start that are donors already.
         adopted: Ranges of the row that the tree took over under names of our own.
         miss: Why nothing was planned or loaded.
+        policy: What chose tokens to compute again; empty if nothing did.
+        num_taken: Spans of the lineage of which the policy has had its choice.
+        num_corrected: Reused tokens that were corrected for drift and not computed again.
         num_steps: Prefill steps that the plan's gaps were cut into, the first one included.
         lookup_ms: Time of the last lookup.
         graft_ms: Time of all copies.
@@ -50,6 +58,9 @@ class RequestState:
     registered_len: int = 0
     adopted: list[tuple[int, int]] = field(default_factory=list)
     miss: Miss | None = None
+    policy: str = ""
+    num_taken: int = 0
+    num_corrected: int = 0
     num_steps: int = 1
     lookup_ms: float = 0.0
     graft_ms: float = 0.0
@@ -57,6 +68,7 @@ class RequestState:
     def matched(self, num_tokens: int, exact_len: int) -> None:
         """Note that SGLang gives the first `exact_len` tokens; the request has no K/V of its own yet."""
         self.num_tokens, self.lineage = num_tokens, Lineage(exact_len)
+        self.num_taken = self.num_corrected = 0
 
     def loaded(self, spans: list[Span], sources: list[dict[str, object]]) -> None:
         """Note that `spans` were copied."""
@@ -67,8 +79,35 @@ class RequestState:
     def attempt(self, policy: str) -> Attempt:
         """Sum up where the request stands."""
         timings_ms = {"lookup": self.lookup_ms, "graft": self.graft_ms}
-        report = request_report(self.lineage, self.num_tokens, policy=policy, timings_ms=timings_ms, miss=self.miss)
+        report = request_report(
+            self.lineage,
+            self.num_tokens,
+            policy=self.policy or policy,
+            timings_ms=timings_ms,
+            miss=self.miss,
+            corrected_tokens=self.num_corrected,
+        )
         return Attempt(report, tuple(self.sources), self.num_steps)
+
+    def extent(self) -> tuple[int, int]:
+        """Return how many tokens are copied or will be, and how many stand behind the last of them; one at least is."""
+        ends = [span.target_start + span.length for span in self.lineage.spans] + [span.end for span in self.spans]
+        reused = sum(span.length for span in self.lineage.spans) + sum(span.length for span in self.spans)
+        return reused, self.num_tokens - max(ends)
+
+    def take_loaded(self) -> tuple[SpanReport, ...]:
+        """Return what was loaded since the last call."""
+        spans, self.num_taken = self.lineage.spans[self.num_taken :], len(self.lineage.spans)
+        return spans
+
+    def plan(self, num_tokens: int, spans: Sequence[SpanReport]) -> GraftPlan:
+        """Say what of a prompt of `num_tokens` is computed, and that of all that was copied `spans` are what is looked at."""
+        computed = np.ones(num_tokens, np.bool_)
+        computed[: self.lineage.given_len] = False
+        for span in self.lineage.spans:
+            computed[span.target_start : span.target_start + span.length] = False
+        matches = tuple(Match(span.target_start, span.donor_id, span.donor_start, span.length) for span in spans)
+        return GraftPlan(num_tokens, self.lineage.given_len, matches, np.flatnonzero(computed))
 
     def adjoining(self, position: int) -> list[Span]:
         """Return the spans that follow one another from `position` on."""

@@ -15,15 +15,19 @@ What a request owns and for how long:
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.ranks import Decision, Ranks
+from kvgraft.integrations.sglang.recompute.recomputer import looks
 from kvgraft.integrations.sglang.refusals import refused_request
 from kvgraft.integrations.sglang.request_state import RequestState
-from kvgraft.types import Miss, MissReason
+from kvgraft.types import Fidelity, Miss, MissReason
 
 if TYPE_CHECKING:
     from array import array
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.planning.planner import LoadPlanner
     from kvgraft.integrations.sglang.planning.semantic import SemanticSource
     from kvgraft.integrations.sglang.planning.spans import Span
+    from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
 
 logger = logging.getLogger(__name__)
@@ -60,6 +65,7 @@ class RequestReuse:
         fingerprint: Of the model, for namespaces.
         min_run: Shortest run that is loaded.
         semantic: Asked where nothing else is found; None for nobody.
+        recomputer: Computes chosen tokens of what was loaded again; None where nobody does.
         is_stale: Whether SGLang's cache may hold K/V of other weights, so that nothing is copied or registered.
     """
 
@@ -72,6 +78,7 @@ class RequestReuse:
     fingerprint: str
     min_run: int
     semantic: SemanticSource | None = None
+    recomputer: Recomputer | None = None
     is_stale: bool = field(default=False, init=False)
     _is_empty: bool = field(default=True, init=False)
     _states: WeakKeyDictionary[Any, RequestState] = field(default_factory=WeakKeyDictionary, init=False)
@@ -165,6 +172,12 @@ class RequestReuse:
         start = None if state is None else state.next_start(position)
         return None if start is None else start - position
 
+    def load_first_only(self, req: Any) -> None:  # noqa: ANN401
+        """Give up the regions that do not touch the exact prefix."""
+        state = self._states.get(req)
+        if state is not None:
+            state.spans = state.adjoining(req.prefix_len)
+
     def load_next(self, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
         """Load the regions that begin where the computed part ends.
 
@@ -191,6 +204,33 @@ class RequestReuse:
         if state.lineage.is_approximate:
             req.skip_radix_cache_insert = True  # approximate K/V are never published
         return slots
+
+    def recompute(self, req: Any, slots: Tensor) -> None:  # noqa: ANN401
+        """Compute chosen tokens of what was loaded again; what stands behind them comes next.
+
+        Args:
+            req: SGLang's `Req`, about to be computed from `len(slots)` on.
+            slots: int64, of the positions in front of that.
+        """
+        state, recomputer = self._states.get(req), self.recomputer
+        if state is None or recomputer is None or not state.lineage.spans:
+            return
+        policy = recomputer.policy_for(*state.extent())
+        if policy is None or (looks(policy) and state.spans):
+            return  # nobody looks before the last region is there
+        spans = state.take_loaded()
+        if not spans or any(span.fidelity is not Fidelity.SHIFTED for span in spans):
+            return
+        started = time.perf_counter()
+        try:
+            tokens = np.frombuffer(req.full_untruncated_fill_ids[:], np.int64)
+            found = recomputer.run(tokens, state.plan(len(tokens), spans), slots, policy)
+            state.policy = policy.name
+            state.lineage.recompute(found.computed, inside=True)
+            state.num_corrected += found.corrected
+        except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
+            self.log.failed("recompute", state.rid, error)
+        state.graft_ms += 1e3 * (time.perf_counter() - started)
 
     # Publishing
 

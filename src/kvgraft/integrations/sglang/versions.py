@@ -31,6 +31,9 @@ _ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _REGISTRY = "sglang.srt.mem_cache.registry"
+_CONTEXT = "sglang.srt.model_executor.forward_context"
+_DECODERS = ("llama:LlamaModel", "mistral:MistralForCausalLM", "qwen2:Qwen2Model", "qwen3:Qwen3Model")
+"""What passes of our own call; SGLang's Mistral is its Llama under another name."""
 
 WEIGHT_CHANGES = (
     "update_weights_from_disk",
@@ -80,6 +83,12 @@ FUNCTIONS = (
     Relied(f"{_STREAMER}.build_additional_customized_info", ("self", "reqs")),
     Relied(f"{_STREAMER}.should_build_additional_customized_info", ("self",)),
     *(Relied(f"{_WEIGHTS}.{name}", ("self", "recv_req")) for name in WEIGHT_CHANGES),
+    Relied(f"{_CONTEXT}:forward_context", ("ctx",)),
+    Relied(f"{_CONTEXT}:get_attn_backend", ()),
+    *(
+        Relied(f"sglang.srt.models.{name}.forward", ("self", "input_ids", "positions", "forward_batch"))
+        for name in _DECODERS
+    ),
 )
 
 FIELDS = {
@@ -108,6 +117,17 @@ FIELDS = {
         "is_dsa",
     ),
     _WEIGHTS: ("scheduler",),
+    f"{_CONTEXT}:ForwardContext": ("attn_backend",),
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
+        "forward_mode",
+        "batch_size",
+        "input_ids",
+        "req_pool_indices",
+        "seq_lens",
+        "out_cache_loc",
+        "seq_lens_sum",
+        "positions",
+    ),
     "sglang.srt.managers.schedule_batch:ReqKvInfo": (
         "req_pool_idx",
         "cache_protected_len",

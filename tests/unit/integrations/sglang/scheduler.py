@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from tests.unit.integrations.sglang.conftest import CountedReports, FakeRequest
 
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
+from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.rope import RopePairing, RopeSpec
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.library import DonorLibrary
@@ -23,8 +25,10 @@ from kvgraft.integrations.sglang.donors.ranges import subtract
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.donors.texts import HostKV
 from kvgraft.integrations.sglang.donors.tree import Resident
-from kvgraft.integrations.sglang.planning.planner import LoadPlanner
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
 from kvgraft.integrations.sglang.planning.ranks import OneRank
+from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
+from kvgraft.integrations.sglang.recompute.slot_attention import Recomputation
 from kvgraft.integrations.sglang.reporting.reports import RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
 
@@ -177,10 +181,16 @@ class Running:
 class Scheduler:
     """Drives `RequestReuse` as `GraftRadixCache` does, request by request, and keeps an account of its own."""
 
-    def __init__(self, page_size=1, **settings):
+    def __init__(self, page_size=1, recomputes=False, **settings):
         self.page_size = page_size
         self.config = SGLangConfig(
-            **{"donor_tokens": 1 << 12, "host_bytes": 120 * 16, "lookup_deadline_ms": 1e9, **settings}
+            **{
+                "selection": "first_k",
+                "donor_tokens": 1 << 12,
+                "host_bytes": 120 * 16,
+                "lookup_deadline_ms": 1e9,
+                **settings,
+            }
         )
         self.keys, self.values = torch.zeros(SLOTS, 1, 2), torch.zeros(SLOTS, 1, 2)
         self.tree = PageTree(page_size)
@@ -188,19 +198,21 @@ class Scheduler:
         self.library = DonorLibrary(self.tree, self.buffers, self.config, secret=bytes(32))
         self.log = RequestLog(CountedReports())
         ranks, costs = OneRank(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+        recomputer = self.recomputer(ranks) if recomputes else None
         self.reuse = RequestReuse(
             library=self.library,
-            planner=LoadPlanner(self.library, self.config, costs, page_size),
+            planner=LoadPlanner(self.library, self.config, costs, page_size, recomputer=recomputer),
             loader=Loader(self.tree, self.buffers, self.library, ranks=ranks, log=self.log),
             registrar=DonorRegistrar(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
             fingerprint="model",
             min_run=self.config.min_run,
+            recomputer=recomputer,
         )
         self.tree.on_evicted = self.reuse.evicted
         self.contents, self.weights, self.is_stale, self.number = [None], 0, False, 0
-        self.waiting, self.running, self.copied_tokens = [], [], 0
+        self.waiting, self.running, self.copied_tokens, self.recomputed_tokens = [], [], 0, 0
 
     # What SGLang does
 
@@ -236,6 +248,7 @@ class Scheduler:
                 self.take_copies(entry, slots)
             req.prefix_len = len(entry.row)
             assert len(entry.row) == entry.exact_len + loaded
+            self.recompute(entry)
         self.compute_chunk(entry, chunk)
         return True
 
@@ -247,6 +260,7 @@ class Scheduler:
         if slots is not None:
             self.take_copies(entry, slots)
             req.prefix_len = len(entry.row)
+        self.recompute(entry)
         if self.tree.room() < len(req.full_untruncated_fill_ids) - len(entry.row) + 2 * self.page_size:
             self.retract(entry)
             return
@@ -293,6 +307,34 @@ class Scheduler:
         self.weights += 1
 
     # Its parts
+
+    def recomputer(self, ranks):
+        model, policy = SimpleNamespace(run=self.run_rows), chosen_policy(self.config)
+        return Recomputer(model, self.buffers, policy, drift_correction(self.config.correction), ranks)
+
+    def recompute(self, entry):
+        self.recomputed_of = entry
+        self.reuse.recompute(entry.req, torch.tensor(entry.row, dtype=torch.int64))
+
+    def run_rows(self, token_ids, rows, attention):
+        """What SGLang's model does in a pass of ours: contents instead of K/V."""
+        entry, numbers = self.recomputed_of, []
+        for token, row in zip(token_ids.tolist(), rows.tolist(), strict=True):
+            seen = [(at, self.content(each)) for at, each in enumerate(entry.row[:row])]
+            generation = max((each.generation + (at in entry.copied) for at, each in seen), default=0)
+            weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
+            self.contents.append(Content(token, row, entry.req.cache_salt or "", None, generation, weights))
+            numbers.append(len(self.contents) - 1)
+        values = torch.tensor(numbers, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
+        angles = torch.from_numpy(STEP * rows)
+        keys = torch.stack([angles.cos(), angles.sin()], 1)[:, None].float()
+        layer = SimpleNamespace(layer_id=0, tp_q_head_num=1, head_dim=2, scaling=1.0, logit_cap=0.0)
+        attention.forward(keys.flatten(1), keys, values, layer, None)
+        if attention.failure is not None:
+            raise attention.failure
+        if isinstance(attention, Recomputation):
+            entry.copied -= set(rows.tolist())
+            self.recomputed_tokens += len(rows)
 
     def compute_chunk(self, entry, chunk):
         tokens, position = entry.req.full_untruncated_fill_ids, len(entry.row)

@@ -27,11 +27,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(
         page_size=strategies.sampled_from([1, 4]),
-        selection=strategies.sampled_from(["none", "first_k"]),
+        selection=strategies.sampled_from(["none", "first_k", "passes first_k", "passes random", "passes query_seam"]),
         max_generation=strategies.integers(0, 2),
     )
     def start(self, page_size, selection, max_generation):
-        self.scheduler = Scheduler(page_size, selection=selection, first_k=4, max_generation=max_generation)
+        *passes, selection = selection.split()
+        self.scheduler = Scheduler(
+            page_size, bool(passes), selection=selection, first_k=4, max_generation=max_generation, recompute_ratio=0.3
+        )
         self.number = 0
 
     def fresh(self, count):
@@ -112,14 +115,14 @@ class AnyOrder(RuleBasedStateMachine):
             scheduler.tree.allocate = lambda count: setattr(scheduler.tree, "allocate", allocate)
             assume(scheduler.match(self.waiting(which)))
         else:
-            scheduler.buffers._rope, rope = None, scheduler.buffers._rope
+            scheduler.buffers.rope, rope = None, scheduler.buffers.rope
         try:
             scheduler.admit(self.waiting(which), chunk)
         finally:
             if how == "room":
                 scheduler.tree.allocate = allocate
             else:
-                scheduler.buffers._rope = rope
+                scheduler.buffers.rope = rope
 
     @invariant()
     def everything_holds(self):
@@ -204,11 +207,15 @@ class Walk:
             scheduler.finish(entry)
 
 
-@pytest.mark.parametrize(("page_size", "selection"), [(1, "none"), (4, "first_k")])
-def test_long_walk_reaches_everything_and_breaks_nothing(page_size, selection):
-    walk = Walk(Scheduler(page_size, selection=selection, first_k=4), page_size)
+@pytest.mark.parametrize(
+    ("page_size", "recomputes", "selection"),
+    [(1, False, "none"), (4, False, "first_k"), (1, True, "query_seam"), (4, True, "first_k")],
+)
+def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, selection):
+    walk = Walk(Scheduler(page_size, recomputes, selection=selection, first_k=4, recompute_ratio=0.3), page_size)
     for _ in range(500):
         walk.step()
     wanted = ["copied between chunks", "retracted with copies", "finished behind copies", "generation 1", "HostKV"]
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
+    assert (walk.scheduler.recomputed_tokens > 50) == recomputes

@@ -71,7 +71,10 @@ class FakeCache:
 
     def __init__(self, regions=None):
         self.regions = regions or {}
-        self.rooms = []
+        self.rooms, self.loads_first_only = [], []
+
+    def load_nothing_between_chunks(self, req):
+        self.loads_first_only.append(req)
 
     def next_gap(self, req, position):
         starts = [start for start, _ in self.regions.get(req.rid, []) if start > position]
@@ -189,3 +192,4 @@ def test_without_chunks_or_with_aligned_cuts_nothing_is_phased():
         request = make_request("phased", 200)
         adder.add_one_req(request, False, align)
         assert request.extend_end == 200
+        assert cache.loads_first_only.pop() is request

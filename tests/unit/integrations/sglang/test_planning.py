@@ -99,7 +99,7 @@ def test_settings_of_other_engines_are_told():
     ("environ", "message"),
     [
         ({"KVGRAFT_MIN_RUN": "4"}, "KVGRAFT_MIN_RUN: min_run must be at least 16"),
-        ({"KVGRAFT_SELECTION": "query_seam"}, "unknown selection 'query_seam'; choose none, first_k"),
+        ({"KVGRAFT_SELECTION": "adaptive"}, "unknown selection 'adaptive'; choose none, random, first_k"),
         ({"KVGRAFT_SEMANTIC_PROVIDER": "no colon"}, "choose module:Class"),
         ({"KVGRAFT_CONFIG": "absent.json"}, "absent.json"),
         ({"KVGRAFT_MIN_RUNS": "32"}, "KVGRAFT_MIN_RUNS is no setting; did you mean KVGRAFT_MIN_RUN?"),

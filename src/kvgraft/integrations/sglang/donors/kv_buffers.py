@@ -35,7 +35,7 @@ class KVBuffers:
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.keys, self.values = tuple(keys), tuple(values)
-        self._rope = tuple(rope)
+        self.rope = tuple(rope)
         self._stream = forward_stream
         self.device = self.keys[0].device
 
@@ -51,24 +51,29 @@ class KVBuffers:
 
     def source(self, kv: Tensor | KVBlock) -> KVSource:
         """Return where the K/V of slots (int64), or of a block in host memory, are read from."""
-        return BlockSource(kv, self.device) if isinstance(kv, KVBlock) else _Slots(self, kv)
+        return BlockSource(kv, self.device) if isinstance(kv, KVBlock) else self.place(kv)
+
+    def place(self, slots: Tensor) -> SlotPlace:
+        """Return `slots`, int64, to read from and write to."""
+        return SlotPlace(self, slots)
 
     def copy(self, copies: Sequence[SpanCopy], targets: Tensor) -> None:
         """Write `copies`, one behind the other, into the slots `targets` (int64).
 
         Complexity: O(layers * tokens).
         """
-        with self._on_forward_stream():
-            copy_spans(RotatedSpans(copies, self._rope, self.device), _Slots(self, targets), range(len(self.keys)))
+        with self.on_forward_stream():
+            copy_spans(RotatedSpans(copies, self.rope, self.device), self.place(targets), range(len(self.keys)))
 
     def export(self, slots: Tensor) -> KVBlock:
         """Copy the K/V of `slots` (int64) to host memory; waits until they are there."""
-        with self._on_forward_stream():
+        with self.on_forward_stream():
             keys = tuple(buffer.index_select(0, slots).cpu() for buffer in self.keys)
             values = tuple(buffer.index_select(0, slots).cpu() for buffer in self.values)
         return KVBlock(keys, values)
 
-    def _on_forward_stream(self) -> AbstractContextManager[object]:
+    def on_forward_stream(self) -> AbstractContextManager[object]:
+        """Queue the block's work on the stream that runs the model."""
         if self._stream is None:
             return nullcontext()
         # Slot numbers were computed on the scheduler's stream.
@@ -77,7 +82,7 @@ class KVBuffers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Slots:
+class SlotPlace:
     """Some slots: a `KVSource` and a `KVPlace`. Reading gives views where they ascend without a gap."""
 
     buffers: KVBuffers
@@ -88,9 +93,11 @@ class _Slots:
         object.__setattr__(self, "index", _contiguous(self.index))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each (num_slots, num_kv_heads, head_dim)."""
         return self.buffers.keys[layer][self.index], self.buffers.values[layer][self.index]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values of one layer there, in the buffers' dtype."""
         self._write(self.buffers.keys[layer], keys)
         self._write(self.buffers.values[layer], values)
 

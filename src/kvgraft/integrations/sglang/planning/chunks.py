@@ -48,6 +48,8 @@ class RegionAdmission:
         gap = None
         if budget is not None and truncation_align_size is None:
             gap = self.tree_cache.next_gap(req, req.prefix_len + req.host_hit_length)
+        else:
+            self.tree_cache.load_nothing_between_chunks(req)
         if (has_chunked_req or self.new_chunked_req is not None) and self._needs_pieces(req, gap):
             return self.passed_over
         if budget is None or gap is None or gap >= budget:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.regions import loadable
 from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
-from kvgraft.types import Match, Miss, Namespace
+from kvgraft.types import GraftPlan, Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:
     from array import array
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
     from kvgraft.config.sglang import SGLangConfig
     from kvgraft.donors import CostModel
+    from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,16 @@ def request_namespace(
     return Namespace(fingerprint, lora_id or "", json.dumps([extra_key, cache_salt]))
 
 
+def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
+    """Return the policy that settings name."""
+    return configured_policy(config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio)
+
+
+def extent(plan: GraftPlan) -> tuple[int, int]:
+    """Return how many tokens `plan` copies, and how many stand behind the last of them."""
+    return sum(span.length for span in plan.spans), plan.num_tokens - plan.spans[-1].target_end
+
+
 class LoadPlanner:
     """Plans one prompt at a time: the lookup of all engines, cut to what SGLang can load. Not thread-safe."""
 
@@ -57,11 +70,25 @@ class LoadPlanner:
         costs: CostModel,
         page_size: int,
         *,
+        recomputer: Recomputer | None = None,
         has_deadline: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build a planner; without a deadline plans depend on nothing but their arguments and the donors."""
-        self.policy = configured_policy(config.selection, first_k=config.first_k)
+        """Build a planner.
+
+        Args:
+            library: Donors.
+            config: Names the policy.
+            costs: What computing, copying and steps cost.
+            page_size: Tokens of a page.
+            recomputer: Computes again what the policy chooses once it is loaded; None where nobody does, and what the policy
+                chooses must be left to SGLang.
+            has_deadline: Without one plans depend on nothing but their arguments and the donors.
+            clock: Seconds.
+        """
+        self.policy = chosen_policy(config)
+        self._recomputer = recomputer
+        self._left_out: SelectionPolicy = self.policy if recomputer is None else NoRecompute()
         self._catalogue = library.catalogue
         self._costs = costs
         self._page_size = page_size
@@ -89,6 +116,9 @@ class LoadPlanner:
         found = self._lookup.find(namespace, token_ids, exact_len, self._costs)
         if isinstance(found.planned, Miss):
             return LoadPlan((), found.planned, found.lookup_ms)
+        if self._recomputer is not None and self._recomputer.policy_for(*extent(found.planned)) is None:
+            miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
+            return LoadPlan((), miss, found.lookup_ms)
         return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
 
     def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
@@ -97,7 +127,7 @@ class LoadPlanner:
             start=exact_len,
             end=num_tokens - 1,
             page_size=self._page_size,
-            policy=self.policy,
+            policy=self._left_out,
             min_run=self._min_run,
         )
         return regions

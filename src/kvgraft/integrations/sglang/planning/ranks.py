@@ -42,6 +42,9 @@ class Ranks(Protocol):
     def confirm(self, num_tokens: int) -> int:
         """Return `num_tokens` if all ranks say the same, else -1."""
 
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of `numbers`, float32 on the CPU; the same on all of them."""
+
 
 def shared_secret(group: dist.ProcessGroup) -> bytes:
     """Return rank 0's new secret on every rank, so that their catalogues find the same donors."""
@@ -60,6 +63,10 @@ class OneRank:
     def confirm(self, num_tokens: int) -> int:
         """Agree with oneself."""
         return num_tokens
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Be the sum."""
+        return numbers
 
 
 class TensorParallelRanks:
@@ -88,6 +95,11 @@ class TensorParallelRanks:
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=self._group)
         low, high = int(bounds[0]), -int(bounds[1])
         return low if low == high else -1
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Reduce."""
+        dist.all_reduce(numbers, op=dist.ReduceOp.SUM, group=self._group)
+        return numbers
 
     def _encoded(self, decision: Decision) -> list[int]:
         if decision.spans is None:

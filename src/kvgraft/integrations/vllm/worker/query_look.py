@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.vllm.worker.row_attention import (
+from kvgraft.graft.row_attention import (
     AttentionRule,
     GatheredKV,
     QueryRows,

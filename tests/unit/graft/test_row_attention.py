@@ -1,4 +1,4 @@
-"""Attention formed outside vLLM's kernels: the embedded engine's, and a naive one row by row."""
+"""Attention formed outside an engine's kernels: the embedded engine's, and a naive one row by row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvgraft.engine.attention.sequence import LayerInputs, SequenceAttention
-from kvgraft.integrations.vllm.worker import row_attention
-from kvgraft.integrations.vllm.worker.row_attention import AttentionRule, GatheredKV, QueryRows, attend, observe
+from kvgraft.graft import row_attention
+from kvgraft.graft.row_attention import AttentionRule, GatheredKV, QueryRows, attend, observe
 
 HEADS, KV_HEADS, DIM, NUM_KEYS = 6, 2, 8, 70
 RULES = [AttentionRule(0.4), AttentionRule(0.4, window=9), AttentionRule(0.9, softcap=1.5), AttentionRule(0.9, 20, 2.0)]

@@ -1,4 +1,4 @@
-"""Attention of a few rows over gathered keys, with its weights: what no kernel of vLLM gives away.
+"""Attention of a few rows over gathered keys, with its weights: what no kernel of vLLM or SGLang gives away.
 
 Plain PyTorch in float32, one key head after the other, so that memory stays bounded whatever the prompt is long.
 """

@@ -1,0 +1,280 @@
+"""Chosen tokens computed again over slots, with a small decoder whose full prefill is formed apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.graft.drift import DriftCorrection, DriftRun, RunLayout, drift_correction
+from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
+from kvgraft.graft.select import FirstK, QuerySeam, RandomShare
+from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
+from kvgraft.integrations.sglang.planning.ranks import OneRank
+from kvgraft.integrations.sglang.recompute import recomputer as recomputer_module
+from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
+from kvgraft.types import DonorId, GraftPlan, Match
+
+LAYERS, HEADS, KV_HEADS, DIM, WIDTH, SLOTS = 3, 4, 2, 8, 24, 600
+SPEC = RopeSpec(100.0 ** (-torch.arange(0, DIM, 2) / DIM), RopePairing.HALF)
+
+
+class Decoder:
+    """Embedding and attention layers with residuals, in float32; a `RowModel`."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+
+        def weight(*shape):
+            return torch.randn(*shape, generator=generator) / shape[0] ** 0.5
+
+        self.embedding = weight(1000, WIDTH) * 30
+        self.layers = [
+            (
+                weight(WIDTH, HEADS * DIM),
+                weight(WIDTH, KV_HEADS * DIM),
+                weight(WIDTH, KV_HEADS * DIM),
+                weight(32, WIDTH),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.runs, self.fail_at = [], None
+
+    def run(self, token_ids, rows, attention):
+        self.runs.append(rows)
+
+        def attend(number, query, keys, values):
+            layer = SimpleNamespace(
+                layer_id=number, tp_q_head_num=HEADS, head_dim=DIM, scaling=DIM**-0.5, logit_cap=0.0
+            )
+            broken = number == self.fail_at
+            return attention.forward(
+                query.flatten(1), None if broken else keys, values, layer, None, save_kv_cache=True
+            )
+
+        self._forward(token_ids, rows, attend)
+        if attention.failure is not None:
+            raise attention.failure
+
+    def prefill(self, token_ids):
+        """K/V of a full prefill by layer, and what each row pays to each position, summed over heads and layers."""
+        kept, mass = [], torch.zeros(len(token_ids), len(token_ids))
+
+        def attend(_, query, keys, values):
+            kept.append((keys, values))
+            group = HEADS // KV_HEADS
+            scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * DIM**-0.5
+            hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            mass.add_(weights.sum(0))
+            return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).flatten(1)
+
+        self._forward(token_ids, np.arange(len(token_ids)), attend)
+        return kept, mass
+
+    def _forward(self, token_ids, rows, attend):
+        hidden, positions = self.embedding[torch.from_numpy(token_ids)], torch.from_numpy(rows)
+        turn = RopeShift.between(torch.zeros_like(positions), positions, SPEC.inv_freq)
+        for number, (to_query, to_keys, to_values, out) in enumerate(self.layers):
+            normed = torch.nn.functional.normalize(hidden, dim=1) * WIDTH**0.5
+            query, keys = (
+                rotate_keys((normed @ weight).view(len(rows), -1, DIM), turn, SPEC.pairing)
+                for weight in (to_query, to_keys)
+            )
+            hidden = hidden + attend(number, query, keys, (normed @ to_values).view(len(rows), -1, DIM)) @ out
+
+
+class Case:
+    """A prompt of an exact head, a run, a gap, another run and a tail, in scattered slots, runs as they were elsewhere."""
+
+    def __init__(self, tail=70, gap=8):
+        rng = np.random.default_rng(3)
+        self.decoder = Decoder()
+        self.tokens = rng.integers(0, 1000, 10 + 60 + gap + 40 + tail)
+        self.runs = [(10, 70), (70 + gap, 110 + gap)]
+        self.front = 110 + gap
+        generator = torch.Generator().manual_seed(5)
+        noise = torch.randn(2, LAYERS, SLOTS, KV_HEADS, DIM, generator=generator)
+        self.keys, self.values = list(noise[0]), list(noise[1])
+        self.slots = torch.from_numpy(rng.permutation(np.arange(1, SLOTS))[: self.front])
+        self.buffers = KVBuffers(self.keys, self.values, [SPEC] * LAYERS)
+        full, _ = self.decoder.prefill(self.tokens)
+        other, _ = self.decoder.prefill(np.concatenate([rng.integers(0, 1000, 10), self.tokens[10 : self.front]]))
+        for layer in range(LAYERS):
+            for position, slot in enumerate(self.slots.tolist()):
+                source = other if any(a <= position < b for a, b in self.runs) else full
+                self.keys[layer][slot], self.values[layer][slot] = (part[position] for part in source[layer])
+        self.full = full
+        computed = np.setdiff1d(np.arange(10, len(self.tokens)), np.concatenate([np.arange(*run) for run in self.runs]))
+        spans = tuple(Match(a, DonorId(number), 0, b - a) for number, (a, b) in enumerate(self.runs))
+        self.plan = GraftPlan(len(self.tokens), 10, spans, computed)
+        self.before = self.snapshot()
+
+    def snapshot(self):
+        return [(keys.clone(), values.clone()) for keys, values in zip(self.keys, self.values, strict=True)]
+
+    def run(self, policy, correction=None, ranks=None, **options):
+        made = Recomputer(self.decoder, self.buffers, policy, correction, ranks or OneRank(), **options)
+        return made.run(self.tokens, self.plan, self.slots, policy)
+
+    def error(self):
+        """Per layer how far the runs' K/V are from a full prefill's, in their own slots."""
+        positions = np.concatenate([np.arange(*run) for run in self.runs])
+        slots = self.slots[positions]
+        return [
+            float((keys[slots] - self.full[layer][0][positions]).abs().max()) for layer, keys in enumerate(self.keys)
+        ]
+
+    def changed(self, layer):
+        """Positions of the prompt, and slots of nobody, whose K/V in a layer are not what they were."""
+        keys, values = self.before[layer]
+        moved = ((keys != self.keys[layer]) | (values != self.values[layer])).flatten(1).any(1)
+        own = {slot: position for position, slot in enumerate(self.slots.tolist())}
+        return {own.get(slot, -slot) for slot in moved.nonzero().flatten().tolist()}
+
+
+@pytest.fixture
+def case():
+    return Case()
+
+
+def test_copies_were_wrong_and_everything_computed_again_is_a_full_prefill(case):
+    assert max(case.error()) > 0.1
+    found = case.run(FirstK(1000))
+    assert found.computed == 100
+    assert max(case.error()) < 1e-5
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 2048])
+def test_how_a_pass_is_cut_changes_nothing(case, max_rows):
+    case.run(QuerySeam(ratio=0.2), max_rows=max_rows)
+    whole = Case()
+    whole.run(QuerySeam(ratio=0.2))
+    for mine, theirs in zip(case.snapshot(), whole.snapshot(), strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_nothing_is_written_but_what_was_chosen(case):
+    found = case.run(RandomShare(ratio=0.2))
+    assert found.computed == 20
+    assert found.corrected == 0
+    (rows,) = case.decoder.runs
+    for layer in range(1, LAYERS):
+        assert case.changed(layer) == set(rows.tolist())
+        assert all(any(a <= row < b for a, b in case.runs) for row in rows)
+
+
+def test_a_computed_row_sees_nothing_behind_it(case):
+    """What lies behind the last chosen row of another prompt is noise; rows come out the same."""
+    other = Case()
+    policy = FirstK(4)
+    case.run(policy)
+    for layer in range(LAYERS):
+        other.keys[layer][other.slots[14:70]] = 7.0
+        other.values[layer][other.slots[14:70]] = 7.0
+    other.run(policy)
+    first = case.slots[10:14]
+    for mine, theirs in zip(case.keys, other.keys, strict=True):
+        assert torch.allclose(mine[first], theirs[first], atol=1e-6)
+
+
+def test_a_look_writes_nothing_and_sees_what_attention_is():
+    """Of K/V that are a full prefill's the mass is that of a full prefill: query rows in the gap and in the tail."""
+    case = Case(tail=40)
+    case.run(FirstK(1000))
+    seen = []
+
+    class Watching(OneRank):
+        def total(self, numbers):
+            seen.append(numbers.clone())
+            return numbers
+
+    before = case.snapshot()
+    case.run(QuerySeam(ratio=1e-9), ranks=Watching())
+    _, mass = case.decoder.prefill(case.tokens)
+    query = case.plan.compute[-64:]
+    assert len(query) == 48  # the gap's rows too
+    assert torch.allclose(seen[0][:-1], mass[query].sum(0), atol=1e-3)
+    one = case.decoder.runs[-1]  # a share above 0 is at least one token
+    for (keys, _), (old, _) in zip(case.snapshot(), before, strict=True):
+        kept = torch.ones(SLOTS, dtype=torch.bool)
+        kept[case.slots[one]] = False
+        assert torch.equal(keys[kept], old[kept])
+
+
+def test_the_last_rows_of_a_long_tail_look(monkeypatch):
+    monkeypatch.setattr(recomputer_module, "MAX_LOOK_ROWS", 30)
+    case = Case(tail=100)
+    case.run(QuerySeam(ratio=0.1))
+    looked = case.decoder.runs[0]
+    assert looked.tolist() == list(range(len(case.tokens) - 64, len(case.tokens)))
+
+
+def test_the_rest_is_corrected_by_what_the_sample_moved(case):
+    correction = DriftCorrection()
+    found = case.run(FirstK(8), correction)
+    assert found == (16, 84)
+    plain = Case()
+    plain.run(FirstK(8))
+    # Layer 1: its rows depend on layer 0 alone, which nothing corrects, so both passes computed the same there.
+    for first, last in case.runs:
+        run = DriftRun(np.arange(first, first + 8), np.arange(first + 8, last))
+        layout = RunLayout.of([run], torch.device("cpu"))
+        sample, rest = case.slots[run.sample], case.slots[run.rest]
+        old_keys, old_values = case.before[1]
+        want = correction.corrected(
+            layout,
+            (plain.keys[1][sample], plain.values[1][sample]),
+            (old_keys[sample], old_values[sample]),
+            (old_keys[rest], old_values[rest]),
+            SPEC,
+        )
+        assert torch.allclose(case.keys[1][rest], want[0], atol=1e-5)
+        assert torch.allclose(case.values[1][rest], want[1], atol=1e-5)
+        assert not torch.allclose(case.keys[1][rest], old_keys[rest], atol=1e-3)
+        assert torch.equal(case.keys[0][rest], case.before[0][0][rest])
+
+
+def test_a_correction_brings_the_rest_nearer(case):
+    plain = Case()
+    plain.run(FirstK(8))
+    case.run(FirstK(8), drift_correction("drift"))
+    rest = np.concatenate([np.arange(a + 8, b) for a, b in case.runs])
+
+    def distance(world):
+        slots = world.slots[rest]
+        return sum(float((world.values[n][slots] - world.full[n][1][rest]).square().sum()) for n in range(1, LAYERS))
+
+    assert distance(case) < distance(plain)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_failure_is_raised_behind_the_pass_and_later_layers_are_as_they_were(case, layer):
+    case.decoder.fail_at = layer
+    with pytest.raises((AttributeError, TypeError)):
+        case.run(FirstK(4))
+    assert all(not case.changed(later) for later in range(layer, LAYERS))
+
+
+def test_one_rank_that_cannot_look_keeps_all_from_computing(case):
+    class Other(OneRank):
+        def total(self, numbers):
+            return numbers + torch.nn.functional.one_hot(torch.tensor(len(numbers) - 1), len(numbers))
+
+    with pytest.raises(RuntimeError, match="another rank"):
+        case.run(QuerySeam(ratio=0.1), ranks=Other())
+    assert len(case.decoder.runs) == 1
+    assert not case.changed(1)
+
+
+@pytest.mark.parametrize(
+    ("num_reused", "tail", "chosen"),
+    [(400, 20, "query_seam"), (350, 4000, "first_k"), (100, 20, "first_k"), (100, 0, "query_seam"), (30, 0, None)],
+)
+def test_nobody_looks_where_a_look_costs_more_than_reuse_saves(case, num_reused, tail, chosen):
+    policy, instead = QuerySeam(ratio=0.1), FirstK(8)
+    made = Recomputer(case.decoder, case.buffers, policy, None, OneRank(), instead, per_pass=40.0)
+    found = made.policy_for(num_reused, tail)
+    assert (None if found is None else found.name) == chosen
