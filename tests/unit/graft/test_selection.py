@@ -18,6 +18,7 @@ from kvgraft.graft.select import (
     KVDeviation,
     NoRecompute,
     Observation,
+    Oracle,
     QueryAttention,
     QuerySeam,
     RandomShare,
@@ -28,7 +29,6 @@ from kvgraft.graft.select import (
 )
 from kvgraft.graft.select.adaptive import jensen_shannon
 from kvgraft.graft.select.draw import drawn
-from kvgraft.graft.select.oracle import Oracle
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, SparsePrefill, selection_context
 from kvgraft.types import DonorId, GraftPlan, Match
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift import CORRECTIONS
-from kvgraft.graft.select import SELECTION_POLICIES, FirstK, RatioPolicy, SelectionPolicy
-from kvgraft.graft.select.oracle import Oracle
+from kvgraft.graft.select import SELECTION_POLICIES, FirstK, Oracle, RatioPolicy, SelectionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

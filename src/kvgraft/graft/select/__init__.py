@@ -10,7 +10,7 @@
 | `query_seam` | query attention x a prior that falls with the distance from the seam | docs/graft.md |
 | `adaptive` | `query_seam`, doubled until the first token stops to change | docs/graft.md |
 
-`oracle.py` is not among them: it needs what only a full prefill knows, for benchmarks.
+`Oracle` is not among them: it needs what only a full prefill knows, for benchmarks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvgraft.graft.select.base import (
 from kvgraft.graft.select.first_k import FirstK
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
+from kvgraft.graft.select.oracle import Oracle
 from kvgraft.graft.select.query_attention import QueryAttention
 from kvgraft.graft.select.query_seam import QuerySeam
 from kvgraft.graft.select.random_share import RandomShare
@@ -63,6 +64,7 @@ __all__ = [
     "NoRecompute",
     "Observable",
     "Observation",
+    "Oracle",
     "QueryAttention",
     "QuerySeam",
     "RandomShare",
