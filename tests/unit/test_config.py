@@ -168,7 +168,7 @@ class TestReuseSettings:
             for name, default in shared.items()
             if kind.field(name).default != default
         }
-        assert different == {("EngineConfig", "selection"), ("VLLMConfig", "host_bytes")}
+        assert different == {("EngineConfig", "selection"), ("VLLMConfig", "selection"), ("VLLMConfig", "host_bytes")}
 
     @pytest.mark.parametrize(
         ("kind", "shown", "scattered"),
@@ -181,13 +181,19 @@ class TestReuseSettings:
     def test_choices_follow_from_what_an_engine_can_show(self, kind, shown, scattered):
         assert kind.rules()["selection"].choices == available_policies(shown, scattered=scattered)
 
-    def test_only_the_engine_that_corrects_drift_offers_it(self):
-        assert EngineConfig.rules()["correction"].choices == tuple(CORRECTIONS)
-        assert not any("correction" in kind.rules() for kind in (VLLMConfig, SGLangConfig))
+    def test_only_engines_that_correct_drift_offer_it(self):
+        for kind in (EngineConfig, VLLMConfig):
+            assert kind.rules()["correction"].choices == tuple(CORRECTIONS)
+        assert "correction" not in SGLangConfig.rules()
+
+    def test_what_reaches_the_same_error_is_the_default_where_it_can_run(self):
+        names = ("selection", "recompute_ratio", "correction", "min_run", "max_generation")
+        assert {name: getattr(VLLMConfig(), name) for name in names} == {
+            name: getattr(EngineConfig(), name) for name in names
+        }
 
     def test_ratios_are_those_of_their_policies(self):
         assert EngineConfig().recompute_ratio == SELECTION_POLICIES["query_seam"]().recompute_ratio
-        assert VLLMConfig().recompute_ratio == SELECTION_POLICIES["kv_deviation"]().recompute_ratio
 
     def test_shortest_run_is_that_of_the_index(self):
         assert ReuseSettings().min_run == GRAM_TOKENS == ReuseSettings.rules()["donor_tokens"].low
