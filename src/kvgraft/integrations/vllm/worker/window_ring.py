@@ -63,8 +63,8 @@ class WindowRing(GroupKV):
 
     @property
     def longest_piece(self) -> int | None:
-        """The rows that the ring was made for."""
-        return self._max_rows
+        """As many as rows that the ring was made for; no limit where it holds the whole prompt."""
+        return self._max_rows if self._num_blocks < len(self._own.blocks) else None
 
     @property
     def forgets(self) -> bool:
