@@ -1,4 +1,4 @@
 """Carry a plan out: RoPE shift, copies, sparse prefill, selection policies and drift correction.
 
-Public modules: `drift`, `executor`, `model`, `rope`, `rope_proof`, `sparse_prefill`.
+Public modules: `drift`, `drift_plan`, `executor`, `model`, `rope`, `rope_proof`, `sparse_prefill`.
 """
