@@ -1,6 +1,6 @@
 """Compare settings of `kvgraft bench fidelity` request by request, over several suites at once.
 
-    python benchmarks/fidelity_pairs.py rag.requests.jsonl tools.requests.jsonl --against none query_seam:0.1 [--json]
+    python benchmarks/fidelity_pairs.py rag.requests.jsonl tools.requests.jsonl --against none query_seam:0.1 [--plot F]
 
 Reads what `kvgraft bench fidelity --json F` writes beside F. Only requests that were grafted under every setting count. A
 ratio is that of means over the same requests, with a 95 % interval from 4,000 resamples of requests within their suites:
@@ -72,7 +72,10 @@ def compare(records: list[dict[str, object]], against: list[str], seed: int) -> 
                 "setting": label,
                 "n": len(records),
                 **{name: float(mine[name].mean()) for name in FIGURES},
-                "mean_kl_ci": np.quantile(kl[drawn].mean(1), [0.025, 0.975]).tolist(),
+                **{
+                    f"{name}_ci": np.quantile(mine[name][drawn].mean(1), [0.025, 0.975]).tolist()
+                    for name in ("mean_kl", "first_kl")
+                },
                 "median_kl": float(np.median(kl)),
                 "worst_tenth_kl": float(np.sort(kl)[-max(1, len(kl) // 10) :].mean()),
                 "against": {
@@ -111,6 +114,26 @@ def markdown(rows: list[dict[str, object]], against: list[str]) -> str:
     return "\n".join(lines)
 
 
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """Draw error against computed operations, all suites together."""
+    from kvgraft.bench.fidelity.plot import draw_fidelity
+
+    drawn = []
+    for row in rows:
+        policy, _, correction = str(row["setting"]).partition("+")
+        intervals = {name: row[f"{name}_ci"] for name in ("mean_kl", "first_kl")}
+        drawn.append(
+            {
+                **row,
+                "suite": "all",
+                "policy": policy.partition(":")[0],
+                "correction": correction or "none",
+                "ci": intervals,
+            }
+        )
+    draw_fidelity(drawn, None, f"the same {rows[0]['n']} requests under every setting", path)
+
+
 def told(found: dict[str, object] | None) -> str:
     """A ratio and its interval."""
     if found is None:
@@ -126,8 +149,11 @@ def main() -> int:
     parser.add_argument("--against", nargs="+", default=["none"], help="settings to divide by")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, help="write a PNG: error against computed operations")
     args = parser.parse_args()
     rows = compare(read(args.requests), args.against, args.seed)
+    if args.plot:
+        draw(rows, args.plot)
     print(json.dumps(rows, indent=1) if args.json else markdown(rows, args.against))
     return 0
 

@@ -169,6 +169,7 @@ class RiskStatement:
         loss: What counts as a loss, such as `first_token`; empty if nothing is stated.
         notch: Name of the policy's setting, `full` where nothing is grafted; empty if nothing is stated.
         audits: Requests of this kind, at this notch, that were compared with full prefill while serving.
+        reason: Why nothing is stated; empty if something is.
     """
 
     status: RiskStatus = RiskStatus.UNCALIBRATED
@@ -177,9 +178,10 @@ class RiskStatement:
     loss: str = ""
     notch: str = ""
     audits: int = 0
+    reason: str = ""
 
 
-UNCALIBRATED = RiskStatement()
+UNCALIBRATED = RiskStatement(reason="no calibration is in use")
 """The statement that states nothing."""
 
 

@@ -34,6 +34,7 @@ COVERED = HELPERS | {
     "donor_substitution.py",
     "fidelity_pairs.py",
     "record.py",
+    "risk_streams.py",
     "soak.py",
     "prefix/bench_events.py",
     "prefix/bench_hybrid_chat.py",
@@ -166,6 +167,46 @@ class TestRisk:
         assert wild["risk_at_end"] == wild["uncontrolled_after"] > 0.02
 
 
+class TestRiskStreams:
+    @pytest.fixture
+    def script(self, load):
+        return load("risk_streams.py")
+
+    @staticmethod
+    def write(path, **losses):
+        notches = {"full": [0.0] * 200, **losses}
+        path.write_text(json.dumps({"loss": "kl:1", "notches": list(notches), "losses": notches}))
+        return path
+
+    def rows(self, script, run, path, *options):
+        code, out = run(script, path, "--json", "--streams", 40, "--served", 400, *options)
+        assert code == 0
+        return json.loads(out)["rows"]
+
+    def test_says_what_was_held(self, script, run, tmp_path):
+        path = self.write(tmp_path / "l.json", safe=[0.001] * 200, bold=[0.0, 1.0] * 100)
+        few, many = self.rows(script, run, path, "--epsilon", 0.05, "--prompts", 20, 300)
+        assert few["nothing_certified"] == 1
+        assert few["served_loss"] is None
+        assert many["notches"] == {"safe": 1.0}
+        assert many["certified_wrongly"] == many["alarmed"] == 0
+        assert many["served_loss"] == pytest.approx(0.001)
+        assert many["certified_by_audits"] == 1
+
+    def test_a_calibration_that_certifies_everything_is_seen(self, script, run, tmp_path, monkeypatch):
+        path = self.write(tmp_path / "l.json", bold=[0.0, 1.0] * 100)
+        monkeypatch.setattr(script, "fixed_sequence", lambda p_values, _: len(p_values))
+        (row,) = self.rows(script, run, path, "--epsilon", 0.05, "--prompts", 50)
+        assert row["certified_wrongly"] == row["alarmed"] == 1
+        assert row["served_loss"] < 0.25  # the controller switched it off
+
+    def test_other_files_are_refused(self, script, run, tmp_path):
+        path = tmp_path / "l.json"
+        path.write_text("{}")
+        with pytest.raises(SystemExit, match="no output of 'kvgraft calibrate --json'"):
+            run(script, path)
+
+
 class TestFidelityPairs:
     @pytest.fixture
     def script(self, load):
@@ -202,6 +243,13 @@ class TestFidelityPairs:
         assert found["nearer"] == float(factor < 1)
         _, out = run(script, *files)
         assert f"{factor:.2f} [{factor:.2f}, {factor:.2f}]" in out
+
+    def test_draws_all_suites_together(self, script, run, tmp_path):
+        errors = {"none": [1.0, 2.0], "query_seam:0.1": [0.5, 0.7], "query_seam:0.1+drift": [0.2, 0.3]}
+        picture = tmp_path / "p.png"
+        code, _ = run(script, self.write(tmp_path / "a.jsonl", "a", errors), "--plot", picture)
+        assert code == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
     def test_files_with_other_settings_are_refused(self, script, tmp_path):
         files = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvgraft.bench.calibrate import Asked, calibration_of, references, sample_notch, summed_up, tokenized
+from kvgraft.bench.chat import user_message
 from kvgraft.bench.packs import Session
 from kvgraft.bench.prompts import read_sessions
 from kvgraft.cli import main
@@ -109,6 +110,24 @@ def test_json_says_the_same(capsys, model_dir, prompts):
     assert (code, result["notch"], result["prompts"]) == (1, "full", 4)
     assert [row["requests"] for row in result["results"]] == [3] * 5
     assert result["full_prefill"] == {"requests": 4, "loss_sum": 0.0}
+    assert [len(result["losses"][name]) for name in ("full", "50 %", "none")] == [4, 3, 3]
+    assert [sum(result["losses"][row["notch"]]) for row in result["results"]] == [
+        row["loss_sum"] for row in result["results"]
+    ]
+
+
+def test_prompts_of_a_chat_need_a_template(capsys, model_dir, prompts):
+    code, _, err = run(capsys, "calibrate", "--model", model_dir, "--prompts", prompts, "--chat")
+    assert code == 2
+    assert "has no chat template; give its prompts as they are" in err
+
+
+def test_prompts_of_a_chat_are_what_the_template_makes_of_them():
+    llm = LLM("graft-tiny", num_slots=600)
+    llm.loaded.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    made = tokenized(llm, [Session((), ("word",))], 1, lambda text: user_message(llm, text))
+    ((_, (prompt,)),) = made.sessions
+    assert llm.loaded.tokenizer.decode(prompt) == "<user>word<assistant>"
 
 
 class TestSummary:
@@ -160,6 +179,10 @@ class TestPrompts:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             read_sessions(str(path))
+
+    def test_builtin_needs_no_file(self):
+        (session,) = read_sessions("builtin", 5)
+        assert len(set(session.requests)) == 5
 
     def test_a_file_that_is_not_there(self):
         with pytest.raises(ConfigError, match="no request pack"):

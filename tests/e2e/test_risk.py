@@ -14,14 +14,14 @@ import torch
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams, audit
 from kvgraft.engine.core import Engine
 from kvgraft.engine.loading import adopt_model
-from kvgraft.engine.risk import risk_binding
+from kvgraft.engine.risk import OWN_SETTINGS, WITHDRAWN, risk_binding
 from kvgraft.errors import ConfigError
 from kvgraft.fidelity import stock_answer
 from kvgraft.fidelity.control import Calibration, NotchResult, save_calibration
 from kvgraft.graft.select import QuerySeam
 from kvgraft.reuse.notches import notches_of
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
-from kvgraft.types import MissReason, ReuseMode, RiskStatus
+from kvgraft.types import UNCALIBRATED, MissReason, ReuseMode, RiskStatus
 
 ANSWER = SamplingParams(4, ignore_eos=True)
 SETTINGS = {"num_slots": 4_000, "selection": "query_seam"}
@@ -77,7 +77,7 @@ class TestNotch:
             llm = LLM(loaded(), **SETTINGS)
             outputs = llm.generate([document, behind(rng, document)], ANSWER)
         assert outputs[1].report.spans
-        assert {output.report.risk.status for output in outputs} == {RiskStatus.UNCALIBRATED}
+        assert {output.report.risk for output in outputs} == {UNCALIBRATED}
         assert [record.getMessage() for record in caplog.records if "uncalibrated" in record.getMessage()] == [
             "risk of grafted answers: uncalibrated; 'kvgraft calibrate' measures it on your own prompts"
         ]
@@ -106,7 +106,7 @@ class TestNotch:
         llm.generate(document, ANSWER)
         output = llm.generate(behind(rng, document), ANSWER, selection=QuerySeam(0.3))[0]
         assert output.report.spans
-        assert output.report.risk.status is RiskStatus.UNCALIBRATED
+        assert output.report.risk == OWN_SETTINGS
         assert llm.audit() == 0
 
     @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ class TestAudit:
         with torch.no_grad():
             next(llm.loaded.model.parameters())[0, 0] += 1
         llm.reset()
-        assert llm.risk.start.status is RiskStatus.UNCALIBRATED
+        assert llm.risk.start == WITHDRAWN
         outputs = llm.generate([document, behind(rng, document)], ANSWER)
-        assert {output.report.risk.status for output in outputs} == {RiskStatus.UNCALIBRATED}
+        assert {output.report.risk for output in outputs} == {WITHDRAWN}
         assert llm.audit() == 0
 
     def test_gives_its_slots_back_to_requests_that_need_them(self, calibrated, rng, document):

@@ -75,16 +75,19 @@ class NotchSample:
     reused: int = 0
 
 
-def tokenized(llm: LLM, sessions: Sequence[Session], num_tokens: int) -> Prompts:
-    """Tokenise what fits with `num_tokens` of output.
+def tokenized(
+    llm: LLM, sessions: Sequence[Session], num_tokens: int, encode: Callable[[str], TokenArray] | None = None
+) -> Prompts:
+    """Tokenise what fits with `num_tokens` of output, by `encode` or as plain text.
 
     Raises:
         ConfigError: Nothing does.
     """
+    encode = encode or llm.tokenize
     longest = min(llm.max_model_len, llm.usage().total) - num_tokens
     kept, too_long = [], 0
     for session in sessions:
-        cached, asked = ([llm.tokenize(prompt) for prompt in prompts] for prompts in (session.cached, session.requests))
+        cached, asked = ([encode(prompt) for prompt in prompts] for prompts in (session.cached, session.requests))
         fitting = [tuple(prompt for prompt in prompts if len(prompt) <= longest) for prompts in (cached, asked)]
         too_long += len(asked) - len(fitting[1])
         kept.append((fitting[0], fitting[1]))

@@ -1,4 +1,7 @@
-"""Read the user's own prompts, in order of arrival: a request pack, JSON lines with a prompt each, or lines of text."""
+"""Read the user's own prompts, in order of arrival: a request pack, JSON lines with a prompt each, or lines of text.
+
+For those who have none yet there is `builtin`, the suite that every machine has.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraft.bench.fidelity.builtin import builtin_requests
 from kvgraft.bench.packs import Session, load_pack
 from kvgraft.errors import ConfigError
 
@@ -14,19 +18,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _KEYS = ("prompt", "text")
+_BUILTIN = "builtin"
 
 
 def read_sessions(name: str, limit: int | None = None) -> list[Session]:
     """Return the prompts at `name`; each session begins with an empty cache.
 
     Args:
-        name: A pack (see `packs`), or a file of lines: `{"prompt": s}`, `{"text": s}`, or text that is no JSON object.
+        name: A pack (see `packs`), a file of lines: `{"prompt": s}`, `{"text": s}`, or text that is no JSON object; or
+            `builtin`.
         limit: Most prompts that are asked in all; None for all of them. Prompts that a session finds cached do not count.
 
     Raises:
         ConfigError: A file is missing, empty or malformed; names file, line and remedy.
     """
-    sessions = _line_sessions(Path(name)) or [s for workload in load_pack(name) for s in workload.sessions]
+    if name == _BUILTIN:
+        sessions = [Session((), tuple(request.prompt for request in builtin_requests()))]
+    else:
+        sessions = _line_sessions(Path(name)) or [s for workload in load_pack(name) for s in workload.sessions]
     return list(_limited(sessions, limit))
 
 

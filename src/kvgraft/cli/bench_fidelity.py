@@ -121,11 +121,15 @@ def _report(
 
 def _arguments(args: argparse.Namespace, llm: LLM, settings: Sequence[Setting]) -> dict[str, Any]:
     """What decides about the figures of a request; a run goes on only with the same."""
+    from kvgraft import __version__
+    from kvgraft.bench.fidelity.meta import commit
+
     names = ("suites", "data", "limit", "split", "seed", "max_prompt_tokens", "noise_floor")
     return {name: getattr(args, name) for name in names} | {
         "policies": [setting.label for setting in settings],
         "fingerprint": llm.loaded.fingerprint,
         "num_slots": llm.usage().total,
+        "code": commit() or __version__,
     }
 
 

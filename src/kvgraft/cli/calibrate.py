@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvgraft.fidelity.control import Calibration, Loss
 
@@ -36,7 +36,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--prompts",
         required=True,
         metavar="FILE",
-        help="request pack as of 'bench reuse', JSON lines with a 'prompt' or 'text' each, or lines of text",
+        help="request pack as of 'bench reuse', JSON lines with a 'prompt' or 'text' each, lines of text, or 'builtin' for "
+        "questions over the standard library's documentation",
+    )
+    add(
+        "--chat", action="store_true", help="prompts are messages of a user: put each through the model's chat template"
     )
     add(
         "--loss",
@@ -55,6 +59,32 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a calibration found.
+
+    Attributes:
+        calibration: What a file holds.
+        losses: By notch, those of its grafted requests in order of arrival; at "full" of all requests.
+        num_too_long: Prompts that were left out.
+    """
+
+    calibration: Calibration
+    losses: Mapping[str, Sequence[float]]
+    num_too_long: int
+
+    @property
+    def full_prefill(self) -> dict[str, float]:
+        """What kvgraft's own full prefill lost: rounding."""
+        lost = self.losses["full"]
+        return {"requests": len(lost), "loss_sum": float(sum(lost))}
+
+    def as_json(self) -> dict[str, object]:
+        """For programs; the file for the setting `calibration` holds no single losses."""
+        told = {"full_prefill": self.full_prefill, "too_long": self.num_too_long, "losses": self.losses}
+        return {**asdict(self.calibration), **told}
+
+
 def run(args: argparse.Namespace) -> int:
     """Calibrate; 1 if no notch could be certified."""
     from kvgraft.fidelity.control import Loss, save_calibration
@@ -67,11 +97,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--limit must be at least 1, not {args.limit}")
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ConfigError(f"--output {args.output}: there is no such folder; make it first")
-    calibration, control, num_too_long = _measure(args, loss)
+    measured = _measure(args, loss)
+    calibration = measured.calibration
     if args.json:
-        print(json.dumps({**asdict(calibration), "full_prefill": control, "too_long": num_too_long}, indent=1))
+        print(json.dumps(measured.as_json()))
     else:
-        print("\n".join(_table(calibration, control, num_too_long)))
+        print("\n".join(_table(measured)))
         if args.plot is not None:
             print("\n" + "\n".join(_text_plot(calibration)))
     if args.plot:
@@ -84,7 +115,10 @@ def run(args: argparse.Namespace) -> int:
     return int(not is_enough)
 
 
-def _measure(args: argparse.Namespace, loss: Loss) -> tuple[Calibration, dict[str, float], int]:
+def _measure(args: argparse.Namespace, loss: Loss) -> Measured:
+    from functools import partial
+
+    from kvgraft.bench.chat import user_message
     from kvgraft.bench.prompts import read_sessions
 
     sessions = read_sessions(args.prompts, args.limit)
@@ -95,9 +129,9 @@ def _measure(args: argparse.Namespace, loss: Loss) -> tuple[Calibration, dict[st
             f"this model's K/V cannot be moved: {llm.graft_refusal}; nothing is grafted, nothing to calibrate"
         )
     from kvgraft.bench.calibrate import Asked, calibration_of, references, sample_notch, summed_up, tokenized
-    from kvgraft.reuse.notches import FULL, notches_of
+    from kvgraft.reuse.notches import notches_of
 
-    prompts = tokenized(llm, sessions, loss.num_tokens)
+    prompts = tokenized(llm, sessions, loss.num_tokens, partial(user_message, llm) if args.chat else None)
     notches = notches_of(llm.policy)
     samples = {}
     with progress(prompts.count * (len(notches) + 1), "prompts") as advance:
@@ -106,11 +140,13 @@ def _measure(args: argparse.Namespace, loss: Loss) -> tuple[Calibration, dict[st
             samples[notch.name] = sample_notch(llm, notch, prompts, expected, loss, advance=advance)
     asked = Asked(loss, args.epsilon, args.delta)
     calibration = calibration_of(llm, summed_up(samples, asked), asked, prompts.count)
-    full = samples[FULL].grafted
-    return calibration, {"requests": len(full), "loss_sum": float(sum(full))}, prompts.num_too_long
+    return Measured(
+        calibration, {name: tuple(sample.grafted) for name, sample in samples.items()}, prompts.num_too_long
+    )
 
 
-def _table(calibration: Calibration, control: dict[str, float], num_too_long: int) -> Iterator[str]:
+def _table(measured: Measured) -> Iterator[str]:
+    calibration, control, num_too_long = measured.calibration, measured.full_prefill, measured.num_too_long
     epsilon, delta, binding = calibration.epsilon, calibration.delta, calibration.binding
     yield (
         f"{calibration.prompts} prompts in order of arrival, model {calibration.made_by['model']} in {binding['dtype']}, "

@@ -64,6 +64,8 @@ def _attempt(attempt: dict[str, Any]) -> Iterator[str]:
             yield f"  {count:7d} of {total} prompt tokens {label}"
     if attempt["recomputed_tokens"]:
         yield f"  {attempt['recomputed_tokens']:7d} of the computed ones by policy {attempt['policy']}"
+    if attempt.get("corrected_tokens"):
+        yield f"  {attempt['corrected_tokens']:7d} of the copied ones corrected by their drift"
     for span, source in zip(attempt["spans"], attempt["sources"], strict=True):
         last = span["target_start"] + span["length"] - 1
         yield (
@@ -72,8 +74,17 @@ def _attempt(attempt: dict[str, Any]) -> Iterator[str]:
         )
     if attempt["miss"] is not None:
         yield f"  nothing copied: {attempt['miss']['reason']}; {attempt['miss']['detail']}"
+    elif "risk" in attempt:
+        yield f"  risk of the copied tokens: {_risk(attempt['risk'])}"
     timings = ", ".join(f"{step} {value:.2f} ms" for step, value in attempt["timings_ms"].items() if value is not None)
     yield f"  {attempt['prefill_steps']} prefill steps, {timings}"
+
+
+def _risk(risk: dict[str, Any]) -> str:
+    if "reason" in risk:
+        return f"{risk['status']}; {risk['reason']}"
+    stated = f"{risk['loss']} at most {risk['epsilon']:.3g} with a probability of being wrong of {risk['delta']:.3g}"
+    return f"{risk['status']}; {stated}, notch {risk['notch']!r}, {risk['audits']} audits"
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

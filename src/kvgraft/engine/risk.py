@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OWN_SETTINGS = RiskStatement(reason="the request chose a policy or correction of its own, which was not calibrated")
+WITHDRAWN = RiskStatement(reason="what was calibrated is gone: the weights have changed")
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -83,6 +86,7 @@ class HeldRisk:
         self._binding = dict(binding)
         self._notches = notches_of(policy)
         self._controller: RiskController | None = None
+        self._nothing = UNCALIBRATED
         self._state_path: Path | None = None
         self._share = 0.0
         self._random = random.Random(0)
@@ -132,7 +136,7 @@ class HeldRisk:
     @property
     def start(self) -> RiskStatement:
         """What may be said about a class that was never audited."""
-        return UNCALIBRATED if self._controller is None else self._controller.statement("")
+        return self._nothing if self._controller is None else self._controller.statement("")
 
     def statements(self) -> Mapping[str, RiskStatement]:
         """What may be said of each reuse class that was audited."""
@@ -145,7 +149,7 @@ class HeldRisk:
 
     def stated(self, request: Request) -> RiskStatement:
         """What may be said about a request of which nothing is grafted."""
-        return self.start if self.is_meant(request) else UNCALIBRATED
+        return self.start if self._controller is None or self.is_meant(request) else OWN_SETTINGS
 
     def serve(self, request: Request, spans: Sequence[SpanReport]) -> Served:
         """Decide how to serve a graft with these spans, and whether to audit it.
@@ -153,7 +157,7 @@ class HeldRisk:
         The sample is drawn here: with the same probability for all requests of a class, before anything is computed.
         """
         if not self.is_meant(request):
-            return Served(request.policy)
+            return Served(request.policy, self.stated(request))
         assert self._controller is not None
         name = str(reuse_class(spans))
         notch = self._controller.notch(name)
@@ -177,6 +181,7 @@ class HeldRisk:
         """State nothing any more: what was calibrated and audited is gone."""
         if self._controller is not None:
             logger.warning("risk of grafted answers: uncalibrated from here on, because %s", reason)
+            self._nothing = WITHDRAWN
         self._controller = None
 
     def _save(self, path: Path, controller: RiskController) -> None:

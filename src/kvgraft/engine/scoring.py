@@ -64,6 +64,17 @@ class Probe:
         """Return float32 (len(continuation), vocab_size); row i predicts `continuation[i]`."""
         return torch.cat([self.first_logits[None], self.feed(0, continuation[:-1])])
 
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the prompt in `layer`, each (num_tokens, num_kv_heads, head_dim), to be read only.
+
+        Window layers that gave slots back have no K/V there any more (`can_rewind`).
+        """
+        num_tokens, windows = self._kv.plan.num_tokens, self._kv.swa_indices
+        place = self._adapter.pool.place(
+            self._kv.kv_indices[:num_tokens], None if windows is None else windows[:num_tokens]
+        )
+        return place.read(layer)
+
     def feed(self, offset: int, token_ids: TokenArray) -> Tensor:
         """Compute `token_ids` as the tokens from `offset` behind the prompt on; what was fed there before is overwritten.
 

@@ -204,7 +204,7 @@ class DriftEstimator(ABC):
     needs_reused: ClassVar[bool] = False
     """Whether it looks at what was reused."""
     least_sample: ClassVar[int] = 1
-    """Sampled tokens of a run without which it can tell nothing."""
+    """Runs with fewer sampled tokens are left alone."""
 
     @property
     def pools_runs(self) -> bool:
@@ -234,7 +234,7 @@ class MeanShift(DriftEstimator):
             size: what a mean of so few tokens shows where there is no drift at all.
     """
 
-    least_sample: ClassVar[int] = 2
+    least_sample: ClassVar[int] = 4
     shrink: bool = True
 
     def operations(self, num_sampled: int, num_rest: int, width: int) -> float:
@@ -360,21 +360,14 @@ class DriftCorrection:
         key_frame: In which frame movements of keys are compared.
         keys: Whether keys are corrected.
         values: Whether values are.
-        min_sample: Runs with fewer sampled tokens are left alone.
         first_layer: Layers in front of it are left alone. K/V of layer 0 depend on the token alone and do not drift.
     """
 
-    estimator: DriftEstimator = field(default_factory=MeanShift)
+    estimator: DriftEstimator = field(default_factory=KernelRidge)
     key_frame: KeyFrame = KeyFrame.COMMON
     keys: bool = True
     values: bool = True
-    min_sample: int = 4
     first_layer: int = 1
-
-    def __post_init__(self) -> None:
-        least = self.estimator.least_sample
-        if self.min_sample < least:
-            raise ConfigError(f"{type(self.estimator).__name__} needs min_sample >= {least}, not {self.min_sample}")
 
     def corrected(
         self,
@@ -407,7 +400,7 @@ class DriftCorrection:
         return keys, values
 
 
-CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection(KernelRidge(), min_sample=1)}
+CORRECTIONS: dict[str, DriftCorrection | None] = {"none": None, "drift": DriftCorrection()}
 """What the setting `correction` names."""
 
 

@@ -62,7 +62,8 @@ class DriftPlan:
         self._correction = correction
         self._planned: list[_PlannedRun] = []
         if correction is not None and len(sample):
-            planned = _planned(context, rows, sample, computed, min_sample=correction.min_sample, max_length=max_length)
+            least_sample = correction.estimator.least_sample
+            planned = _planned(context, rows, sample, computed, least_sample=least_sample, max_length=max_length)
             self._planned = list(planned)
         self._whole = self._blocks()
 
@@ -97,7 +98,7 @@ def _planned(
     sample: NDArray[np.int64],
     computed: NDArray[np.bool_],
     *,
-    min_sample: int,
+    least_sample: int,
     max_length: int | None,
 ) -> Iterator[_PlannedRun]:
     """Yield the runs, ascending, of which enough tokens are sampled and some stay. O(num_reused)."""
@@ -112,7 +113,7 @@ def _planned(
         for begin, end, low, high in _parts(rows, int(run[0]), int(run[-1]) + 1, max_length):
             members = np.arange(low, high)
             part = DriftRun(rows[begin:end][is_sample[rows[begin:end]]], members[stays[low:high]])
-            if len(part.sample) >= min_sample and len(part.rest):
+            if len(part.sample) >= least_sample and len(part.rest):
                 yield _PlannedRun(begin, end, part)
 
 

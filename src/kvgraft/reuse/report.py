@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvgraft.types import UNCALIBRATED, Fidelity, GraftReport, Miss, MissReason, RiskStatus
+from kvgraft.types import Fidelity, GraftReport, Miss, MissReason, RiskStatement, RiskStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvgraft.reuse.lineage import Lineage
-    from kvgraft.types import RiskStatement, SpanReport
+    from kvgraft.types import SpanReport
 
 REPORT_VERSION = 2
 """Of the fields of `report_as_dict`: raised when one changes its meaning or goes; new ones do not raise it."""
+
+NOT_STATED_HERE = RiskStatement(reason="calibrations and audits run on the embedded engine only")
+"""What the other engines say about the risk of a graft."""
 
 
 def request_report(
@@ -27,7 +30,7 @@ def request_report(
     miss: Miss | None,
     computed_flops: float = 0.0,
     full_flops: float = 0.0,
-    risk: RiskStatement = UNCALIBRATED,
+    risk: RiskStatement = NOT_STATED_HERE,
 ) -> GraftReport:
     """Sum up what was reused for a prompt of `num_tokens`.
 
@@ -99,9 +102,9 @@ def report_as_dict(report: GraftReport) -> dict[str, object]:
 
 
 def risk_as_dict(risk: RiskStatement) -> dict[str, object]:
-    """Return a statement in types that JSON has; one that states nothing has its status only."""
+    """Return a statement in types that JSON has; one that states nothing says why, and no more."""
     if risk.status is RiskStatus.UNCALIBRATED:
-        return {"status": risk.status.value}
+        return {"status": risk.status.value, "reason": str(risk.reason)}
     return {
         "status": risk.status.value,
         "epsilon": _finite(risk.epsilon),

@@ -34,7 +34,7 @@ def run(model_dir, capsys):
     return command
 
 
-def test_files_say_everything_and_a_second_run_goes_on(run, tmp_path):
+def test_files_say_everything_and_a_second_run_goes_on(run, tmp_path, monkeypatch):
     file, plot = tmp_path / "f.json", tmp_path / "f.png"
     options = ("builtin", "--limit", "3", "--policy", "none", "query_seam", "--budget", "0.1", "--noise-floor", "1")
     options += ("--max-prompt-tokens", "1000", "--json", str(file), "--plot", str(plot))
@@ -68,6 +68,10 @@ def test_files_say_everything_and_a_second_run_goes_on(run, tmp_path):
     assert (code, out) == (2, "")
     assert "other arguments (seed)" in err
     assert err.count("\n") == 1
+
+    monkeypatch.setattr("kvgraft.bench.fidelity.meta.commit", lambda: "f00")
+    code, _, err = run(*options)
+    assert (code, "other arguments (code)" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

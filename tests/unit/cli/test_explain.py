@@ -50,6 +50,33 @@ def test_report_is_told_in_words(report_file, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("risk", "line"),
+    [
+        ({"status": "uncalibrated", "reason": "nobody knows"}, "uncalibrated; nobody knows"),
+        (
+            {
+                "status": "certified",
+                "epsilon": 0.02,
+                "delta": 0.05,
+                "loss": "first_token",
+                "notch": "10 %",
+                "audits": 300,
+            },
+            "certified; first_token at most 0.02 with a probability of being wrong of 0.05, notch '10 %', 300 audits",
+        ),
+    ],
+)
+def test_risk_and_correction_are_told(tmp_path, capsys, risk, line):
+    path = tmp_path / "reports.jsonl"
+    attempt = {**ATTEMPT, "risk": risk, "corrected_tokens": 280}
+    path.write_text(json.dumps({"request_id": "a", "outcome": "finished", "output_tokens": 4, "attempts": [attempt]}))
+    assert main(["explain", "--request-id", "a", "--file", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "      280 of the copied ones corrected by their drift" in lines
+    assert f"  risk of the copied tokens: {line}" in lines
+
+
 def test_retracted_request_has_several_attempts(report_file, capsys, monkeypatch):
     monkeypatch.setenv("KVGRAFT_REPORT_FILE", report_file)
     assert main(["explain", "--request-id", "def2"]) == 0

@@ -99,7 +99,7 @@ def test_constant_drift_of_keys_is_taken_away_in_the_frame_where_it_is_constant(
 def test_layer_without_rope_has_one_frame():
     drift, reused, rest = random_kv(2, 1), random_kv(NUM_SAMPLED, 2), random_kv(NUM_REST, 3)
     new = reused + by_run(drift, LAYOUT.sample_run)
-    keys, _ = corrected(DriftCorrection(key_frame=KeyFrame.COMMON), new, reused, rest, None)
+    keys, _ = corrected(DriftCorrection(MeanShift(), KeyFrame.COMMON), new, reused, rest, None)
     assert torch.allclose(keys, rest + by_run(drift, LAYOUT.rest_run), atol=1e-5)
 
 
@@ -229,8 +229,6 @@ def test_corrections_have_names():
     assert drift_correction("drift") is CORRECTIONS["drift"]
     with pytest.raises(ConfigError, match="choose none, drift"):
         drift_correction("shift")
-    with pytest.raises(ConfigError, match="MeanShift needs min_sample >= 2"):
-        DriftCorrection(min_sample=1)
     for wrong in ({"near": -1}, {"noise": 0}, {"reach": 0}):
         with pytest.raises(ConfigError, match="kernel ridge"):
             KernelRidge(**wrong)
@@ -281,10 +279,10 @@ def test_pass_is_cut_between_runs_and_every_run_is_corrected_once(given_pass, li
             assert len(piece.runs) == len(plan.runs)
         start = stop
     assert [run.sample.tolist() for run in found] == [run.sample.tolist() for run in plan.runs]
-    assert_runs_are(plan.runs, context, rows, sample, computed)
+    assert_runs_are(plan.runs, context, rows, sample, computed, least_sample=estimator.least_sample)
 
 
-def assert_runs_are(runs, context, rows, sample, computed):
+def assert_runs_are(runs, context, rows, sample, computed, *, least_sample):
     """What an oracle that looks at tokens one by one would correct."""
     number = np.cumsum(np.isin(np.arange(len(context.reused)), context.run_starts)) - 1
     expected = []
@@ -293,7 +291,7 @@ def assert_runs_are(runs, context, rows, sample, computed):
         assert (np.diff(tokens) == 1).all()
         sampled = [t for t in tokens if t in sample and not computed[t]]
         rest = [t for t in tokens if t not in rows and not computed[t]]
-        if len(sampled) >= 4 and rest:
+        if len(sampled) >= least_sample and rest:
             expected.append((sampled, rest))
     assert [(run.sample.tolist(), run.rest.tolist()) for run in runs] == expected
 
@@ -302,11 +300,11 @@ def test_pass_without_a_sample_or_correction_is_cut_anywhere():
     context = SelectionContext(30, np.arange(5, 25), np.arange(20), np.r_[:5, 25:30])
     rows = np.arange(0, 30, 2)
     computed = np.zeros(30, bool)
-    for sample, correction in ((rows[:0], DriftCorrection()), (rows[3:12], None)):
+    for sample, correction in ((rows[:0], DriftCorrection(MeanShift())), (rows[3:12], None)):
         plan = DriftPlan(context, rows, sample, computed, correction)
         assert [plan.cut(2, 2 + limit) for limit in range(1, 8)] == [3, 4, 5, 6, 7, 8, 9]
         assert plan.between(0, len(rows)) is None
-    plan = DriftPlan(context, rows, rows[3:12], computed, DriftCorrection())
+    plan = DriftPlan(context, rows, rows[3:12], computed, DriftCorrection(MeanShift()))
     assert [plan.cut(2, 2 + limit) for limit in (1, 2, 9, 12)] == [3, 3, 3, 14]
     assert plan.cut(3, 4) == 12 + 1
 
@@ -316,7 +314,7 @@ def test_long_runs_are_corrected_in_parts_of_bounded_rows(monkeypatch):
     context = SelectionContext(220, np.arange(10, 210), np.arange(200), np.r_[:10, 210:220])
     sample = np.arange(10, 210, 4)
     rows = np.union1d(context.live, sample)
-    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection())
+    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection(MeanShift()))
     assert [len(run.sample) for run in plan.runs] == [10] * 5
     assert np.concatenate([run.rest for run in plan.runs]).tolist() == sorted(
         set(range(10, 210)) - set(sample.tolist())
@@ -333,8 +331,7 @@ def test_long_runs_are_corrected_in_parts_of_bounded_length(max_length, monkeypa
     context = SelectionContext(220, np.arange(10, 210), np.arange(200), np.r_[:10, 210:220])
     sample = np.arange(10, 210, 4)
     rows = np.union1d(context.live, sample)
-    correction = DriftCorrection(KernelRidge(), min_sample=1)
-    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), correction, max_length=max_length)
+    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection(), max_length=max_length)
     for run in plan.runs:
         assert max(run.rest[-1], run.sample[-1]) - min(run.rest[0], run.sample[0]) < max_length
         assert len(run.sample) <= 10

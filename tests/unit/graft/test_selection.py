@@ -243,7 +243,9 @@ def test_rankings_take_the_best_of_what_is_reused(context, ratio, seed):
     assert steps_of(QueryAttention(ratio), context, mass=shown)[-1].positions.tolist() == expected
     assert steps_of(QuerySeam(ratio), context, mass=shown)[-1].positions.tolist() == near_seams
     assert steps_of(KVDeviation(ratio), context, deviation=shown)[-1].positions.tolist() == expected
-    assert steps_of(Oracle(ratio, shown), context)[-1].positions.tolist() == expected
+    deviation = np.arange(context.num_tokens) % 5 + 1.0
+    truly = ranked(context, score * deviation[context.reused], ratio)
+    assert steps_of(Oracle(ratio, deviation=deviation), context, mass=shown)[-1].positions.tolist() == truly
 
 
 @given(
@@ -273,7 +275,14 @@ def test_drawn_tokens_are_part_of_the_budget_and_alone_the_sample(context, ratio
 def test_only_unbiased_choices_may_estimate_drift():
     context = selection_context(make_plan(), np.arange(100))
     shown = np.random.default_rng(0).random(100).astype(np.float32)
-    policies = (RandomShare(0.2), QueryAttention(0.2), QuerySeam(0.2), FirstK(4), KVDeviation(0.2), Oracle(0.2, shown))
+    policies = (
+        RandomShare(0.2),
+        QueryAttention(0.2),
+        QuerySeam(0.2),
+        FirstK(4),
+        KVDeviation(0.2),
+        Oracle(0.2, deviation=shown),
+    )
     counts = {policy.name: len(steps_of(policy, context, shown, shown)[-1].sample) for policy in policies}
     assert counts == {
         "random": 14,
@@ -412,7 +421,7 @@ def test_ranking_is_by_prompt_position_whatever_the_prefix(monkeypatch):
         (lambda: KVDeviation(0.1, 0), "layer >= 1"),
         (lambda: Adaptive(0.5, 0.1, 0.4), "ratio <= give_up"),
         (lambda: Adaptive(0.1, 0.0), "tau > 0"),
-        (lambda: next(Oracle(0.1, np.zeros(3)).steps(selection_context(make_plan()))), "oracle knows 3 tokens"),
+        (lambda: steps_of(Oracle(0.1), selection_context(make_plan()), mass=np.ones(999)), "oracle knows 0 tokens"),
     ],
 )
 def test_parameters_out_of_range_are_refused_in_one_line(policy, message):

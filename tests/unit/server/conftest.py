@@ -17,7 +17,7 @@ from kvgraft.errors import ConfigError
 from kvgraft.memory import SlotUsage
 from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
-from kvgraft.types import GraftReport, Miss, MissReason, RiskStatement
+from kvgraft.types import UNCALIBRATED, GraftReport, Miss, MissReason
 
 PATIENCE_S = 60.0
 VOCABULARY = 256
@@ -121,7 +121,7 @@ class FakeEngine:
             num_errors=5,
             num_preemptions=6,
             attention="sdpa on cpu",
-            risk=RiskStatement(),
+            risk=UNCALIBRATED,
             class_risks=self.class_risks,
             num_pending_audits=7,
             num_left_out_audits=8,

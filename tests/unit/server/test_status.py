@@ -53,6 +53,7 @@ def test_health_says_who_holds_slots(server):
 def test_health_and_metrics_say_what_audits_have_shown(server):
     assert server.get("/health").json["risk"] == {
         "status": "uncalibrated",
+        "reason": "no calibration is in use",
         "classes": {},
         "pending_audits": 7,
         "left_out_audits": 8,

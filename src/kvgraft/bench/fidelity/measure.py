@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.bench.fidelity.answers import METRICS, contains, is_stale
+from kvgraft.bench.fidelity.deviation import informed
 from kvgraft.bench.fidelity.distance import distance_class
 from kvgraft.bench.fidelity.subject import stock_attention
 from kvgraft.engine import SamplingParams
@@ -90,7 +91,8 @@ class Instrument:
     def measure(self, step: Step, asked: Asked) -> Figures:
         """Compare every setting; where the cheapest grafts nothing, the others would not either and are left out."""
         outcomes: dict[str, Figures] = {}
-        for setting in self._settings:
+        settings = informed(self._settings, self._llm, asked.prompt)
+        for setting in settings:
             outcomes[setting.label] = self._compare(asked, setting)
             if not outcomes[setting.label]["is_grafted"]:
                 break
@@ -136,7 +138,7 @@ class Instrument:
         """Figures that need a second continuation behind the same prompt."""
         reference = asked.reference.token_ids.tolist()
         answer = reference
-        if found.equal_tokens < self._subject.answer_len(reference):
+        if asked.request.answers and found.equal_tokens < self._subject.answer_len(reference):
             answer = self._decode(probe, reference[: found.equal_tokens], greedy[found.equal_tokens])
         figures = self._scores(asked, answer)
         if len(asked.gold):

@@ -1,6 +1,8 @@
 """What is compared: policies with their budget and their correction, as they are named on the command line.
 
 NAME[:RATIO][+CORRECTION]      query_seam, query_seam:0.1, query_seam:0.1+drift, first_k:32 (tokens per run), none, default
+
+Beside the engine's policies there is `oracle`, which is shown what only a full prefill knows (`deviation.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift import CORRECTIONS
-from kvgraft.graft.select import SELECTION_POLICIES, FirstK, RatioPolicy, SelectionPolicy, selection_policy
+from kvgraft.graft.select import SELECTION_POLICIES, FirstK, RatioPolicy, SelectionPolicy
+from kvgraft.graft.select.oracle import Oracle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DEFAULT, NO_CORRECTION = "default", "none"
+POLICIES: dict[str, type[SelectionPolicy]] = {**SELECTION_POLICIES, Oracle.name: Oracle}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,10 @@ def _parse(spec: str, budgets: Sequence[float], default: SelectionPolicy, defaul
     name, colon, ratio = rest.partition(":")
     if spec == DEFAULT:
         return [Setting(default, default_correction)]
-    kind = SELECTION_POLICIES.get(name)
+    kind = POLICIES.get(name)
     if kind is None:
         raise ConfigError(
-            f"unknown policy {name!r}; choose {', '.join((DEFAULT, *SELECTION_POLICIES))}, as NAME[:RATIO][+CORRECTION]"
+            f"unknown policy {name!r}; choose {', '.join((DEFAULT, *POLICIES))}, as NAME[:RATIO][+CORRECTION]"
         )
     correction = correction if plus else NO_CORRECTION
     if correction not in CORRECTIONS:
@@ -90,12 +94,11 @@ def _parse(spec: str, budgets: Sequence[float], default: SelectionPolicy, defaul
     if not issubclass(kind, RatioPolicy):
         if colon:
             raise ConfigError(f"policy {name!r} takes no ratio; write it without {colon + ratio!r}")
-        return [Setting(selection_policy(name), correction)]
+        return [Setting(kind(), correction)]
     if colon:
         return [Setting(kind(ratio=_ratio(ratio, spec)), correction)]
-    return [Setting(kind(ratio=budget), correction) for budget in budgets] or [
-        Setting(selection_policy(name), correction)
-    ]
+    given: list[dict[str, float]] = [{"ratio": budget} for budget in budgets] or [{}]
+    return [Setting(kind(**parameters), correction) for parameters in given]
 
 
 def _ratio(text: str, spec: str) -> float:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.errors import ConfigError, one_line
+from kvgraft.bench.chat import has_chat_template, user_message
+from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Subject:
             )
         self._llm = llm
         self._tokenizer = llm.loaded.tokenizer
-        self._chat = bool(getattr(self._tokenizer, "chat_template", None))
+        self._chat = has_chat_template(llm)
         space = llm.usage().total
         # Donors, the prompt and what is tried behind it have to lie in the pool together.
         self.longest = min(max_prompt_tokens, llm.max_model_len - ROOM_TOKENS, space // 3 - ROOM_TOKENS)
@@ -77,12 +78,4 @@ class Subject:
         return str(self._tokenizer.decode(cut, skip_special_tokens=True)).strip()
 
     def _encode(self, prompt: str) -> TokenArray:
-        if not self._chat:
-            return self._llm.tokenize(prompt)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates are programs of the model's author and fail in any way
-            raise ConfigError(f"the model's chat template refuses a prompt: {one_line(error)}") from error
-        return np.asarray(self._tokenizer(str(text), add_special_tokens=False)["input_ids"], np.int64)
+        return user_message(self._llm, prompt) if self._chat else self._llm.tokenize(prompt)

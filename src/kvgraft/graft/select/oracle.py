@@ -1,38 +1,45 @@
-"""Recompute the tokens that really moved most: what a ranking by deviation could reach at best. For benchmarks only.
+"""Recompute the tokens that matter most: what a ranking could reach at best. For benchmarks only.
 
-It needs what only a full prefill knows, so no engine's settings name it: build it with that and hand it to `LLM.generate`.
+The error of a reused token is about (how much the query attends to it) x (how far its K/V are from those of a full prefill).
+The second factor is what only a full prefill knows, so no engine's settings name this policy: `kvgraft bench fidelity`
+measures it for each prompt, or build the policy with it and hand it to `LLM.generate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select.base import Recompute, SelectionContext, SelectionSteps
-from kvgraft.graft.select.ratio import RatioPolicy, best
+from kvgraft.graft.select.base import Recompute
+from kvgraft.graft.select.query_attention import QueryAttention
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+    from kvgraft.graft.select.base import Observation, SelectionContext
 
 
 @dataclass(frozen=True, eq=False)
-class Oracle(RatioPolicy):
-    """Recompute the share `ratio` of reused tokens with the highest of given scores.
+class Oracle(QueryAttention):
+    """Recompute the share `ratio` of reused tokens with the highest `attention mass * deviation`.
 
-    Attributes:
-        ratio: Share of reused tokens.
-        deviation: float (num_tokens,), per prompt position what the ranking goes by: how far K/V of the grafted prompt are
-            from those of a full prefill, say.
+    Attributes: as for `QueryAttention`, and
+        deviation: float (num_tokens,), per prompt position how far K/V of the grafted prompt are from those of a full
+            prefill, in any unit.
     """
 
     name: ClassVar[str] = "oracle"
-    ratio: float
-    deviation: NDArray[np.floating]
+    deviation: NDArray[np.floating] = field(default_factory=lambda: np.empty(0))
 
-    def steps(self, context: SelectionContext) -> SelectionSteps:
-        """Take one step; raises `ConfigError` where the scores are those of another prompt."""
+    def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
+        """Raises `ConfigError` where the deviations are those of another prompt."""
         if len(self.deviation) != context.num_tokens:
             raise ConfigError(f"the oracle knows {len(self.deviation)} tokens and the prompt has {context.num_tokens}")
-        yield Recompute(context.reused[best(self.deviation[context.reused], self.budget(context))])
+        return super()._score(context, observation) * self.deviation[context.reused]
+
+    def _choose(self, context: SelectionContext, observation: Observation, budget: int) -> Recompute:
+        """Leave no sample: tokens that were chosen because they moved do not stand for their run."""
+        return Recompute(super()._choose(context, observation, budget).positions)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvgraft.bench.fidelity.deviation import deviation
 from kvgraft.bench.fidelity.journal import Journal
 from kvgraft.bench.fidelity.measure import CONTINUATION_TOKENS, Instrument
 from kvgraft.bench.fidelity.noise import NoiseFloor
@@ -277,3 +278,22 @@ def test_a_pair_s_stale_answer_is_told(llm, subject, documents, monkeypatch):
     record = instrument.measure(Step(0, request, (), False), instrument.ask(request, "f1"))
     assert (record["off"]["stale"], record["settings"]["none"]["stale"]) == (1.0, 1.0)
     assert record["settings"]["none"]["distance"] == "edited neighbour"
+
+
+def test_the_oracle_is_told_of_each_prompt(llm, subject, pairs):
+    """Where K/V differ from a full prefill's it must see it, and nowhere else."""
+    first, second = pairs[0]
+    instrument = make_instrument(llm, subject, "none", "oracle:0.3")
+    instrument.read(first.prompt)
+    prompt = subject.encode(second.prompt)
+    far = deviation(llm, prompt)
+    with llm.probe(prompt, 1, selection="none", correction="none") as probe:
+        spans = probe.report.spans
+        assert spans
+        reused = np.concatenate([np.arange(span.target_start, span.target_start + span.length) for span in spans])
+    assert far[: probe.report.exact_tokens].max() < 1e-4 < far[reused].mean()
+    record = instrument.measure(Step(0, second, (), False), instrument.ask(second, "f1"))
+    found = record["settings"]
+    assert list(found) == ["none", "oracle:0.3"]
+    assert found["oracle:0.3"]["recomputed_share"] == pytest.approx(0.3, abs=0.02)
+    assert found["oracle:0.3"]["mean_kl"] < found["none"]["mean_kl"]

@@ -37,6 +37,10 @@ def test_the_same_thing_is_compared_once():
     assert labels("query_seam:0.1", "query_seam", "none", "none", budgets=(0.1,)) == ["none", "query_seam:0.1"]
 
 
+def test_the_oracle_is_named_like_the_others():
+    assert labels("oracle", "oracle+drift", budgets=(0.05,)) == ["oracle:0.05", "oracle:0.05+drift"]
+
+
 def test_what_a_row_says():
     (setting,) = parse_settings(["query_seam:0.25"], [], DEFAULT)
     assert (setting.policy.name, setting.correction, setting.budget) == ("query_seam", "none", 0.25)
