@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _PROMPT_TOKENS = 48
 _PROBED_BLOCKS = (0, 1, 3, 10)
+_DRIFT_ROUNDING = 4
+"""Tokens that were moved and corrected are rounded twice more. 30 layers in bfloat16 were off by 0.65 of the usual tolerance;
+K/V that are not moved back are off by five times it."""
 
 
 @torch.inference_mode()
@@ -175,7 +178,7 @@ def _check_drift(rank: RankModel, tolerance: float) -> None:
     correction = DriftCorrection(MeanShift(shrink=False), first_layer=0)
     with DriftPass(homes, rank.rope, sample, DriftRuns(correction, (run,))).correcting():
         rank.run(token_ids[sample], Runs.of(sample), tables, caches)
-    _require_equal(expected, _read_all(rank, tables, caches), tolerance, "tokens corrected for drift")
+    _require_equal(expected, _read_all(rank, tables, caches), _DRIFT_ROUNDING * tolerance, "tokens corrected for drift")
 
 
 def _reads_another_layer(module: object) -> bool:
@@ -183,7 +186,7 @@ def _reads_another_layer(module: object) -> bool:
 
 
 def _move(rank: RankModel, homes: Sequence[GroupKV], positions: np.ndarray) -> None:
-    """Move tokens in each layer by one shift of a tenth of its largest K/V, keys in the frame of position 0."""
+    """Move tokens in each layer by one shift as large as its K/V mostly are, keys in the frame of position 0."""
     at = torch.from_numpy(positions).to(rank.device)
     generator = torch.Generator().manual_seed(7)
     for home in homes:
@@ -199,9 +202,9 @@ def _move(rank: RankModel, homes: Sequence[GroupKV], positions: np.ndarray) -> N
 
 
 def _shift_like(tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """The same for all tokens `(n, heads, head_dim)`, float32."""
+    """The same for all tokens `(n, heads, head_dim)`, float32; no larger than that bfloat16 rounds as it does without it."""
     shift = torch.randn((1, *tokens.shape[1:]), generator=generator).to(tokens.device)
-    return (0.1 * tokens.float().abs().max() * shift).expand(tokens.shape)
+    return (tokens.float().abs().mean() * shift).expand(tokens.shape)
 
 
 def _scratch_homes(rank: RankModel, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> list[GroupKV]:
