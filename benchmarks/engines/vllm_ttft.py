@@ -12,9 +12,10 @@ after the other; a round on it sends, one by one:
     again    the same prompt a third time: vLLM's own hit on an equal prompt, which bounds what reuse can reach
 
 Variants: `plain` is vLLM without a connector, `exact` is the connector in mode `exact`, which leaves this prompt to vLLM's
-prefix cache; `none`, `first_k` and `kv_deviation` graft with that selection. Every length begins with a round that is not
-timed: it warms every path up, and it alone asks for the connector's report, which vLLM does not stream. Tokens computed are
-those of the report; `cached` is vLLM's own count, in which tokens that the connector computes are cached ones.
+prefix cache; `none`, `first_k`, `query_seam` and `kv_deviation` graft with that selection, and `query_seam+drift` corrects
+drift besides, as the connector does by default. Every length begins with a round that is not timed: it warms every path up,
+and it alone asks for the connector's report, which vLLM does not stream. Tokens computed are those of the report; `cached` is
+vLLM's own count, in which tokens that the connector computes are cached ones.
 
 The last two columns compare log-probabilities of the first token: the largest difference between reuse and cold over the five
 that are likeliest cold, and as a yardstick the same between two prompts that have only the question in common. With random
@@ -55,6 +56,8 @@ VARIANTS: dict[str, Json | None] = {
     "exact": {"mode": "exact"},
     "none": {"selection": "none"},
     "first_k": {"selection": "first_k"},
+    "query_seam": {"selection": "query_seam", "correction": "none"},
+    "query_seam+drift": {"selection": "query_seam", "correction": "drift"},
     "kv_deviation": {"selection": "kv_deviation", "recompute_ratio": 0.15},
 }
 INSTRUCTION_TOKENS = 200

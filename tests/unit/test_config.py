@@ -168,7 +168,7 @@ class TestReuseSettings:
             for name, default in shared.items()
             if kind.field(name).default != default
         }
-        assert different == {("EngineConfig", "selection"), ("SGLangConfig", "selection"), ("VLLMConfig", "host_bytes")}
+        assert different == {("VLLMConfig", "host_bytes")}
 
     @pytest.mark.parametrize(
         ("kind", "shown"),
@@ -181,14 +181,12 @@ class TestReuseSettings:
     def test_choices_follow_from_what_an_engine_can_show(self, kind, shown):
         assert kind.rules()["selection"].choices == available_policies(shown)
 
-    def test_only_engines_that_correct_drift_offer_it(self):
-        assert all(kind.rules()["correction"].choices == tuple(CORRECTIONS) for kind in (EngineConfig, SGLangConfig))
-        assert "correction" not in VLLMConfig.rules()
+    def test_all_engines_correct_drift(self):
+        for kind in (EngineConfig, VLLMConfig, SGLangConfig):
+            assert kind.rules()["correction"].choices == tuple(CORRECTIONS)
 
-    def test_ratios_are_those_of_their_policies(self):
-        for kind in (EngineConfig, SGLangConfig):
-            assert kind().recompute_ratio == SELECTION_POLICIES["query_seam"]().recompute_ratio
-        assert VLLMConfig().recompute_ratio == SELECTION_POLICIES["kv_deviation"]().recompute_ratio
+    def test_ratio_is_that_of_the_policy(self):
+        assert ReuseSettings().recompute_ratio == SELECTION_POLICIES[ReuseSettings().selection]().recompute_ratio
 
     def test_shortest_run_is_that_of_the_index(self):
         assert ReuseSettings().min_run == GRAM_TOKENS == ReuseSettings.rules()["donor_tokens"].low

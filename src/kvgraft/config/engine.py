@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgraft.config.reuse import MEMORY, ReuseSettings, correction_setting, ratio_setting
+from kvgraft.config.reuse import MEMORY, ReuseSettings
 from kvgraft.config.setting import overridden, setting
 
 MODEL, SCHEDULING, RISK = "model", "scheduling", "risk"
@@ -18,17 +18,13 @@ class EngineConfig(ReuseSettings):
     Each field says in its help what it does; `kvgraft config show` and docs/configuration.md list them.
     """
 
-    # The embedded engine shows what the query attends to, and query_seam is the best policy at an equal budget
-    # (docs/benchmarks.md, how close to full prefill).
+    # The embedded engine shows all that a policy may ask to see.
     selection: str = overridden(
         ReuseSettings,
         "selection",
         "query_seam",
         choices=("none", "random", "first_k", "kv_deviation", "query_attention", "query_seam", "adaptive"),
     )
-    recompute_ratio: float = ratio_setting(0.1)
-    # On SmolLM2 it takes away a third of what query_seam leaves, at no forward pass (docs/fidelity.md).
-    correction: str = correction_setting("drift")
     calibration: str = setting(
         "",
         "file of kvgraft calibrate: grafts are served at the notch that it certified, and reports say so",

@@ -18,12 +18,31 @@ REUSE, MEMORY = "reuse", "memory"
 class ReuseSettings(Settings):
     """What is reused and how much is kept for that.
 
-    Subclasses override `selection` by what their engine can show to a policy, and other defaults only where a measurement
-    or their engine says so (`setting.overridden`).
+    Subclasses widen the choices of `selection` by what their engine can show to a policy, and override defaults only where a
+    measurement or their engine says so (`setting.overridden`).
     """
 
+    # The best policy at an equal budget that all engines can run, and with the correction nearer by a third, at no forward
+    # pass (docs/fidelity.md).
     selection: str = setting(
-        "first_k", "policy that chooses reused tokens to compute again", REUSE, choices=("none", "first_k")
+        "query_seam",
+        "policy that chooses reused tokens to compute again",
+        REUSE,
+        choices=("none", "random", "first_k", "query_attention", "query_seam"),
+    )
+    recompute_ratio: float = setting(
+        0.1,
+        "share of reused tokens that is computed again, by policies that take a share",
+        REUSE,
+        above=0,
+        high=1,
+        remedy="selection='none' recomputes nothing",
+    )
+    correction: str = setting(
+        "drift",
+        "whether reused tokens that are not computed again are corrected by the drift of those that are",
+        REUSE,
+        choices=("none", "drift"),
     )
     first_k: int = setting(16, "tokens per run that first_k computes again", REUSE, low=1)
     # As low as a donor can be found: every run of 32 tokens is, of shorter ones some (docs/donors.md). No measurement speaks
@@ -86,26 +105,4 @@ def mode_setting() -> Any:  # noqa: ANN401 - like dataclasses.field
         "what requests may reuse unless they say otherwise: nothing, exact prefixes, or text at any offset",
         REUSE,
         choices=("off", "exact", "graft"),
-    )
-
-
-def ratio_setting(default: float) -> Any:  # noqa: ANN401 - like dataclasses.field
-    """Return the setting of the share that is computed again, for engines that can run policies which take one."""
-    return setting(
-        default,
-        "share of reused tokens that is computed again, by policies that take a share",
-        REUSE,
-        above=0,
-        high=1,
-        remedy="selection='none' recomputes nothing",
-    )
-
-
-def correction_setting(default: str) -> Any:  # noqa: ANN401 - like dataclasses.field
-    """Return the setting of what is done about drift, for engines that can correct it."""
-    return setting(
-        default,
-        "whether reused tokens that are not computed again are corrected by the drift of those that are",
-        REUSE,
-        choices=("none", "drift"),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgraft.config.reuse import REUSE, AdapterSettings, correction_setting, ratio_setting
-from kvgraft.config.setting import overridden, setting
+from kvgraft.config.reuse import REUSE, AdapterSettings
+from kvgraft.config.setting import setting
 
 _REPORTS = "reports"
 
@@ -21,15 +21,7 @@ class SGLangConfig(AdapterSettings):
     """
 
     # The backend computes single tokens again, and sums what the query attends to, in passes of its own; the logits of a
-    # pass and the keys of early layers it does not show. Defaults are the embedded engine's.
-    selection: str = overridden(
-        AdapterSettings,
-        "selection",
-        "query_seam",
-        choices=("none", "random", "first_k", "query_attention", "query_seam"),
-    )
-    recompute_ratio: float = ratio_setting(0.1)
-    correction: str = correction_setting("drift")
+    # pass and the keys of early layers it does not show.
     phase_cost_tokens: int = setting(
         0, "computed tokens that one more scheduler step is worth; 0 takes 32 on a CPU and 256 on a GPU", REUSE, low=0
     )

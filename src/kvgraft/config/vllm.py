@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvgraft.config.reuse import REUSE, AdapterSettings, mode_setting, ratio_setting
+from kvgraft.config.reuse import REUSE, AdapterSettings, mode_setting
 from kvgraft.config.setting import overridden, setting
 
 _SCHEDULING = "scheduling"
@@ -18,16 +18,15 @@ class VLLMConfig(AdapterSettings):
     """
 
     # The connector can compare keys, in vLLM's first layers, and sum what the query attends to, in a pass of its own.
-    # first_k is as fast as none and kv_deviation 1.5 to 10 times slower (docs/benchmarks.md, time to first token in vLLM).
     selection: str = overridden(
         AdapterSettings,
         "selection",
+        "query_seam",
         choices=("none", "random", "first_k", "kv_deviation", "query_attention", "query_seam"),
     )
     # All donors are host copies here: vLLM's own blocks hold none for long. Other engines keep donors on the device first.
     host_bytes: int = overridden(AdapterSettings, "host_bytes", 4 << 30)
     mode: str = mode_setting()
-    recompute_ratio: float = ratio_setting(0.15)
     load: str = setting(
         "auto",
         "when grafts run: sync in the step that admits the request, async in pieces while it waits, auto by their size",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ class DriftPlan:
         sample: NDArray[np.int64],
         computed: NDArray[np.bool_],
         correction: DriftCorrection | None,
+        *,
+        max_length: int | None = None,
     ) -> None:
         """Plan a pass.
 
@@ -53,12 +56,15 @@ class DriftPlan:
             sample: int64, ascending positions of which those that the pass computes first may estimate drift.
             computed: bool (num_tokens,), what earlier passes computed: it neither drifts nor is it corrected.
             correction: None to correct nothing.
+            max_length: Tokens that can be corrected in one piece; a run of more counts as several. None for no limit.
         """
         self._num_rows = len(rows)
         self._correction = correction
         self._planned: list[_PlannedRun] = []
         if correction is not None and len(sample):
-            self._planned = list(_planned(context, rows, sample, computed, correction.estimator.least_sample))
+            least_sample = correction.estimator.least_sample
+            planned = _planned(context, rows, sample, computed, least_sample=least_sample, max_length=max_length)
+            self._planned = list(planned)
         self._whole = self._blocks()
 
     @property
@@ -91,7 +97,9 @@ def _planned(
     rows: NDArray[np.int64],
     sample: NDArray[np.int64],
     computed: NDArray[np.bool_],
-    min_sample: int,
+    *,
+    least_sample: int,
+    max_length: int | None,
 ) -> Iterator[_PlannedRun]:
     """Yield the runs, ascending, of which enough tokens are sampled and some stay. O(num_reused)."""
     stays = ~computed
@@ -102,18 +110,23 @@ def _planned(
     for run in np.split(context.reused, context.run_starts[1:]):
         if not len(run):
             continue
-        first, stop = np.searchsorted(rows, [run[0], run[-1] + 1]).tolist()
-        for begin, end, low, high in _parts(rows, first, stop, int(run[0]), int(run[-1]) + 1):
+        for begin, end, low, high in _parts(rows, int(run[0]), int(run[-1]) + 1, max_length):
             members = np.arange(low, high)
             part = DriftRun(rows[begin:end][is_sample[rows[begin:end]]], members[stays[low:high]])
-            if len(part.sample) >= min_sample and len(part.rest):
+            if len(part.sample) >= least_sample and len(part.rest):
                 yield _PlannedRun(begin, end, part)
 
 
-def _parts(rows: NDArray[np.int64], first: int, stop: int, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a run at positions `[low, high)` with rows `[first, stop)` so that no part has more than `MAX_RUN_ROWS`."""
-    count = max(1, math.ceil((stop - first) / MAX_RUN_ROWS))
-    edges = np.linspace(first, stop, count + 1).astype(int).tolist()
-    bounds = [low, *(int(rows[edge]) for edge in edges[1:-1]), high]
-    for part in range(count):
-        yield edges[part], edges[part + 1], bounds[part], bounds[part + 1]
+def _parts(rows: NDArray[np.int64], low: int, high: int, max_length: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a run at positions `[low, high)` so that no part is longer, or has more rows than `MAX_RUN_ROWS`.
+
+    Yields rows `[begin, end)` and positions `[low, high)` of each part.
+    """
+    lengths = 1 if max_length is None else math.ceil((high - low) / max_length)
+    for start, stop in pairwise(np.linspace(low, high, lengths + 1).astype(int).tolist()):
+        first, last = np.searchsorted(rows, [start, stop]).tolist()
+        count = max(1, math.ceil((last - first) / MAX_RUN_ROWS))
+        edges = np.linspace(first, last, count + 1).astype(int).tolist()
+        bounds = [start, *(int(rows[edge]) for edge in edges[1:-1]), stop]
+        for part in range(count):
+            yield edges[part], edges[part + 1], bounds[part], bounds[part + 1]

@@ -23,6 +23,7 @@ STAGES = {
     "query attended": (f"{WORKER}.query_look", "QueryLook._attend"),
     "query run": (f"{WORKER}.query_look", "QueryLook.run_behind"),
     "attention summed": (f"{WORKER}.graft_job", "summed_over_ranks"),
+    "drift corrected": (f"{WORKER}.drift_pass", "DriftPass._correct"),
     "gaps kept": (f"{WORKER}.graft_job", "read_block"),
     "blocks completed": (f"{WORKER}.group_kv", "PagedKV.finish"),
     "text captured": (f"{WORKER}.graft_worker", "read_block"),
@@ -33,6 +34,7 @@ STAGES = {
     "rotations found": (f"{WORKER}.self_check", "find_rotations"),
     "gaps compared": (f"{WORKER}.self_check", "_require_equal"),
     "query looked at": (f"{WORKER}.self_check", "QueryLook"),
+    "drift looked at": (f"{WORKER}.self_check", "DriftPass"),
     "layers found": (f"{WORKER}.self_check", "DecoderStack.of"),
     "weights looked at": (f"{WORKER}.graft_worker", "WeightsWitness"),
 }

@@ -71,8 +71,8 @@ def alone(model_folder):
 STAGES = list(scenario.STAGES)
 GRAFTING, CHECKING = STAGES[: STAGES.index("text captured")], STAGES[STAGES.index("layers described") :]
 CAPTURING = ["text captured", "donor sealed"]
-LOOKING = ["attention observed", "query attended", "query run", "attention summed"]
-"""Stages of policies that observe the query's attention."""
+LOOKING = ["attention observed", "query attended", "query run", "attention summed", "drift corrected"]
+"""Stages of policies that observe the query's attention, and of what is corrected by their choice."""
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_while_it_looks_stops_no_other(model_folder):
         prompts=[PROMPT],
         options=options,
         broken=broken,
-        checked=["query looked at", "gaps compared"],
+        checked=["query looked at", "drift looked at", "gaps compared"],
     )
     assert answers[0]["warm"].shifted == len(DOCUMENT) - 210
     for stage, answer in zip(broken, answers[1:], strict=True):
@@ -152,14 +152,15 @@ def test_all_ranks_forget_what_another_model_computed(model_folder, told):
 
 def test_two_ranks_agree_with_one(model_folder, alone):
     model = save_tiny("llama", model_folder)
-    (whole,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options={"load": "async"})
+    options = {"selection": "first_k", "load": "async"}
+    (whole,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options=options)
     assert whole["warm"].shifted == alone.shifted == len(DOCUMENT) - 16
     whole["warm"].assert_like(alone)
 
 
 @pytest.mark.parametrize("selection", ["kv_deviation", "query_seam"])
 def test_two_ranks_that_observe_choose_the_same_tokens(model_folder, selection):
-    options = {"selection": selection, "recompute_ratio": 0.3}
+    options = {"selection": selection, "recompute_ratio": 0.3, "correction": "none"}
     with engine(model_folder, "llama", options=options) as one:
         one.donate(DONOR)
         alone = one.ask(PROMPT)
@@ -169,7 +170,23 @@ def test_two_ranks_that_observe_choose_the_same_tokens(model_folder, selection):
     pair["warm"].assert_like(alone, tolerance=1e-3)
 
 
-def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder, alone):
+def test_two_ranks_correct_by_the_heads_that_they_hold(model_folder):
+    """The same tokens as one rank, by estimates that each forms from its own heads: near, and not equal."""
+    with engine(model_folder, "llama") as one:
+        one.donate(DONOR)
+        alone = one.ask(PROMPT)
+    model = save_tiny("llama", model_folder)
+    (pair,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT])
+    told = ("recomputed_tokens", "corrected_tokens", "shifted_tokens")
+    assert [pair["warm"].report[name] for name in told] == [alone.report[name] for name in told] == [70, 630, 630]
+    pair["warm"].assert_like(alone, tolerance=0.1)
+
+
+def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder):
+    with engine(model_folder, "llama") as one:
+        one.donate(DONOR)
+        alone = one.ask(PROMPT)
+    assert alone.report["corrected_tokens"] > 0
     model = save_tiny("llama", model_folder)
     (pair,) = run_scenario("0-1", model=model, donors=[DONOR], prompts=[PROMPT], enforce_eager=False)
     assert pair["warm"].shifted == alone.shifted

@@ -63,7 +63,13 @@ SERVED = {
 @pytest.fixture(scope="module", params=list(SERVED))
 def served(request, model_folder):
     family, options = SERVED[request.param]
-    looking = {"selection": "query_seam", "recompute_ratio": RATIO, "min_saved_tokens": 0, **options}
+    looking = {
+        "selection": "query_seam",
+        "recompute_ratio": RATIO,
+        "correction": "none",
+        "min_saved_tokens": 0,
+        **options,
+    }
     with engine(model_folder, family, options=looking) as one:
         yield one
 

@@ -323,3 +323,18 @@ def test_long_runs_are_corrected_in_parts_of_bounded_rows(monkeypatch):
     while pieces[-1] < len(rows):
         pieces.append(plan.cut(pieces[-1], pieces[-1] + 1))
     assert max(np.diff(pieces)) == 10
+
+
+@pytest.mark.parametrize("max_length", [1, 7, 50, 199, 200, 1000])
+def test_long_runs_are_corrected_in_parts_of_bounded_length(max_length, monkeypatch):
+    monkeypatch.setattr(drift_plan, "MAX_RUN_ROWS", 10)
+    context = SelectionContext(220, np.arange(10, 210), np.arange(200), np.r_[:10, 210:220])
+    sample = np.arange(10, 210, 4)
+    rows = np.union1d(context.live, sample)
+    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection(), max_length=max_length)
+    for run in plan.runs:
+        assert max(run.rest[-1], run.sample[-1]) - min(run.rest[0], run.sample[0]) < max_length
+        assert len(run.sample) <= 10
+    corrected = np.concatenate([run.rest for run in plan.runs]) if plan.runs else np.empty(0)
+    assert len(corrected) == len(set(corrected.tolist()))
+    assert len(corrected) == (0 if max_length == 1 else 150), "parts of 7 tokens have one that is sampled"

@@ -102,6 +102,7 @@ class GraftOutcome:
         compute_ms: Milliseconds of forward passes.
         fell_back: The reused tokens were computed instead; why, in one line.
         failed: Nothing was made; vLLM computes the positions.
+        corrected_tokens: Reused tokens that were not computed again, and were corrected by the drift of those that were.
     """
 
     recomputed_tokens: int
@@ -109,6 +110,7 @@ class GraftOutcome:
     compute_ms: float
     fell_back: str = ""
     failed: bool = False
+    corrected_tokens: int = 0
 
     def worst(self, other: GraftOutcome) -> GraftOutcome:
         """Join two ranks' outcomes: a failure of one is a failure of all, times are those of the slowest."""
@@ -118,6 +120,7 @@ class GraftOutcome:
             max(self.compute_ms, other.compute_ms),
             self.fell_back or other.fell_back,
             self.failed or other.failed,
+            max(self.corrected_tokens, other.corrected_tokens),
         )
 
 

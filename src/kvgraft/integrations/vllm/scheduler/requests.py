@@ -101,7 +101,16 @@ class RequestState:
     def report(self, policy: str) -> GraftReport:
         """What was reused for the prompt, told of the worst attempt at it."""
         timings = {"lookup": self.lookup_ms}
+        corrected = 0
         if self.outcome is not None:
+            corrected = self.outcome.corrected_tokens
             timings |= {"graft": self.outcome.inject_ms, "recompute": self.outcome.compute_ms}
-        report = request_report(self.lineage, self.num_prompt_tokens, policy=policy, timings_ms=timings, miss=self.miss)
+        report = request_report(
+            self.lineage,
+            self.num_prompt_tokens,
+            policy=policy,
+            corrected_tokens=corrected,
+            timings_ms=timings,
+            miss=self.miss,
+        )
         return report if self.before is None else worst_report((report, self.before))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import IntegrationError
+from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.select import NoRecompute, Observation, Recompute
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
 from kvgraft.integrations.vllm.messages import GraftOutcome
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.messages import Graft
     from kvgraft.integrations.vllm.worker.donor_store import DonorStore
@@ -50,7 +52,14 @@ class GraftJob:
     """
 
     def __init__(
-        self, command: Graft, rank: RankModel, donors: DonorStore, policy: SelectionPolicy, *, max_rows: int
+        self,
+        command: Graft,
+        rank: RankModel,
+        donors: DonorStore,
+        policy: SelectionPolicy,
+        *,
+        correction: DriftCorrection | None,
+        max_rows: int,
     ) -> None:
         self.command = command
         self.outcome: GraftOutcome | None = None
@@ -59,8 +68,11 @@ class GraftJob:
         self._homes = _homes(command, rank, max_rows)
         self._max_rows = max_rows
         self._policy = policy
+        self._correction = correction
+        self._context = selection_context(command.plan, command.token_ids)
         self._num_recomputed = 0
         self._computed = np.zeros(command.end, np.bool_)
+        self._corrected = np.zeros(command.end, np.bool_)
         self._has_begun = False
         self._passes: list[GraftPass] = []
         self._captured: GraftPass | None = None
@@ -85,7 +97,7 @@ class GraftJob:
                 raise IntegrationError(self._fell_back)
             spans, policy = self._spans((), ()), NoRecompute()
         self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
-        self._steps = policy.steps(selection_context(command.plan, command.token_ids))
+        self._steps = policy.steps(self._context)
         self._begin_step(next(self._steps))
         self._inject_s += time.perf_counter() - started
 
@@ -100,6 +112,8 @@ class GraftJob:
         self._inject_s += done
         if current.is_done:
             del self._passes[0]
+            for positions in current.corrected:
+                self._corrected[positions] = True
         is_over = not self._passes and not self._next_step(current)
         self._compute_s += time.perf_counter() - started - done
         if is_over:
@@ -116,11 +130,16 @@ class GraftJob:
             self._passes = [KeyDeviationPass(prompt, everything, self._rank.stack)]
             return
         is_first, self._has_begun = not self._has_begun, True
+        before = self._computed.copy()
         rows = self._rows_of(step, is_first=is_first)
+        drift = DriftPlan(
+            self._context, rows, step.sample, before, self._correction, max_length=self._prompt.longest_run
+        )
         if step.observe_query:
             query = command.plan.compute[-QUERY_ROWS:]
             self._look = QueryLook(self._rank, self._homes, query, command.end)
-        whole = AllLayersPass(prompt, rows, self._look) if observed is None else observed.later_layers(rows)
+        # What observes keys samples nothing (`KVDeviation`): behind it there is nothing to correct.
+        whole = AllLayersPass(prompt, rows, self._look, drift) if observed is None else observed.later_layers(rows)
         self._captured = whole if is_first else None  # all gaps are in the first pass
         self._passes = [whole]
         if self._look is not None:
@@ -168,7 +187,11 @@ class GraftJob:
             home.finish(self._prompt.spans, self.command.end)
         self._inject_s += time.perf_counter() - started
         self.outcome = GraftOutcome(
-            self._num_recomputed, self._inject_s * 1e3, self._compute_s * 1e3, fell_back=self._fell_back
+            self._num_recomputed,
+            self._inject_s * 1e3,
+            self._compute_s * 1e3,
+            self._fell_back,
+            corrected_tokens=int((self._corrected & ~self._computed).sum()),
         )
 
     def _spans(self, spans: Sequence[Match], source_starts: Sequence[int]) -> DonorSpans:

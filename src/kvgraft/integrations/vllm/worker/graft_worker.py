@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
+from kvgraft.graft.drift import drift_correction
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block
@@ -51,6 +52,7 @@ class GraftWorker:
         self._policy = configured_policy(
             config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
         )
+        self._correction = drift_correction(config.correction)
         self._donors = DonorStore(
             create_store(config.store, budget_bytes=config.host_bytes, pin_memory=torch.cuda.is_available())
         )
@@ -180,8 +182,10 @@ class GraftWorker:
             return
         try:
             rank = RankModel(self._vllm_config, self._handle.model, self._groups)
-            observes = self._policy.observes
-            self._rank, self._witness = together(lambda: (checked(rank, observes), WeightsWitness(rank.model)))
+            observes, corrects = self._policy.observes, self._correction is not None
+            self._rank, self._witness = together(
+                lambda: (checked(rank, observes, corrects=corrects), WeightsWitness(rank.model))
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._refuse(error)
 
@@ -219,7 +223,9 @@ class GraftWorker:
             return
         try:
             rows, rank = self._config.max_recompute_tokens_per_step, self._rank
-            job = together(lambda: GraftJob(command, rank, self._donors, self._policy, max_rows=rows))
+            job = together(
+                lambda: GraftJob(command, rank, self._donors, self._policy, correction=self._correction, max_rows=rows)
+            )
             together(job.begin)
         except Exception as error:
             logger.exception("graft of request %s failed; vLLM computes it", command.request_id)

@@ -65,6 +65,15 @@ class GroupKV(ABC):
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Bring in the reused K/V that rows in `[first_row, stop)` may attend to; ascending calls."""
 
+    @abstractmethod
+    def first_seen(self, row: int) -> int:
+        """First position that the row at position `row` attends to; what lies in front of it may be gone."""
+
+    @property
+    @abstractmethod
+    def longest_piece(self) -> int | None:
+        """Positions, whichever they are, that lie here together with what they attend to; None for no limit."""
+
     @property
     @abstractmethod
     def forgets(self) -> bool:
@@ -110,6 +119,16 @@ class PagedKV(GroupKV):
         if not self._is_injected:
             self._is_injected = True
             self._inject(spans, self._start, np.iinfo(np.int64).max)
+
+    def first_seen(self, row: int) -> int:
+        """All of them."""
+        del row
+        return 0
+
+    @property
+    def longest_piece(self) -> int | None:
+        """No limit."""
+        return None
 
     @property
     def forgets(self) -> bool:

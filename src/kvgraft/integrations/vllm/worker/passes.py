@@ -1,19 +1,21 @@
 """Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest.
 
-A pass through all layers may be watched by a `QueryLook`, and one over the rows behind the graft is made for it alone.
+A pass through all layers may be watched by a `QueryLook`, and one over the rows behind the graft is made for it alone. It may
+correct what stays reused by what it computes (`DriftPass`).
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kvgraft.integrations.vllm.worker.drift_pass import DriftPass
 from kvgraft.integrations.vllm.worker.ranks import summed_over_ranks
 from kvgraft.integrations.vllm.worker.virtual_batch import Runs
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvgraft.graft.drift_plan import DriftPlan
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
     from kvgraft.integrations.vllm.worker.query_look import QueryLook
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
@@ -49,10 +52,15 @@ class GraftedPrompt:
     homes: Sequence[GroupKV]
     spans: DonorSpans
 
-    def prepare(self, rows: NDArray[np.int64]) -> None:
-        """Bring in what `rows` may attend to."""
+    def prepare(self, first_row: int, stop: int) -> None:
+        """Bring in what rows in `[first_row, stop)` may attend to."""
         for home in self.homes:
-            home.prepare(self.spans, int(rows[0]), int(rows[-1]) + 1)
+            home.prepare(self.spans, first_row, stop)
+
+    @property
+    def longest_run(self) -> int | None:
+        """Positions of a run that can be corrected in one piece; None for no limit."""
+        return min((home.longest_piece for home in self.homes if home.longest_piece is not None), default=None)
 
     def tables_and_caches(self) -> tuple[list[BlockTable], list[Sequence[Tensor]]]:
         """Arguments of `RankModel.batch`."""
@@ -77,16 +85,30 @@ class GraftPass(ABC):
         """Whether all rows are computed."""
         return self._done == len(self._rows)
 
+    @property
+    def corrected(self) -> Sequence[NDArray[np.int64]]:
+        """Positions that the whole pass corrects, run by run."""
+        return ()
+
     def advance(self, max_rows: int) -> NDArray[np.int64]:
-        """Compute the next rows, at most `max_rows`, and return them."""
-        rows = self._rows[self._done : self._done + max_rows]
-        rows = rows[: np.searchsorted(rows, self._row_limit(int(rows[0])))]
+        """Compute the next rows and return them: at most `max_rows`, unless what is computed in one piece has more."""
+        stop = self._cut(max_rows)
+        rows = self._rows[self._done : stop]
         started = time.perf_counter()
-        self._prompt.prepare(rows)
+        self._prompt.prepare(int(rows[0]), self._reach(stop))
         self.inject_s += time.perf_counter() - started
         self._run(rows)
-        self._done += len(rows)
+        self._done = stop
         return rows
+
+    def _cut(self, max_rows: int) -> int:
+        """Where the next piece ends."""
+        within = int(np.searchsorted(self._rows, self._row_limit(int(self._rows[self._done]))))
+        return min(self._done + max_rows, within, len(self._rows))
+
+    def _reach(self, stop: int) -> int:
+        """First position behind all that a piece up to row number `stop` reads or writes."""
+        return int(self._rows[stop - 1]) + 1
 
     def _row_limit(self, first_row: int) -> int:
         """First position that cannot be computed in one piece with `first_row`."""
@@ -99,14 +121,49 @@ class GraftPass(ABC):
 class AllLayersPass(GraftPass):
     """The whole model."""
 
-    def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64], look: QueryLook | None = None) -> None:
-        """Compute `rows`, under the eyes of `look` if it is given."""
+    def __init__(
+        self,
+        prompt: GraftedPrompt,
+        rows: NDArray[np.int64],
+        look: QueryLook | None = None,
+        drift: DriftPlan | None = None,
+    ) -> None:
+        """Compute `rows`, under the eyes of `look` and with the runs of `drift` corrected, where these are given."""
         super().__init__(prompt, rows)
         self._look = look
+        self._drift = drift
+
+    @property
+    def corrected(self) -> Sequence[NDArray[np.int64]]:
+        """See `GraftPass`."""
+        return [run.rest for run in (() if self._drift is None else self._drift.runs)]
+
+    def _cut(self, max_rows: int) -> int:
+        """A run is corrected in one piece: all its rows are in it, and all its tokens lie in every home."""
+        stop = super()._cut(max_rows)
+        if self._drift is None:
+            return stop
+        stop = self._drift.cut(self._done, stop)
+        runs = self._drift.between(self._done, stop)
+        if runs is None or self._reach(stop) <= self._row_limit(int(self._rows[self._done])):
+            return stop
+        *_, last = runs.runs  # it begins behind other rows, or it would fit: it is no longer than `longest_run`
+        return self._drift.cut(self._done, int(np.searchsorted(self._rows, last.sample[0])))
+
+    def _reach(self, stop: int) -> int:
+        """What is corrected behind the last row is attended to by later rows: it must be there already."""
+        reach = super()._reach(stop)
+        runs = None if self._drift is None else self._drift.between(self._done, stop)
+        return reach if runs is None else max(reach, *(int(run.rest[-1]) + 1 for run in runs.runs))
 
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt = self._prompt
-        with nullcontext() if self._look is None else self._look.watching(rows):
+        drift = None if self._drift is None else self._drift.between(self._done, self._done + len(rows))
+        with ExitStack() as stack:
+            if self._look is not None:
+                stack.enter_context(self._look.watching(rows))
+            if drift is not None:
+                stack.enter_context(DriftPass(prompt.homes, prompt.rank.rope, rows, drift).correcting())
             prompt.rank.run(prompt.token_ids[rows], Runs.of(rows), *prompt.tables_and_caches())
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from kvgraft.graft.row_attention import (
     attend,
     observe,
 )
+from kvgraft.integrations.vllm.worker.layer_hooks import KeptFailure, LayerInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,17 +37,6 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayerInputs:
-    """What an attention layer is called with, each `(num_rows, its heads, head_dim)`, query and keys rotated."""
-
-    query: Tensor
-    keys: Tensor
-    values: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,16 +48,6 @@ class _LookedAtLayer:
     home: GroupKV
     rule: AttentionRule
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _LayerInputs:
-        """Bring what the layer was called with into shape."""
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        width, num_kv_heads = self.module.head_size, self.module.num_kv_heads
-        return _LayerInputs(
-            given["query"].reshape(-1, self.module.num_heads, width),
-            given["key"].reshape(-1, num_kv_heads, width),
-            given["value"].reshape(-1, num_kv_heads, width),
-        )
-
     def gather(self, start: int, stop: int) -> GatheredKV:
         """Copy the K/V of positions `[start, stop)` out of the cache."""
         positions = np.arange(start, stop)
@@ -78,8 +58,7 @@ class _LookedAtLayer:
 class QueryLook:
     """Sums the attention of one query over this rank's heads and layers.
 
-    The model's own collective operations stand between the layers. So nothing is raised inside the model: a failure is kept
-    until its pass is over, all ranks come to the end of it, and meet at the next vote (`ranks.py`).
+    Nothing is raised inside the model: a failure is kept until its pass is over (`ranks.py`).
     """
 
     def __init__(self, rank: RankModel, homes: Sequence[GroupKV], query: NDArray[np.int64], end: int) -> None:
@@ -104,7 +83,7 @@ class QueryLook:
             for number, layer in zip(home.layers, home.group.layers, strict=True)
         ]
         self._behind: dict[int, GatheredKV] = {}
-        self._failure: Exception | None = None
+        self._failure = KeptFailure()
 
     @property
     def mass(self) -> Tensor:
@@ -128,7 +107,7 @@ class QueryLook:
             yield
             return
 
-        def watch(layer: _LookedAtLayer, inputs: _LayerInputs) -> None:
+        def watch(layer: _LookedAtLayer, inputs: LayerInputs) -> None:
             self._observe(layer, rows[seen], inputs.query[torch.from_numpy(seen).to(inputs.query.device)])
 
         with self._hooked(watch):
@@ -147,12 +126,12 @@ class QueryLook:
             self._rank.run_aside(token_ids, rows)
 
     @contextmanager
-    def _hooked(self, look: Callable[[_LookedAtLayer, _LayerInputs], Tensor | None]) -> Iterator[None]:
+    def _hooked(self, look: Callable[[_LookedAtLayer, LayerInputs], Tensor | None]) -> Iterator[None]:
         """Have every attention layer of the block's passes looked at; what `look` returns takes the place of its output."""
 
         def hook(layer: _LookedAtLayer, _module: object, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:  # noqa: ANN401
-            attended = self._safely(lambda: look(layer, layer.inputs(args, kwargs)))
-            if self._failure is not None:
+            attended = self._failure.safely(lambda: look(layer, LayerInputs.of(layer.module, args, kwargs)))
+            if self._failure.error is not None:
                 return torch.zeros_like(output)
             return None if attended is None else attended.reshape(output.shape)
 
@@ -161,17 +140,14 @@ class QueryLook:
                 handle = layer.module.register_forward_hook(partial(hook, layer), with_kwargs=True)
                 stack.callback(handle.remove)
             yield
-        if self._failure is not None:
-            raise self._failure
+        self._failure.tell()
 
     def _observe(self, layer: _LookedAtLayer, rows: NDArray[np.int64], query: Tensor) -> None:
         """Form the weights of `rows` beside the backend; it stored their K/V just now."""
         kv = layer.gather(layer.rule.first_key(int(rows[0])), int(rows[-1]) + 1)
         observe(layer.rule, QueryRows(torch.from_numpy(rows).to(query.device), query), kv, self._mass)
 
-    def _attend(
-        self, layer: _LookedAtLayer, rows: NDArray[np.int64], inputs: _LayerInputs, num_observed: int
-    ) -> Tensor:
+    def _attend(self, layer: _LookedAtLayer, rows: NDArray[np.int64], inputs: LayerInputs, num_observed: int) -> Tensor:
         """Attend for `rows` in the backend's place: it stores nothing and gives nothing in such a pass."""
         positions = torch.from_numpy(rows).to(inputs.query.device)
         new = GatheredKV(positions, inputs.keys.clone(), inputs.values.clone())
@@ -180,15 +156,6 @@ class QueryLook:
         front = layer.gather(min(layer.rule.first_key(int(rows[0])), self._end), self._end)
         seen = _joined(front, behind)
         return attend(layer.rule, QueryRows(positions, inputs.query), seen, self._mass, num_observed)
-
-    def _safely(self, work: Callable[[], Result]) -> Result | None:
-        """Do `work`, or nothing once something failed; the model must go on in step with other ranks."""
-        if self._failure is None:
-            try:
-                return work()
-            except Exception as error:  # noqa: BLE001 - raised when the pass is over
-                self._failure = error
-        return None
 
 
 def attention_rule(module: Any) -> AttentionRule:  # noqa: ANN401 - vLLM's Attention

@@ -43,18 +43,28 @@ class WindowRing(GroupKV):
         super().__init__(group, first_layer, table, [layer.scratch(size) for layer in group.layers])
         self._own = BlockTable(blocks, group.block_size)
         self._num_blocks = size
+        self._max_rows = max_rows
         self._filled = 0
 
     def row_limit(self, first_row: int) -> int:
         """The blocks from the first row's window on must not meet themselves in the ring."""
         size = self.group.block_size
-        return (self._window_start(first_row) // size + self._num_blocks) * size
+        return (self.first_seen(first_row) // size + self._num_blocks) * size
 
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Inject what lies in the windows of the rows and is not there yet."""
-        start = max(self._window_start(first_row), self._filled)
+        start = max(self.first_seen(first_row), self._filled)
         self._inject(spans, start, stop)
         self._filled = max(self._filled, stop)
+
+    def first_seen(self, row: int) -> int:
+        """A window."""
+        return max(0, row - self.group.window + 1)
+
+    @property
+    def longest_piece(self) -> int | None:
+        """As many as rows that the ring was made for; no limit where it holds the whole prompt."""
+        return self._max_rows if self._num_blocks < len(self._own.blocks) else None
 
     @property
     def forgets(self) -> bool:
@@ -68,13 +78,10 @@ class WindowRing(GroupKV):
     def finish(self, spans: DonorSpans, stop: int) -> None:
         """Complete the last window and copy it to the request's blocks."""
         self.prepare(spans, stop, stop)
-        positions = np.arange(self._window_start(stop), stop)
+        positions = np.arange(self.first_seen(stop), stop)
         positions = positions[self._own.blocks[positions // self.group.block_size] != 0]
         if not len(positions):
             return
         ring, slots = self.place(positions), torch.from_numpy(self._own.slots(positions)).to(self.caches[0].device)
         for number, layer in zip(self.layers, self.group.layers, strict=True):
             layer.write(layer.cache, slots, *ring.read(number))
-
-    def _window_start(self, row: int) -> int:
-        return max(0, row - self.group.window + 1)
