@@ -162,7 +162,7 @@ def changed(tmp_path_factory):
     line = ('    "none": NoRecompute,\n', '    "none": NoRecompute,\n    "last_k": LastK,\n')
     imported = ("from kvgraft.graft.select.first_k import", "from kvgraft.graft.select.last_k import LastK\n")
     edit("graft/select/__init__.py", line, (imported[0], imported[1] + imported[0]))
-    for engine in ("engine", "vllm", "sglang", "reuse"):
+    for engine in ("engine", "vllm", "reuse"):
         edit(f"config/{engine}.py", ('choices=("none", ', 'choices=("none", "last_k", '))
     edit(
         "config/reuse.py",
