@@ -60,10 +60,14 @@ def _answer(value) -> Answer:
     return Answer(tuple(value["tokens"]), logprobs, value["num_cached"], value["report"])
 
 
+FIRST_K = {"selection": "first_k", "correction": "none"}
+"""What any number of ranks computes alike: estimates of drift differ by the heads that a rank holds."""
+
+
 @pytest.fixture(scope="module")
 def alone(model_folder):
     """The graft in one process and one rank."""
-    with engine(model_folder, "llama", options={"selection": "first_k"}) as one:
+    with engine(model_folder, "llama", options=FIRST_K) as one:
         one.donate(DONOR)
         return one.ask(PROMPT)
 
@@ -152,7 +156,7 @@ def test_all_ranks_forget_what_another_model_computed(model_folder, told):
 
 def test_two_ranks_agree_with_one(model_folder, alone):
     model = save_tiny("llama", model_folder)
-    options = {"selection": "first_k", "load": "async"}
+    options = {**FIRST_K, "load": "async"}
     (whole,) = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], options=options)
     assert whole["warm"].shifted == alone.shifted == len(DOCUMENT) - 16
     whole["warm"].assert_like(alone)
