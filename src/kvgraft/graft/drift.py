@@ -299,7 +299,7 @@ class KernelRidge(DriftEstimator):
     def operations(self, num_sampled: int, num_rest: int, width: int) -> float:
         """See `DriftEstimator`: directions, cosines, weights, shifts. Samples of other runs (`across`) are not counted."""
         tokens = num_sampled + num_rest
-        solved = num_sampled**3 / 3 + 2 * num_sampled**2 * num_rest
+        solved = num_sampled**3 / 3 + 2 * num_sampled**2 * width
         return width * (6.0 * tokens + 2 * num_sampled * tokens + 2 * num_sampled * num_rest) + solved
 
     def for_layer(self, layout: RunLayout, reused: ReusedKV | None) -> Shift:
@@ -314,8 +314,13 @@ class KernelRidge(DriftEstimator):
         sampled = _Tokens.of(sample, layout.sample_run, layout.sample_positions, directions[:num_sampled])
         others = _Tokens.of(rest, layout.rest_run, layout.rest_positions, directions[num_sampled:])
         known = self._kernel(sampled, sampled) + self.noise * torch.eye(sample.index.shape[1], device=directions.device)
-        weights = torch.cholesky_solve(self._kernel(sampled, others), torch.linalg.cholesky(known)).mT
-        return lambda moved: rest.flat(weights @ sample.take(moved.flatten(1))).view(-1, *moved.shape[1:])
+        factor, cross = torch.linalg.cholesky(known), self._kernel(sampled, others).mT
+
+        def shift(moved: Tensor) -> Tensor:
+            solved = torch.cholesky_solve(sample.take(moved.flatten(1)), factor)
+            return rest.flat(cross @ solved).view(-1, *moved.shape[1:])
+
+        return shift
 
     def _kernel(self, sampled: _Tokens, others: _Tokens) -> Tensor:
         """(groups, sampled, others); 0 where there is no token."""
