@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench_risk import told
 from kvgraft.fidelity.control import LossSample, RiskController, RiskEvent, RiskTarget, fixed_sequence
 
 if TYPE_CHECKING:
@@ -157,13 +158,6 @@ def main() -> int:
     for each in rows:
         print("  ".join(f"{key} {told(value)}" for key, value in each.items()))
     return 0
-
-
-def told(value: object) -> str:
-    """Show a cell."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {told(each)}" for key, each in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

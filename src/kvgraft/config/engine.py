@@ -22,7 +22,6 @@ class EngineConfig(ReuseSettings):
     selection: str = overridden(
         ReuseSettings,
         "selection",
-        "query_seam",
         choices=("none", "random", "first_k", "kv_deviation", "query_attention", "query_seam", "adaptive"),
     )
     calibration: str = setting(

@@ -21,7 +21,6 @@ class VLLMConfig(AdapterSettings):
     selection: str = overridden(
         AdapterSettings,
         "selection",
-        "query_seam",
         choices=("none", "random", "first_k", "kv_deviation", "query_attention", "query_seam"),
     )
     # All donors are host copies here: vLLM's own blocks hold none for long. Other engines keep donors on the device first.

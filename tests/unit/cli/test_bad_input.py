@@ -43,22 +43,9 @@ def refused(capsys):
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
+def bare_model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def text_model_dir(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    from kvgraft.models import bundled_model_path
-
-    path = tmp_path_factory.mktemp("text-model")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
     return str(path)
 
 
@@ -257,15 +244,15 @@ class TestSizes:
         assert f"{name} must be at most" in refused("config", "validate", str(path))
 
     @pytest.mark.parametrize(("name", "value"), [("donor_tokens", 10**12), ("host_bytes", 10**15)])
-    def test_more_than_this_machine_has(self, refused, monkeypatch, model_dir, name, value):
+    def test_more_than_this_machine_has(self, refused, monkeypatch, bare_model_dir, name, value):
         monkeypatch.setenv("KVGRAFT_NUM_SLOTS", "100")
         monkeypatch.setenv(f"KVGRAFT_{name.upper()}", str(value))
-        line = refused("doctor", "--model", model_dir)
+        line = refused("doctor", "--model", bare_model_dir)
         (fitting,) = re.findall(rf"{name}={value} .* give (\d+) or less$", line)
         assert 0 < int(fitting) < HOST_MEMORY
 
-    def test_more_slots_than_this_machine_has(self, refused, model_dir):
-        assert "lower num_slots" in refused("doctor", "--model", model_dir, "--num-slots", str(10**12))
+    def test_more_slots_than_this_machine_has(self, refused, bare_model_dir):
+        assert "lower num_slots" in refused("doctor", "--model", bare_model_dir, "--num-slots", str(10**12))
 
     def test_capacity_without_end(self, refused):
         assert "no number of tokens" in refused("bench", "prefix", "--capacity", "inf", "x")
@@ -274,7 +261,7 @@ class TestSizes:
 class TestLimits:
     LOWEST = ("max_rows", "max_running", "max_waiting", "first_k", "max_generation", "min_run", "donor_tokens")
 
-    def test_lowest_values_that_settings_accept_are_served(self, capsys, tmp_path, text_model_dir):
+    def test_lowest_values_that_settings_accept_are_served(self, capsys, tmp_path, model_dir):
         from kvgraft.config import ServerConfig
 
         rules = ServerConfig.rules()
@@ -282,7 +269,7 @@ class TestLimits:
         path = tmp_path / "lowest.json"
         path.write_text(json.dumps(settings))
         prompt = "def area(width, height):\n    return width * height\n"
-        argv = ["generate", "--model", text_model_dir, "--config", str(path), "--num-slots", "200", "--json"]
+        argv = ["generate", "--model", model_dir, "--config", str(path), "--num-slots", "200", "--json"]
         assert main([*argv, "--max-new-tokens", "2", prompt, prompt]) == 0
         assert len(json.loads(capsys.readouterr().out)) == 2
 

@@ -10,19 +10,6 @@ from kvgraft.cli import main
 from kvgraft.testing.tiny_models import tiny_model
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    from kvgraft.models import bundled_model_path
-
-    path = tmp_path_factory.mktemp("text-model")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
 def run(model_dir, capsys):
     """Run the command on a tiny model; gives exit code, output and errors."""
