@@ -5,9 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= pinned
-EXTRAS := torch,gguf,server,router,bench,dev
+EXTRAS := torch,gguf,structured,server,router,embedder,ann,redis,mooncake,bench,dev
 
-.PHONY: venv demo test test-vllm test-sglang check format bench soak soak-prefix clean
+.PHONY: venv demo test test-slow test-wheel test-mooncake test-vllm test-sglang test-clients check format bench soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH) $(VENV)/.smollm2
 
@@ -34,12 +34,24 @@ demo: venv
 
 # One process per core, each on one thread; whoever is done takes over tests of another.
 test: venv
-	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not slow"
+
+# Soaks, the benchmarks' scripts, and what else takes long and changes rarely; CI runs them, too.
+test-slow: venv
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m slow
+
+# Wheel and sdist, installed and tried in environments of their own; under a minute beside an index that answers.
+test-wheel: venv
+	tools/try_wheel.sh $(BIN)/python
+
+# Real Mooncake servers, for two minutes: by themselves, because their threads keep no deadline beside busy tests.
+test-mooncake: venv
+	KVGRAFT_TEST_MOONCAKE=1 $(BIN)/python -m pytest tests/conformance/test_remote_stores.py tests/e2e/test_mooncake_store.py -k ooncake
 
 # A real vLLM engine on this machine's CPU; 2.3 GB, under 8 minutes on 2 quiet cores.
 VLLM_TESTS := tests/integration/vllm
 
-test-vllm: .venv-vllm/.installed
+test-vllm: .venv-vllm/.installed .venv-vllm/.lmcache
 	.venv-vllm/bin/python -m pytest $(VLLM_TESTS)
 
 .venv-vllm/.installed: $(VLLM_TESTS)/requirements.txt
@@ -48,6 +60,13 @@ test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check pytest hypothesis
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
+
+# LMCache in a folder beside, 140 MB, for the tests that need it; whoever cannot get it goes on without: these are skipped.
+.venv-vllm/.lmcache: .venv-vllm/.installed $(VLLM_TESTS)/lmcache-requirements.txt
+	@if .venv-vllm/bin/pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
+		--target .venv-vllm/lmcache -r $(VLLM_TESTS)/lmcache-requirements.txt 2> $@.log; \
+	then touch $@; \
+	else echo "make: cannot install LMCache ($$(tail -1 $@.log)); its tests are skipped"; fi
 
 # A real SGLang server on this machine's CPU; 2.9 GB, under 10 minutes on 2 quiet cores.
 SGLANG_TESTS := tests/integration/sglang
@@ -60,6 +79,20 @@ test-sglang: .venv-sglang/.installed
 	.venv-sglang/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 hatchling editables
 	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_TESTS)/requirements.txt
 	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# Clients of OpenAI's API as they are released, against `kvgraft serve` of .venv; 1.4 GB, nine minutes on 2 cores that do much else. Without tests/conftest.py,
+# which needs torch; `llm` in a folder beside, because it needs another version of the openai client than the others.
+CLIENT_TESTS := tests/clients
+
+test-clients: venv .venv-clients/.installed
+	.venv-clients/bin/python -m pytest --confcutdir=$(CLIENT_TESTS) $(CLIENT_TESTS)
+
+.venv-clients/.installed: $(CLIENT_TESTS)/requirements.txt $(CLIENT_TESTS)/llm-requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(CLIENT_TESTS)/requirements.txt
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv-clients/llm -r $(CLIENT_TESTS)/llm-requirements.txt
 	touch $@
 
 check: venv
@@ -85,4 +118,4 @@ soak-prefix: venv
 	$(BIN)/python benchmarks/prefix/soak.py --operations 1000000
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -9,6 +9,8 @@ import os
 # mostly wait for one another, and beside any other busy process they wait ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import contextlib
+import ctypes
 import hashlib
 import subprocess
 from pathlib import Path
@@ -17,6 +19,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from kvgraft.testing.registries import isolated_registries
+
+# glibc keeps what engines and their threads have freed, gigabytes over many tests; elsewhere there is nothing to set.
+with contextlib.suppress(OSError, AttributeError):
+    _libc = ctypes.CDLL("libc.so.6")
+    _libc.mallopt(-8, 2)  # M_ARENA_MAX
+    _libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: longer blocks go back to the system as soon as they are freed
 
 # No limit of time anywhere: a busy machine is no bug. A failing example is printed with what repeats it.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -60,6 +70,13 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a test do the same in every run; lookups of runs below 32 tokens depend on the catalogue's secret."""
     torch.manual_seed(0)
     monkeypatch.setattr("kvgraft.donors.catalogue._PROCESS_SECRET", bytes(32))
+
+
+@pytest.fixture(autouse=True)
+def _registries():
+    """What a test registers is forgotten behind it."""
+    with isolated_registries():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,6 +42,13 @@ Json = dict[str, Any]
 
 class ServerError(RuntimeError):
     """A server did not start, ended, or answered with an error; the message ends with what it printed last."""
+
+
+def reason(error: ServerError) -> str:
+    """A line for a table: the last error that the server named, else the first line of the message; without paths."""
+    lines = str(error).splitlines()
+    named = [line for line in lines[1:] if re.match(r"\w+(Error|Exception): ", line.strip())]
+    return re.sub(r"(/[\w.+-]+){2,}", "...", (named or lines)[-1 if named else 0].strip())
 
 
 class ProcessGroup:
@@ -75,23 +83,37 @@ class ProcessGroup:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Hold every process of the group still: the threads of an idle engine spin for a while."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        self.pause()
         try:
             yield
         finally:
-            os.killpg(self._process.pid, signal.SIGCONT)
+            self.resume()
+
+    def pause(self) -> None:
+        """Hold every process of the group still until `resume`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let every process of the group go on."""
+        os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End every process of the group: SIGTERM first, SIGKILL for those that are left."""
+        """End every process of the group, held still or not: SIGTERM first, SIGKILL for those that are left."""
         for ending in (signal.SIGTERM, signal.SIGKILL):
             if self._is_gone():
                 break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, ending)
+                os.killpg(self._process.pid, signal.SIGCONT)  # who is held still hears of the first one only then
             deadline = time.monotonic() + _STOP_SECONDS
             while not self._is_gone() and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
         self._log.close()
+
+    def kill(self) -> None:
+        """End every process of the group with SIGKILL."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
         """Return what the command printed last."""
@@ -133,6 +155,8 @@ class ServerSettings:
         block_size: Tokens of a KV block; a multiple of 32.
         prefix_caching: Whether vLLM reuses exact prefixes itself.
         environ: Further environment variables.
+        kv_events: The value of `--kv-events-config`, or None for none.
+        max_model_tokens: Longest sequence, and tokens of an engine step.
     """
 
     venv: Path
@@ -143,6 +167,8 @@ class ServerSettings:
     block_size: int = 128
     prefix_caching: bool = True
     environ: Mapping[str, str] = field(default_factory=dict)
+    kv_events: Json | None = None
+    max_model_tokens: int = MAX_MODEL_TOKENS
 
     def command(self) -> list[str]:
         """The command line; every prompt fits into one engine step."""
@@ -153,8 +179,8 @@ class ServerSettings:
             "--port": self.port,
             "--dtype": self.dtype,
             "--block-size": self.block_size,
-            "--max-model-len": MAX_MODEL_TOKENS,
-            "--max-num-batched-tokens": MAX_MODEL_TOKENS,
+            "--max-model-len": self.max_model_tokens,
+            "--max-num-batched-tokens": self.max_model_tokens,
             "--max-num-seqs": 4,
         }
         command = [str(self.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
@@ -163,6 +189,8 @@ class ServerSettings:
         command.append("--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching")
         if self.kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+        if self.kv_events is not None:
+            command += ["--kv-events-config", json.dumps(self.kv_events)]
         return command
 
     def variables(self) -> dict[str, str]:

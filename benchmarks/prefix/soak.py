@@ -19,6 +19,7 @@ from pathlib import Path
 from kvgraft.prefix import EVICTION_POLICIES
 from kvgraft.testing.radix_walk import RadixModel
 from kvgraft.testing.swa_walk import random_walk
+from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 PAGES, WINDOWS = (1, 2, 4, 16), (1, 2, 3, 5, 8, 16, 33, 64)
 WALK = 1_000
@@ -41,7 +42,8 @@ def walk(index: int, seed: int) -> None:
             model.step()
         return
     window = WINDOWS[index // 2 // len(PAGES) % len(WINDOWS)]
-    random_walk(seed + index, WALK, page_size, window, leaf_cap=bool(index // 64 % 2))
+    kind = ChunkedWindow if index // 128 % 2 else SlidingWindow
+    random_walk(seed + index, WALK, page_size, kind(window), leaf_cap=bool(index // 64 % 2))
 
 
 def main() -> int:

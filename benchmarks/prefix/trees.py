@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgraft.prefix import RadixCache, RadixKey
+from kvgraft.prefix import RadixCache, RadixKey, frozen_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,10 @@ class Tree(ABC):
     @abstractmethod
     def prepare(self, token_ids: np.ndarray, slots: np.ndarray | None = None) -> tuple[Any, Any]:
         """Convert to the engine's own form."""
+
+    def hand_over(self, tokens: Any) -> Any:
+        """Tokens that the tree may keep as they are, where it makes a difference between them and others."""
+        return tokens
 
     @abstractmethod
     def insert(self, tokens: Any, slots: Any) -> Any:
@@ -68,6 +72,10 @@ class KVGraftTree(Tree):
     def prepare(self, token_ids: np.ndarray, slots: np.ndarray | None = None) -> tuple[Any, Any]:
         """Numpy as it is."""
         return token_ids, slots
+
+    def hand_over(self, tokens: Any) -> Any:
+        """Tokens that nobody can write to."""
+        return frozen_tokens(tokens)
 
     def insert(self, tokens: Any, slots: Any) -> Any:
         """Build the key and insert."""

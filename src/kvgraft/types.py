@@ -6,10 +6,13 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 TokenArray = NDArray[np.int64]
 """1-D token ids."""
@@ -20,13 +23,25 @@ SHORTEST_RUN = 16
 DonorId = NewType("DonorId", int)
 """Identifies one registration of a donor; never given out twice, so a handle to a removed donor stays invalid."""
 
+STAND_IN = DonorId(-1)
+"""Names in plans and reports another text that stands in, which no catalogue knows."""
+
 
 class ReuseMode(StrEnum):
-    """What a request may reuse: nothing, exact prefixes, or matches at any offset as well."""
+    """What a request may reuse: nothing, exact prefixes, matches at any offset as well, or even text that is not its own."""
 
     OFF = "off"
     EXACT = "exact"
     GRAFT = "graft"
+    SUBSTITUTE = "substitute"
+    """As `graft`, and the server's semantic provider may name another text whose K/V stand in: the answer may be wrong."""
+    VERIFIED = "verified"
+    """Tokens are drafted as with `graft` while the prompt is computed in full; the answer is that of a full prefill."""
+
+    @property
+    def grafts(self) -> bool:
+        """Whether matches at any offset may be copied, and text that is computed may become a donor."""
+        return self in (ReuseMode.GRAFT, ReuseMode.SUBSTITUTE, ReuseMode.VERIFIED)
 
 
 class Fidelity(StrEnum):
@@ -51,7 +66,11 @@ class MissReason(StrEnum):
     MODEL_REFUSED = "model_refused"
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
+    STORE = "store"
+    """What was to be read from a store did not come, or not in time."""
     RISK = "risk"
+    POLICY_ERROR = "policy_error"
+    """The selection policy failed, or chose what cannot be computed."""
     ERROR = "error"
 
 
@@ -77,6 +96,17 @@ class Namespace:
             raw = text.encode("utf-8", "surrogatepass")
             digest.update(len(raw).to_bytes(8, "little") + raw)
         return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedNamespace:
+    """A namespace of which only the key is known: of donors that another process has stored. Its tenant stays unknown.
+
+    Attributes:
+        key: As `Namespace.key`; namespaces with the same key are the same.
+    """
+
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +148,19 @@ class GraftPlan:
     spans: tuple[Match, ...]
     compute: NDArray[np.int64]
 
+    @classmethod
+    def over(cls, num_tokens: int, exact_len: int, spans: Iterable[Match] = ()) -> GraftPlan:
+        """Return the plan that reuses `spans`, sorted and disjoint behind `exact_len`, and computes the rest.
+
+        Complexity: O(n + spans).
+        """
+        spans = tuple(spans)
+        is_computed = np.ones(num_tokens, np.bool_)
+        is_computed[: min(exact_len, num_tokens - 1)] = False
+        for span in spans:
+            is_computed[span.target_start : min(span.target_end, num_tokens - 1)] = False
+        return cls(num_tokens, exact_len, spans, np.flatnonzero(is_computed))
+
     @property
     def reused_len(self) -> int:
         """Tokens taken from donors (an always-computed last token not counted)."""
@@ -133,6 +176,26 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedPart:
+    """Tokens of a text that its sender has given a name.
+
+    Attributes:
+        document_id: The name.
+        start: First token.
+        length: How many there are.
+    """
+
+    document_id: str
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The token behind the last."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
 class SpanReport:
     """One reused span as it is told to the user."""
 
@@ -143,6 +206,10 @@ class SpanReport:
     position_delta: int
     fidelity: Fidelity
     generation: int
+    tier: str = ""
+    """Where the donor's K/V lay: `device`, `host` or the name of a store; empty where the engine does not tell."""
+    documents: tuple[NamedPart, ...] = ()
+    """Parts of the donor that lie in the span and that its sender had named; `start` is a position of the prompt."""
 
 
 class RiskStatus(StrEnum):
@@ -185,6 +252,44 @@ UNCALIBRATED = RiskStatement(reason="no calibration is in use")
 """The statement that states nothing."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Substitution:
+    """Whose K/V stand in for a prompt's.
+
+    Attributes:
+        source_id: Name that the semantic provider gave the other text.
+        metadata: What it said besides, such as a similarity.
+    """
+
+    source_id: str
+    metadata: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class HealingReport:
+    """How the K/V of a request that began with a graft became those of a full prefill, and what its drafts were worth.
+
+    Seconds count from the request's arrival.
+
+    Attributes:
+        spans: What was copied for the drafts, in prompt order; none of it is left.
+        healed_tokens: Positions of the prompt that were computed again.
+        drafted_tokens: Provisional tokens that were drawn.
+        retracted_tokens: Of them, those that a full prefill does not give.
+        first_provisional_s: Until the first provisional token.
+        first_verified_s: Until the first verified one.
+        healed_at_s: Until nothing approximate was left, of the prompt and of what was drafted behind it.
+    """
+
+    spans: tuple[SpanReport, ...] = ()
+    healed_tokens: int = 0
+    drafted_tokens: int = 0
+    retracted_tokens: int = 0
+    first_provisional_s: float = 0.0
+    first_verified_s: float = 0.0
+    healed_at_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class GraftReport:
     """What was reused for one request, from where, and at what cost. One object feeds response, metrics and traces.
@@ -205,6 +310,8 @@ class GraftReport:
             often, a look at the first layers by its share of the layers, and what a drift correction takes.
         full_flops: Those of a full prefill.
         risk: What may be said about grafts of this kind; states nothing without a calibration.
+        substitution: Whose K/V stand in, or None: the prompt's own, or those of equal text.
+        healing: How the answer came to be verified, or None: it did not begin with a graft, or `reuse` was not `verified`.
     """
 
     num_tokens: int
@@ -221,6 +328,8 @@ class GraftReport:
     computed_flops: float = 0.0
     full_flops: float = 0.0
     risk: RiskStatement = UNCALIBRATED
+    substitution: Substitution | None = None
+    healing: HealingReport | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -231,3 +340,26 @@ class GraftReport:
     def num_donors(self) -> int:
         """Distinct donors that gave a span."""
         return len({span.donor_id for span in self.spans})
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounts:
+    """What a store has done for an engine so far.
+
+    Attributes:
+        name: Of the store.
+        reads: Reads by what became of them: `hit`, `missing`, `corrupt`, `failed`, `refused`, `cancelled`, `late`.
+        read_bytes: Bytes of those that arrived.
+        writes: Donors by what became of them: `stored`, `known`, `dropped`, `refused`, `failed`.
+        written_bytes: Bytes of those that were written.
+        is_resting: Whether it is left alone at present.
+        failed_looks: How often it could not be asked for what it has.
+    """
+
+    name: str
+    reads: Mapping[str, int] = field(default_factory=dict)
+    read_bytes: int = 0
+    writes: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: int = 0
+    is_resting: bool = False
+    failed_looks: int = 0

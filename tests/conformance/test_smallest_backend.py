@@ -18,7 +18,6 @@ from kvgraft.prefix import (
     TreeCacheBuildContext,
     create_tree_cache,
     register_radix_cache_backend,
-    registry,
 )
 from kvgraft.testing.prefix_suite import PrefixCacheTests
 
@@ -120,8 +119,7 @@ class TestPageTable(PrefixCacheTests):
         return PageTable(page_size)
 
 
-def test_it_is_built_by_name(monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", {})
+def test_it_is_built_by_name():
     register_radix_cache_backend("pages", lambda context: PageTable(context.page_size))
     cache = create_tree_cache(TreeCacheBuildContext(backend="pages", page_size=4, enable_streaming_session=True))
     assert isinstance(cache.inner, PageTable)

@@ -21,6 +21,8 @@ DESCRIPTIONS = [name for name in PAGES if not name.startswith("docs/adr/")]
 """Pages of what is; decisions also name what was."""
 
 OTHERS = {
+    "client.responses.parse": "OpenAI's client",
+    "response.completed": "OpenAI's events",
     "v1/core/sched/scheduler.py": "vLLM",
     "v1/worker/kv_connector_model_runner_mixin.py": "vLLM",
     "unified_radix_cache.py": "SGLang",
@@ -39,8 +41,11 @@ OTHERS = {
     "agent_": "the beginning of names of request packs",
     "arena_hard": "a request pack",
     "enableServiceLinks": "Kubernetes",
+    "extra-openai-models.yaml": "llm",
     "KVGRAFT_CHAT_SERVICE_HOST": "Kubernetes, of a service called kvgraft-chat",
     "terminationGracePeriodSeconds": "Kubernetes",
+    "proxy_buffering": "nginx",
+    "proxy_read_timeout": "nginx",
 }
 """Names that are not ours, and whose they are."""
 
@@ -143,7 +148,8 @@ def problem_with_command(command: str) -> str | None:
     if program != "kvgraft" and arguments[:2] != ["-m", "kvgraft"]:
         return None
     arguments = arguments[2:] if arguments[:2] == ["-m", "kvgraft"] else arguments
-    longest = 2 if arguments[:1] in (["bench"], ["config"]) else 1
+    longest = 2 if arguments[:1] in (["bench"], ["config"], ["store"]) else 1
+    longest += arguments[:2] in (["bench", "suite"], ["bench", "pack"])
     subcommand = [word for word in arguments[:longest] if not word.startswith("-")]
     known = options(*subcommand)
     if known is None:
@@ -263,3 +269,13 @@ def test_a_name_that_does_not_exist_is_found(name, words):
 )
 def test_a_command_that_does_not_exist_is_found(command, words):
     assert words in problem_with_command(command)
+
+
+def test_start_up_errors_are_what_the_code_says():
+    """In the table of running.md `…` stands for what differs; what stands between is in a string of the code."""
+    section = (ROOT / "docs/running.md").read_text().partition("## When it does not start")[2].partition("\n## ")[0]
+    first_cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    told = [piece for cell in first_cells for span in re.findall(r"`([^`]+)`", cell) for piece in span.split("…")]
+    assert len(told) > 40
+    strings = "\n".join(code_index().strings | {"smollm2-135m"})
+    assert not [piece for piece in told if piece.strip("(); ") and piece.strip("(); ") not in strings]

@@ -8,12 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from itertools import count
 
 import numpy as np
 import pytest
 import torch
-from tests.conformance.file_store import FileStore
 from tests.docs.code_index import SOURCE
 from tests.docs.pages import page
 
@@ -22,12 +22,13 @@ from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.loading import adopt_model
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.graft.rope import RopePairing, RopeSpec
-from kvgraft.memory import register_store
-from kvgraft.memory.store import registry
+from kvgraft.memory.store import register_store
 from kvgraft.prefix import RadixCache, RadixKey
 from kvgraft.reuse import Lineage, Lookup, Registration, configured_policy, report_as_dict, request_report, samples
 from kvgraft.reuse.lineage import reused_span
+from kvgraft.semantic import Embedder, EmbeddingProvider, register_embedder, unit_rows
 from kvgraft.testing import tiny_models
+from kvgraft.testing.memory_store import MemoryStore
 from kvgraft.types import GraftPlan, Namespace
 
 RECIPES = {
@@ -39,6 +40,7 @@ RECIPES = {
     "an eviction policy of the prefix cache": "test_an_eviction_policy",
     "a prefix-cache backend": "test_a_prefix_cache_backend",
     "a KV store": "test_a_kv_store",
+    "an embedder": "TestEmbedder",
 }
 
 
@@ -139,6 +141,8 @@ cache = RadixCache(policy="biggest_first")
 for first, length in ((1, 4), (2, 9), (3, 6)):
     cache.insert(RadixKey(np.arange(first * 100, first * 100 + length)), np.arange(first * 10, first * 10 + length))
 found["evicted"] = sorted(cache.evict(1).freed.tolist())
+model = adopt_model("llama", tiny_model("llama"), None)
+found["eviction"] = type(LLM(model, num_slots=100, eviction_policy="biggest_first").space.prefix.policy).__name__
 print(json.dumps(found, default=str))
 """
 
@@ -159,7 +163,7 @@ def changed(tmp_path_factory):
         path.write_text(text)
 
     (root / "graft/select/last_k.py").write_text(LAST_K)
-    line = ('    "none": NoRecompute,\n', '    "none": NoRecompute,\n    "last_k": LastK,\n')
+    line = ('        "none": NoRecompute,\n', '        "none": NoRecompute,\n        "last_k": LastK,\n')
     imported = ("from kvgraft.graft.select.first_k import", "from kvgraft.graft.select.last_k import LastK\n")
     edit("graft/select/__init__.py", line, (imported[0], imported[1] + imported[0]))
     for engine in ("engine", "vllm", "reuse"):
@@ -170,7 +174,7 @@ def changed(tmp_path_factory):
     )
     edit(
         "reuse/policy.py",
-        ("first_k: int, recompute_ratio", "first_k: int, last_k: int = 4, recompute_ratio"),
+        ("    first_k: int,\n", "    first_k: int,\n    last_k: int = 4,\n"),
         (
             "    if name == FirstK.name:",
             '    if name == "last_k":\n        return selection_policy(name, k=last_k)\n    if name == FirstK.name:',
@@ -197,6 +201,7 @@ def changed(tmp_path_factory):
         ("\nEVICTION_POLICIES:", BIGGEST_FIRST + "\nEVICTION_POLICIES:"),
         ('    "fifo": FIFO,\n', '    "fifo": FIFO,\n    "biggest_first": BiggestFirst,\n'),
     )
+    edit("config/engine.py", ('choices=("fifo", ', 'choices=("biggest_first", "fifo", '))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVGRAFT_")}
     environ |= {"PYTHONPATH": str(root.parent)}
     done = subprocess.run([sys.executable, "-c", USE], env=environ, capture_output=True, text=True, check=False)
@@ -222,6 +227,7 @@ def test_a_setting(changed):
 
 def test_an_eviction_policy(changed):
     assert changed["evicted"] == list(range(20, 29))
+    assert changed["eviction"] == "BiggestFirst"
 
 
 def test_an_architecture(monkeypatch):
@@ -251,33 +257,77 @@ def test_a_prefix_cache_backend(monkeypatch, tmp_path):
     assert "ToyCache" in {type(value).__name__ for value in vars(llm.space).values()}
 
 
-def test_a_kv_store(monkeypatch):
-    """A donor is spilled to it and grafted from there; `tests/conformance` runs the suite on it."""
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-    made = []
+def test_a_kv_store():
+    """A donor that one engine has stored is found by the next; `tests/conformance` runs the suite on the class."""
+    kept, opened = MemoryStore(), []
 
-    def factory(*, budget_bytes, pin_memory):
-        made.append(FileStore(budget_bytes=budget_bytes, pin_memory=pin_memory))
-        return made[-1]
+    def factory(where, options):
+        opened.append((where, dict(options)))
+        return kept
 
     register_store("toy", factory)
-    document, rng = np.arange(3, 203), np.random.default_rng(0)
-    prompts = [document, *(rng.integers(3, 500, 400) for _ in range(4)), np.concatenate([[7, 8, 9], document, [5]])]
+    document, shift = np.arange(3, 203), [7, 8, 9]
     answers = {}
-    for name in ("host", "toy"):
-        model = adopt_model("llama", tiny_models.tiny_model("llama"), None)
-        llm = LLM(model, num_slots=600, selection="none", store=name, host_bytes=1 << 24)
-        answers[name] = [llm.generate(prompt, SamplingParams(4, ignore_eos=True))[0] for prompt in prompts]
+    for name in ("host", "toy:here?size=3", "toy:here?size=3"):
+        llm = LLM(
+            adopt_model("llama", tiny_models.tiny_model("llama"), None), num_slots=600, selection="none", store=name
+        )
+        if llm._engine.stores is not None:
+            llm._engine.stores.flops_per_s = lambda: 1.0  # so slow that every read pays
+            deadline = time.monotonic() + 60
+            while opened[1:] and not len(llm.space.donors):
+                assert time.monotonic() < deadline
+                llm._engine.poll_stores()
+                time.sleep(0.01)
+        if not opened[1:]:
+            llm.generate(document, SamplingParams(1))
+        answers.setdefault(name, []).append(
+            llm.generate(np.concatenate([shift, document, [5]]), SamplingParams(4, ignore_eos=True))[0]
+        )
         llm.check()
-    (store,) = made
-    assert store is llm.space.host
-    assert store.budget_bytes == 1 << 24
-    assert llm.space.num_spilled > 0
-    assert len(store) > 0
-    assert answers["toy"][-1].report.shifted_tokens == 200
-    assert [one.token_ids for one in answers["toy"]] == [one.token_ids for one in answers["host"]]
-    llm.reset()
-    assert (len(store), store.used_bytes) == (0, 0)
+        llm.close()
+    assert opened == [("here", {"size": "3"})] * 2
+    (space,) = {space for space, _ in kept._objects}
+    assert kept.keys(space)
+    again = answers["toy:here?size=3"][1]
+    assert again.report.shifted_tokens == 200
+    assert {tuple(one.token_ids) for runs in answers.values() for one in runs} == {tuple(again.token_ids)}
+
+
+class TestEmbedder:
+    """A toy that looks at nothing but the first tokens, as a donor proposer and behind the semantic hook."""
+
+    DOCUMENT = np.arange(3, 203)
+
+    @pytest.fixture(autouse=True)
+    def registered(self):
+        class FirstTokens(Embedder):
+            name, dimensions, is_quick = "first_tokens", 8, True
+
+            def embed(self, texts):
+                return unit_rows(np.stack([np.resize(text, 8) for text in texts]).astype(np.float32))
+
+        self.given = []
+        register_embedder("toy", lambda **given: self.given.append(given) or FirstTokens())
+
+    def test_proposes_donors(self):
+        llm = LLM(adopt_model("llama", tiny_models.tiny_model("llama"), None), num_slots=600, embedder="toy:weights")
+        assert [given["path"] for given in self.given] == ["weights"]
+        llm.generate(self.DOCUMENT, SamplingParams(1))
+        (donor,) = llm.space.donors
+        proposer = llm._engine.proposer
+        assert proposer.discovery.wait(60)
+        namespace = donor.namespace
+        assert proposer.propose(namespace, self.DOCUMENT[:50]) == (donor.donor_id,)
+        assert proposer.propose(namespace, -self.DOCUMENT) == ()
+
+    def test_makes_a_provider(self):
+        provider = EmbeddingProvider("toy")
+        provider.on_request_cached(rid="r", token_ids=self.DOCUMENT)
+        assert provider.discovery.wait(60)
+        prompt = np.append(self.DOCUMENT[:20], 300)
+        assert provider.on_prefix_miss(rid="q", token_ids=prompt).alternate_token_ids == self.DOCUMENT.tolist()
+        provider.on_shutdown()
 
 
 class Rows:

@@ -26,6 +26,7 @@ def run(capsys, *argv):
         ["config"],
         ["doctor"],
         ["explain"],
+        ["router"],
         ["bench"],
         ["bench", "reuse"],
         ["bench", "serve"],
@@ -201,7 +202,7 @@ def test_gguf_model_is_served_by_every_command_that_takes_one(capsys, tmp_path):
     )
     assert code == 0
     assert "prompt tokens: 0 exact, 0 shifted" in out
-    assert err == ""
+    assert all(line.endswith(" ...") for line in err.splitlines())  # the stages of the start
     slots = ["--num-slots", "2000", "--json"]
     code, out, _ = run(capsys, "bench", "ttft", "--model", path, *slots, "--lengths", "300", "--repeat", "1")
     assert (code, json.loads(out)[0]["length"]) == (0, 300)
@@ -239,12 +240,14 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys, model_dir, t
     unknown = tmp_path / "unknown"
     unknown.mkdir()
     (unknown / "config.json").write_text('{"model_type": "nonesuch"}')
+    (unknown / "model.safetensors").write_bytes(weights.read_bytes())
     rope = tmp_path / "rope"
     tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(
         rope
     )
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF\x03\x00")
+    capsys.readouterr()  # progress of writing these, which transformers shows unless a test before has switched it off
     places = {
         "BROKEN_GGUF": broken,
         "EMPTY_DIR": tmp_path / "empty",
@@ -256,8 +259,9 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys, model_dir, t
     code, out, err = run(capsys, *(str(places.get(word, word)) for word in argv))
     assert code == 2
     assert out == ""
-    assert err.startswith("kvgraft: ")
-    assert err.count("\n") == 1
+    lines = [line for line in err.splitlines() if not line.endswith(" ...")]  # without the stages of the start
+    assert len(lines) == 1
+    assert lines[0].startswith("kvgraft: ")
     for word in words:
         assert word in err
 

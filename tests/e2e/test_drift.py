@@ -137,7 +137,7 @@ def test_constant_drift_is_taken_away_exactly(policy, frame, rng):
     assert torch.allclose(corrected.logits, prompt.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "mistral", "gpt_neox", "glm4"])
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "mistral", "gpt_neox", "glm4", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("frame", KeyFrame)
 def test_constant_drift_is_taken_away_in_other_architectures(family, frame, rng):
     prompt = Prompt(rng, family)
@@ -146,7 +146,7 @@ def test_constant_drift_is_taken_away_in_other_architectures(family, frame, rng)
     assert prompt.error() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "mistral"])
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "mistral", "gpt_oss", "llama4_text"])
 def test_window_layers_with_slots_of_their_own_are_corrected(family, rng):
     prompt = Prompt(rng, family, is_hybrid=True)
     prompt.move()

@@ -11,14 +11,23 @@ from kvgraft.engine.hybrid_space import HybridKVSpace
 from kvgraft.engine.kv_space import KVSpace
 from kvgraft.engine.loading import adopt_model
 from kvgraft.errors import CapacityError, ConfigError
-from kvgraft.prefix import RadixCache, SWARadixCache, register_radix_cache_backend, registry
+from kvgraft.prefix import RadixCache, SWARadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import MissReason
+from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 WINDOW = 24
 GREEDY = SamplingParams(8, ignore_eos=True)
-HYBRIDS = {"gemma3_text": {"num_hidden_layers": 6}, "gemma2": {}, "cohere2": {}, "mistral": {}}
-"""5:1, 1:1, 3:1 with layers that have no RoPE, and windows only."""
+HYBRIDS = {
+    "gemma3_text": {"num_hidden_layers": 6},
+    "gemma2": {},
+    "cohere2": {},
+    "mistral": {},
+    "gpt_oss": {},
+    "llama4_text": {},
+}
+"""5:1, 1:1, 3:1 with layers that have no RoPE, windows only, sinks, chunks with layers that have no RoPE."""
+KINDS = pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama4_text"])
 
 
 def make_llm(family="gemma3_text", **settings):
@@ -60,7 +69,7 @@ def test_hybrid_model_gets_window_slots_and_the_hybrid_tree(family):
     llm = make_llm(family)
     assert isinstance(llm.space, HybridKVSpace)
     assert isinstance(llm.space.prefix, SWARadixCache)
-    assert llm.space.sliding_window_size == WINDOW
+    assert llm.space.window_kind == (ChunkedWindow if family == "llama4_text" else SlidingWindow)(WINDOW)
     assert llm.adapter.pool.num_window_slots < llm.adapter.pool.num_slots
     is_all_swa = family == "mistral"
     assert (llm.adapter.pool.full is None) is is_all_swa
@@ -88,9 +97,10 @@ def test_greedy_output_is_the_models_own(family, max_rows, rng):
     llm.check()
 
 
+@KINDS
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_another_attention_backend_gives_the_same(rng):
-    llm = make_llm(attention="flex")
+def test_another_attention_backend_gives_the_same(family, rng):
+    llm = make_llm(family, attention="flex")
     assert llm.adapter.attention.backend.name == "flex"
     prompt = random_prompt(rng, 60)
     assert llm.generate(prompt, SamplingParams(30, ignore_eos=True), "off")[0].token_ids == stock_greedy(
@@ -138,9 +148,10 @@ def test_chat_extends_its_exact_prefix(family, rng):
         llm.check()
 
 
-def test_shared_document_in_front_of_other_questions_is_an_exact_prefix(rng):
+@KINDS
+def test_shared_document_in_front_of_other_questions_is_an_exact_prefix(family, rng):
     """Windows of a whole prompt stay cached while there is room, so that a branch in its middle can be matched."""
-    llm = make_llm()
+    llm = make_llm(family)
     document = random_prompt(rng, 200)
     first, second = (np.concatenate([document, random_prompt(rng, 40)]) for _ in range(2))
     llm.generate(first, GREEDY, "exact")
@@ -149,9 +160,10 @@ def test_shared_document_in_front_of_other_questions_is_an_exact_prefix(rng):
     assert output.token_ids == stock_greedy(llm, second, 8)
 
 
+@KINDS
 @pytest.mark.parametrize("evicted", [1, 60, 130, 150, 300])
-def test_prefix_whose_windows_were_partly_evicted_is_exact(evicted, rng):
-    llm = make_llm()
+def test_prefix_whose_windows_were_partly_evicted_is_exact(family, evicted, rng):
+    llm = make_llm(family)
     prompt = random_prompt(rng, 200)
     llm.generate(prompt, GREEDY, "exact")
     llm.space._release_forgotten(llm.space.prefix.evict(0, evicted))
@@ -184,7 +196,6 @@ def test_decoding_frees_window_slots_for_good(rng):
 def test_hybrid_chat_holds_less_than_one_on_a_full_cache(share, most, rng, monkeypatch):
     """With room to spare the windows of prompts stay cached and those of outputs do not; without, one window is kept."""
     monkeypatch.setattr(slot_plan, "_MAX_WINDOW_SHARE", share)
-    monkeypatch.setattr(registry, "_FACTORIES", {})
     register_radix_cache_backend("full", lambda context: RadixCache(context.page_size))
     hybrid, full = make_llm(max_running=1), make_llm(radix_cache_backend="full")
     assert type(full.space) is KVSpace
@@ -208,8 +219,9 @@ def test_far_too_few_window_slots_change_nothing_but_time(family, rng, few_windo
     llm.check()
 
 
-def test_streams_that_do_not_fit_side_by_side_are_preempted_and_exact(rng, few_windows):
-    llm = make_llm(num_slots=1_500)
+@KINDS
+def test_streams_that_do_not_fit_side_by_side_are_preempted_and_exact(family, rng, few_windows):
+    llm = make_llm(family, num_slots=1_500)
     prompts = [random_prompt(rng, 5) for _ in range(6)]
     streams = [llm.stream(prompt, SamplingParams(80, ignore_eos=True), "exact") for prompt in prompts]
     outputs = [[] for _ in prompts]
@@ -223,9 +235,10 @@ def test_streams_that_do_not_fit_side_by_side_are_preempted_and_exact(rng, few_w
     assert llm.space.window_usage().request == 0
 
 
-def test_cached_prompt_does_not_pin_the_window_space(rng, few_windows):
+@KINDS
+def test_cached_prompt_does_not_pin_the_window_space(family, rng, few_windows):
     """A lock covers whole nodes; a long one is cut, or the request that matched it could not go on."""
-    llm = make_llm(num_slots=1_500)
+    llm = make_llm(family, num_slots=1_500)
     prompt = random_prompt(rng, 100)
     llm.generate(prompt, GREEDY, "exact")
     longer = np.concatenate([prompt, random_prompt(rng, 300)])
@@ -249,9 +262,8 @@ def test_document_behind_a_new_beginning_is_grafted(family, rng):
 
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("selection", ["query_seam", "first_k"])
-def test_graft_of_a_hybrid_model_is_what_one_space_gives(family, selection, rng, monkeypatch):
+def test_graft_of_a_hybrid_model_is_what_one_space_gives(family, selection, rng):
     """The same spans from the same donors: window slots and captured K/V must not change a single token."""
-    monkeypatch.setattr(registry, "_FACTORIES", {})
     register_radix_cache_backend("full", lambda context: RadixCache(context.page_size))
     hybrid = make_llm(family, selection=selection, max_rows=64)
     full = make_llm(family, selection=selection, radix_cache_backend="full")
@@ -268,8 +280,9 @@ def test_graft_of_a_hybrid_model_is_what_one_space_gives(family, selection, rng,
     assert_close(scores[0].logits, scores[1].logits)
 
 
-def test_recomputing_everything_reused_gives_the_full_prefill(rng):
-    llm = make_llm(selection="first_k", first_k=200)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_recomputing_everything_reused_gives_the_full_prefill(family, rng):
+    llm = make_llm(family, selection="first_k", first_k=200)
     document = random_prompt(rng, 200)
     llm.generate(document, GREEDY)
     prompt = np.concatenate([random_prompt(rng, 50), document, random_prompt(rng, 10)])
@@ -278,9 +291,10 @@ def test_recomputing_everything_reused_gives_the_full_prefill(rng):
     assert_close(score.logits[0], stock_logits(llm, prompt)[-1])
 
 
-def test_long_prompt_becomes_a_donor_though_its_windows_have_left(rng, few_windows):
+@KINDS
+def test_long_prompt_becomes_a_donor_though_its_windows_have_left(family, rng, few_windows):
     """What leaves the window during a prefill in pieces is captured; the donor is whole."""
-    llm = make_llm(num_slots=1_500)
+    llm = make_llm(family, num_slots=1_500)
     document = random_prompt(rng, 500)
     llm.generate(document, GREEDY)
     assert [donor.num_tokens for donor in llm.space.donors] == [500]
@@ -389,8 +403,7 @@ def test_score_that_finds_no_window_slots_says_so(rng, few_windows):
     llm.check()
 
 
-def test_prefix_cache_that_knows_no_windows_keeps_one_space(rng, monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", {})
+def test_prefix_cache_that_knows_no_windows_keeps_one_space(rng):
     register_radix_cache_backend("plain", lambda context: RadixCache(context.page_size))
     llm = make_llm(radix_cache_backend="plain")
     prompt = random_prompt(rng, 100)
@@ -398,12 +411,18 @@ def test_prefix_cache_that_knows_no_windows_keeps_one_space(rng, monkeypatch):
     assert llm.generate(prompt, GREEDY, "exact")[0].token_ids == stock_greedy(llm, prompt, 8)
 
 
-def test_named_hybrid_cache_in_pages_is_exact(rng, monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", {})
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_named_hybrid_cache_in_pages_is_exact(family, rng):
     register_radix_cache_backend(
-        "pages", lambda context: SWARadixCache(8, sliding_window_size=context.sliding_window_size, leaf_cap=True)
+        "pages",
+        lambda context: SWARadixCache(
+            8,
+            sliding_window_size=context.sliding_window_size,
+            attention_chunk_size=context.attention_chunk_size,
+            leaf_cap=True,
+        ),
     )
-    llm = make_llm(radix_cache_backend="pages")
+    llm = make_llm(family, radix_cache_backend="pages")
     history = random_prompt(rng, 101)
     for _ in range(4):
         output = llm.generate(history, SamplingParams(45, ignore_eos=True), "exact")[0]
@@ -413,10 +432,22 @@ def test_named_hybrid_cache_in_pages_is_exact(rng, monkeypatch):
     assert output.report.exact_tokens > 200
 
 
-def test_hybrid_cache_of_another_window_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", {})
+def test_hybrid_cache_of_another_window_is_refused_in_one_line():
     register_radix_cache_backend("wrong", lambda _: SWARadixCache(sliding_window_size=7))
-    for family in ("gemma3_text", "llama"):
+    for family in ("gemma3_text", "llama", "llama4_text"):
         with pytest.raises(ConfigError, match="windows of 7 tokens") as caught:
             make_llm(family, radix_cache_backend="wrong")
         assert "\n" not in str(caught.value)
+
+
+@KINDS
+def test_split_of_the_two_pools_is_a_setting(family, rng):
+    llm = make_llm(family, hybrid_kvcache_ratio=0.2, max_running=10)
+    assert (llm.adapter.pool.num_slots, llm.adapter.pool.num_window_slots) == (2_000, 400)
+    prompts = [random_prompt(rng, 60) for _ in range(10)]
+    streams = [llm.stream(prompt, SamplingParams(40, ignore_eos=True), "exact") for prompt in prompts]
+    outputs = [parts[-1].output for parts in zip(*zip(*streams, strict=True), strict=True)]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == stock_greedy(llm, prompt, 40)
+    with pytest.raises(ConfigError, match="hybrid_kvcache_ratio gives 200 slots of window layers"):
+        make_llm(family, hybrid_kvcache_ratio=0.1, max_running=10)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import run_to_end, submit
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.loading import adopt_model
-from kvgraft.errors import RequestError
-from kvgraft.graft.select import SelectionPolicy
-from kvgraft.graft.select.base import Recompute
 from kvgraft.memory import HybridSlotPool
 from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -30,22 +27,6 @@ def make_engine(family="llama", **settings):
 
 def random_prompt(rng, length):
     return rng.integers(3, VOCABULARY, length)
-
-
-def submit(engine, prompt, count, reuse="graft"):
-    request = engine.builder.build(prompt, SamplingParams(count, ignore_eos=True), reuse)
-    engine.add(request)
-    return engine._active[request.request_id]
-
-
-def run_to_end(engine):
-    outputs = {}
-    while engine.has_work:
-        for event in engine.step():
-            assert event.error is None
-            if event.part.output is not None:
-                outputs[event.request_id] = event.part.output
-    return outputs
 
 
 def run_until(engine, condition):
@@ -203,39 +184,3 @@ def test_numbers_left_in_free_slots_change_no_answer(family, rng):
         return [outputs[active.request.request_id].token_ids for active in actives]
 
     assert answers(float("nan")) == answers(0.0)
-
-
-@dataclass(frozen=True)
-class BrokenPolicy(SelectionPolicy):
-    """A plug-in that fails where it is told to."""
-
-    name = "broken"
-    where: str = ""
-
-    @property
-    def recompute_ratio(self):
-        return 7.0 if self.where == "ratio" else 0.0
-
-    def steps(self, context):
-        if self.where == "first":
-            raise ValueError("no steps\nat all")
-        yield Recompute(context.live[:0])
-        if self.where == "second":
-            raise ValueError("no second step")
-
-
-@FAMILIES
-@pytest.mark.parametrize("where", ["ratio", "first", "second"])
-def test_policy_that_fails_fails_its_request_alone_and_leaks_nothing(family, where, rng):
-    llm = LLM(adopt_model(family, tiny_model(family), None), num_slots=800)
-    document = random_prompt(rng, 120)
-    llm.generate(document, SamplingParams(2))
-    prompt = np.concatenate([document[:60], random_prompt(rng, 20), document])
-    with pytest.raises(RequestError) as caught:
-        llm.generate(prompt, SamplingParams(2), selection=BrokenPolicy(where))
-    assert len(str(caught.value).splitlines()) == 1
-    llm.check()
-    assert llm.usage().request == 0
-    assert llm.generate(prompt, SamplingParams(2))[0].report.exact_tokens == 60
-    llm.reset()
-    assert llm.usage().free == llm.usage().total

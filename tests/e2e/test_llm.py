@@ -10,7 +10,7 @@ from kvgraft.engine import LLM, FinishReason, SamplingParams
 from kvgraft.engine.loading import adopt_model
 from kvgraft.errors import ConfigError
 from kvgraft.memory import Owner
-from kvgraft.prefix import RadixCache, register_radix_cache_backend, registry
+from kvgraft.prefix import RadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import Fidelity, MissReason
 
@@ -334,7 +334,7 @@ def test_long_prefill_in_pieces_gives_the_same_tokens(rng, document):
     assert whole.generate(prompt, GREEDY)[0].token_ids == pieces.generate(prompt, GREEDY)[0].token_ids
 
 
-def test_prefix_cache_of_another_package_serves_the_engine(rng, monkeypatch):
+def test_prefix_cache_of_another_package_serves_the_engine(rng):
     made = []
 
     class Theirs(RadixCache):
@@ -342,7 +342,6 @@ def test_prefix_cache_of_another_package_serves_the_engine(rng, monkeypatch):
             super().__init__(page_size)
             made.append(self)
 
-    monkeypatch.setattr(registry, "_FACTORIES", {})
     register_radix_cache_backend("theirs", lambda context: Theirs(context.page_size))
     llm = make_llm(radix_cache_backend="theirs")
     prompt = rng.integers(3, VOCABULARY, 100)
@@ -352,8 +351,7 @@ def test_prefix_cache_of_another_package_serves_the_engine(rng, monkeypatch):
     llm.check()
 
 
-def test_engine_without_a_prefix_cache_leaks_nothing(rng, monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", {})
+def test_engine_without_a_prefix_cache_leaks_nothing(rng):
     register_radix_cache_backend("none", lambda context: RadixCache(context.page_size, disabled=True))
     llm = make_llm(radix_cache_backend="none", num_slots=400)
     prompt = rng.integers(3, VOCABULARY, 100)

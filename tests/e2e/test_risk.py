@@ -109,6 +109,16 @@ class TestNotch:
         assert output.report.risk == OWN_SETTINGS
         assert llm.audit() == 0
 
+    def test_a_verified_answer_is_no_graft_s(self, calibrated, rng, document):
+        """It is drafted with the configured policy, at a notch at which nothing may be grafted, and nobody audits it."""
+        llm = LLM(loaded(), **calibrated("full"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        policy, correction = llm.policy, "drift"
+        output = llm.generate(behind(rng, document), ANSWER, "verified", selection=policy, correction=correction)[0]
+        assert output.report.healing.spans
+        assert "verified" in output.report.risk.reason
+        assert llm.audit() == 0
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [("model", "0" * 32), ("dtype", "bfloat16"), ("policy", "first_k"), ("policy version", "0"), ("min_run", "99")],
@@ -306,7 +316,8 @@ def test_a_server_s_engine_audits_by_itself_and_only_while_nothing_waits(calibra
     monkeypatch.setattr(Engine, "audit_step", watched)
 
     async def main():
-        llm = AsyncLLM(loaded(), **calibrated("none", epsilon=0.95), audit_share=1.0, max_rows=64)
+        # `heal` would hold a piece's slots whenever the snapshot looks.
+        llm = AsyncLLM(loaded(), **calibrated("none", epsilon=0.95), audit_share=1.0, max_rows=64, heal="off")
         await answer(llm, document)
         await asyncio.gather(*(answer(llm, behind(rng, document, 20 + count)) for count in range(8)))
         async with asyncio.timeout(PATIENCE_S):

@@ -154,16 +154,30 @@ class TestOpenAIClient:
         def ask(prompt, **body):
             return client.completions.create(model="graft-tiny", prompt=prompt, max_tokens=1, extra_body=body)
 
-        ask(DOCUMENT)
+        ask(DOCUMENT, kvgraft={"documents": [{"id": "boxes", "text": DOCUMENT}]})
         moved = ask("# A new beginning of other words.\n" + DOCUMENT)
         report = moved.model_extra["kvgraft"]
         assert report["shifted_tokens"] > 100
         assert report["spans"][0]["fidelity"] == "shifted"
+        assert report["spans"][0]["documents"][0]["id"] == "boxes"
+        assert moved.usage.model_extra["kvgraft"]["shifted_tokens"] == report["shifted_tokens"]
         assert moved.usage.prompt_tokens_details.cached_tokens == report["reused_tokens"]
         salted = ask("# A new beginning of other words.\n" + DOCUMENT, cache_salt="other tenant")
         assert salted.usage.prompt_tokens_details.cached_tokens == 0
         off = ask("# Once more.\n" + DOCUMENT, kvgraft={"reuse": "off"})
         assert off.model_extra["kvgraft"]["miss"]["reason"] == "reuse_off"
+
+    def test_what_was_generated_is_scored_alike_in_an_echo(self, client):
+        prompt = [9, 8]
+        fields = {"model": "graft-tiny", "temperature": 0, "logprobs": 1}
+        asked = {"return_token_ids": True, "ignore_eos": True}
+        (drawn,) = client.completions.create(prompt=prompt, max_tokens=5, extra_body=asked, **fields).choices
+        whole = prompt + drawn.model_extra["token_ids"]
+        (scored,) = client.completions.create(prompt=whole, max_tokens=0, echo=True, **fields).choices
+        assert scored.logprobs.token_logprobs[0] is None
+        assert scored.logprobs.token_logprobs[2:] == pytest.approx(drawn.logprobs.token_logprobs, abs=1e-3)
+        assert len(scored.logprobs.tokens) == len(scored.logprobs.text_offset) == 7
+        assert scored.text.endswith(drawn.text)
 
     def test_stream_gives_the_same_text_as_one_answer(self, client):
         fields = {"model": "graft-tiny", "prompt": "for name in ", "max_tokens": 12, "temperature": 0}
@@ -212,8 +226,11 @@ class TestOpenAIClient:
         with pytest.raises(openai.BadRequestError) as wrong:
             client.completions.create(model="graft-tiny", prompt="x", temperature=3)
         assert wrong.value.param == "temperature"
-        with pytest.raises(openai.BadRequestError, match="shorten"):
+        with pytest.raises(openai.BadRequestError, match="shorten") as long:
             client.completions.create(model="graft-tiny", prompt=[5] * 7_000)
+        assert long.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError, match="an embedding model"):
+            client.embeddings.create(model="graft-tiny", input="x")
 
 
 def curl(server, path, *arguments):
@@ -276,16 +293,30 @@ BODIES = st.fixed_dictionaries(
         "stream": st.booleans(),
         "ignore_eos": st.booleans(),
         "cache_salt": st.text(max_size=5),
+        "echo": st.booleans(),
+        "frequency_penalty": st.floats(-2, 2),
+        "presence_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.1, 10),
+        "logit_bias": st.dictionaries(st.integers(0, 4095).map(str), st.floats(-100, 100), max_size=3),
+        "min_p": st.floats(0, 1),
+        "min_tokens": st.integers(0, 1),
+        "stop_token_ids": st.lists(st.integers(0, 4095), max_size=3),
+        "bad_words": st.lists(st.sampled_from(["def", "import os", "x"]), max_size=2),
+        "include_stop_str_in_output": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "return_token_ids": st.booleans(),
         "kvgraft": st.fixed_dictionaries(
-            {"selection": st.sampled_from(SELECTIONS), "correction": st.sampled_from(CORRECTIONS)}
+            {"selection": st.sampled_from(SELECTIONS), "correction": st.sampled_from(CORRECTIONS)},
+            optional={"reuse": st.sampled_from(["off", "exact", "graft", "verified"])},
         ),
     },
-)
+).filter(lambda body: not (body.get("echo") and body.get("stream") and "logprobs" in body))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(BODIES)
 @example({"prompt": "x", "max_tokens": 1, "top_p": 5e-324})
+@example({"prompt": "x", "max_tokens": 2, "stream": True, "kvgraft": {"reuse": "verified", "provisional": True}})
 def test_every_valid_body_is_answered(server, body):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode(), headers)
@@ -304,6 +335,32 @@ def long_stream(client, **options):
         "extra_body": {"ignore_eos": True},
     } | options
     return client.completions.create(**options, stream=True)
+
+
+def test_a_stream_tells_of_its_cut_prompt_and_of_the_tokens_so_far(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    extra = {"truncate_prompt_tokens": 40, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    first, *others, last = client.completions.create(
+        model="graft-tiny",
+        prompt=DOCUMENT,
+        stream=True,
+        logprobs=1,
+        max_tokens=3.0,
+        temperature=0,
+        stream_options=options,
+        extra_body=extra | {"ignore_eos": True, "return_token_ids": True},
+    )
+    choice = first.choices[0]
+    kept = choice.model_extra["prompt_token_ids"]
+    assert len(kept) == len(choice.model_extra["prompt_logprobs"]) == 40
+    assert all(
+        str(token) in told for token, told in zip(kept[1:], choice.model_extra["prompt_logprobs"][1:], strict=True)
+    )
+    assert [chunk.usage.completion_tokens for chunk in (first, *others, last)] == [1, 2, 3, 3]
+    assert {chunk.usage.prompt_tokens for chunk in (first, *others, last)} == {40}
+    assert all(
+        re.fullmatch(r"token_id:\d+", token) for chunk in (first, *others) for token in chunk.choices[0].logprobs.tokens
+    )
 
 
 def test_disconnects_free_everything(server, client):
@@ -437,3 +494,44 @@ def test_full_server_refuses_with_429_and_a_second_signal_ends_it_at_once():
         assert server.process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
         stream.close()
     server.close()
+
+
+def test_settings_of_the_prefix_cache_reach_a_served_model(tmp_path):
+    """Whole pages are found again, prefixes of higher priority outlive others, and a reader hears of what is stored."""
+    events = pytest.importorskip("kvgraft.prefix.events.publisher")
+    pytest.importorskip("msgspec")
+    pytest.importorskip("zmq")
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    process = Process(
+        *("--page-size", "64", "--reuse", "exact", "--num-slots", "1024", "--eviction-policy", "priority"),
+        *("--kv-events", json.dumps({"endpoint": endpoint, "replay_endpoint": replay})),
+    )
+    subscriber = events.ZmqEventSubscriber(endpoint, replay_endpoint=replay)
+    try:
+
+        def ask(token, priority=0):
+            prompt = [token] * 400
+            body = json.dumps({"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "priority": priority}).encode()
+            request = urllib.request.Request(
+                process.url + "/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+                return json.loads(response.read())["kvgraft"]["exact_tokens"]
+
+        assert ask(100, priority=1) == 0
+        assert ask(100, priority=1) == 384, "six pages of 64"
+        for token in range(101, 105):
+            assert ask(token) == 0
+        assert ask(100) == 384, "it was the oldest, and is still there"
+        assert ask(101) == 0
+        stored = set()
+        while not {100, 101, 102, 103, 104} <= stored:
+            ask(105)
+            for batch in subscriber.receive(PATIENCE_S):
+                for event in batch.events:
+                    stored.update(getattr(event, "token_ids", ()))
+                    assert getattr(event, "block_size", 64) == 64
+    finally:
+        subscriber.close()
+        code = process.close()
+    assert code == 0, process.log

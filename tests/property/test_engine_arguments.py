@@ -39,12 +39,9 @@ ODD = st.one_of(
 )
 FIELDS = ["max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "logprobs"]
 SAMPLING = st.dictionaries(st.sampled_from(FIELDS), ODD, min_size=1, max_size=3)
-ARGUMENTS = st.dictionaries(
-    st.sampled_from(["prompt", "sampling", "reuse", "cache_salt", "selection", "correction"]),
-    ODD,
-    min_size=1,
-    max_size=2,
-)
+NAMES = ["prompt", "sampling", "reuse", "cache_salt", "selection", "correction"]
+ARGUMENTS = st.dictionaries(st.sampled_from(NAMES), ODD, min_size=1, max_size=2)
+STREAM_ARGUMENTS = st.dictionaries(st.sampled_from([*NAMES, "provisional"]), ODD, min_size=1, max_size=2)
 
 
 def loaded():
@@ -115,10 +112,11 @@ def test_arguments_of_generate_and_score_are_refused_or_work(llm, expected, valu
     assert llm.usage().request == 0
 
 
-@given(st.lists(st.tuples(ARGUMENTS, SAMPLING, ODD), min_size=1, max_size=4))
+@given(st.lists(st.tuples(STREAM_ARGUMENTS, SAMPLING, ODD), min_size=1, max_size=4))
 @settings(max_examples=12)
 @example([({}, {"seed": 2**64}, "a")])
 @example([({"cache_salt": 5}, {}, [1])])
+@example([({"provisional": 1, "reuse": "verified"}, {}, "a"), ({"provisional": True}, {}, "b")])
 def test_bad_requests_of_an_async_engine_harm_nobody_else(expected, cases):
     async def innocent(engine):
         request = await engine.prepare(PROMPT, GREEDY, "off")

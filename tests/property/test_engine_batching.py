@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -9,19 +10,56 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.page_index import PageIndex, tree_pages
+from tests.sampling_rules import RULES, assert_scored, ruled
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import SamplingParams, slot_plan
+from kvgraft.engine import SamplingParams, core, slot_plan
 from kvgraft.engine.core import Engine
+from kvgraft.engine.event_feed import EventFeed
 from kvgraft.engine.loading import adopt_model
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from kvgraft.prefix import EVICTION_POLICIES, EventLog
+from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, assert_slots_are_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+
+class Feed(EventFeed):
+    """Keeps the events that steps and resets hand on, instead of sending them."""
+
+    def __init__(self, kv_events):
+        super().__init__(kv_events)
+        self.log, self._handed_on = EventLog(), []
+
+    def flush(self):
+        self._handed_on += self.log.take()
+
+    def take(self):
+        events, self._handed_on = self._handed_on, []
+        return events
+
+
+class Answer:
+    """What a client makes of the parts of a stream, provisional ones among them."""
+
+    def __init__(self):
+        self.tokens, self.outstanding, self.has_drafts = [], [], False
+
+    def take(self, part):
+        if part.num_retracted:
+            del self.outstanding[-part.num_retracted :]
+        if part.is_provisional:
+            self.outstanding.append(part.token_id)
+            self.has_drafts = True
+            return
+        self.outstanding = self.outstanding[1:] if self.outstanding[:1] == [part.token_id] else []
+        self.tokens.append(part.token_id)
 
 
 class BatchingMachine(RuleBasedStateMachine):
     """Requests share documents; at most a few fit at once."""
 
     families = ("llama",)
+    page_sizes, fewest_slots = (1, 16, 64), (0, 0, 0)
     window_share = 0.5
 
     @initialize(
@@ -29,13 +67,27 @@ class BatchingMachine(RuleBasedStateMachine):
         slots=st.integers(150, 400),
         max_rows=st.sampled_from([17, 64, 4096]),
         number=st.integers(0, 2),
+        page=st.integers(0, 2),
+        policy=st.sampled_from(sorted(EVICTION_POLICIES)),
     )
-    def start(self, seed, slots, max_rows, number):
+    def start(self, seed, slots, max_rows, number, page, policy):  # noqa: PLR0917 - hypothesis passes arguments by keyword
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
-        config = EngineConfig(num_slots=slots, host_bytes=300_000, max_rows=max_rows, max_running=6, max_waiting=20)
+        config = EngineConfig(
+            num_slots=max(slots, self.fewest_slots[page]),
+            host_bytes=300_000,
+            max_rows=max_rows,
+            max_running=6,
+            max_waiting=20,
+            page_size=self.page_sizes[page],
+            eviction_policy=policy,
+        )
         family = self.families[number % len(self.families)]
-        with mock.patch.object(slot_plan, "_MAX_WINDOW_SHARE", self.window_share):
+        self.index, self.feed = PageIndex(), Feed("")
+        with (
+            mock.patch.object(slot_plan, "_MAX_WINDOW_SHARE", self.window_share),
+            mock.patch.object(core, "EventFeed", return_value=self.feed),
+        ):
             self.engine = Engine(adopt_model(family, tiny_model(family), None), config, max_step_s=0.01)
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 60))) for _ in range(4)]
         self.open = {}
@@ -46,25 +98,30 @@ class BatchingMachine(RuleBasedStateMachine):
         chosen=st.lists(st.integers(0, 3), max_size=2),
         new=st.integers(1, 20),
         length=st.integers(1, 60),
-        reuse=st.sampled_from(["off", "exact", "graft"]),
+        reuse=st.sampled_from(["off", "exact", "graft", "verified"]),
+        shown=st.booleans(),
         salt=st.sampled_from(["", "x"]),
         selection=st.sampled_from(["none", "first_k", "query_seam", "random", "kv_deviation", "adaptive"]),
         correction=st.sampled_from(["none", "drift"]),
+        priority=st.integers(-1, 1),
+        rules=RULES,
     )
-    def add(self, chosen, new, length, reuse, salt, selection, correction):  # noqa: PLR0917 - hypothesis passes rules by keyword
+    def add(self, chosen, new, length, reuse, shown, salt, selection, correction, priority, rules):  # noqa: PLR0917 - as above
         if len(self.open) >= 15:
             return
         prompt = np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:140]
         request = self.engine.builder.build(
             prompt,
-            SamplingParams(length, ignore_eos=True),
+            SamplingParams(length, ignore_eos=True, **rules),
             reuse,
             cache_salt=salt,
             selection=selection,
             correction=correction,
+            priority=priority,
         )
+        request = replace(request, provisional=shown and reuse == "verified")
         self.engine.add(request)
-        self.open[request.request_id] = (request, [])
+        self.open[request.request_id] = (request, Answer())
         self.prompts.append(request.token_ids.astype(np.int64))
 
     @rule(count=st.integers(1, 12))
@@ -72,28 +129,35 @@ class BatchingMachine(RuleBasedStateMachine):
         for _ in range(count):
             for event in self.engine.step():
                 assert event.error is None
-                request, tokens = self.open[event.request_id]
-                tokens.append(event.part.token_id)
+                request, answer = self.open[event.request_id]
+                answer.take(event.part)
+                assert request.provisional or not answer.has_drafts
                 if event.part.output is not None:
-                    self.finished(request, tokens, event.part.output)
+                    self.finished(request, answer.tokens, event.part.output)
                     del self.open[event.request_id]
 
     def finished(self, request, tokens, output):
         assert output.token_ids == tuple(tokens)
         assert len(tokens) == request.sampling.max_new_tokens
         self.texts.append(np.concatenate([request.token_ids, tokens[:-1]]).astype(np.int64))
+        if request.sampling.prompt_logprobs is not None:
+            assert_scored(self.engine.adapter, output, request.sampling.prompt_logprobs)
         report = output.report
         assert report.num_tokens == len(request.token_ids) == report.reused_tokens + report.computed_tokens
         if request.reuse == "off":
             assert report.reused_tokens == 0
+        if request.reuse == "verified":
+            assert report.reused_tokens == report.exact_tokens
         if report.shifted_tokens == 0 and report.recomputed_tokens == 0:
-            self.assert_greedy(request.token_ids, tokens)
+            self.assert_greedy(request, tokens)
 
     @torch.inference_mode()
-    def assert_greedy(self, prompt, tokens):
+    def assert_greedy(self, request, tokens):
+        prompt = request.token_ids
         ids = torch.from_numpy(np.concatenate([prompt, tokens]))[None]
         with self.engine.adapter.stock() as model:
             logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = ruled(request.sampling, prompt, tokens, logits)
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert float((logits.max(dim=1).values - chosen).max()) < 1e-4
 
@@ -139,12 +203,26 @@ class BatchingMachine(RuleBasedStateMachine):
     def nothing_runs(self):
         pass
 
+    @rule()
+    def look_at_frontiers(self):
+        """What is in front of a frontier is what the model computes, while drafts attend to what is behind it."""
+        for active in self.engine.scheduler.running:
+            drafts = active._drafts
+            if drafts is not None:
+                assert active.kv.plan.exact_len <= drafts.frontier <= active.num_tokens
+                assert active.kv.lineage.exact_len(drafts.frontier) == drafts.frontier
+                if self.engine.space.window_usage() is None and active.kv.epoch == self.engine.space.epoch:
+                    assert_slots_are_exact(self.engine.adapter, active.kv.kv_indices, drafts.exact_token_ids)
+
     @invariant()
     def holds(self):
         if not hasattr(self, "engine"):
             return
         self.engine.space.check()
         assert self.engine.manager.num_errors == 0
+        self.feed.flush()
+        self.index.read(self.feed.take())
+        assert self.index.pages == tree_pages(self.engine.space.prefix), "readers of events know what is stored"
         scheduler = self.engine.scheduler
         assert len(scheduler.running) + len(scheduler.waiting) == len(self.open)
         assert len(scheduler.running) <= 6
@@ -161,6 +239,7 @@ class HybridMachine(BatchingMachine):
     """The same on models with windows; `check` counts the slots of both spaces after every step."""
 
     families = ("gemma2", "mistral", "cohere2")
+    page_sizes, fewest_slots = (1, 8, 16), (0, 0, 180)  # of fewer there would be one space
 
     def nothing_runs(self):
         assert self.engine.space.window_usage().request == 0
@@ -180,7 +259,7 @@ class FewWindowsMachine(HybridMachine):
     window_share = 0.01
 
 
-BatchingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+BatchingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
 HybridMachine.TestCase.settings = FewWindowsMachine.TestCase.settings = BatchingMachine.TestCase.settings
 TestBatching = BatchingMachine.TestCase
 TestHybridBatching = HybridMachine.TestCase

@@ -18,12 +18,18 @@ TWO = SamplingParams(2, ignore_eos=True)
 class EngineCacheMachine(RuleBasedStateMachine):
     """Prompts are built from a few documents in a pool that is too small for them."""
 
-    @initialize(seed=st.integers(0, 2**31))
-    def start(self, seed):
+    @initialize(
+        seed=st.integers(0, 2**31), page_size=st.sampled_from([1, 16, 64]), host_bytes=st.sampled_from([400_000, 0])
+    )
+    def start(self, seed, page_size, host_bytes):
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
         self.llm = LLM(
-            adopt_model("llama", tiny_model("llama"), None), num_slots=300, host_bytes=400_000, selection="query_seam"
+            adopt_model("llama", tiny_model("llama"), None),
+            num_slots=300,
+            host_bytes=host_bytes,
+            selection="query_seam",
+            page_size=page_size,
         )
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 90))) for _ in range(5)]
 
@@ -43,6 +49,8 @@ class EngineCacheMachine(RuleBasedStateMachine):
         output = self.llm.generate(prompt, TWO, reuse, cache_salt=salt)[0]
         report = output.report
         assert report.num_tokens == len(prompt) == report.reused_tokens + report.computed_tokens
+        assert report.exact_tokens % self.llm.config.page_size == 0, "whole pages"
+        assert all(report.exact_tokens <= span.target_start for span in report.spans)
         assert all(len(prompt) >= span.target_start + span.length for span in report.spans)
 
     @rule(chosen=chosen, new=st.integers(0, 30))
@@ -68,5 +76,5 @@ class EngineCacheMachine(RuleBasedStateMachine):
             assert self.llm.num_errors == 0
 
 
-EngineCacheMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+EngineCacheMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
 TestEngineCache = EngineCacheMachine.TestCase

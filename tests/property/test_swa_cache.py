@@ -9,16 +9,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvgraft.testing.swa_model import SWAModel
 from kvgraft.testing.swa_walk import random_walk
+from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 PAGES = (1, 2, 4, 16)
 WINDOWS = (1, 2, 3, 5, 8, 16, 33, 64)
 OPERATIONS_PER_WALK = 800
-"""Times 4 pages, 8 windows and 2 leaf caps: 51,200 operations."""
+"""Times 4 pages, 8 windows, 2 kinds and 2 leaf caps: 102,400 operations."""
 
 
 class SWAMachine(RuleBasedStateMachine):
     page_size = 1
-    window = 4
+    window = SlidingWindow(4)
     leaf_cap = False
 
     def __init__(self) -> None:
@@ -65,22 +66,28 @@ class SWAMachine(RuleBasedStateMachine):
 
 
 def machine(page_size, window, leaf_cap):
-    name = f"SWAMachine{page_size}Window{window}"
+    name = f"SWAMachine{page_size}{type(window).__name__}{window.size}"
     fields = {"page_size": page_size, "window": window, "leaf_cap": leaf_cap}
     subclass = type(name, (SWAMachine,), fields)
     subclass.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
     return subclass.TestCase
 
 
-TestPage1Window4 = machine(1, 4, leaf_cap=False)
-TestPage2Window3Capped = machine(2, 3, leaf_cap=True)
-TestPage4Window9 = machine(4, 9, leaf_cap=False)
-TestPage16Window64Capped = machine(16, 64, leaf_cap=True)
+TestPage1Window4 = machine(1, SlidingWindow(4), leaf_cap=False)
+TestPage2Window3Capped = machine(2, SlidingWindow(3), leaf_cap=True)
+TestPage4Window9 = machine(4, SlidingWindow(9), leaf_cap=False)
+TestPage16Window64Capped = machine(16, SlidingWindow(64), leaf_cap=True)
+TestPage1Chunk4 = machine(1, ChunkedWindow(4), leaf_cap=False)
+TestPage2Chunk3Capped = machine(2, ChunkedWindow(3), leaf_cap=True)
+TestPage4Chunk6 = machine(4, ChunkedWindow(6), leaf_cap=False)
+TestPage4Chunk8Capped = machine(4, ChunkedWindow(8), leaf_cap=True)
+TestPage16Chunk32 = machine(16, ChunkedWindow(32), leaf_cap=False)
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_long_walk_agrees_with_the_oracle(page_size, window):
+@pytest.mark.parametrize("size", WINDOWS)
+@pytest.mark.parametrize("kind", [SlidingWindow, ChunkedWindow])
+def test_a_long_walk_agrees_with_the_oracle(page_size, size, kind):
     for leaf_cap in (False, True):
-        model = random_walk(window * 31 + page_size, OPERATIONS_PER_WALK, page_size, window, leaf_cap=leaf_cap)
+        model = random_walk(size * 31 + page_size, OPERATIONS_PER_WALK, page_size, kind(size), leaf_cap=leaf_cap)
         assert model.num_matches > OPERATIONS_PER_WALK // 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvgraft.engine.adapter import TransformersAdapter
 from kvgraft.engine.self_check import self_check
@@ -92,3 +93,39 @@ def test_shifted_graft_of_the_whole_context_equals_recomputation_in_every_layer(
         actual = adapter.pool.keys(layer)[150:250]
         expected = cache.layers[layer].keys[0].transpose(0, 1)
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("moved_by", [24, 11])
+def test_rows_behind_a_graft_are_what_the_model_computes_from_the_same_keys(family, moved_by, rng):
+    """Moved K/V may lie in other chunks than where they were computed: masks and queries go by the new positions."""
+    adapter = TransformersAdapter.create(tiny_model(family), num_slots=600)
+    self_check(adapter, np.arange(64))
+    document, front, question = (rng.integers(3, VOCABULARY, n) for n in (100, moved_by, 40))
+    prompt, start = np.concatenate([front, document, question]), moved_by + 100
+    slots = np.arange(200, 200 + len(prompt))
+    adapter.forward([SequenceRows(document, np.arange(100), np.arange(100))])
+    adapter.forward([SequenceRows(front, np.arange(moved_by), slots)])
+    graft(adapter, SpanCopy(PoolSource(adapter.pool, np.arange(100)), 0, moved_by, 100), slots)
+    cache = DynamicCache()
+    for layer in range(adapter.num_layers):
+        cache.update(
+            *(x.transpose(0, 1)[None] for x in adapter.pool.read(layer, adapter.pool.index(slots[:start]))), layer
+        )
+    rows = SequenceRows(question, np.arange(start, len(prompt)), slots, num_logits=40)
+    actual = adapter.forward([rows])[0].logits
+    with adapter.stock() as model, torch.inference_mode():
+        expected = model(torch.from_numpy(question)[None], past_key_values=cache).logits[0]
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_layer_without_rotation_is_copied_as_it_is(rng):
+    """Llama 4's NoPE layers: the key of a token is the same wherever it stands."""
+    adapter = TransformersAdapter.create(tiny_model("llama4_text", no_rope_layers=[0, 1, 1, 1]), num_slots=600)
+    self_check(adapter, np.arange(64))
+    assert [spec is None for spec in adapter.rope] == [True, False, False, False]
+    document = rng.integers(3, VOCABULARY, 90)
+    adapter.forward([SequenceRows(document, np.arange(90), np.arange(90))])
+    graft(adapter, SpanCopy(PoolSource(adapter.pool, np.arange(90)), 0, 111, 90), np.arange(120, 321))
+    assert torch.equal(adapter.pool.keys(0)[231:321], adapter.pool.keys(0)[:90])
+    assert not torch.equal(adapter.pool.keys(1)[231:321], adapter.pool.keys(1)[:90])

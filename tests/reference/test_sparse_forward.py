@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from kvgraft.engine import adapter as adapter_module
 from kvgraft.engine.adapter import TransformersAdapter
+from kvgraft.engine.attention import sdpa, sequence
 from kvgraft.engine.attention.sequence import SequenceAttention
 from kvgraft.engine.self_check import self_check
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopePairing
 from kvgraft.testing.tiny_models import FAMILIES, ROPE_TYPES, VOCABULARY, tiny_model
+from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 NUM_TOKENS = 150
 
@@ -81,7 +84,7 @@ def test_chunks_give_what_one_pass_gives(rng):
     assert relative_error(output.logits[-1], expected) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text"])
 def test_attention_mass_is_the_attention_of_the_observed_rows(family, rng):
     adapter = make_adapter(tiny_model(family))
     token_ids = rng.integers(3, VOCABULARY, NUM_TOKENS)
@@ -152,13 +155,59 @@ def test_self_check_refuses_learned_positions():
     assert "no rotary position embedding" in report.refusal
 
 
-@pytest.mark.parametrize(
-    ("family", "word"), [("gpt_oss", "sinks"), ("deepseek_v3", "MLA"), ("bloom", "bloom"), ("stablelm", "attention")]
-)
+@pytest.mark.parametrize(("family", "word"), [("deepseek_v3", "MLA"), ("bloom", "bloom"), ("stablelm", "attention")])
 def test_unsupported_attention_is_refused_in_one_line(family, word):
     with pytest.raises(ModelError, match=word) as caught:
         self_check(make_adapter(tiny_model(family)), np.arange(64))
     assert "\n" not in str(caught.value)
+
+
+def test_llama4_scales_queries_by_position_not_by_row(rng, monkeypatch):
+    """And the gaps would show it, had the adapter forgotten: stock counts rows of the pass behind the cache."""
+    test_gaps_inside_exact_kv_give_the_stock_logits("llama4_text", rng)
+    monkeypatch.setattr(adapter_module._PoolLayer, "get_seq_length", lambda _: 0)
+    with pytest.raises(AssertionError):
+        test_gaps_inside_exact_kv_give_the_stock_logits("llama4_text", rng)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("size", [1, 7, 100, 128, 149, 150])
+def test_windows_of_any_size_give_the_stock_logits(family, size, rng):
+    """Long runs of rows go to a fused kernel, cut where chunks end; pieces of them begin anywhere in a chunk."""
+    name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
+    adapter = make_adapter(tiny_model(family, **{name: size}), num_slots=700)
+    token_ids, slots = rng.integers(3, VOCABULARY, 600), np.arange(600)
+    expected = stock_logits(adapter, token_ids)
+    for start, stop in ((0, 130), (130, 420), (420, 421), (421, 600)):
+        part = np.arange(start, stop)
+        rows = SequenceRows(token_ids[part], part, slots, num_logits=len(part))
+        assert relative_error(adapter.forward([rows])[0].logits, expected[part]) < 1e-5
+
+
+def test_windows_that_do_not_go_together_are_refused(monkeypatch):
+    kinds = [ChunkedWindow(24), SlidingWindow(24), None, None]
+    monkeypatch.setattr(adapter_module, "layer_window", lambda _config, layer, _told: kinds[layer])
+    with pytest.raises(ModelError, match=r"chunks of 24 tokens .*choose another model"):
+        make_adapter(tiny_model())
+
+
+def test_chunks_without_a_size_are_refused():
+    with pytest.raises(ModelError, match="no attention_chunk_size"):
+        make_adapter(tiny_model("llama4_text", attention_chunk_size=None))
+
+
+def test_sinks_that_were_forgotten_would_be_noticed(monkeypatch):
+    for module in (sdpa, sequence):
+        monkeypatch.setattr(module, "kept_share", lambda lse, _: torch.ones_like(lse))
+    with pytest.raises(ModelError, match="self-check failed"):
+        self_check(make_adapter(tiny_model("gpt_oss")), np.arange(64))
+
+
+def test_sinks_that_the_model_keeps_to_itself_are_refused():
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ModelError, match="attention sinks to itself"):
+        make_adapter(model)
 
 
 def test_bf16_model_passes_the_self_check():
@@ -166,21 +215,19 @@ def test_bf16_model_passes_the_self_check():
     assert report.refusal is None
 
 
-def assert_scattered_rows_see_no_future(rng):
+def assert_scattered_rows_see_no_future(rng, count):
     """Tokens computed again amid K/V of a full prefill get the K/V that they had, though those behind them lie there, too."""
     adapter = make_adapter(tiny_model())
     token_ids, slots = rng.integers(3, VOCABULARY, NUM_TOKENS), np.arange(NUM_TOKENS)
     adapter.forward([SequenceRows(token_ids, np.arange(NUM_TOKENS), slots)])
     exact = [adapter.pool.keys(layer).clone() for layer in range(adapter.num_layers)]
-    again = np.sort(rng.permutation(NUM_TOKENS)[:30])
+    again = np.sort(rng.permutation(NUM_TOKENS)[:count])
     adapter.forward([SequenceRows(token_ids[again], again, slots)])
     for layer, keys in enumerate(exact):
         assert relative_error(adapter.pool.keys(layer), keys) < 1e-5
 
 
-def test_scattered_rows_see_no_future(rng, monkeypatch):
-    """And the test would notice the mask of CacheBlend's code, aligned to the last row instead of to positions."""
-    assert_scattered_rows_see_no_future(rng)
+def unmask_formed_scores(monkeypatch):
     inner = SequenceAttention._scattered_part
 
     def unmasked(self, rows, window):
@@ -189,5 +236,42 @@ def test_scattered_rows_see_no_future(rng, monkeypatch):
         return part
 
     monkeypatch.setattr(SequenceAttention, "_scattered_part", unmasked)
+
+
+def unmask_fused_scores(monkeypatch):
+    inner = SequenceAttention._formed_mask
+
+    def unmasked(self, rows, keys, layer):
+        return torch.zeros_like(inner(self, rows, keys, layer))
+
+    monkeypatch.setattr(SequenceAttention, "_formed_mask", unmasked)
+
+
+@pytest.mark.parametrize(
+    ("count", "unmask"),
+    [(sequence._MIN_MASKED_ROWS - 1, unmask_formed_scores), (sequence._MIN_MASKED_ROWS, unmask_fused_scores)],
+)
+def test_scattered_rows_see_no_future(rng, monkeypatch, count, unmask):
+    """And the test would notice the mask of CacheBlend's code, aligned to the last row instead of to positions."""
+    assert_scattered_rows_see_no_future(rng, count)
+    unmask(monkeypatch)
     with pytest.raises(AssertionError):
-        assert_scattered_rows_see_no_future(rng)
+        assert_scattered_rows_see_no_future(rng, count)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
+def test_scattered_rows_are_the_same_by_either_way(family, rng, monkeypatch):
+    """More of them than share a mask, with windows and without, observed ones behind them."""
+    adapter = make_adapter(tiny_model(family))
+    token_ids, slots = rng.integers(3, VOCABULARY, NUM_TOKENS), np.arange(NUM_TOKENS)
+    adapter.forward([SequenceRows(token_ids, np.arange(NUM_TOKENS), slots)])
+    again = np.sort(rng.permutation(NUM_TOKENS)[: sequence._MASKED_ROWS + 20])
+    rows = SequenceRows(token_ids[again], again, slots, num_logits=len(again), observed_rows=3)
+    (fused,) = adapter.forward([rows])
+    monkeypatch.setattr(sequence, "_MAX_KEPT_MASKS", 0)
+    (unkept,) = adapter.forward([rows])
+    assert torch.equal(unkept.logits, fused.logits)
+    monkeypatch.setattr(sequence, "_MIN_MASKED_ROWS", len(again) + 1)
+    (formed,) = adapter.forward([rows])
+    assert relative_error(fused.logits, formed.logits) < 1e-5
+    assert relative_error(fused.attention_mass, formed.attention_mass) < 1e-5

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _KEYS = ("prompt", "text")
-_BUILTIN = "builtin"
+BUILTIN = "builtin"
+"""Name of that suite."""
 
 
 def read_sessions(name: str, limit: int | None = None) -> list[Session]:
@@ -32,7 +33,7 @@ def read_sessions(name: str, limit: int | None = None) -> list[Session]:
     Raises:
         ConfigError: A file is missing, empty or malformed; names file, line and remedy.
     """
-    if name == _BUILTIN:
+    if name == BUILTIN:
         sessions = [Session((), tuple(request.prompt for request in builtin_requests()))]
     else:
         sessions = _line_sessions(Path(name)) or [s for workload in load_pack(name) for s in workload.sessions]

@@ -31,6 +31,23 @@ _ALWAYS_WORTH_IT = CostModel(copy_per_token=0.0, per_span=0.0)
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReuse:
+    """Tokens of one prompt; as in `ReuseResult`.
+
+    Attributes:
+        tokens: Of the prompt.
+        prefix_tokens: In the longest prefix of an earlier prompt.
+        reused_tokens: `prefix_tokens` and the spans of the plan.
+        bound_tokens: In a run that occurs at any offset of an earlier prompt.
+    """
+
+    tokens: int
+    prefix_tokens: int
+    reused_tokens: int
+    bound_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReuseResult:
     """What a workload could reuse and what was planned.
 
@@ -47,6 +64,7 @@ class ReuseResult:
         wrong_tokens: Reused tokens that differ from the donor's at the planned position. Must be 0.
         lookup_ms: Matching and planning, per request: `p50`, `p99`, `max`.
         register_ms: Registering a prompt as a donor: `p50`, `p99`.
+        prompts: Each prompt that was looked up, in order of arrival.
     """
 
     workload: str
@@ -58,6 +76,7 @@ class ReuseResult:
     wrong_tokens: int
     lookup_ms: dict[str, float]
     register_ms: dict[str, float]
+    prompts: tuple[PromptReuse, ...] = ()
 
     @property
     def recovered(self) -> float:
@@ -82,13 +101,9 @@ class ReuseResult:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums over requests."""
+    """What was found, prompt by prompt."""
 
-    requests: int = 0
-    tokens: int = 0
-    prefix: int = 0
-    spans: int = 0
-    bound: int = 0
+    prompts: list[PromptReuse] = field(default_factory=list)
     wrong: int = 0
     lookup_s: list[float] = field(default_factory=list)
     register_s: list[float] = field(default_factory=list)
@@ -118,21 +133,20 @@ def measure_reuse(
     for session in workload.sessions:
         prompts = [tokenize(text) for text in (*session.cached, *session.requests)]
         covered = covered_positions(prompts, min_run)
-        for tokens, is_covered in list(zip(prompts, covered, strict=True))[len(session.cached) :]:
-            tally.requests += 1
-            tally.tokens += len(tokens)
-            tally.bound += int(np.count_nonzero(is_covered[:-1]))
-        _Replay(prompts, min_run, capacity, tally).run(session, advance)
+        bounds = [int(np.count_nonzero(is_covered[:-1])) for is_covered in covered]
+        _Replay(prompts, min_run, capacity, tally).run(session, bounds, advance)
+    found = tally.prompts
     return ReuseResult(
         workload=workload.name,
-        requests=tally.requests,
-        tokens=tally.tokens,
-        prefix_tokens=tally.prefix,
-        reused_tokens=tally.prefix + tally.spans,
-        bound_tokens=tally.bound,
+        requests=len(found),
+        tokens=sum(prompt.tokens for prompt in found),
+        prefix_tokens=sum(prompt.prefix_tokens for prompt in found),
+        reused_tokens=sum(prompt.reused_tokens for prompt in found),
+        bound_tokens=sum(prompt.bound_tokens for prompt in found),
         wrong_tokens=tally.wrong,
         lookup_ms=_percentiles(tally.lookup_s, p50=50, p99=99, max=100),
         register_ms=_percentiles(tally.register_s, p50=50, p99=99),
+        prompts=tuple(found),
     )
 
 
@@ -149,14 +163,14 @@ class _Replay:
         self._min_run = min_run
         self._tally = tally
 
-    def run(self, session: Session, advance: Callable[[], object]) -> None:
-        for index, tokens in enumerate(self._prompts):
+    def run(self, session: Session, bounds: Sequence[int], advance: Callable[[], object]) -> None:
+        for index, (tokens, bound) in enumerate(zip(self._prompts, bounds, strict=True)):
             if index >= len(session.cached):
-                self._look_up(tokens)
+                self._look_up(tokens, bound)
             self._register(tokens)
             advance()
 
-    def _look_up(self, tokens: Tokens) -> None:
+    def _look_up(self, tokens: Tokens, bound: int) -> None:
         tally = self._tally
         prefix_len = self._prefixes.longest_prefix(tokens[:-1])
         if prefix_len < self._min_run:
@@ -165,10 +179,11 @@ class _Replay:
         matches = self._catalogue.find(_NAMESPACE, tokens, start=prefix_len)
         plan = plan_graft(len(tokens), prefix_len, matches, _ALWAYS_WORTH_IT, min_run=self._min_run)
         tally.lookup_s.append(time.perf_counter() - started)
-        tally.prefix += prefix_len
+        reused = prefix_len
         if isinstance(plan, GraftPlan):
-            tally.spans += plan.reused_len
+            reused += plan.reused_len
             tally.wrong += sum(self._num_wrong(tokens, span) for span in plan.spans)
+        tally.prompts.append(PromptReuse(len(tokens), prefix_len, reused, bound))
 
     def _num_wrong(self, tokens: Tokens, span: Match) -> int:
         """Compare with the prompt that was registered, not with what the catalogue kept of it."""

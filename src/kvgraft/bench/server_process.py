@@ -32,17 +32,20 @@ class ServerProcess:
         arguments: Of `kvgraft serve`, without host and port.
         environ: Variables besides those of this process.
         port: 0 takes a free one.
+        command: What to start; `router` is a server, too.
 
     Raises:
         ConfigError: It does not start; says what it printed last.
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str] | None = None, port: int = 0) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environ: Mapping[str, str] | None = None, port: int = 0, command: str = "serve"
+    ) -> None:
         self._command = [
             sys.executable,
             "-m",
             "kvgraft",
-            "serve",
+            command,
             *arguments,
             "--host",
             "127.0.0.1",
@@ -103,7 +106,9 @@ class ServerProcess:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 last = " ".join(self.log_tail(1).split()) or "nothing"
-                raise ConfigError(f"kvgraft serve ended with code {self._process.returncode}; it said: {last}")
+                raise ConfigError(
+                    f"kvgraft {self._command[3]} ended with code {self._process.returncode}; it said: {last}"
+                )
             if not self.url:
                 found = _URL.search(self._output.read_text(errors="replace"))
                 self.url = found.group() if found else ""

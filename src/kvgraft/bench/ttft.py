@@ -13,11 +13,11 @@ from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvgraft.types import TokenArray
 
-_ONE_TOKEN = SamplingParams(1, ignore_eos=True)
+ONE_TOKEN = SamplingParams(1, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,44 @@ class TtftResult:
     miss_lookup_share: float
 
 
+@dataclass(frozen=True, slots=True)
+class GraftAs:
+    """How a prompt is grafted.
+
+    Attributes:
+        selection: Name of the policy; None for the configured one.
+        correction: Name of the drift correction; None for the configured one.
+    """
+
+    selection: str | None = None
+    correction: str | None = None
+
+
+CONFIGURED = GraftAs()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Round:
+class TtftRound:
+    """One prompt of each kind, all of one length, one after another.
+
+    Attributes:
+        cold: Reuse off.
+        prefix: Exact prefixes only, the document having been read at position 0.
+        repeat: Exact prefixes only, the very same prompt having been read.
+        grafts: Grafted, in each way that was asked for.
+        miss: With donors that have nothing of the prompt, which is the one of `cold`.
+    """
+
     cold: RequestOutput
     prefix: RequestOutput
     repeat: RequestOutput
-    graft: RequestOutput
+    grafts: tuple[RequestOutput, ...]
     miss: RequestOutput
+
+    @property
+    def graft(self) -> RequestOutput:
+        """The first graft."""
+        return self.grafts[0]
 
 
 def measure_ttft(
@@ -72,50 +103,74 @@ def measure_ttft(
     Raises:
         ConfigError: `length` does not fit, or nothing was grafted, so that there is nothing to measure.
     """
-    rng = np.random.default_rng((seed, length))
-
-    def draw(count: int) -> TokenArray:
-        return rng.integers(3, llm.loaded.vocab_size, count, dtype=np.int64)
-
-    llm.validate(draw(length), _ONE_TOKEN)
-    llm.generate(draw(min(256, length)), _ONE_TOKEN, ReuseMode.OFF)
+    draws = Draws(llm, (seed, length))
+    llm.validate(draws.tokens(length), ONE_TOKEN)
+    llm.generate(draws.tokens(min(256, length)), ONE_TOKEN, ReuseMode.OFF)
     rounds = []
     for _ in range(repeat):
-        rounds.append(_run_round(llm, draw(length - shift), draw(shift), draw(length)))
+        rounds.append(measure_round(llm, draws, length, shift))
         advance()
     return _summarise(length, rounds)
 
 
-def _run_round(llm: LLM, document: TokenArray, beginning: TokenArray, other: TokenArray) -> _Round:
-    prompt = np.concatenate([beginning, document])
+class Draws:
+    """Random tokens of a model, none of them special in the usual vocabularies.
+
+    Args:
+        llm: The model.
+        seed: The same tokens for the same numbers.
+    """
+
+    def __init__(self, llm: LLM, seed: Sequence[int]) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._vocab_size = llm.loaded.vocab_size
+
+    def tokens(self, count: int) -> TokenArray:
+        """Draw int64 (count,)."""
+        return self._rng.integers(3, self._vocab_size, count, dtype=np.int64)
+
+
+def measure_round(
+    llm: LLM, draws: Draws, length: int, shift: int, ways: Sequence[GraftAs] = (CONFIGURED,)
+) -> TtftRound:
+    """Run every mode once over new random tokens: prompts of `shift` new ones and a document that was read at position 0.
+
+    Every prompt has new tokens of its own in front, so that no mode finds what another one left.
+
+    Raises:
+        ConfigError: Nothing was grafted, so that there is nothing to measure.
+    """
+    document, other = draws.tokens(length - shift), draws.tokens(length)
     llm.reset()
     _first_token(llm, document, ReuseMode.OFF)
     miss = _first_token(llm, other, ReuseMode.GRAFT)
-    llm.reset()
-    cold = _first_token(llm, other, ReuseMode.OFF)
-    llm.reset()
-    _first_token(llm, document, ReuseMode.OFF)
+    grafts = tuple(_graft(llm, draws.tokens(shift), document, way) for way in ways)
+    prompt = np.concatenate([draws.tokens(shift), document])
     prefix = _first_token(llm, prompt, ReuseMode.EXACT)
     again = _first_token(llm, prompt, ReuseMode.EXACT)
     llm.reset()
-    _first_token(llm, document, ReuseMode.OFF)
-    graft = _first_token(llm, prompt, ReuseMode.GRAFT)
+    cold = _first_token(llm, other, ReuseMode.OFF)
+    return TtftRound(cold, prefix, again, grafts, miss)
+
+
+def _graft(llm: LLM, beginning: TokenArray, document: TokenArray, way: GraftAs) -> RequestOutput:
+    prompt = np.concatenate([beginning, document])
+    graft = llm.generate(prompt, ONE_TOKEN, ReuseMode.GRAFT, selection=way.selection, correction=way.correction)[0]
     if not graft.report.shifted_tokens:
         missed = graft.report.miss
         why = llm.graft_refusal or (f"{missed.reason.value} {missed.detail}" if missed else "all was recomputed")
         raise ConfigError(
             f"nothing was grafted of a document of {len(document)} tokens ({why}); choose another --model or selection"
         )
-    llm.reset()
-    return _Round(cold, prefix, again, graft, miss)
+    return graft
 
 
 def _first_token(llm: LLM, prompt: TokenArray, reuse: ReuseMode) -> RequestOutput:
-    return llm.generate(prompt, _ONE_TOKEN, reuse)[0]
+    return llm.generate(prompt, ONE_TOKEN, reuse)[0]
 
 
-def _summarise(length: int, rounds: list[_Round]) -> TtftResult:
-    def median(read: Callable[[_Round], float]) -> float:
+def _summarise(length: int, rounds: list[TtftRound]) -> TtftResult:
+    def median(read: Callable[[TtftRound], float]) -> float:
         return statistics.median(map(read, rounds))
 
     cold_s, graft_s = median(lambda r: r.cold.ttft_s), median(lambda r: r.graft.ttft_s)

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 a check did not pass, 2 bad input (one line on stderr name
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -13,9 +12,11 @@ from typing import TYPE_CHECKING
 from kvgraft import __version__
 from kvgraft.cli import (
     bench_fidelity,
+    bench_pack,
     bench_prefix,
     bench_reuse,
     bench_serve,
+    bench_suite,
     bench_ttft,
     calibrate,
     config,
@@ -23,36 +24,49 @@ from kvgraft.cli import (
     doctor,
     explain,
     generate,
+    heal,
+    router,
     serve,
+    store,
 )
+from kvgraft.cli.parser import Parser, wrapped
 from kvgraft.config import is_text, quoted
-from kvgraft.errors import ConfigError, KVGraftError
+from kvgraft.errors import OUT_OF_MEMORY, ConfigError, KVGraftError, is_out_of_memory
+from kvgraft.models import HUB_DEADLINE_S
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvgraft",
         description="Reuse the KV cache of text a model has already read, wherever it appears in a prompt.",
     )
     parser.add_argument("--version", action="version", version=f"kvgraft {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    base: argparse.ArgumentParser = parser
+    commands = base.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=lambda _: _bare(parser))
     demo.register(commands)
     generate.register(commands)
     serve.register(commands)
+    router.register(commands)
+    heal.register(commands)
     config.register(commands)
     doctor.register(commands)
     calibrate.register(commands)
     explain.register(commands)
+    store.register(commands)
     bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     bench_prefix.register(benchmarks)
+    bench_pack.register(benchmarks)
     bench_reuse.register(benchmarks)
     bench_fidelity.register(benchmarks)
     bench_ttft.register(benchmarks)
+    bench_suite.register(benchmarks)
     bench_serve.register(benchmarks)
     return parser
 
@@ -61,19 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Of each file, and a model has many.
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", f"{HUB_DEADLINE_S:.0f}")
     try:
         _check_text(argv)
-        args = build_parser().parse_args(argv)
+        args = build_parser().parsed(argv)
         code: int = args.run(args)
     except KVGraftError as error:
-        print(f"kvgraft: {error}", file=sys.stderr)
-        return 2
+        return _refused(str(error))
     except ImportError as error:
-        print(f"kvgraft: {error.msg}", file=sys.stderr)
-        return 2
-    except MemoryError:
-        print("kvgraft: out of memory; lower num_slots or kv_bytes, host_bytes and donor_tokens", file=sys.stderr)
-        return 2
+        return _refused(error.msg)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _refused(OUT_OF_MEMORY)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -81,6 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("kvgraft: interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def _bare(parser: Parser) -> int:
+    """Say what there is to whoever names nothing; 2 as for other commands that cannot be run, for scripts."""
+    parser.print_help()
+    return 2
+
+
+def _refused(message: str) -> int:
+    print(wrapped(f"kvgraft: {message}", sys.stderr.isatty()), file=sys.stderr)
+    return 2
 
 
 def _check_text(argv: Sequence[str]) -> None:

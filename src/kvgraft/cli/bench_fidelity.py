@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvgraft.bench.fidelity.journal import Journal
     from kvgraft.bench.fidelity.run import SuitePlan
     from kvgraft.bench.fidelity.settings import Setting
+    from kvgraft.bench.journal import Journal
     from kvgraft.engine import LLM
 
 _DATA = "../shared/data/dev"
@@ -61,16 +61,16 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.plot:
         import_module("kvgraft.bench.fidelity.plot")  # a missing package is told before measuring
-    from kvgraft.bench.fidelity.journal import Journal
     from kvgraft.bench.fidelity.one_space import in_one_space
     from kvgraft.bench.fidelity.run import SuiteRunner, plan_suite
     from kvgraft.bench.fidelity.settings import parse_settings
     from kvgraft.bench.fidelity.subject import Subject
     from kvgraft.bench.fidelity.suites import load_suites
+    from kvgraft.bench.journal import Journal
 
     suites = load_suites(args.suites, args.data)
     config = engine_config(args)
-    llm = load_llm(in_one_space(config))
+    llm = load_llm(in_one_space(config), shows_stages=not args.json)
     settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy, config.correction)
     if llm.graft_refusal is not None:
         raise ConfigError(f"K/V of model {llm.loaded.name} cannot be moved ({llm.graft_refusal}); choose another model")
@@ -100,7 +100,7 @@ def _report(
 ) -> int:
     from kvgraft.bench.fidelity.rows import control_rows, failed_controls, summary_rows
 
-    records = [record for plan in plans for record in journal.of_suite(plan.suite.name)]
+    records = [record for plan in plans for record in journal.under(plan.suite.name)]
     rows, controls = summary_rows(records, settings, args.seed), control_rows(records)
     print_rows(rows)
     print_controls(controls)

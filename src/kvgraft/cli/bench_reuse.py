@@ -22,10 +22,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="tokens that request packs can reuse",
         description="Look up and register every prompt of the packs in order, without a model. A pack is "
         "NAME.requests.jsonl with NAME.docs.jsonl, NAME.pairs.jsonl or NAME.jsonl with an 'input' per line, possibly "
-        ".gz. 'bound' counts tokens in runs of --min-run or more that occur anywhere in an earlier prompt; 'recovered' is "
-        "reused over bound.",
+        ".gz; 'builtin', 'builtin:rag' and 'agent:KIND' need no file. 'bound' counts tokens in runs of --min-run or more "
+        "that occur anywhere in an earlier prompt; 'recovered' is reused over bound.",
     )
-    parser.add_argument("packs", nargs="+", metavar="PREFIX", help="file of a pack, or its path without the ending")
+    parser.add_argument(
+        "packs",
+        nargs="+",
+        metavar="PACK",
+        help="builtin, builtin:rag, agent:KIND, file of a pack, or its path without the ending",
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
@@ -41,16 +46,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Measure every pack; 1 if a plan would have reused a wrong token."""
-    from kvgraft.bench.packs import load_pack
     from kvgraft.bench.reuse import measure_reuse
     from kvgraft.bench.tokenization import load_tokenizer
+    from kvgraft.bench.workloads import named_workloads
     from kvgraft.donors import GRAM_TOKENS
 
     for option, value in (("--min-run", args.min_run), ("--capacity", args.capacity)):
         if value is not None and value < GRAM_TOKENS:
             raise ConfigError(f"{option} must be at least {GRAM_TOKENS}, not {value}")
     tokenize = load_tokenizer(args.tokenizer)
-    workloads = [workload for prefix in args.packs for workload in load_pack(prefix)]
+    workloads = [workload for name in args.packs for workload in named_workloads(name)]
     with progress(sum(workload.num_prompts for workload in workloads), "prompts") as advance:
         results = [
             measure_reuse(workload, tokenize, min_run=args.min_run, capacity=args.capacity, advance=advance)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
 from typing import TYPE_CHECKING
 
+from kvgraft.cli.lists import whole_numbers
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from kvgraft.bench.ttft import TtftResult
@@ -28,7 +29,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "positions cost.",
     )
     add = parser.add_argument
-    add("--lengths", type=_lengths, default=(1024, 4096, 8192), metavar="N,N", help="prompt lengths (1024,4096,8192)")
+    add(
+        "--lengths",
+        type=whole_numbers,
+        default=(1024, 4096, 8192),
+        metavar="N,N",
+        help="prompt lengths (1024,4096,8192)",
+    )
     add("--shift", type=int, default=200, metavar="N", help="new tokens in front of the document (default 200)")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds per length (default 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -43,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--repeat and --shift must be at least 1")
     if min(args.lengths) < args.shift + 64:
         raise ConfigError(f"--lengths must be at least --shift + 64 = {args.shift + 64}")
-    llm = load_llm(engine_config(args))
+    llm = load_llm(engine_config(args), shows_stages=not args.json)
     from kvgraft.bench.ttft import measure_ttft
 
     with progress(len(args.lengths) * args.repeat, "rounds") as advance:
@@ -56,13 +63,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(results)
     return 0
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1024,4096") from error
 
 
 def _print_table(results: Sequence[TtftResult]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_settings, resolve_settings
 from kvgraft.config import file_errors, grouped_settings, rule_of
+from kvgraft.config.setting import without_password
 
 if TYPE_CHECKING:
     import argparse
@@ -60,10 +61,12 @@ def run_validate(args: argparse.Namespace) -> int:
 
 
 def _values(resolved: Resolved[ServerConfig]) -> dict[str, object]:
-    """Return all values in the order of `--help`, secrets masked."""
+    """Return all values in the order of `--help`, secrets and passwords masked."""
     values = {}
     for field in (field for fields in grouped_settings().values() for field in fields):
         value = getattr(resolved.config, field.name)
+        if rule_of(field).url:
+            value = without_password(value)
         values[field.name] = [_MASK] * len(value) if rule_of(field).secret else value
     return values
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the session under every mode."""
     if (args.requests is not None and args.requests < 1) or not 1 <= (args.documents or 1) <= 24:
         raise ConfigError("--requests must be at least 1 and --documents between 1 and 24")
-    llm = load_llm(_config(args))
+    llm = load_llm(_config(args), shows_stages=not args.json)
     if llm.graft_refusal is not None:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; choose another --model")
     session, prompts = _session(llm, args)

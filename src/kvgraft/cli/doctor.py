@@ -14,6 +14,8 @@ from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
 if TYPE_CHECKING:
     import argparse
 
+    from kvgraft.engine import LLM
+
 _PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors")
 _ENGINES = ("embedded", "vllm", "sglang")
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _embedded(args: argparse.Namespace) -> dict[str, object]:
-    llm = load_llm(engine_config(args))
+    llm = load_llm(engine_config(args), shows_stages=not args.json)
     import torch
 
     check = llm.self_check
@@ -73,6 +75,7 @@ def _embedded(args: argparse.Namespace) -> dict[str, object]:
         "fingerprint": llm.loaded.fingerprint,
         "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
         "device": str(llm.loaded.model.device),
+        "tokenizer": _tokenizer(llm),
         "layers": llm.adapter.num_layers,
         "kv_bytes_per_token": llm.adapter.pool.bytes_per_token,
         "num_slots": llm.adapter.pool.num_slots,
@@ -82,6 +85,16 @@ def _embedded(args: argparse.Namespace) -> dict[str, object]:
         "rope_error": check.rope_error,
         "shifted_reuse": "refused: " + check.refusal if check.refusal else "accepted",
     }
+
+
+def _tokenizer(llm: LLM) -> str:
+    """What the probe of the tokenizer gave; one that fails it is not loaded."""
+    from kvgraft.engine.tokenizer_probe import probe_tokenizer
+
+    loaded = llm.loaded
+    if loaded.tokenizer is None:
+        return "none; prompts are token ids"
+    return probe_tokenizer(loaded.name, loaded.tokenizer, loaded.vocab_size)
 
 
 def _words(value: object) -> object:

@@ -66,6 +66,10 @@ def _attempt(attempt: dict[str, Any]) -> Iterator[str]:
         yield f"  {attempt['recomputed_tokens']:7d} of the computed ones by policy {attempt['policy']}"
     if attempt.get("corrected_tokens"):
         yield f"  {attempt['corrected_tokens']:7d} of the copied ones corrected by their drift"
+    if attempt.get("substitution"):
+        told = attempt["substitution"]
+        words = "".join(f", {name} {value}" for name, value in told["metadata"].items())
+        yield f"  another text stands in: {told['source_id'] or 'without a name'}{words}"
     for span, source in zip(attempt["spans"], attempt["sources"], strict=True):
         last = span["target_start"] + span["length"] - 1
         yield (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, one_line
 from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import ReuseMode
 
@@ -24,6 +24,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "generate",
         help="answer prompts and say what was reused",
+        usage="kvgraft generate [OPTION ...] [PROMPT ...]",
         description="Answer prompts in order; each may reuse what the model read in earlier ones. Prompts come from "
         "arguments, from files (one prompt a file) or, with neither, from standard input.",
     )
@@ -31,7 +32,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "-f", "--file", action="append", default=[], metavar="FILE", help="read a prompt from a file; repeatable"
     )
-    parser.add_argument("--reuse", choices=[*ReuseMode], default="graft", help="what may be reused (default graft)")
+    parser.add_argument(
+        "--reuse",
+        choices=[*ReuseMode],
+        default="graft",
+        help="what may be reused (default graft); verified: drafts as with graft, the answer of a full prefill",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
@@ -40,20 +46,39 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; repeatable"
     )
+    _add_rules(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of text")
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    """Add what else `SamplingParams` may say about the tokens, under its names."""
+    rules = parser.add_argument_group("what tokens may be drawn")
+    rules.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="this share of the likeliest token's at least"
+    )
+    rules.add_argument("--min-tokens", type=int, default=0, metavar="N", help="do not end before so many tokens")
+    rules.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none")
+    rules.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0 is none")
+    rules.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="-2 to 2; 0 is none")
+    structure = rules.add_mutually_exclusive_group()
+    structure.add_argument("--json-schema", metavar="FILE", help="answer with a JSON value of the schema in FILE")
+    structure.add_argument("--json-object", action="store_true", help="answer with a JSON object")
+    structure.add_argument(
+        "--regex", metavar="PATTERN", help="answer with a text that the expression matches as a whole"
+    )
+    structure.add_argument(
+        "--choice", action="append", metavar="TEXT", help="answer with one of these texts; repeatable"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts."""
     prompts = _prompts(args)
-    llm = load_llm(engine_config(args))
-    from kvgraft.engine import SamplingParams
-
-    sampling = SamplingParams(
-        args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, tuple(args.stop), ignore_eos=False
-    )
+    schema = None if args.json_schema is None else _schema(args.json_schema)
+    llm = load_llm(engine_config(args), shows_stages=not args.json)
+    sampling = _sampling(args, schema)
     if args.reuse == ReuseMode.GRAFT and llm.graft_refusal is not None:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; use --reuse exact")
     for prompt in prompts:
@@ -65,6 +90,47 @@ def run(args: argparse.Namespace) -> int:
     for prompt in prompts:
         _print_stream(llm, prompt, sampling, args.reuse)
     return 0
+
+
+def _sampling(args: argparse.Namespace, schema: dict[str, object] | bool | None) -> SamplingParams:
+    from kvgraft.engine import SamplingParams, StructureSpec
+
+    structure = None
+    if schema is not None:
+        structure = StructureSpec.json_schema(schema)
+    elif args.json_object:
+        structure = StructureSpec.json_object()
+    elif args.regex is not None:
+        structure = StructureSpec.regex(args.regex)
+    elif args.choice is not None:
+        structure = StructureSpec.choice(args.choice)
+    return SamplingParams(
+        args.max_new_tokens,
+        args.temperature,
+        args.top_p,
+        args.top_k,
+        args.seed,
+        tuple(args.stop),
+        min_p=args.min_p,
+        min_tokens=args.min_tokens,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        structure=structure,
+    )
+
+
+def _schema(name: str) -> dict[str, object] | bool:
+    """Read a JSON schema."""
+    try:
+        schema = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read a schema from --json-schema {name}: {one_line(error)}; give a JSON file"
+        ) from error
+    if not isinstance(schema, dict | bool):
+        raise ConfigError(f'--json-schema {name} holds no schema; write an object such as {{"type": "object"}}')
+    return schema
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -106,7 +172,10 @@ def summary(output: RequestOutput) -> str:
     report: GraftReport = output.report
     parts = [f"{report.num_tokens} prompt tokens: {report.exact_tokens} exact, {report.shifted_tokens} shifted"]
     parts.append(f"{report.computed_tokens} computed ({report.recomputed_tokens} of them again)")
-    if report.spans:
+    if report.healing is not None:
+        healing = report.healing
+        parts.append(f"{healing.drafted_tokens} drafted, {healing.retracted_tokens} of them not verified")
+    elif report.spans:
         parts.append(f"{len(report.spans)} spans of {report.num_donors} donors")
     elif report.miss is not None:
         parts.append(f"no graft: {report.miss.detail or report.miss.reason}")

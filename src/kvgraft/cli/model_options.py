@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvgraft.cli.preflight import check_start
+from kvgraft.cli.stages import shown_stages
 from kvgraft.config import ServerConfig, default_text, grouped_settings, resolve
 from kvgraft.config.setting import rule_of
+from kvgraft.observability.stages import stage
 
 if TYPE_CHECKING:
+    import dataclasses
     from collections.abc import Collection
 
     from kvgraft.config import Resolved
+    from kvgraft.config.setting import Rule
     from kvgraft.engine import LLM
 
 _MODEL_SETTINGS = ("model", "dtype", "device", "num_slots", "max_model_len", "selection", "recompute_ratio")
-_FORMS = {int: "N", float: "X", str: "TEXT", tuple: "KEY,KEY"}
+_LONGEST_FORM = 32
+"""Characters of choices that stand beside an option in `--help`."""
+_FORMS = {bool: "true|false", int: "N", float: "X", str: "TEXT", tuple: "KEY,KEY"}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +41,30 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
             default = "" if field.default in ("", ()) else f" (default {default_text(field)})"
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
-                metavar="|".join(rule.choices) or ("SIZE" if rule.size else _FORMS[type(field.default)]),
-                help=(rule.help + default).replace("%", "%%"),
+                metavar=_form(field),
+                help=(_help(rule) + default).replace("%", "%%"),
                 default=argparse.SUPPRESS,
                 dest=f"setting_{field.name}",
             )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML or JSON file of settings (flags and KVGRAFT_* variables override it)"
     )
+
+
+def _form(field: dataclasses.Field[Any]) -> str:
+    """How a value is written, in a column or two."""
+    rule = rule_of(field)
+    words = "|".join(rule.choices)
+    if words and not rule.plugins and len(words) <= _LONGEST_FORM:
+        return words
+    return "NAME" if words else "SIZE" if rule.size else _FORMS[type(field.default)]
+
+
+def _help(rule: Rule) -> str:
+    """What a setting does, with its choices where they have no room beside its name."""
+    words = "|".join(rule.choices)
+    is_short = not words or (not rule.plugins and len(words) <= _LONGEST_FORM)
+    return rule.help if is_short else f"{rule.help}: {', '.join(rule.choices)}"
 
 
 def resolve_settings(args: argparse.Namespace) -> Resolved[ServerConfig]:
@@ -56,13 +79,21 @@ def engine_config(args: argparse.Namespace) -> ServerConfig:
     return resolve_settings(args).config
 
 
-def load_llm(config: ServerConfig) -> LLM:
-    """Load the model that the settings name, quietly."""
-    from kvgraft.engine import LLM
+def load_llm(config: ServerConfig, *, shows_stages: bool = True) -> LLM:
+    """Load the model that the settings name, quietly but for the stages of it on stderr.
 
-    silence_libraries()
-    logging.getLogger("kvgraft").setLevel(logging.ERROR)
-    return LLM(config.model, config)
+    Args:
+        config: The settings; what can be told of them without torch is checked first.
+        shows_stages: False shows none: for output that programs read.
+    """
+    check_start(config)
+    with shown_stages(shows_stages):
+        stage("importing torch")
+        from kvgraft.engine import LLM
+
+        silence_libraries()
+        logging.getLogger("kvgraft").setLevel(logging.ERROR)
+        return LLM(config.model, config)
 
 
 def silence_libraries() -> None:

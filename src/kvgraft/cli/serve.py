@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 from kvgraft import __version__
 from kvgraft.cli.model_options import add_settings, resolve_settings, silence_libraries
+from kvgraft.cli.parser import RawDescriptionHelpFormatter
+from kvgraft.cli.preflight import check_start
+from kvgraft.cli.stages import shown_stages
+from kvgraft.observability.log_format import configure_logging
+from kvgraft.observability.stages import stage
 
 if TYPE_CHECKING:
+    import argparse
+
+    from starlette.applications import Starlette
+
     from kvgraft.config import ServerConfig
     from kvgraft.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
-Serve a model over HTTP as OpenAI's API does. Works without any option: the bundled model
-graft-tiny on http://127.0.0.1:8000/v1. The port opens when the model is ready.
+Serve a model over HTTP as OpenAI's API does. Works without any option: the
+bundled model graft-tiny on http://127.0.0.1:8000/v1. The port opens when the
+model is ready.
 """
 _EPILOG = """\
 example:
   kvgraft serve --model ./my-model --port 8000
-  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl http://127.0.0.1:8000/v1/chat/completions \\
+       -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
-Every option is also a key of the --config file and a variable such as KVGRAFT_PORT. Flags win over
-variables, variables over the file. `kvgraft config show` prints what is in effect. Give API keys by
-KVGRAFT_API_KEY: other users of the machine can read command lines. More: docs/server.md
+Every option is also a key of the --config file and a variable such as
+KVGRAFT_PORT. Flags win over variables, variables over the file. `kvgraft config
+show` prints what is in effect. Give API keys by KVGRAFT_API_KEY: other users of
+the machine can read command lines. More: docs/server.md
 """
 
 
@@ -39,7 +51,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="kvgraft serve [--model NAME] [--port N] [OPTION ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     add_settings(parser)
     parser.set_defaults(run=run)
@@ -49,29 +61,41 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     resolved = resolve_settings(args)
     config = resolved.config
-    from kvgraft.server import bind, create_app, serve
+    from kvgraft.server import bind, certificate, serve
 
+    check_start(config)
+
+    tls = certificate(config.ssl_certfile, config.ssl_keyfile)
     listener = bind(config.host, config.port)
     with listener:
-        from kvgraft.engine.async_llm import AsyncLLM
-        from kvgraft.observability.log_format import configure_logging
-        from kvgraft.observability.prometheus import PrometheusRecorder
-        from kvgraft.server.context import model_id
-
-        silence_libraries()
         configure_logging(config.log_format)
         for warning in resolved.warnings:
             logger.warning("%s", warning)
-        metrics = PrometheusRecorder(config.served_model_name or model_id(config.model))
-        engine = AsyncLLM(config.model, config, metrics)
-        app = create_app(engine, config, metrics)
+        # Elsewhere than on a terminal, the stages are records of the log.
+        with shown_stages(config.log_format == "text" and sys.stderr is not None and sys.stderr.isatty()):
+            engine, app = _started(config)
         serve(
             app,
             listener,
             grace_s=config.shutdown_grace_s,
+            tls=tls,
             on_ready=lambda url: print(_ready_line(url, app.state.context.model_id, engine, config), flush=True),
         )
     return 0
+
+
+def _started(config: ServerConfig) -> tuple[AsyncLLM, Starlette]:
+    """The engine with its model, and the app around it; seconds pass before the first line of the model's own."""
+    stage("importing torch")
+    from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.observability.prometheus import PrometheusRecorder
+    from kvgraft.server import create_app
+    from kvgraft.server.context import model_id
+
+    silence_libraries()
+    metrics = PrometheusRecorder(config.served_model_name or model_id(config.model))
+    engine = AsyncLLM(config.model, config, metrics)
+    return engine, create_app(engine, config, metrics)
 
 
 def _ready_line(url: str, model_id: str, engine: AsyncLLM, config: ServerConfig) -> str:

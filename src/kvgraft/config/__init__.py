@@ -1,12 +1,12 @@
 """Settings: typed and checked, and the only place that reads them from the environment and from files.
 
 `ReuseSettings` has what all engines share; `EngineConfig`, `ServerConfig`, `VLLMConfig` and `SGLangConfig` extend it.
-`resolve` merges flags, environment, file and defaults. Public modules: `sglang`.
+`resolve` merges flags, environment, file and defaults. Public modules: `setting`, `sglang`.
 """
 
 from kvgraft.config.engine import EngineConfig
 from kvgraft.config.environment import ignored_variables, variables
-from kvgraft.config.machine import check_host_memory, physical_memory
+from kvgraft.config.machine import available_memory, check_host_memory, physical_memory
 from kvgraft.config.reuse import ReuseSettings
 from kvgraft.config.server import ServerConfig
 from kvgraft.config.setting import is_text, quoted, rule_of
@@ -22,6 +22,7 @@ __all__ = [
     "SGLangConfig",
     "ServerConfig",
     "VLLMConfig",
+    "available_memory",
     "check_host_memory",
     "default_text",
     "file_errors",

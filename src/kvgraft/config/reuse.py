@@ -26,8 +26,9 @@ class ReuseSettings(Settings):
     # pass (docs/fidelity.md).
     selection: str = setting(
         "query_seam",
-        "policy that chooses reused tokens to compute again",
+        "policy that chooses reused tokens to compute again; another package's by its name, or as module:Class",
         REUSE,
+        plugins="kvgraft.selection_policies",
         choices=("none", "random", "first_k", "query_attention", "query_seam"),
     )
     recompute_ratio: float = setting(
@@ -71,8 +72,33 @@ class ReuseSettings(Settings):
     )
     store: str = setting(
         "host",
-        "what keeps K/V of donors that the device does not hold: host memory, or a store by the name it was registered under",
+        "where donors are kept besides: host memory alone, or stores behind it that outlive the process and can be shared, "
+        "joined by commas (file:DIR, redis://HOST:PORT, mooncake://HOST:PORT, NAME:WHERE)",
         MEMORY,
+        url=True,
+    )
+
+    announce_donors: bool = setting(
+        False,
+        "whether donors are told of among the KV events, with their text, for routers that know them; needs KV events",
+        MEMORY,
+    )
+    semantic_provider: str = setting(
+        "",
+        "SemanticPrefixProvider, as module:Class, that may name another text whose K/V stand in for requests with "
+        "reuse=substitute; never published",
+        REUSE,
+        may_be_empty=True,
+        pattern=(r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:Class"),
+    )
+    min_semantic_gain: int = setting(
+        64,
+        "tokens that another text must save beyond exact prefix and equal text, or it is not asked for",
+        REUSE,
+        low=1,
+    )
+    semantic_deadline_ms: float = setting(
+        20.0, "a semantic provider that takes longer counts as a miss", REUSE, above=0
     )
 
     def __post_init__(self) -> None:
@@ -102,7 +128,8 @@ def mode_setting() -> Any:  # noqa: ANN401 - like dataclasses.field
     """Return the setting of the reuse mode, for engines whose requests have one."""
     return setting(
         "graft",
-        "what requests may reuse unless they say otherwise: nothing, exact prefixes, or text at any offset",
+        "what requests may reuse unless they say otherwise: nothing, exact prefixes, text at any offset, or that for drafts "
+        "alone, so that answers are those of a full prefill",
         REUSE,
-        choices=("off", "exact", "graft"),
+        choices=("off", "exact", "graft", "verified"),
     )

@@ -23,10 +23,32 @@ class ServerConfig(EngineConfig):
         may_be_empty=True,
     )
     reuse: str = mode_setting()
+    tool_parser: str = setting(
+        "auto",
+        "form in which the model writes calls of tools; auto reads it in the chat template, json also tells models whose "
+        "template shows no tools of them",
+        MODEL,
+        choices=("auto", "hermes", "json", "llama", "mistral"),
+    )
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network", SERVER)
     port: int = setting(8000, "port to listen on; 0 takes a free one", SERVER, low=0, high=65_535)
     api_key: tuple[str, ...] = setting(
         (), "keys that clients may present, separated by commas; none lets everybody in", SERVER, secret=True
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "origins whose web pages browsers let in, separated by commas; * lets all in",
+        SERVER,
+        pattern=(r"\*|https?://[^/\s]+", "* or origins such as https://app.example.org, without a path"),
+    )
+    ssl_certfile: str = setting(
+        "",
+        "PEM file of the certificate and those that signed it, to serve HTTPS; empty is HTTP",
+        SERVER,
+        may_be_empty=True,
+    )
+    ssl_keyfile: str = setting(
+        "", "PEM file of the certificate's private key; empty if it is in ssl_certfile", SERVER, may_be_empty=True
     )
     max_body_bytes: int = setting(4 << 20, "largest request body; more is refused with 413", SERVER, low=1, size=True)
     shutdown_grace_s: float = setting(

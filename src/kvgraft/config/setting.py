@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -10,8 +12,10 @@ from fractions import Fraction
 from typing import Any
 
 from kvgraft.errors import ConfigError
+from kvgraft.factories import added_names
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
+_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _LARGEST = (1 << 63) - 1
 """Whole numbers end up in 64-bit arrays."""
@@ -30,10 +34,13 @@ class Rule:
         above: Values must lie above it.
         high: Highest value.
         choices: The words that are accepted; empty for any.
+        plugins: Entry-point group whose names, and those registered, are accepted besides `choices`; `module:Class`, too.
         pattern: Regular expression of the whole text, and how to say it.
         size: Bytes, which may be written as `4GiB`, `8GB` or `1.5GiB`.
         secret: Never printed.
+        url: Printed without the passwords that may stand in it.
         may_be_empty: An empty text is a value.
+        json_object: The text of a JSON object, or a mapping that is written as one; empty for an empty object.
         remedy: What to do instead of a value that is out of range.
     """
 
@@ -44,17 +51,20 @@ class Rule:
     above: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] = ()
+    plugins: str = ""
     pattern: tuple[str, str] | None = None
     size: bool = False
     secret: bool = False
+    url: bool = False
     may_be_empty: bool = False
+    json_object: bool = False
     remedy: str = ""
 
 
 def setting(default: Any, help_text: str, group: str, **limits: Any) -> Any:  # noqa: ANN401 - like dataclasses.field
     """Return a dataclass field that carries its `Rule`."""
     rule = Rule(help_text, group, **limits)
-    return dataclasses.field(default=default, repr=not rule.secret, metadata={"rule": rule})
+    return dataclasses.field(default=default, repr=not (rule.secret or rule.url), metadata={"rule": rule})
 
 
 def overridden(base: Any, name: str, default: Any = None, **changes: Any) -> Any:  # noqa: ANN401
@@ -62,6 +72,11 @@ def overridden(base: Any, name: str, default: Any = None, **changes: Any) -> Any
     field = base.field(name)
     rule = dataclasses.replace(rule_of(field), **changes)
     return dataclasses.field(default=field.default if default is None else default, metadata={"rule": rule})
+
+
+def without_password(urls: str) -> str:
+    """Show one or more URLs, joined by commas, with `***` for what stands between `//` and the last `@` of each."""
+    return re.sub(r"//[^,]*@", "//***@", urls)
 
 
 def rule_of(field: dataclasses.Field[Any]) -> Rule:
@@ -79,10 +94,11 @@ def parsed(field: dataclasses.Field[Any], value: object) -> object:
     """
     rule = rule_of(field)
     result = _PARSERS[type(field.default)](field.name, rule, value)
-    if isinstance(result, int | float):
+    if isinstance(result, int | float) and not isinstance(result, bool):
         _check_range(field.name, rule, result)
-    elif isinstance(result, str):
-        _check_text(field.name, rule, result)
+    elif isinstance(result, str | tuple):
+        for text in (result,) if isinstance(result, str) else result:
+            _check_text(field.name, rule, text)
     return result
 
 
@@ -107,6 +123,14 @@ def _unit(letter: str | None, binary: str | None) -> int:
     return size
 
 
+def _parse_bool(name: str, _rule: Rule, value: object) -> bool:
+    word = value.strip().lower() if isinstance(value, str) else value
+    for truth, text in ((True, "true"), (False, "false")):
+        if word is truth or word == text:
+            return truth
+    raise ConfigError(f"{name} must be true or false, not {quoted(value)}")
+
+
 def _parse_float(name: str, _rule: Rule, value: object) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
@@ -118,6 +142,8 @@ def _parse_float(name: str, _rule: Rule, value: object) -> float:
 
 
 def _parse_text(name: str, rule: Rule, value: object) -> str:
+    if rule.json_object:
+        return _parse_object(name, value)
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be text, not {quoted(value)}")
     if not value and not rule.may_be_empty:
@@ -125,6 +151,20 @@ def _parse_text(name: str, rule: Rule, value: object) -> str:
     if not is_text(value):
         raise ConfigError(f"{name} must be text without NUL and half characters, not {quoted(value)}; remove them")
     return value
+
+
+def _parse_object(name: str, value: object) -> str:
+    """Return the text of a JSON object, which files may give as a mapping."""
+    if value == "":
+        return ""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        found, text = None, ""
+    if not isinstance(found, dict) or not is_text(text):
+        raise ConfigError(f"""{name} must be a JSON object such as {{"name": 1}}, not {quoted(value)}""")
+    return value if isinstance(value, str) else text
 
 
 def _parse_texts(name: str, rule: Rule, value: object) -> tuple[str, ...]:
@@ -137,7 +177,7 @@ def _parse_texts(name: str, rule: Rule, value: object) -> tuple[str, ...]:
     return stripped
 
 
-_PARSERS = {int: _parse_int, float: _parse_float, str: _parse_text, tuple: _parse_texts}
+_PARSERS = {bool: _parse_bool, int: _parse_int, float: _parse_float, str: _parse_text, tuple: _parse_texts}
 
 
 def _check_range(name: str, rule: Rule, value: float) -> None:
@@ -153,13 +193,25 @@ def _check_range(name: str, rule: Rule, value: float) -> None:
 
 
 def _check_text(name: str, rule: Rule, value: str) -> None:
-    if rule.choices and value not in rule.choices:
-        raise ConfigError(f"unknown {name} {quoted(value)}; choose {', '.join(rule.choices)}")
+    if rule.choices and value not in rule.choices and not _is_plugin(rule, value):
+        closest = difflib.get_close_matches(value, rule.choices, n=1)
+        hint = f"did you mean {closest[0]!r}? " if closest else ""
+        others = ", the name of an installed one or module:Class" if rule.plugins else ""
+        raise ConfigError(f"unknown {name} {quoted(value)}; {hint}choose {', '.join(rule.choices)}{others}")
     if rule.pattern is not None and not re.fullmatch(rule.pattern[0], value):
         raise ConfigError(f"unknown {name} {quoted(value)}; choose {rule.pattern[1]}")
 
 
+def _is_plugin(rule: Rule, value: str) -> bool:
+    """Whether a value names what another package brings; that it can be loaded is found out where it is."""
+    if not rule.plugins:
+        return False
+    return _CLASS.fullmatch(value) is not None or value in added_names(rule.plugins)
+
+
 def _told(rule: Rule, value: object) -> str:
+    if rule.url and isinstance(value, str):
+        value = without_password(value)
     return "what was given" if rule.secret else quoted(value)
 
 

@@ -25,13 +25,6 @@ class SGLangConfig(AdapterSettings):
     phase_cost_tokens: int = setting(
         0, "computed tokens that one more scheduler step is worth; 0 takes 32 on a CPU and 256 on a GPU", REUSE, low=0
     )
-    semantic_provider: str = setting(
-        "",
-        "SemanticPrefixProvider to ask on a miss, as module:Class; its K/V is substituted, never published",
-        REUSE,
-        may_be_empty=True,
-        pattern=(r"|[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:Class"),
-    )
     report_file: str = setting(
         "", "file that gets one JSON line per request, for kvgraft explain", _REPORTS, may_be_empty=True
     )

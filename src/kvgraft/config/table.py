@@ -25,6 +25,8 @@ def default_text(field: dataclasses.Field[Any]) -> str:
         for factor, unit in _UNITS:
             if value and value % factor == 0:
                 return f"{value // factor}{unit}"
+    if isinstance(value, bool):
+        return str(value).lower()
     return "-" if value in ("", ()) else str(value)
 
 

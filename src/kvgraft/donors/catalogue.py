@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from kvgraft.config import check_host_memory
-from kvgraft.donors.anchors import AnchorIndex
+from kvgraft.donors.anchors import AnchorIndex, joined_hits, shared_places
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.eviction import DonorQueue
@@ -19,10 +19,10 @@ from kvgraft.donors.passages import PassageIndex
 from kvgraft.donors.tiling import tile
 from kvgraft.donors.verify import Verifier
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
-from kvgraft.types import DonorId, Match, Namespace
+from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -37,6 +37,9 @@ _PROCESS_SECRET = os.urandom(_SECRET_BYTES)
 BYTES_PER_TOKEN = 48
 """Host memory of a catalogue per token of its capacity, at most; most of it is reserved at once and committed as it fills."""
 
+_MOST_OFFSETS = 16
+"""Places at which a text is compared with a donor as a whole; periodic text proposes many, and the first mostly does."""
+
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
@@ -44,6 +47,19 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 def new_secret() -> bytes:
     """Make a secret for catalogues of several processes that must behave alike."""
     return os.urandom(_SECRET_BYTES)
+
+
+class DonorWatcher(Protocol):
+    """Hears which donors there are; must not change the catalogue, and must not raise."""
+
+    def donor_added(self, donor: Donor) -> None:
+        """A text has become a donor."""
+
+    def donor_removed(self, donor: Donor) -> None:
+        """A donor is gone."""
+
+    def donors_reset(self) -> None:
+        """All donors are gone."""
 
 
 class AddResult(NamedTuple):
@@ -131,15 +147,17 @@ class DonorCatalogue:
         self._arena = TokenArena(capacity_tokens, max_rows)
         self._queue = DonorQueue()
         self._entries: dict[DonorId, _Entry] = {}
-        self._tenants: dict[Namespace, _Tenant] = {}
+        self._tenants: dict[bytes, _Tenant] = {}
         self._num_tenants = 0
         self._num_rows = 0
         self._free_rows: list[int] = []
         self._epochs = np.zeros(max_rows, np.int64)
         self._generations = np.zeros(max_rows, np.int64)
         self._tenant_of_row = np.zeros(max_rows, np.int64)
+        self._is_far = np.zeros(max_rows, np.bool_)
         self._num_tokens = 0
         self._pinned_tokens = 0
+        self._watchers: list[DonorWatcher] = []
 
     @property
     def capacity_tokens(self) -> int:
@@ -150,6 +168,11 @@ class DonorCatalogue:
     def num_tokens(self) -> int:
         """Tokens of all donors."""
         return self._num_tokens
+
+    @property
+    def num_far(self) -> int:
+        """Donors whose K/V lie far away."""
+        return int(self._is_far.sum())
 
     @property
     def num_anchors(self) -> int:
@@ -173,8 +196,19 @@ class DonorCatalogue:
         """Yield all donors in order of registration."""
         return (entry.donor for entry in self._entries.values())
 
+    def watch(self, watcher: DonorWatcher) -> None:
+        """Tell `watcher` of donors that come and go from now on."""
+        self._watchers.append(watcher)
+
     def find(
-        self, namespace: Namespace, token_ids: ArrayLike, *, start: int = 0, max_generation: int | None = None
+        self,
+        namespace: Namespace | KeyedNamespace,
+        token_ids: ArrayLike,
+        *,
+        start: int = 0,
+        max_generation: int | None = None,
+        proposed: Collection[DonorId] = (),
+        with_far: bool = True,
     ) -> list[Match]:
         """Find which tokens at or behind `start` donors have, at any offset. Changes nothing.
 
@@ -186,6 +220,10 @@ class DonorCatalogue:
             token_ids: The prompt.
             start: Length of the exact prefix; matches are clipped to what follows.
             max_generation: Highest generation of a donor; None for any.
+            proposed: Donors that may have some of the text although the indexes have lost it. Their anchors are compared with
+                the prompt's directly, in O(n log n) of their tokens; those of other namespaces, of a higher generation and
+                those that are gone are ignored.
+            with_far: Whether donors count that were added as far. Of equal runs of one generation the nearer one is taken.
 
         Returns:
             Sorted, disjoint matches of at least `min_run` tokens, few and long ones preferred.
@@ -194,38 +232,66 @@ class DonorCatalogue:
             ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers.
         """
         tokens = _as_tokens(token_ids)
-        tenant = self._tenants.get(namespace)
+        tenant = self._tenants.get(namespace.key)
         if tenant is None or len(tokens) - start < self._min_run:
             return []
         # Text before `start` belongs to the search as far as an anchor of a clipped run may lie in it.
         lowest = max(0, start - GRAM_TOKENS)
         anchors = tenant.fingerprinter.anchors(tokens[lowest:])
         listed = self._index.lookup(anchors.hashes)
-        if not len(listed.query):
+        directly = self._shared_with(proposed, anchors, tenant, max_generation)
+        if not len(listed.query) and not directly:
             return []
-        hits = self._admitted(listed, tenant, max_generation)
+        hits = self._admitted(listed, tenant, max_generation, with_far)
+        hits = joined_hits([hits, *directly]) if directly else hits
         verifier = Verifier(tokens, self._arena, lowest=lowest)
         anchors = Anchors(anchors.hashes, anchors.positions + lowest)
 
         def passages_at(starts: Positions) -> Hits:
             hashes = tenant.fingerprinter.passages(tokens, self._passages.length)
-            return self._admitted(self._passages.lookup(hashes[starts]), tenant, max_generation)
+            return self._admitted(self._passages.lookup(hashes[starts]), tenant, max_generation, with_far)
 
         # Of an anchor with two places there may have been more, of donors that may be used, whichever are listed.
         crowded = anchors.positions[listed.query[1:][listed.query[1:] == listed.query[:-1]]]
         passages = Passages(self._passages.length, start, crowded, passages_at)
         runs = find_runs(anchors, hits, passages, self._arena, verifier)
         runs = runs.clipped(start, self._min_run)
-        return self._matches(tile(runs, self._generations[runs.rows], min_run=self._min_run))
+        ranks = 2 * self._generations[runs.rows] + self._is_far[runs.rows]
+        return self._matches(tile(runs, ranks, min_run=self._min_run))
+
+    def inside(
+        self, namespace: Namespace | KeyedNamespace, token_ids: ArrayLike, *, min_generation: int
+    ) -> list[Donor]:
+        """Find donors of at least `min_generation` all of whose text stands in `token_ids`, at any offset. Changes nothing.
+
+        Of donors with the same anchors those are found that the index lists, the newest.
+
+        Complexity: O(n), and the tokens of what is proposed.
+        """
+        tokens = _as_tokens(token_ids)
+        tenant = self._tenants.get(namespace.key)
+        if tenant is None or not (self._generations[: self._num_rows] >= min_generation).any():
+            return []
+        anchors = tenant.fingerprinter.anchors(tokens)
+        hits = self._admitted(self._index.lookup(anchors.hashes), tenant, None, with_far=True)
+        hits = hits.where(self._generations[hits.rows] >= min_generation)
+        offsets: dict[int, list[int]] = {}
+        for row, offset in zip(
+            hits.rows.tolist(), (anchors.positions[hits.query] - hits.positions).tolist(), strict=True
+        ):
+            offsets.setdefault(row, []).append(offset)
+        rows = (row for row, proposed in offsets.items() if self._stands_in(row, tokens, proposed))
+        return [self._entry(DonorId(row | int(self._epochs[row]) << _ROW_BITS)).donor for row in rows]
 
     def add(
         self,
-        namespace: Namespace,
+        namespace: Namespace | KeyedNamespace,
         token_ids: ArrayLike,
         kv: object,
         *,
         generation: int = 0,
         start_position: int = 0,
+        is_far: bool = False,
     ) -> AddResult:
         """Register a text, making room by evicting what is worth least.
 
@@ -235,6 +301,7 @@ class DonorCatalogue:
             kv: Handle of its K/V; goes on belonging to the caller.
             generation: See `Donor`.
             start_position: See `Donor`.
+            is_far: Whether its K/V lie where reading them takes time; others with the same text are preferred.
 
         Returns:
             AddResult: `donor` is None for a text shorter than 16 tokens; nothing changed then.
@@ -261,6 +328,7 @@ class DonorCatalogue:
         self._arena.store(row, tokens)
         self._generations[row] = generation
         self._tenant_of_row[row] = tenant.number
+        self._is_far[row] = is_far
         keys, crowded_out = self._index.insert(row, tenant.fingerprinter.anchors(tokens))
         self._passages.insert(crowded_out, self._arena, tenant.fingerprinter)
         entry = _Entry(donor, keys)
@@ -268,6 +336,8 @@ class DonorCatalogue:
         self._queue.put(donor_id, entry.value)
         self._num_tokens += len(tokens)
         tenant.num_donors += 1
+        for watcher in self._watchers:
+            watcher.donor_added(donor)
         return AddResult(donor, tuple(evicted))
 
     def get(self, donor_id: DonorId) -> Donor | None:
@@ -286,15 +356,18 @@ class DonorCatalogue:
         entry = self._entry(donor_id)
         row = donor_id & _ROW_MASK
         self._index.remove(row, entry.keys)
-        self._passages.remove(row, entry.donor.token_ids, self._tenants[entry.donor.namespace].fingerprinter)
+        self._passages.remove(row, entry.donor.token_ids, self._tenants[entry.donor.namespace.key].fingerprinter)
         self._arena.remove(row)
         self._queue.discard(donor_id)
+        self._is_far[row] = False
         del self._entries[donor_id]
         self._epochs[row] += 1
         self._free_rows.append(row)
         self._num_tokens -= entry.donor.num_tokens
         self._pinned_tokens -= entry.donor.num_tokens if entry.num_pins else 0
         self._leave_tenant(entry.donor.namespace)
+        for watcher in self._watchers:
+            watcher.donor_removed(entry.donor)
         return entry.donor
 
     def evict(self, num_tokens: int) -> list[Donor]:
@@ -357,14 +430,29 @@ class DonorCatalogue:
         if not entry.num_pins:
             self._queue.put(donor_id, entry.value)
 
-    def rebind(self, donor_id: DonorId, kv: object) -> None:
-        """Replace the handle of a donor whose K/V moved; the owner frees the old one.
+    def value(self, donor_id: DonorId) -> float:
+        """Tokens saved per token held, the registration counted as one use; 0 for a donor that is gone."""
+        entry = self._entries.get(donor_id)
+        return 0.0 if entry is None else entry.value
+
+    def saved_tokens(self, donor_id: DonorId) -> int:
+        """Tokens that a donor has saved so far; 0 for one that is gone."""
+        entry = self._entries.get(donor_id)
+        return 0 if entry is None else entry.saved_tokens
+
+    def inherit(self, donor_id: DonorId, other: DonorId) -> None:
+        """Let a donor have what `other`, which it replaces, has saved, so that it is worth as much; `other` keeps it too."""
+        self.record_hit(donor_id, self._entry(other).saved_tokens)
+
+    def rebind(self, donor_id: DonorId, kv: object, *, is_far: bool = False) -> None:
+        """Replace the handle of a donor whose K/V moved; the owner frees the old one. For `is_far` see `add`.
 
         Raises:
             CorruptCacheError: There is no such donor.
         """
         entry = self._entry(donor_id)
         entry.donor = replace(entry.donor, kv=kv)
+        self._is_far[donor_id & _ROW_MASK] = is_far
 
     def reset(self) -> list[Donor]:
         """Forget all donors, pinned or not, and return them for the owner to free their K/V."""
@@ -377,8 +465,11 @@ class DonorCatalogue:
         self._queue.clear()
         self._entries.clear()
         self._tenants.clear()
+        self._is_far[:] = False
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
         self._num_tokens = self._pinned_tokens = 0
+        for watcher in self._watchers:
+            watcher.donors_reset()
         return donors
 
     def check(self) -> None:
@@ -400,7 +491,7 @@ class DonorCatalogue:
         if owned != len(self._index):
             raise CorruptCacheError(f"the index has {len(self._index)} anchors, of which donors have {owned}")
         owned = sum(
-            self._passages.count(row, donor.token_ids, self._tenants[donor.namespace].fingerprinter)
+            self._passages.count(row, donor.token_ids, self._tenants[donor.namespace.key].fingerprinter)
             for row, donor in rows.items()
         )
         if owned != len(self._passages):
@@ -419,16 +510,37 @@ class DonorCatalogue:
             raise CorruptCacheError(f"donor {donor.donor_id} is not the one in row {row}")
         if not np.array_equal(self._arena.get(row), donor.token_ids):
             raise CorruptCacheError(f"the tokens of donor {donor.donor_id} have changed")
-        tenant = self._tenants.get(donor.namespace)
+        tenant = self._tenants.get(donor.namespace.key)
         if tenant is None or tenant.number != self._tenant_of_row[row] or donor.generation != self._generations[row]:
             raise CorruptCacheError(f"donor {donor.donor_id} is listed under another namespace or generation")
 
-    def _admitted(self, hits: Hits, tenant: _Tenant, max_generation: int | None) -> Hits:
-        """Keep hits of the namespace and of low enough generation."""
+    def _admitted(self, hits: Hits, tenant: _Tenant, max_generation: int | None, with_far: bool) -> Hits:
+        """Keep hits of the namespace, of low enough generation and near enough."""
         admitted = self._tenant_of_row[hits.rows] == tenant.number
+        if not with_far:
+            admitted &= ~self._is_far[hits.rows]
         if max_generation is not None:
             admitted &= self._generations[hits.rows] <= max_generation
         return hits if admitted.all() else hits.where(admitted)
+
+    def _shared_with(
+        self, proposed: Collection[DonorId], anchors: Anchors, tenant: _Tenant, max_generation: int | None
+    ) -> list[Hits]:
+        """Find where anchors of a prompt stand in each of `proposed` that may be used."""
+        entries = (self._entries.get(donor_id) for donor_id in dict.fromkeys(proposed))
+        rows = [(entry.donor.donor_id & _ROW_MASK, entry.donor) for entry in entries if entry is not None]
+        return [
+            shared_places(anchors, row, tenant.fingerprinter.anchors(donor.token_ids))
+            for row, donor in rows
+            if self._tenant_of_row[row] == tenant.number
+            and (max_generation is None or donor.generation <= max_generation)
+        ]
+
+    def _stands_in(self, row: int, tokens: Tokens, offsets: Sequence[int]) -> bool:
+        """Whether a donor's text is that of `tokens` from one of a few of `offsets` on."""
+        own = self._arena.get(row)
+        few = list(dict.fromkeys(offset for offset in offsets if 0 <= offset <= len(tokens) - len(own)))[:_MOST_OFFSETS]
+        return any(np.array_equal(own, tokens[offset : offset + len(own)]) for offset in few)
 
     def _matches(self, pieces: Runs) -> list[Match]:
         ids = pieces.rows | self._epochs[pieces.rows] << _ROW_BITS
@@ -448,17 +560,17 @@ class DonorCatalogue:
         self._num_rows += 1
         return self._num_rows - 1
 
-    def _tenant(self, namespace: Namespace) -> _Tenant:
-        if namespace not in self._tenants:
+    def _tenant(self, namespace: Namespace | KeyedNamespace) -> _Tenant:
+        if namespace.key not in self._tenants:
             self._num_tenants += 1
-            self._tenants[namespace] = _Tenant(self._num_tenants, Fingerprinter(namespace.key, self._secret))
-        return self._tenants[namespace]
+            self._tenants[namespace.key] = _Tenant(self._num_tenants, Fingerprinter(namespace.key, self._secret))
+        return self._tenants[namespace.key]
 
-    def _leave_tenant(self, namespace: Namespace) -> None:
-        tenant = self._tenants[namespace]
+    def _leave_tenant(self, namespace: Namespace | KeyedNamespace) -> None:
+        tenant = self._tenants[namespace.key]
         tenant.num_donors -= 1
         if not tenant.num_donors:
-            del self._tenants[namespace]
+            del self._tenants[namespace.key]
 
 
 def _as_tokens(token_ids: ArrayLike) -> Tokens:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvgraft.donors.fingerprint import Tokens
-    from kvgraft.types import DonorId, Namespace
+    from kvgraft.types import DonorId, KeyedNamespace, Namespace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Donor:
     """
 
     donor_id: DonorId
-    namespace: Namespace
+    namespace: Namespace | KeyedNamespace
     token_ids: Tokens
     kv: object
     generation: int = 0

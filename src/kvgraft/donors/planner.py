@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvgraft.donors.fingerprint import GRAM_TOKENS
 from kvgraft.errors import ConfigError
 from kvgraft.types import GraftPlan, Match, Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from numpy.typing import NDArray
+    ReadCost = Callable[[Match], float]
+    """What it costs to get the K/V of a match to where they can be copied, in the unit of the cost model: 0 of those that are
+    there, infinite of those that cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ def plan_graft(
     cost_model: CostModel | None = None,
     *,
     min_run: int = GRAM_TOKENS,
+    read_cost: ReadCost | None = None,
 ) -> GraftPlan | Miss:
     """Choose the matches to reuse and the positions to compute.
 
@@ -103,6 +104,7 @@ def plan_graft(
         matches: Sorted and disjoint, as `DonorCatalogue.find` returns them.
         cost_model: Which matches pay; None for the defaults.
         min_run: Shortest match, its last token included, that is reused behind the exact prefix.
+        read_cost: What reading costs besides, of what may be left of each match; None where all K/V are at hand.
 
     Raises:
         ConfigError: The arguments contradict one another.
@@ -118,15 +120,16 @@ def plan_graft(
     if not behind:
         return Miss(MissReason.COVERED_BY_PREFIX, "all matches lie in the exact prefix")
     costs = CostModel() if cost_model is None else cost_model
-    spans = tuple(_worthwhile(behind, exact_len, num_tokens - 1, costs, min_run))
-    spans = tuple(_worth_a_phase(spans, exact_len, costs))
+    parts = _parts(behind, exact_len, num_tokens - 1, min_run)
+    savings = list(_worthwhile(parts, costs, read_cost or _at_hand))
+    savings = list(_worth_a_phase(savings, exact_len, costs))
+    spans = tuple(span for span, _ in savings)
     if not spans:
         return Miss(MissReason.NOT_WORTH_IT, f"none of {len(behind)} matches saves more than it costs")
     # All spans or none: without the last one, the tail would only be longer.
-    saving = sum(costs.saving(span.target_start, span.target_end) for span in spans)
-    if saving <= costs.tail_cost(spans[-1].target_end, num_tokens):
+    if sum(saving for _, saving in savings) <= costs.tail_cost(spans[-1].target_end, num_tokens):
         return Miss(MissReason.NOT_WORTH_IT, "looking at what stands behind the matches costs more than they save")
-    return GraftPlan(num_tokens, exact_len, spans, _compute_positions(num_tokens, exact_len, spans))
+    return GraftPlan.over(num_tokens, exact_len, spans)
 
 
 def _validate(num_tokens: int, exact_len: int, matches: Sequence[Match]) -> None:
@@ -141,39 +144,44 @@ def _validate(num_tokens: int, exact_len: int, matches: Sequence[Match]) -> None
         raise ConfigError(f"a match ends at {end}, behind a prompt of {num_tokens} tokens")
 
 
-def _worthwhile(matches: Iterable[Match], start: int, end: int, costs: CostModel, min_run: int) -> Iterable[Match]:
-    """Yield the parts of `matches` in `[start, end)` that pay."""
+def _at_hand(_: Match) -> float:
+    return 0.0
+
+
+def _parts(matches: Iterable[Match], start: int, end: int, min_run: int) -> Iterable[Match]:
+    """Yield what is left of `matches` in `[start, end)`, where that is long enough."""
     for match in matches:
         begin, stop = max(match.target_start, start), min(match.target_end, end)
-        if match.target_end - begin < min_run or costs.saving(begin, stop) <= 0:
-            continue
-        yield Match(begin, match.donor_id, match.donor_start + begin - match.target_start, stop - begin)
+        if match.target_end - begin >= min_run and stop > begin:
+            yield Match(begin, match.donor_id, match.donor_start + begin - match.target_start, stop - begin)
 
 
-def _worth_a_phase(spans: Sequence[Match], exact_len: int, costs: CostModel) -> Iterable[Match]:
+def _worthwhile(parts: Iterable[Match], costs: CostModel, read_cost: ReadCost) -> Iterable[tuple[Match, float]]:
+    """Yield those that pay, and what each saves."""
+    for part in parts:
+        saving = costs.saving(part.target_start, part.target_end)
+        if saving > 0 and (saving := saving - read_cost(part)) > 0:
+            yield part, saving
+
+
+def _worth_a_phase(
+    spans: Sequence[tuple[Match, float]], exact_len: int, costs: CostModel
+) -> Iterable[tuple[Match, float]]:
     """Yield the spans of groups that save more than a phase costs.
 
     Dropping a group makes one gap of the two beside it and changes no other group's saving, so each is judged alone.
     """
     for group in _adjacent(spans):
-        saving = sum(costs.saving(span.target_start, span.target_end) for span in group)
-        if group[0].target_start == exact_len or saving > costs.per_phase:
+        if group[0][0].target_start == exact_len or sum(saving for _, saving in group) > costs.per_phase:
             yield from group
 
 
-def _adjacent(spans: Sequence[Match]) -> list[list[Match]]:
+def _adjacent(spans: Sequence[tuple[Match, float]]) -> list[list[tuple[Match, float]]]:
     """Group spans that follow one another without a gap."""
-    groups: list[list[Match]] = []
-    for span in spans:
-        if groups and groups[-1][-1].target_end == span.target_start:
-            groups[-1].append(span)
+    groups: list[list[tuple[Match, float]]] = []
+    for entry in spans:
+        if groups and groups[-1][-1][0].target_end == entry[0].target_start:
+            groups[-1].append(entry)
         else:
-            groups.append([span])
+            groups.append([entry])
     return groups
-
-
-def _compute_positions(num_tokens: int, exact_len: int, spans: Sequence[Match]) -> NDArray[np.int64]:
-    is_computed = np.ones(num_tokens - exact_len, np.bool_)
-    for span in spans:
-        is_computed[span.target_start - exact_len : span.target_end - exact_len] = False
-    return np.flatnonzero(is_computed) + exact_len

@@ -17,14 +17,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvgraft.engine.attention import AttentionChoice, BatchAttention, HybridBatch, LayerQuery, choose_attention
+from kvgraft.engine.attention import (
+    AttentionChoice,
+    AttentionHeads,
+    BatchAttention,
+    HybridBatch,
+    LayerQuery,
+    choose_attention,
+)
 from kvgraft.engine.drift_pass import BatchDrift
-from kvgraft.engine.layers import ModelLayers, layer_shapes, unsupported_attention
+from kvgraft.engine.layers import ModelLayers, layer_shapes, layer_window, unsupported_attention
 from kvgraft.engine.rope_lengths import RopeLengths
 from kvgraft.engine.slot_plan import SlotPlan, build_pool
 from kvgraft.errors import ConfigError, ModelError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.memory.hybrid_pool import HybridSlotPool
+from kvgraft.windows import widest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,7 +103,10 @@ class TransformersAdapter:
 
     def __init__(self, model: PreTrainedModel, pool: SlotPool | HybridSlotPool, attention: AttentionChoice) -> None:
         self._model = model
-        self.lengths = RopeLengths.of_model(model.config.get_text_config(decoder=True))
+        config = model.config.get_text_config(decoder=True)
+        self.lengths = RopeLengths.of_model(config)
+        # Llama 4 takes a row's position for this from its number in the pass and the length of the cache.
+        self._scales_by_length = bool(getattr(config, "attn_temperature_tuning", False))
         self.pool = pool
         self.attention = attention
         self.rope: Sequence[RopeSpec | None] | None = None
@@ -124,7 +135,8 @@ class TransformersAdapter:
         """
         pool = build_pool(layers, plan, model.dtype, model.device)
         num_heads = model.config.get_text_config(decoder=True).num_attention_heads
-        return cls(model, pool, choose_attention(attention, layers.shapes[0], num_heads, model.dtype, pool.device))
+        heads = AttentionHeads(layers.shapes[0], num_heads, layers.has_sinks)
+        return cls(model, pool, choose_attention(attention, heads, model.dtype, pool.device))
 
     @property
     def num_layers(self) -> int:
@@ -181,11 +193,12 @@ class TransformersAdapter:
             # A piece of a long sequence: a spare row at the first long position makes transformers take its table.
             token_ids, positions = np.append(token_ids, token_ids[-1]), np.append(positions, switch)
         device = self.pool.device
+        ahead = torch.from_numpy(positions - np.arange(len(positions))).to(device) if self._scales_by_length else 0
         try:
             output = self._model(
                 input_ids=torch.from_numpy(token_ids).to(device)[None],
                 position_ids=torch.from_numpy(positions).to(device)[None],
-                past_key_values=_PoolCache(packed, self.num_layers),
+                past_key_values=_PoolCache(packed, self.num_layers, ahead),
                 use_cache=True,
                 logits_to_keep=torch.from_numpy(_rows_with_logits(batch)).to(device),
                 kvgraft_batch=packed,
@@ -225,27 +238,38 @@ def take_over(model: PreTrainedModel) -> ModelLayers:
         raise ModelError(
             f"model type {model.config.model_type!r} does not use transformers' attention interface; choose another model"
         )
-    return ModelLayers(tuple(shapes), _layer_windows(model, len(shapes)))
+    asked = _layer_queries(model)
+    has_sinks = any(query.sinks is not None for query in asked.values())
+    if not has_sinks and any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        raise ModelError(
+            f"model type {model.config.model_type!r} keeps its attention sinks to itself; choose another model"
+        )
+    windows = tuple(asked[layer].window if layer in asked else None for layer in range(len(shapes)))
+    try:
+        widest(windows)
+    except ConfigError as error:
+        raise ModelError(f"{error}; choose another model") from error
+    return ModelLayers(tuple(shapes), windows, has_sinks)
 
 
 @torch.inference_mode()
-def _layer_windows(model: PreTrainedModel, num_layers: int) -> tuple[int | None, ...]:
-    """Window of each layer as it tells the attention function, which is what counts; configurations name it in many ways."""
-    probe = _WindowProbe()
+def _layer_queries(model: PreTrainedModel) -> dict[int, LayerQuery]:
+    """What each layer asks of attention, which is what counts; configurations name windows and sinks in many ways."""
+    probe = _QueryProbe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     model(input_ids=token, use_cache=False, kvgraft_batch=probe)
-    return tuple(probe.windows.get(layer) for layer in range(num_layers))
+    return probe.queries
 
 
-class _WindowProbe:
-    """Stands in for a forward pass and notes which window each layer asks for."""
+class _QueryProbe:
+    """Stands in for a forward pass and notes what each layer asks."""
 
     def __init__(self) -> None:
-        self.windows: dict[int, int | None] = {}
+        self.queries: dict[int, LayerQuery] = {}
 
     def attend(self, layer: int, query: LayerQuery) -> Tensor:
-        """Note the window; the result is of the right shape and means nothing."""
-        self.windows[layer] = query.window
+        """Note the question; the result is of the right shape and means nothing."""
+        self.queries[layer] = query
         return torch.zeros_like(query.query)
 
 
@@ -260,9 +284,9 @@ class _PoolLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, layer: int, batch: _PackedBatch) -> None:
+    def __init__(self, layer: int, batch: _PackedBatch, ahead: Tensor | int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._batch, self.is_initialized = layer, batch, True
+        self._layer, self._batch, self._ahead, self.is_initialized = layer, batch, ahead, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool is allocated already."""
@@ -277,9 +301,9 @@ class _PoolLayer(CacheLayerMixin):
         """Sizes of a mask that nobody builds."""
         return query_length, 0
 
-    def get_seq_length(self) -> int:
-        """0: positions are always given explicitly."""
-        return 0
+    def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
+        """How far each row's position is ahead of its number in the pass; 0 for models that take positions as given."""
+        return self._ahead
 
     def get_max_length(self) -> int:
         """Unbounded as far as transformers is concerned."""
@@ -287,8 +311,8 @@ class _PoolLayer(CacheLayerMixin):
 
 
 class _PoolCache(Cache):
-    def __init__(self, batch: _PackedBatch, num_layers: int) -> None:
-        super().__init__(layers=[_PoolLayer(layer, batch) for layer in range(num_layers)])
+    def __init__(self, batch: _PackedBatch, num_layers: int, ahead: Tensor | int) -> None:
+        super().__init__(layers=[_PoolLayer(layer, batch, ahead) for layer in range(num_layers)])
 
 
 def _attend(  # noqa: PLR0917 - transformers' interface
@@ -300,20 +324,21 @@ def _attend(  # noqa: PLR0917 - transformers' interface
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
-    kvgraft_batch: _PackedBatch | _WindowProbe | None = None,
-    **kwargs: object,
+    kvgraft_batch: _PackedBatch | _QueryProbe | None = None,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attention function in transformers' interface: (1, heads, rows, dim) -> (1, rows, heads, dim)."""
-    if kwargs.get("s_aux") is not None:
-        raise ModelError("attention sinks are not supported; choose a model without them")
     if kvgraft_batch is None:
         raise ModelError("this model type does not pass arguments on to its attention function; choose another model")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    window = sliding_window or getattr(module, "sliding_window", None)
+    window = layer_window(
+        getattr(module, "config", None), layer, sliding_window or getattr(module, "sliding_window", None)
+    )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    mixed = kvgraft_batch.attend(layer, LayerQuery(query[0], scale, window, softcap))
+    mixed = kvgraft_batch.attend(layer, LayerQuery(query[0], scale, window, softcap, s_aux))
     return mixed.transpose(0, 1)[None].contiguous(), None
 
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.config import EngineConfig, quoted, variables
 from kvgraft.engine.adapter import TransformersAdapter, take_over
+from kvgraft.engine.build_context import tree_cache_context
 from kvgraft.engine.cache_manager import CacheManager
 from kvgraft.engine.donor_register import DonorRegister, HostDonors, SlotDonors
 from kvgraft.engine.flops import ModelFlops
+from kvgraft.engine.host_tier import WRITE_POLICY, HostTier, TieredKVSpace
 from kvgraft.engine.hybrid_space import HybridKVSpace
 from kvgraft.engine.kv_space import KVSpace
 from kvgraft.engine.sliding_windows import SlidingWindows
 from kvgraft.engine.slot_plan import SlotPlan
 from kvgraft.engine.windows import NoWindows, RequestWindows
 from kvgraft.errors import ConfigError
-from kvgraft.memory import HybridSlotPool
-from kvgraft.prefix import PrefixCache, SWARadixCache, TreeCacheBuildContext, create_tree_cache
-from kvgraft.reuse.lookup import Lookup
+from kvgraft.memory import HybridSlotPool, SlotPool
+from kvgraft.prefix import HierarchicalRadixCache, PrefixCache, SWARadixCache, create_tree_cache
+from kvgraft.reuse.lookup import Lookup, NearDonors
 from kvgraft.reuse.registration import Registration
+from kvgraft.reuse.substitute import Substitutes
+from kvgraft.semantic import Discovery, DonorProposer, create_embedder, decoder_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedModel
 
+    from kvgraft.engine.layers import ModelLayers
+    from kvgraft.engine.loading import LoadedModel
     from kvgraft.engine.risk import HeldRisk
+    from kvgraft.prefix import EventLog, TreeCacheBuildContext
 
 
 def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:
@@ -40,38 +48,98 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -
     return (config or EngineConfig.from_dict(variables(EngineConfig))).updated(settings)
 
 
-def adapter_and_prefix(model: PreTrainedModel, config: EngineConfig) -> tuple[TransformersAdapter, PrefixCache]:
+def adapter_and_prefix(
+    loaded: LoadedModel, config: EngineConfig, events: EventLog | None = None
+) -> tuple[TransformersAdapter, PrefixCache]:
     """Choose the prefix cache and allocate the slots that suit it.
 
     Window layers get slots of their own where the prefix cache can tell them apart, and where that saves anything.
 
+    Args:
+        loaded: The model, which is taken over.
+        config: Settings.
+        events: Where the prefix cache records what it stores and removes; None where nobody listens.
+
     Raises:
-        ConfigError: The prefix cache or the attention backend is unknown, or the slots do not fit into memory.
+        ConfigError: The prefix cache or the attention backend is unknown, a setting of the prefix cache is wrong, or the
+            slots do not fit into memory.
+        IntegrationError: Another package's prefix cache cannot be loaded, or is none.
         ModelError: The model cannot be served.
     """
+    model = loaded.model
     layers = take_over(model)
-    backend = None if config.radix_cache_backend == "default" else config.radix_cache_backend
-    plan = SlotPlan.windowed(layers, model.dtype, config.num_slots, config.kv_bytes, max_running=config.max_running)
-    prefix = create_tree_cache(
-        TreeCacheBuildContext(
-            backend=backend,
-            sliding_window_size=layers.sliding_window_size,
-            is_hybrid_swa=plan is not None and not layers.is_all_swa,
-            is_all_swa=plan is not None and layers.is_all_swa,
-        )
-    )
-    if not isinstance(prefix, SWARadixCache):
-        plan = SlotPlan.uniform(layers, model.dtype, config.num_slots, config.kv_bytes)
-    elif plan is None or prefix.sliding_window_size != layers.sliding_window_size:
+    sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
+    uniform = SlotPlan.uniform(*sizes)
+    windowed = partial(SlotPlan.windowed, *sizes, max_running=config.max_running, ratio=config.hybrid_kvcache_ratio)
+    planned = windowed(page_size=config.page_size)
+    context = tree_cache_context(loaded, layers, config, uniform=uniform, windowed=planned, events=events)
+    if config.prefix_host_bytes:
+        return _with_host_tier(model, layers, uniform, context, config)
+    prefix = create_tree_cache(context)
+    plan = windowed(page_size=prefix.page_size) if isinstance(prefix, SWARadixCache) else uniform
+    if isinstance(prefix, SWARadixCache) and (plan is None or prefix.window != layers.window):
         raise ConfigError(
-            f"prefix-cache backend {config.radix_cache_backend!r} keeps windows of {prefix.sliding_window_size} tokens; this "
-            f"model has {layers.sliding_window_size or 'none'} or too few slots: choose radix_cache_backend 'default'"
+            f"prefix-cache backend {config.radix_cache_backend!r} keeps {prefix.window}; this model has "
+            f"{layers.window or 'none'} or too few slots: choose radix_cache_backend 'default'"
         )
+    assert plan is not None
+    _require_room_for_a_page(prefix, plan)
     return TransformersAdapter.over(model, layers, plan, config.attention), prefix
 
 
+def _require_room_for_a_page(prefix: PrefixCache, plan: SlotPlan) -> None:
+    if prefix.page_size > plan.num_slots:
+        raise ConfigError(
+            f"page_size={prefix.page_size} is more than the {plan.num_slots} K/V slots, so that no prefix could be kept; "
+            "lower page_size or raise num_slots"
+        )
+
+
+def _with_host_tier(
+    model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, context: TreeCacheBuildContext, config: EngineConfig
+) -> tuple[TransformersAdapter, PrefixCache]:
+    """The same with host memory behind the device, which copies from its slots: these are allocated first."""
+    if context.is_hybrid_swa or context.is_all_swa:
+        raise ConfigError(
+            "prefix_host_bytes is for models whose layers share one space of slots, and window layers of this one have slots "
+            "of their own; leave prefix_host_bytes at 0"
+        )
+    adapter = TransformersAdapter.over(model, layers, plan, config.attention)
+    assert isinstance(adapter.pool, SlotPool), "a uniform plan makes one space"
+    tier = HostTier(adapter.pool, config.prefix_host_bytes)
+    prefix = create_tree_cache(
+        replace(context, enable_hierarchical_cache=True, tier_transfer=tier, host_write_policy=WRITE_POLICY)
+    )
+    if not isinstance(prefix, HierarchicalRadixCache) or prefix.transfer is not tier:
+        raise ConfigError(
+            f"prefix-cache backend {config.radix_cache_backend!r} keeps nothing in host memory; leave prefix_host_bytes "
+            "at 0 or choose radix_cache_backend 'default'"
+        )
+    _require_room_for_a_page(prefix, plan)
+    return adapter, prefix
+
+
+def donor_proposer(config: EngineConfig, tokenizer: object) -> DonorProposer | None:
+    """Make what proposes donors by resemblance, or None.
+
+    Raises:
+        ConfigError: There is no such embedder, or it lacks weights or a tokenizer.
+        ImportError: A package that it needs is missing.
+    """
+    if config.embedder == "none":
+        return None
+    return DonorProposer(Discovery(create_embedder(config.embedder, decoder_of(tokenizer))))
+
+
 def cache_manager(
-    adapter: TransformersAdapter, prefix: PrefixCache, config: EngineConfig, refusal: str | None, risk: HeldRisk
+    adapter: TransformersAdapter,
+    prefix: PrefixCache,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    refusal: str | None,
+    risk: HeldRisk,
+    proposer: DonorProposer | None = None,
 ) -> CacheManager:
     """Build the K/V side over the adapter's slots, with the shared rules of reuse.
 
@@ -79,11 +147,13 @@ def cache_manager(
         adapter: The model and its slots.
         prefix: The prefix cache that was chosen with them.
         config: Settings.
+        loaded: The model as loaded, for a semantic provider.
         refusal: Why K/V of this model must not be moved, or None.
         risk: At which notch grafts are served.
+        proposer: Names donors that resemble a prompt; is told of all.
 
     Raises:
-        ConfigError: The books of donors do not fit into memory, or there is no such store.
+        ConfigError: The books of donors do not fit into memory, or there is no such store or semantic provider.
     """
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
     rules = partial(Registration, min_run=config.min_run, max_generation=config.max_generation)
@@ -93,11 +163,11 @@ def cache_manager(
     try:
         if isinstance(adapter.pool, HybridSlotPool):
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
-            hybrid = space = HybridKVSpace(adapter.pool, prefix, store=config.store, **sizes)
+            hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
             windows = sliding = SlidingWindows(hybrid)
-            register = HostDonors(hybrid, rules(space.donors), sliding)
+            register = HostDonors(hybrid, rules(space.donors, finder=NearDonors(space.donors)), sliding)
         else:
-            space, windows = KVSpace(adapter.pool, prefix, store=config.store, **sizes), NoWindows()
+            space, windows = _one_space(adapter.pool, prefix, sizes), NoWindows()
             register = SlotDonors(space, rules(space.donors))
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise
@@ -105,6 +175,27 @@ def cache_manager(
         raise ConfigError(
             f"the books of {quoted(config.donor_tokens)} donor_tokens do not fit into memory; lower donor_tokens"
         ) from error
-    lookup = Lookup(space.donors, min_run=config.min_run, max_generation=config.max_generation)
+    if proposer is not None:
+        space.donors.watch(proposer)
+    lookup = Lookup(
+        space.donors,
+        min_run=config.min_run,
+        max_generation=config.max_generation,
+        proposer=proposer,
+        near=NearDonors(space.donors),
+    )
     flops = ModelFlops.of_model(adapter.model)
-    return CacheManager(adapter, space, windows, register, lookup, flops=flops, refusal=refusal, risk=risk)
+    if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):
+        raise ConfigError(
+            "semantic_provider does not go with sliding windows, of whose layers no whole text is kept; unset it"
+        )
+    substitutes = Substitutes.configured(config, loaded)
+    return CacheManager(
+        adapter, space, windows, register, lookup, flops=flops, refusal=refusal, risk=risk, substitutes=substitutes
+    )
+
+
+def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KVSpace:
+    if isinstance(prefix, HierarchicalRadixCache) and isinstance(prefix.transfer, HostTier):
+        return TieredKVSpace(pool, prefix, prefix.transfer, **sizes)
+    return KVSpace(pool, prefix, **sizes)

@@ -12,74 +12,39 @@ import logging
 import queue
 import threading
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
+from kvgraft.engine.snapshot import EngineSnapshot
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
-from kvgraft.types import UNCALIBRATED, ReuseMode, RiskStatement
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from kvgraft.config import EngineConfig
+    from kvgraft.engine.document_names import DocumentLabel
     from kvgraft.engine.loading import LoadedModel
     from kvgraft.engine.request import Request, StreamPart
     from kvgraft.engine.request_builder import Prompt
-    from kvgraft.engine.sampling import SamplingParams
+    from kvgraft.engine.sampling_params import SamplingParams
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.memory import SlotUsage
     from kvgraft.observability import Recorder
+    from kvgraft.types import TokenArray
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 _SHUTTING_DOWN = "the server is shutting down; try another one"
 _STOPPED = "the engine has stopped; try another one"
 _MAX_STEP_S = 0.25
 """Longest prefill of one step while no stream runs: how long a new request or a cancellation may go unnoticed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """What the engine is doing.
-
-    Attributes:
-        is_alive: Whether its thread runs.
-        is_closing: Whether it accepts no more requests.
-        num_running: Admitted requests.
-        num_waiting: Requests that wait for admission.
-        usage: K/V slots by holder.
-        window_usage: Slots of window layers by holder, where these have slots of their own.
-        num_donors: Donors in all tiers.
-        donor_tokens: Their tokens.
-        host_bytes: Bytes of donors in host memory.
-        num_errors: Lookups, grafts and publications that failed and became misses.
-        num_preemptions: Requests that lost their slots and were computed again, counted each time.
-        attention: The attention backend and why it was chosen.
-        risk: What may be said about grafts of reuse classes that were never audited.
-        class_risks: What may be said about grafts by reuse class, of those that were audited.
-        num_pending_audits: Requests that wait for their audit.
-        num_left_out_audits: Sampled requests that were not audited.
-    """
-
-    is_alive: bool
-    is_closing: bool
-    num_running: int
-    num_waiting: int
-    usage: SlotUsage
-    window_usage: SlotUsage | None
-    num_donors: int
-    donor_tokens: int
-    host_bytes: int
-    num_errors: int
-    num_preemptions: int
-    attention: str
-    risk: RiskStatement = UNCALIBRATED
-    class_risks: Mapping[str, RiskStatement] = field(default_factory=dict)
-    num_pending_audits: int = 0
-    num_left_out_audits: int = 0
+_IDLE_S = 0.1
+"""How often an engine with stores takes in their news while it has nothing else to do."""
 
 
 class AsyncLLM:
@@ -142,25 +107,15 @@ class AsyncLLM:
 
     def snapshot(self) -> EngineSnapshot:
         """What the engine is doing now; cheap, callable from any thread. Numbers may be of neighbouring moments."""
-        engine = self._engine
-        return EngineSnapshot(
-            is_alive=self._thread.is_alive(),
-            is_closing=self._is_closing,
-            num_running=len(engine.scheduler.running),
-            num_waiting=len(engine.scheduler.waiting),
-            usage=engine.space.usage(),
-            window_usage=engine.space.window_usage(),
-            num_donors=len(engine.space.donors),
-            donor_tokens=engine.space.donors.num_tokens,
-            host_bytes=engine.space.host.used_bytes,
-            num_errors=engine.manager.num_errors,
-            num_preemptions=engine.scheduler.num_preemptions,
-            attention=engine.adapter.attention.reason,
-            risk=engine.risk.start,
-            class_risks=engine.risk.statements(),
-            num_pending_audits=engine.auditor.num_pending,
-            num_left_out_audits=engine.auditor.num_left_out,
-        )
+        return EngineSnapshot.of(self._engine, is_alive=self._thread.is_alive(), is_closing=self._is_closing)
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenArray:
+        """Turn a prompt into int64 token ids, off the event loop; ids are checked and copied.
+
+        Raises:
+            ConfigError: It is empty, not made of token ids, or text without a tokenizer.
+        """
+        return await asyncio.to_thread(self._engine.builder.tokenize, prompt, add_special_tokens=add_special_tokens)
 
     async def prepare(
         self,
@@ -171,10 +126,20 @@ class AsyncLLM:
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
         correction: str | DriftCorrection | None = None,
+        priority: int = 0,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        session_id: str | None = None,
+        append: bool = False,
+        owner: str = "",
+        provisional: bool = False,
+        documents: Sequence[DocumentLabel] = (),
     ) -> Request:
         """Tokenise and check a prompt, off the event loop; arguments as for `LLM.generate`.
+
+        `owner` is whose the session is; nobody else's can name it. With `provisional` a request with `reuse="verified"`
+        streams drafted tokens, too, before they are verified (`StreamPart`). `documents` says what parts of the prompt are
+        called in reports.
 
         Raises:
             ConfigError: The prompt is empty or too long, or an argument is wrong.
@@ -187,8 +152,14 @@ class AsyncLLM:
             cache_salt=cache_salt,
             selection=selection,
             correction=correction,
+            priority=priority,
             request_id=request_id,
             add_special_tokens=add_special_tokens,
+            session_id=session_id,
+            append=append,
+            owner=owner,
+            provisional=provisional,
+            documents=documents,
         )
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamPart]:
@@ -197,6 +168,8 @@ class AsyncLLM:
         Raises:
             OverloadedError: Too many requests wait, or the engine is closing or has died.
             ConfigError: An unfinished request has the same id.
+            UnknownSessionError: The request's session is not open.
+            SessionInUseError: Another turn of it is not done.
             RequestError: The engine failed on this request.
         """
         if self._is_closing:
@@ -221,10 +194,33 @@ class AsyncLLM:
             CorruptCacheError: One does not hold.
             OverloadedError: The engine's thread has ended.
         """
-        await self._call(self._engine.space.check)
+        await self._call(self._engine.check)
+
+    async def open_session(
+        self, session_id: str = "", *, ttl_s: float | None = None, cache_salt: str = "", owner: str = ""
+    ) -> tuple[str, float]:
+        """Open a session; returns its id and the seconds after which it is closed if it is idle.
+
+        Raises:
+            ConfigError: An argument is wrong, or the id is taken (`SessionInUseError`).
+            OverloadedError: As many sessions are open as may be, or the engine's thread has ended.
+        """
+        name = self._engine.builder.session_name(session_id, owner, cache_salt)
+        session = await self._call(lambda: self._engine.sessions.open(name, ttl_s))
+        return session.name.session_id, session.ttl_s
+
+    async def close_session(self, session_id: str, *, cache_salt: str = "", owner: str = "") -> None:
+        """Forget a session.
+
+        Raises:
+            UnknownSessionError: There is none.
+            OverloadedError: The engine's thread has ended.
+        """
+        name = self._engine.builder.session_name(session_id, owner, cache_salt)
+        await self._call(lambda: self._engine.sessions.close(name))
 
     async def reset(self) -> None:
-        """Forget all cached prefixes and donors, on the device and on the host, between two steps.
+        """Forget all cached prefixes, donors and sessions, on the device and on the host, between two steps.
 
         Call it after you have changed the model's weights in place. Running requests go on with the K/V that they have, and
         nothing of them is kept; those that wait start afresh.
@@ -244,26 +240,31 @@ class AsyncLLM:
             self._is_stopped = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._engine.close)
 
-    async def _call(self, function: Callable[[], None]) -> None:
-        """Run `function` on the engine's thread, between steps."""
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        """Run `function` on the engine's thread, between steps, and return what it returns."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[Result] = loop.create_future()
 
-        def settle(error: Exception | None) -> None:
+        def succeed(result: Result) -> None:
             if not done.done():
-                done.set_result(None) if error is None else done.set_exception(error)
+                done.set_result(result)
+
+        def fail(error: Exception) -> None:
+            if not done.done():
+                done.set_exception(error)
 
         def run() -> None:
-            error: Exception | None = None
             try:
-                function()
-            except Exception as failure:  # noqa: BLE001 - it belongs to whoever asked
-                error = failure
-            _call_on(loop, lambda: settle(error))
+                result = function()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+                _call_on(loop, partial(fail, error))
+            else:
+                _call_on(loop, partial(succeed, result))
 
-        self._command(run, lambda error: _call_on(loop, lambda: settle(error)))
-        await done
+        self._command(run, lambda error: _call_on(loop, partial(fail, error)))
+        return await done
 
     def _command(self, run: Callable[[], None], fail: Callable[[KVGraftError], object]) -> None:
         """Have `run` called on the engine's thread, or `fail` with the reason why it was not."""
@@ -298,7 +299,11 @@ class AsyncLLM:
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
                 else:
-                    self._engine.audit_step()
+                    self._engine.poll_stores()
+                    if self._engine.auditor.has_work:
+                        self._engine.audit_step()
+                    else:
+                        self._engine.heal_step()
         except BaseException:
             logger.critical("the engine's thread died; all requests fail", exc_info=True)
             raise
@@ -310,9 +315,14 @@ class AsyncLLM:
 
         A command that fails tells whoever gave it; the others are obeyed.
         """
+        stores = self._engine.stores
+        idle_s = None if stores is None else 0.0 if stores.is_behind else _IDLE_S
         with self._wake:
-            while not (self._commands or self._engine.has_work or self._engine.auditor.has_work or self._is_stopped):
-                self._wake.wait()
+            has_work = self._engine.has_work or self._engine.auditor.has_work or self._engine.healer.has_work
+            is_due = self._commands or has_work or self._is_stopped
+            while not is_due:
+                self._wake.wait(idle_s)
+                is_due = self._commands or self._is_stopped or idle_s is not None
         while self._commands:
             command = self._commands.popleft()
             try:

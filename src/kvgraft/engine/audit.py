@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.sampling_params import SamplingParams
 from kvgraft.engine.scoring import score_steps
 from kvgraft.errors import KVGraftError, one_line
 from kvgraft.types import ReuseMode

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors import CostModel, Donor
+from kvgraft.donors import CostModel
+from kvgraft.engine.grafting import Grafting
 from kvgraft.engine.request_kv import RequestKV
-from kvgraft.errors import CapacityError, ConfigError
-from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
+from kvgraft.engine.stand_ins import StandIns
+from kvgraft.errors import CapacityError, ConfigError, PolicyError
+from kvgraft.graft.select import NoRecompute, expected_share
+from kvgraft.graft.sparse_prefill import SparsePrefill
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
-from kvgraft.reuse.lineage import Lineage, reused_span
-from kvgraft.types import GraftPlan, Match, Miss, MissReason, ReuseMode
+from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.lineage import Lineage
+from kvgraft.types import GraftPlan, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
     from kvgraft.engine.risk import HeldRisk
     from kvgraft.engine.windows import RequestWindows
     from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.reuse import ProposalCounters
     from kvgraft.reuse.lookup import Lookup
-    from kvgraft.types import TokenArray
+    from kvgraft.reuse.substitute import Substitutes
+    from kvgraft.types import DonorId, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,7 @@ class CacheManager:
         flops: ModelFlops,
         refusal: str | None,
         risk: HeldRisk,
+        substitutes: Substitutes | None = None,
     ) -> None:
         """Take the parts.
 
@@ -72,6 +78,7 @@ class CacheManager:
             flops: What computing costs.
             refusal: Why K/V of this model must not be moved, or None.
             risk: At which notch grafts are served.
+            substitutes: Names texts whose K/V may stand in; None for none.
         """
         self.space = space
         self.flops = flops
@@ -83,20 +90,36 @@ class CacheManager:
         self._lookup = lookup
         self._refusal = refusal
         self._risk = risk
+        self._grafting = Grafting(adapter, space, risk, flops)
+        self._substitutes = substitutes
+        self._stand_ins = None if substitutes is None else StandIns(space, substitutes)
+
+    @property
+    def proposals(self) -> ProposalCounters:
+        """What proposed donors were good for."""
+        return self._lookup.proposals
 
     @property
     def num_errors(self) -> int:
-        """Lookups, grafts and publications that failed and became misses."""
-        return self._num_errors + self._windows.num_errors + self._lookup.num_errors
+        """Lookups, transfers, grafts, publications and calls of a semantic provider that failed and became misses."""
+        substitutes = 0 if self._substitutes is None else self._substitutes.num_errors
+        parts = (self._windows, self._lookup, self.space, self._grafting)
+        return self._num_errors + sum(part.num_errors for part in parts) + substitutes
 
-    def begin(self, request: Request, *, headroom: int = 0) -> RequestKV:
+    def begin(self, request: Request, *, headroom: int = 0, stop: int | None = None) -> RequestKV:
         """Match, plan, pin and allocate the prompt's slots and `headroom` more.
+
+        Args:
+            request: Whose prompt.
+            headroom: Slots besides.
+            stop: Begin with the positions in front of it alone, which are computed and kept for others whatever the request
+                reuses: a piece of a text that heals. None for the whole prompt.
 
         Raises:
             CapacityError: There are not enough slots, even after eviction; the request holds nothing.
         """
         started = time.perf_counter()
-        kv = self._locked_prefix(request)
+        kv = self._locked_prefix(request, stop)
         try:
             self._plan(kv)
             kv.timings_ms["lookup"] = (time.perf_counter() - started) * 1e3
@@ -104,37 +127,124 @@ class CacheManager:
             fresh = self._allocate_prompt(kv, headroom)
             kv.kv_indices = np.concatenate([kv.kv_indices, fresh])
             self._begin_windows(kv)
+            if request.reuse is ReuseMode.VERIFIED:
+                kv.draft_room = self._draft_room(kv)
+            self._grafting.begin_reads(kv, request)
         except BaseException:
             self._release(kv)
             raise
         return kv
 
-    def _locked_prefix(self, request: Request) -> RequestKV:
+    def exact_len(self, request: Request) -> int:
+        """Tokens of the request's prompt whose exact K/V the prefix cache has; its last one may be among them."""
+        namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
+        return self.space.match(RadixKey(request.token_ids, namespace.key)).prefix_len
+
+    def retire(self, donor_ids: Iterable[DonorId]) -> list[DonorId]:
+        """Remove approximate donors whose text exact ones have; returns those that stay. See `DonorRegister.retire`."""
+        return self._register.retire(donor_ids)
+
+    def join(self, kv: RequestKV, made: Iterable[DonorId]) -> None:
+        """Let the donors that were made of a text before and those of its last piece be one; stores are offered that.
+
+        Args:
+            kv: Of the last piece, published.
+            made: Donors made of the pieces before it; some may be gone.
+        """
+        with self._counted(kv):
+            kv.made = self._register.join([*made, *kv.made])
+            self._grafting.names.note(kv.request, kv.made)
+
+    def _locked_prefix(self, request: Request, stop: int | None) -> RequestKV:
         """Begin with the exact prefix, which the request holds from now on."""
-        num_tokens, epoch = len(request.token_ids), self.space.epoch
-        namespace = self._lengths.namespace(request.namespace, num_tokens)
+        epoch = self.space.epoch
+        namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
+        token_ids = request.token_ids[:stop]
         slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
         if request.reuse is not ReuseMode.OFF:
             # The last token is always computed: its logits are what the request is for.
-            match = self.space.match(RadixKey(request.token_ids[:-1], namespace.key))
+            key = RadixKey(token_ids[:-1], namespace.key)
+            match = self.space.match(key)
             slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
+            if request.session is not None:
+                slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
             self.space.allocator.retain(slots, Owner.REQUEST)
-        plan = _no_graft(num_tokens, len(slots))
+        plan = GraftPlan.over(len(token_ids), len(slots))
         kv = RequestKV(request, namespace, epoch, Lineage(len(slots)), plan, None, slots, lock, ())
-        self._windows.adopt(kv, swa_indices, is_donor=self._leaves_donors(request))
+        self._windows.adopt(kv, swa_indices, is_donor=self._leaves_donors(request, is_healing=stop is not None))
+        if stop is not None:
+            kv.stored_len = len(slots)  # the request that heals has used them, and nobody since
         return kv
 
     def graft(self, kv: RequestKV) -> None:
-        """Copy the plan's spans into the request's slots; donors are unpinned. A failure turns the plan into a miss."""
+        """Copy the plan's spans into the request's slots; donors are unpinned. A failure turns the plan into a miss.
+
+        Where spans come from a store (`kv.reads`), `load` is called until it says that all is there.
+        """
+        with self._attempt(kv):
+            self._grafting.copy_at_hand(kv)
+            if kv.reads is None:
+                self._grafting.note(kv)
+        if kv.reads is None:
+            self._unpin(kv)
+
+    def load(self, kv: RequestKV) -> bool:
+        """Copy what has come from stores since the last call; True when the prompt can be computed. Never waits."""
+        reads, stores = kv.reads, self.space.stores
+        if reads is None or stores is None:
+            return True
+        with self._attempt(kv):
+            if not self._grafting.copy_arrived(kv):
+                return False
+            miss = self._grafting.cut(kv)
+            if miss is None:
+                self._grafting.note(kv)
+            else:
+                self._give_up_graft(kv, miss)
+        kv.reads = None
+        self._unpin(kv)
+        stores.used(reads)
+        return True
+
+    def prefill(self, kv: RequestKV) -> SparsePrefill:
+        """Return what names the rows of the request's prompt; its reused K/V lie in their slots.
+
+        Where the policy fails, now or later, the plan becomes a miss at once: what is about to be computed in full is not
+        told of as grafted.
+        """
+        return SparsePrefill(
+            kv.request.token_ids,
+            kv.plan,
+            kv.kv_indices,
+            kv.request.policy if kv.plan.spans else NoRecompute(),
+            swa_indices=kv.swa_indices,
+            correction=kv.request.correction,
+            num_layers=self._adapter.num_layers,
+            on_policy_error=lambda error: self._give_up_graft(kv, self._policy_miss(kv, error)),
+        )
+
+    def _policy_miss(self, kv: RequestKV, error: PolicyError) -> Miss:
+        """Log and count a policy that failed."""
+        self._num_errors += 1
+        logger.error("request %s is computed in full: %s", kv.request.request_id, error, exc_info=error)
+        return miss_of(error)
+
+    def settle(self, kv: RequestKV) -> None:
+        """Load what the plan names, and wait for it as long as a request may. For callers that run nothing else."""
+        while not self.load(kv):
+            assert kv.reads is not None
+            kv.reads.wait(1.0)
+
+    @contextmanager
+    def _attempt(self, kv: RequestKV) -> Iterator[None]:
+        """Turn the plan into a miss where copying fails."""
         with _timed(kv.timings_ms, "graft"):
             try:
-                if kv.plan.spans:
-                    self._copy(kv)
+                yield
             except Exception as error:
                 self._num_errors += 1
                 logger.exception("graft of request %s failed; it is computed instead", kv.request.request_id)
-                self._give_up_graft(kv, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
-        self._unpin(kv)
+                self._give_up_graft(kv, miss_of(error))
 
     def grow(self, kv: RequestKV, num_tokens: int, *, headroom: int = 0) -> None:
         """See to it that `num_tokens` positions have slots, and add up to `headroom` more if slots run out otherwise.
@@ -189,14 +299,32 @@ class CacheManager:
             if kv.epoch == self.space.epoch:
                 self._publish_prefix(kv, token_ids)
                 self._register.register(kv, token_ids)
+                self._grafting.names.note(kv.request, kv.made)
         self._windows.advance(kv, len(token_ids))
 
-    def finish(self, kv: RequestKV, token_ids: TokenArray) -> None:
-        """Publish and release the request; arguments as for `publish`."""
+    def finish(self, kv: RequestKV, token_ids: TokenArray, *, keep_as: Hashable = None) -> None:
+        """Publish and release the request.
+
+        Args:
+            kv: As for `publish`.
+            token_ids: As for `publish`.
+            keep_as: Session for which what is exact is kept from eviction; None for none.
+        """
         try:
             self.publish(kv, token_ids)
+            if keep_as is not None:
+                self._keep(keep_as, kv, token_ids)
+            if self._substitutes is not None and kv.epoch == self.space.epoch:
+                with self._counted(kv):
+                    self._substitutes.heard(kv.request.request_id, token_ids, kv.lineage)
         finally:
+            self._offer(kv)
             self._release(kv)
+
+    def close(self) -> None:
+        """Let the semantic provider, if there is one, give back its resources."""
+        if self._substitutes is not None:
+            self._substitutes.close()
 
     def suspend(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Release a request that will be begun again; what it computed exactly stays cached while there is room.
@@ -214,33 +342,68 @@ class CacheManager:
         finally:
             self._release(kv)
 
-    def abort(self, kv: RequestKV) -> None:
-        """Release the request; nothing of it is kept."""
+    def heal(self, kv: RequestKV, token_ids: TokenArray, donor_ids: Sequence[DonorId]) -> list[DonorId]:
+        """Publish the exact K/V of a beginning and release its request; approximate donors that lie in it become exact ones.
+
+        Nothing else of it becomes a donor: its text has had donors since it was answered.
+
+        Args:
+            kv: As `begin` returned it.
+            token_ids: Tokens of the positions whose K/V exist.
+            donor_ids: Donors of generation > 0 that were made of the whole text.
+
+        Returns:
+            Those of them that stay as they are, for now.
+
+        Raises:
+            Exception: What failed; `abort` gives everything back then.
+        """
+        self._publish_prefix(kv, token_ids)
+        left = self._register.heal(kv, token_ids, donor_ids)
+        self._grafting.names.note(kv.request, kv.made)
+        self._offer(kv)
         self._release(kv)
+        return left
+
+    def abort(self, kv: RequestKV) -> None:
+        """Release the request; nothing is kept but what it has published."""
+        self._offer(kv)
+        self._release(kv)
+
+    def _offer(self, kv: RequestKV) -> None:
+        """Have stores given what donors were made of the request: once, when it ends, however often it published."""
+        if self.space.stores is not None and kv.made:
+            with self._counted(kv):
+                self.space.stores.writes.offer(kv.made)
 
     def _plan(self, kv: RequestKV) -> None:
         """Decide what to graft behind the exact prefix."""
         request = kv.request
         kv.risk = self._risk.stated(request)
-        if request.reuse is not ReuseMode.GRAFT:
+        if not request.reuse.grafts:
             kv.miss = Miss(MissReason.REUSE_OFF)
             return
         if self._refusal is not None:
             kv.miss = Miss(MissReason.MODEL_REFUSED, self._refusal)
             return
-        costs = self._costs(request.policy)
-        planned = self._lookup.find(kv.namespace, request.token_ids, kv.plan.exact_len, costs).planned
-        if isinstance(planned, Miss):
-            kv.miss = planned
+        try:
+            costs = self._costs(request.policy)
+        except PolicyError as error:
+            kv.miss = self._policy_miss(kv, error)
             return
-        found = (self.space.donors.get(match.donor_id) for match in planned.spans)
-        donors = tuple(donor for donor in found if donor is not None)
-        served = self._risk.serve(request, [reused_span(*pair) for pair in zip(planned.spans, donors, strict=True)])
-        kv.risk, kv.sampled = served.statement, served.sampled
-        if served.policy is None:
-            kv.miss = Miss(MissReason.RISK, f"grafts of this kind are at notch {served.statement.notch!r}")
-            return
-        kv.plan, kv.donors, kv.request = planned, donors, replace(request, policy=served.policy)
+        read_cost = None if self.space.stores is None else self.space.stores.read_cost
+        found = self._lookup.find(kv.namespace, request.token_ids, kv.plan.exact_len, costs, read_cost=read_cost)
+        if not (request.reuse is ReuseMode.SUBSTITUTE and self._takes_stand_in(kv, found.planned)):
+            self._grafting.adopt(kv, found)
+
+    def _takes_stand_in(self, kv: RequestKV, planned: GraftPlan | Miss) -> bool:
+        """Let another text stand in if that gains more; a failure is logged and counted, and gains nothing."""
+        try:
+            return self._stand_ins is not None and self._stand_ins.take(kv, planned)
+        except Exception:
+            self._num_errors += 1
+            logger.exception("no other text stands in for request %s", kv.request.request_id)
+            return False
 
     def _allocate_prompt(self, kv: RequestKV, headroom: int) -> NDArray[np.int64]:
         """Slots behind the exact prefix. Where the donors themselves take the room, the prompt is computed instead."""
@@ -249,16 +412,25 @@ class CacheManager:
         try:
             return self.space.allocate(num_tokens, after=after)
         except CapacityError:
-            if not kv.pinned or num_tokens > self.space.available:
+            if not (kv.pinned or kv.stand_in_lock) or num_tokens > self.space.available:
                 raise
             self._give_up_graft(kv, Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
             return self.space.allocate(num_tokens, after=after)
 
+    def _draft_room(self, kv: RequestKV) -> int:
+        """Positions behind the prompt that have slots and the angles of the prompt."""
+        num_tokens, switch = kv.plan.num_tokens, self._lengths.switch
+        end = len(kv.kv_indices)
+        if switch is not None and not self._lengths.is_long(num_tokens):
+            end = min(end, switch)
+        return end - num_tokens
+
     def _give_up_graft(self, kv: RequestKV, miss: Miss) -> None:
+        self._forget_reads(kv)
         self._unpin(kv)
         kv.lineage.withdraw()
-        kv.miss, kv.donors, kv.sampled = miss, (), None
-        kv.plan = _no_graft(kv.plan.num_tokens, kv.plan.exact_len)
+        kv.miss, kv.donors, kv.sampled, kv.substitution = miss, (), None, None
+        kv.plan = GraftPlan.over(kv.plan.num_tokens, kv.plan.exact_len)
 
     def _costs(self, policy: SelectionPolicy) -> CostModel:
         """Costs in floating-point operations; copying is memory traffic, converted by a typical ratio of the two."""
@@ -267,29 +439,23 @@ class CacheManager:
             attention_per_key=self.flops.per_visible_key,
             copy_per_token=self._adapter.pool.bytes_per_token * _FLOPS_PER_COPIED_BYTE,
             per_span=_FLOPS_PER_SPAN,
-            recompute_ratio=policy.recompute_ratio,
+            recompute_ratio=expected_share(policy),
         )
-
-    def _copy(self, kv: RequestKV) -> None:
-        adapter, swa_indices = self._adapter, kv.swa_indices
-        copies = [self._span_copy(match, donor) for match, donor in zip(kv.plan.spans, kv.donors, strict=True)]
-        spans = RotatedSpans(copies, adapter.rope, adapter.pool.device)
-        where = spans.positions
-        place = adapter.pool.place(kv.kv_indices[where], None if swa_indices is None else swa_indices[where])
-        copy_spans(spans, place, range(adapter.num_layers))
-        kv.lineage.copy(reused_span(match, donor) for match, donor in zip(kv.plan.spans, kv.donors, strict=True))
-        for match in kv.plan.spans:
-            self.space.donors.record_hit(match.donor_id, match.length)
-
-    def _span_copy(self, match: Match, donor: Donor) -> SpanCopy:
-        source_start = donor.start_position + match.donor_start
-        return SpanCopy(self.space.source(donor, match), source_start, match.target_start, match.length)
 
     def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Give the exact prefix cache what a full prefill would have computed too: everything in front of the first graft."""
         exact_len = kv.lineage.exact_len(len(token_ids))
         key = RadixKey(token_ids[:exact_len], kv.namespace.key)
-        self.space.store_prefix(key, kv.kv_indices[:exact_len], kv.windows)
+        self.space.store_prefix(
+            key, kv.kv_indices[:exact_len], kv.windows, priority=kv.request.priority, counted_len=kv.stored_len
+        )
+        kv.stored_len = exact_len
+
+    def _keep(self, name: Hashable, kv: RequestKV, token_ids: TokenArray) -> None:
+        with self._counted(kv):
+            if kv.epoch == self.space.epoch:
+                exact_len = kv.lineage.exact_len(len(token_ids))
+                self.space.keep(name, RadixKey(token_ids[:exact_len], kv.namespace.key), kv.kv_indices[:exact_len])
 
     @contextmanager
     def _counted(self, kv: RequestKV) -> Iterator[None]:
@@ -300,16 +466,19 @@ class CacheManager:
             self._num_errors += 1
             logger.exception("K/V of request %s is not kept for others", kv.request.request_id)
 
-    def _leaves_donors(self, request: Request) -> bool:
+    def _leaves_donors(self, request: Request, *, is_healing: bool) -> bool:
         """Whether the text of a hybrid model's request becomes a donor. Only there does it cost memory that is not shared."""
-        return request.reuse is ReuseMode.GRAFT and self._refusal is None and self.space.host.budget_bytes > 0
+        asks = request.reuse.grafts or is_healing
+        return asks and self._refusal is None and self.space.host.budget_bytes > 0
 
     def _begin_windows(self, kv: RequestKV) -> None:
         """Take the window slots that a graft needs, or see to it that there are some for the first rows to compute."""
         self._windows.widen(kv)
         if kv.plan.spans:
             try:
-                self._windows.fill(kv, kv.plan.num_tokens)
+                # Drafted tokens attend from behind the prompt while it is computed again in front of them.
+                is_drafted = kv.request.reuse is ReuseMode.VERIFIED
+                self._windows.fill(kv, len(kv.kv_indices) if is_drafted else kv.plan.num_tokens)
             except CapacityError:
                 self._give_up_graft(
                     kv, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots")
@@ -319,6 +488,8 @@ class CacheManager:
         self._windows.require_room(kv, kv.plan.num_tokens)
 
     def _pin(self, kv: RequestKV) -> None:
+        if kv.substitution is not None:
+            return  # what stands in is no donor, and is locked already
         for donor in kv.donors:
             self.space.donors.pin(donor.donor_id)
             kv.pinned += (donor,)
@@ -327,8 +498,17 @@ class CacheManager:
         for donor in kv.pinned:
             self.space.donors.unpin(donor.donor_id)
         kv.pinned = ()
+        if kv.stand_in_lock is not None:
+            lock, kv.stand_in_lock = kv.stand_in_lock, None
+            self.space.unlock(lock)
+
+    def _forget_reads(self, kv: RequestKV) -> None:
+        if kv.reads is not None:
+            kv.reads.cancel()
+            kv.reads = None
 
     def _release(self, kv: RequestKV) -> None:
+        self._forget_reads(kv)
         self._unpin(kv)
         self._windows.release(kv)
         if kv.lock is not None:
@@ -337,10 +517,6 @@ class CacheManager:
         if len(kv.kv_indices):
             self.space.allocator.release(kv.kv_indices, Owner.REQUEST)
             kv.kv_indices = kv.kv_indices[:0]
-
-
-def _no_graft(num_tokens: int, exact_len: int) -> GraftPlan:
-    return GraftPlan(num_tokens, exact_len, (), np.arange(exact_len, num_tokens))
 
 
 @contextmanager

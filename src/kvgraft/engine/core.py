@@ -11,26 +11,47 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.active import ActiveRequest
-from kvgraft.engine.assembly import adapter_and_prefix, cache_manager
+from kvgraft.engine.assembly import adapter_and_prefix, cache_manager, donor_proposer
 from kvgraft.engine.audit import Auditor
-from kvgraft.engine.loading import LoadedModel, fingerprint, load_model
+from kvgraft.engine.build_context import eviction_parameters
+from kvgraft.engine.event_feed import EventFeed
+from kvgraft.engine.healing import MOST_ROWS, Healer
+from kvgraft.engine.loading import LoadedModel, eos_token_ids, fingerprint, load_model
+from kvgraft.engine.logit_rules import LogitRules
 from kvgraft.engine.pace import Pace
+from kvgraft.engine.recording import Recording
 from kvgraft.engine.request_builder import RequestBuilder
 from kvgraft.engine.risk import HeldRisk
 from kvgraft.engine.sampling import Sampler
 from kvgraft.engine.scheduler import Scheduler
 from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
+from kvgraft.engine.sessions import Sessions
+from kvgraft.engine.store_space import open_store_tier, space_of
 from kvgraft.engine.text import OutputText
-from kvgraft.errors import ConfigError, OverloadedError, RequestError, one_line
-from kvgraft.observability import NullRecorder, Recorder, RequestRecord, StepRecord
+from kvgraft.errors import (
+    OUT_OF_MEMORY,
+    ConfigError,
+    NothingToDrawError,
+    OverloadedError,
+    RequestError,
+    is_out_of_memory,
+    one_line,
+)
+from kvgraft.observability import NullRecorder
+from kvgraft.observability.stages import stage
+from kvgraft.reuse import DonorAnnouncer
+from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
+    from kvgraft.engine.request_kv import RequestKV
     from kvgraft.engine.scheduler import Step
+    from kvgraft.engine.store_tier import StoreTier
     from kvgraft.graft.model import SequenceOutput, SequenceRows
+    from kvgraft.observability import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +68,14 @@ class StepEvent:
     error: RequestError | None = None
 
 
+_HEAL_S = 0.05
+"""What a piece of healing may take while nothing else runs: a request that arrives waits as long."""
+_IDLE_NEWS_S = 0.05
+"""What donors that stores tell of may take of the engine's thread at a time while it has nothing else to do."""
+_STORE_TICK_S = 2e-3
+"""How long a step waits for a store if there is nothing else to do: new requests and cancellations wait as long."""
+
+
 class Engine:
     """A model, its K/V and its scheduler. Not thread-safe: one thread steps it.
 
@@ -59,7 +88,11 @@ class Engine:
         manager: Takes requests through the cache.
         self_check: What was proved for the model.
         risk: At which notch grafts are served, and what may be said about them.
+        proposer: Names donors that resemble a prompt, or None.
         auditor: Holds sampled requests against full prefill.
+        healer: Computes exactly what grafted requests have left.
+        sessions: Open sessions.
+        stores: What lies behind host memory; None if nothing does.
     """
 
     def __init__(
@@ -80,31 +113,70 @@ class Engine:
 
         Raises:
             ConfigError: A setting or the model's name is wrong.
+            ImportError: `kv_events` is set and the extra `router` is not installed.
+            IntegrationError: The endpoint of `kv_events` cannot be opened, or another package's prefix cache not be loaded.
             ModelError: The model cannot be loaded or fails the self-check.
         """
         if 0 < config.num_slots < PROBE_SLOTS:
             raise ConfigError(
                 f"num_slots must be at least {PROBE_SLOTS}, or 0 to choose by memory, not {config.num_slots}"
             )
+        if config.announce_donors and not config.kv_events:
+            raise ConfigError(
+                "announce_donors tells of donors among the KV events; set kv_events, such as tcp://*:5557"
+            )
+        eviction_parameters(config)  # refused before a model is loaded
         self.config = config
+        self._events = EventFeed(config.kv_events)
+        self.stores: StoreTier | None = None
+        try:
+            self._assemble(model, max_step_s)
+        except BaseException:
+            self._close_stores()
+            self._events.close()
+            raise
+        self._recording = Recording(recorder or NullRecorder(), self.space, self.scheduler, self.sessions)
+        self._active: dict[str, ActiveRequest] = {}
+        self.eos_token_ids = eos_token_ids(self.loaded)
+
+    def _assemble(self, model: str | LoadedModel, max_step_s: float) -> None:
+        config = self.config
+        stage("loading the model" if isinstance(model, LoadedModel) else f"loading {model}")
         self.loaded = (
             model if isinstance(model, LoadedModel) else load_model(model, dtype=config.dtype, device=config.device)
         )
-        self.adapter, prefix = adapter_and_prefix(self.loaded.model, config)
+        stage("reserving memory for K/V")
+        self.adapter, prefix = adapter_and_prefix(self.loaded, config, self._events.log)
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
         self.adapter.lengths.require(self.builder.max_model_len)
+        stage("checking the model")
         self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
         self.risk = HeldRisk.configured(config, self.loaded, self.builder.policy)
         self.builder.policy = self.risk.policy
-        self.manager = cache_manager(self.adapter, prefix, config, self.self_check.refusal, self.risk)
+        self.proposer = donor_proposer(config, self.loaded.tokenizer)
+        self.manager = cache_manager(
+            self.adapter,
+            prefix,
+            config,
+            self.loaded,
+            refusal=self.self_check.refusal,
+            risk=self.risk,
+            proposer=self.proposer,
+        )
         self.space = self.manager.space
+        if self._events.log is not None:
+            common = Namespace(self.loaded.fingerprint)
+            self._events.log.common_key = common.key
+            if config.announce_donors:
+                self.space.donors.watch(DonorAnnouncer(self._events.log.announce, common))
+        self.sessions = Sessions(self.space, self.builder, max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
         self.auditor = Auditor(self.adapter, self.manager, self.risk)
-        self._recorder: Recorder = recorder or NullRecorder()
-        self._recorder_failed = False
-        self._active: dict[str, ActiveRequest] = {}
-        self.eos_token_ids = _eos_token_ids(self.loaded)
+        self.healer = Healer(self.adapter, self.manager)
+        self.stores = open_store_tier(config, self.loaded, self.adapter, self.space, self.self_check.refusal)
+        if self.stores is not None:
+            self.stores.flops_per_s = lambda: self._pace.flops_per_s
 
     @property
     def has_work(self) -> bool:
@@ -116,23 +188,42 @@ class Engine:
 
         Raises:
             OverloadedError: As many requests wait as are allowed.
-            ConfigError: An unfinished request has the same id.
+            ConfigError: An unfinished request has the same id, or its session cannot take it.
         """
         if request.request_id in self._active:
             raise ConfigError(f"request id {request.request_id!r} is in use; choose another")
         if len(self.scheduler.waiting) >= self.config.max_waiting:
             raise OverloadedError(f"{self.config.max_waiting} requests are waiting already; try again later")
+        request = self.sessions.begin(request)
+        try:
+            active = self._queued(request)
+        except BaseException:
+            self.sessions.cancel(request.request_id)
+            raise
+        self._active[request.request_id] = active
+
+    def _queued(self, request: Request) -> ActiveRequest:
+        sampling, device = request.sampling, self.adapter.pool.device
+        structure = None if request.structure is None else request.structure.start()
+        rules = LogitRules.of(sampling, request.token_ids, self.eos_token_ids, device)
         active = ActiveRequest(
             request,
-            OutputText(self.loaded.tokenizer, request.sampling.stop),
-            Sampler(request.sampling, self.adapter.pool.device),
+            OutputText.of(self.loaded.tokenizer, sampling),
+            Sampler(sampling, device, structure, rules),
             flops=self.manager.flops,
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.builder.longest,
             loss=self.risk.loss,
         )
         self.scheduler.add(active)
-        self._active[request.request_id] = active
+        return active
+
+    def proposals(self) -> dict[str, int]:
+        """What became of donors that an embedder names; empty without one."""
+        if self.proposer is None:
+            return {}
+        found = self.manager.proposals
+        return {"donors": found.donors, "tokens": found.tokens, **self.proposer.counts()}
 
     def cancel(self, request_id: str) -> bool:
         """End a request at whatever stage; nothing of it is kept. False if it has ended already."""
@@ -143,54 +234,136 @@ class Engine:
         return True
 
     def reset(self) -> None:
-        """Forget all prefixes and donors, on the device and on the host. For weights that were changed in place.
+        """Forget all prefixes, donors and sessions, on the device and on the host. For weights that were changed in place.
+
+        What lies in stores is found again only if every element of the weights is what it was: their digest, taken anew,
+        names the part of a store that is used.
 
         Requests that run go on with the K/V that they have, and nothing of them is kept; those that wait start afresh.
         """
+        self.scheduler.restart_loading()
+        self.sessions.reset()
         self.space.reset()
+        self._events.flush()
         self.auditor.clear()
+        self.healer.clear()
+        if self.stores is not None:
+            self.stores.leave()  # first: if the digest fails, nothing of these weights may get to where others' K/V lie
+            self.stores.enter(space_of(self.loaded, self.adapter))
         if (
             self.risk.loss is not None
             and fingerprint(self.loaded.model, self.loaded.tokenizer) != self.loaded.fingerprint
         ):
             self.risk.withdraw("the weights have changed")
 
+    def flush_events(self) -> None:
+        """Publish what the prefix cache has stored and removed outside of steps."""
+        self._events.flush()
+
+    def close(self) -> None:
+        """Give back what others than Python's memory management hold: a provider's resources, a thread and an endpoint.
+
+        The last events are published. The engine is not used any more.
+        """
+        try:
+            self.manager.close()
+            if self.proposer is not None:
+                self.proposer.discovery.close()
+            self._close_stores()
+        finally:
+            self._events.close()
+
+    def _close_stores(self) -> None:
+        if self.stores is not None:
+            self.stores.close()
+
+    def poll_stores(self) -> None:
+        """Take in what stores have told and written meanwhile; `step` does so itself."""
+        if self.stores is not None:
+            self.stores.step(_IDLE_NEWS_S)
+            self._events.flush()
+
     def cancel_all(self) -> None:
-        """End every request, as `cancel` does, and forget all audits."""
+        """End every request, as `cancel` does, and forget all audits and what was to be healed."""
         self.auditor.clear()
+        self.healer.clear()
         for request_id in list(self._active):
             self.cancel(request_id)
 
     def step(self) -> list[StepEvent]:
         """Run one forward pass for the requests that are due; a failure ends the request that it concerns, no other."""
         started = time.perf_counter()
+        self.sessions.expire()
         self._make_room()
+        if self.stores is not None:
+            self.stores.step()
         step = self.scheduler.schedule()
+        if not (step.parts or step.failed):
+            self.scheduler.wait_for_stores(_STORE_TICK_S)
         events = [self._fail(active, error) for active, error in step.failed]
-        outputs = self._forward([rows for _, rows in step.parts])
-        for (active, _), output in zip(step.parts, outputs, strict=True):
-            event = self._receive(active, output)
-            if event is not None:
-                events.append(event)
+        beside = self._heal_beside(step)
+        outputs = self._forward([*(rows for _, rows in step.parts), *beside])
+        for output in outputs[len(step.parts) :]:
+            self.healer.receive(output)
+        for (active, _), output in zip(step.parts, outputs, strict=False):
+            events += self._receive(active, output)
         seconds = time.perf_counter() - started
-        self._pace.observe(seconds, step.num_streams, step.prefill_flops)
-        self._record(lambda: self._recorder.record_step(self._step_record(step, seconds)))
+        healed_flops = sum(self.manager.flops.of_positions(rows.positions) for rows in beside)
+        self._pace.observe(seconds, step.num_streams, step.prefill_flops + healed_flops)
+        self._events.flush()
+        self._recording.step(step, seconds)
         return events
+
+    def check(self) -> None:
+        """Verify every invariant of the K/V bookkeeping and of sessions; raises `CorruptCacheError`."""
+        self.space.check()
+        self.sessions.check()
+        self.healer.check()
 
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
         if self.auditor.has_work:
             affordable = self._pace.prefill_flops_alone / self.manager.flops.per_token
             self.auditor.step(max(_LEAST_AUDIT_ROWS, int(min(self.config.max_rows, affordable))))
+            self._events.flush()
 
     def _make_room(self) -> None:
         """Take its slots from an audit that pauses if unfinished requests may come to need them."""
-        if not self.auditor.is_running:
-            return
+        if self.auditor.is_running and (self._unclaimed() < 0 or self.manager.longest_piece is not None):
+            self.auditor.interrupt()
+
+    def _unclaimed(self) -> int:
+        """Slots that unfinished requests will not come to need; below 0 if they may need more than there are."""
         held = (0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
         missing = sum(active.max_tokens for active in self._active.values()) - sum(held)
-        if missing > self.space.available or self.manager.longest_piece is not None:
-            self.auditor.interrupt()
+        return self.space.available - missing
+
+    def heal_step(self) -> bool:
+        """Heal a piece of a finished request, no longer than a new one may wait; False if there is nothing to heal now.
+
+        For when `has_work` is false; between steps it takes no slots that unfinished requests may come to need.
+        """
+        if not self.healer.has_work:
+            return False
+        started = time.perf_counter()
+        flops = self.healer.step(
+            min(self.config.max_rows, MOST_ROWS),
+            self._pace.idle_flops(_HEAL_S),
+            self._unclaimed(),
+            is_alone=not self._active,
+        )
+        if flops:
+            self._pace.observe(time.perf_counter() - started, 0, flops)
+        self._events.flush()
+        return flops > 0
+
+    def _heal_beside(self, step: Step) -> list[SequenceRows]:
+        """Rows of a piece to heal in the pass of `step`, in what its streams would bear and no prompt wants; one or none."""
+        room = self.config.max_rows - len(step.parts)
+        if self.config.heal != "always" or not step.spare_flops or not self.healer.has_work or room <= 0:
+            return []
+        rows = self.healer.begin(room, step.spare_flops, self._unclaimed(), is_alone=False)
+        return [] if rows is None else [rows]
 
     def _forward(self, batch: Sequence[SequenceRows]) -> Sequence[SequenceOutput | Exception]:
         if not batch:
@@ -205,22 +378,20 @@ class Engine:
             # is not measured again (graft/drift.py).
             return [self._forward([rows])[0] for rows in batch]
 
-    def _receive(self, active: ActiveRequest, output: SequenceOutput | Exception) -> StepEvent | None:
+    def _receive(self, active: ActiveRequest, output: SequenceOutput | Exception) -> list[StepEvent]:
         if isinstance(output, Exception):
-            return self._fail(active, output)
+            return [self._fail(active, output)]
         was_prefilling = active.is_prefilling
         try:
-            part = active.receive(output)
+            parts = active.receive(output)
         except Exception as error:  # noqa: BLE001 - one request must not stop the others
-            return self._fail(active, error)
-        if part is None:
-            return None
+            return [self._fail(active, error)]
         assert active.kv is not None
         if active.finish_reason is not None:
-            part = replace(part, output=self._finish(active))
-        elif was_prefilling:
+            parts[-1] = replace(parts[-1], output=self._finish(active))
+        elif was_prefilling and not active.is_prefilling:
             self.manager.publish(active.kv, active.known_token_ids)
-        return StepEvent(active.request.request_id, part)
+        return [StepEvent(active.request.request_id, part) for part in parts]
 
     def _finish(self, active: ActiveRequest) -> RequestOutput:
         assert active.kv is not None
@@ -228,73 +399,36 @@ class Engine:
         audit = active.audit()
         if audit is not None and active.kv.epoch == self.space.epoch:
             self.auditor.add(audit)
-        self.manager.finish(active.kv, active.known_token_ids)
+        name, token_ids = active.request.request_id, active.known_token_ids
+        self.manager.finish(active.kv, token_ids, keep_as=self.sessions.keeps(name))
+        if self._may_heal(active.kv):
+            self.healer.add(active.request, active.kv.namespace, token_ids, active.kv.made)
+        self.sessions.end(name, active.all_token_ids)
         self._forget(active, active.finish_reason)
         return active.output()
 
+    def _may_heal(self, kv: RequestKV) -> bool:
+        """Whether what a finished request has left is approximate, and of its own text and the present weights."""
+        is_current = kv.epoch == self.space.epoch
+        return self.config.heal != "off" and kv.lineage.is_approximate and kv.substitution is None and is_current
+
     def _fail(self, active: ActiveRequest, error: Exception) -> StepEvent:
-        logger.error("request %s failed", active.request.request_id, exc_info=error)
         self._drop(active, "error")
-        failure = RequestError(f"the engine failed on this request: {one_line(error)}")
+        if isinstance(error, NothingToDrawError):
+            return StepEvent(active.request.request_id, error=error)
+        logger.error("request %s failed", active.request.request_id, exc_info=error)
+        reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
+        failure = RequestError(f"the engine failed on this request: {reason}")
         return StepEvent(active.request.request_id, error=failure)
 
     def _drop(self, active: ActiveRequest, outcome: str) -> None:
         if active.kv is not None:
             self.manager.abort(active.kv)
+        self.sessions.cancel(active.request.request_id)
         self._forget(active, outcome)
 
     def _forget(self, active: ActiveRequest, outcome: str) -> None:
         del self._active[active.request.request_id]
         self.scheduler.remove(active)
-        self._record(lambda: self._recorder.record_request(_request_record(active, outcome)))
-
-    def _record(self, record: Callable[[], None]) -> None:
-        """Tell the recorder, which is not ours: its failures harm nobody, and the first is logged."""
-        try:
-            record()
-        except Exception:
-            if not self._recorder_failed:
-                logger.exception("a recorder failed; further failures of it are not logged")
-            self._recorder_failed = True
-
-    def _step_record(self, step: Step, seconds: float) -> StepRecord:
-        usage = self.space.usage()
-        return StepRecord(
-            seconds=seconds,
-            prefill_rows=step.prefill_rows,
-            decode_rows=step.num_streams,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            slots_free=usage.free,
-            slots_request=usage.request,
-            slots_cached=usage.cached,
-            slots_donor=usage.donor,
-            num_donors=len(self.space.donors),
-            donor_tokens=self.space.donors.num_tokens,
-            host_bytes=self.space.host.used_bytes,
-        )
-
-
-def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:
-    arrival = active.request.arrival
-    return RequestRecord(
-        request_id=active.request.request_id,
-        outcome=outcome,
-        prompt_tokens=len(active.request.token_ids),
-        output_tokens=len(active.output_ids),
-        report=active.report,
-        queue_s=None if active.admitted_at is None else active.admitted_at - arrival,
-        ttft_s=None if active.first_token_at is None else active.first_token_at - arrival,
-        total_s=time.perf_counter() - arrival,
-        num_preemptions=active.num_preemptions,
-    )
-
-
-def _eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
-    generation = loaded.model.generation_config
-    configured = generation.eos_token_id if generation else None
-    if configured is None and loaded.tokenizer is not None:
-        configured = loaded.tokenizer.eos_token_id
-    if configured is None:
-        return frozenset()
-    return frozenset(configured if isinstance(configured, list) else [configured])
+        self.healer.wake()
+        self._recording.request(active, outcome)

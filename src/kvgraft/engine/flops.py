@@ -56,6 +56,11 @@ class ModelFlops:
         """Operations to compute `positions` of one sequence, each seeing all positions up to its own."""
         return self.per_token * len(positions) + self.per_visible_key * float((positions + 1).sum())
 
+    def of_range(self, start: int, stop: int) -> float:
+        """Operations to compute the positions `[start, stop)` of one sequence; O(1)."""
+        count = stop - start
+        return self.per_token * count + self.per_visible_key * (count * (start + stop + 1) / 2)
+
     def of_look(self, positions: NDArray[np.int64], layer: int) -> float:
         """Operations to compute `positions` in the layers in front of `layer`; the keys of `layer` itself are not counted."""
         return self.of_positions(positions) * layer / self.num_layers

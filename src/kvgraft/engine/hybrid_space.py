@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.engine.kv_space import HostKV, KVSpace, PrefixLock
+from kvgraft.engine.kv_space import HostKV, KVSpace
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import HybridSlotPool, KVBlock, Owner, SlotAllocator
 from kvgraft.prefix import RadixKey
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+    from kvgraft.donors import Donor
+    from kvgraft.engine.kept_prefixes import PrefixLock
     from kvgraft.engine.window_row import WindowRow
     from kvgraft.memory import SlotUsage, StoreKey
     from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
-    from kvgraft.types import Namespace, TokenArray
+    from kvgraft.types import DonorId, KeyedNamespace, Namespace, TokenArray
+    from kvgraft.windows import WindowKind
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +45,27 @@ class HybridKVSpace(KVSpace):
         - No donor holds a slot of any space; the host store holds the donors' K/V and what was captured, nothing else.
     """
 
+    _keeps_tails = False  # they would need window slots of their own, for less than a page
+
     def __init__(
         self,
         pool: HybridSlotPool,
         prefix: SWARadixCache,
         *,
-        store: str,
         host_bytes: int,
         donor_tokens: int,
         min_run: int,
     ) -> None:
-        super().__init__(pool, prefix, store=store, host_bytes=host_bytes, donor_tokens=donor_tokens, min_run=min_run)
+        super().__init__(pool, prefix, host_bytes=host_bytes, donor_tokens=donor_tokens, min_run=min_run)
         self.windows = SlotAllocator(pool.num_window_slots)
         self._pool = pool
         self._prefix = prefix
         self._captured: set[str] = set()
 
     @property
-    def sliding_window_size(self) -> int:
-        """Keys that a window layer sees, the row's own included."""
-        return self._prefix.sliding_window_size
+    def window_kind(self) -> WindowKind:
+        """Which keys a row of a window layer sees."""
+        return self._prefix.window
 
     @property
     def held_bytes(self) -> int:
@@ -91,32 +97,47 @@ class HybridKVSpace(KVSpace):
             )
         while (shortage := num_tokens - self.windows.free_size) > 0:
             evicted = self._prefix.evict(0, shortage)
-            if not len(evicted.swa_freed):
+            if not len(evicted.swa_freed) and not self._let_oldest_go():
                 raise CorruptCacheError(f"{shortage} window slots are held by nobody who could give them back")
             self._release_forgotten(evicted)
         return self.windows.allocate(num_tokens, after=after)
 
     def match(self, key: RadixKey) -> MatchResult:
-        """Find the longest stored prefix of `key`, cut one window in front of its end.
+        """Find the longest stored prefix of `key`, cut where the window begins that it needs.
 
         A lock covers whole nodes until a window is covered. The cut, where it can be made, keeps that below two windows; one
         cached prompt would pin the whole space otherwise. It is made by looking the shorter prefix up.
         """
         match = self._prefix.match_prefix(key)
-        if match.prefix_len <= self.sliding_window_size:
+        border = self.window_kind.first_needed(match.prefix_len)
+        if border in {0, match.prefix_len}:
             return match
-        border = match.prefix_len - self.sliding_window_size
         self._prefix.match_prefix(RadixKey(key.token_ids, key.extra_key, key.cache_salt, limit=border))
         return self._prefix.match_prefix(key)
 
-    def store_prefix(self, key: RadixKey, slots: NDArray[np.int64], windows: WindowRow | None) -> None:
+    def store_prefix(
+        self,
+        key: RadixKey,
+        slots: NDArray[np.int64],
+        windows: WindowRow | None,
+        *,
+        priority: int = 0,
+        counted_len: int = 0,
+    ) -> None:
         """See `KVSpace.store_prefix`; the window slots that the request still holds are stored, too."""
         assert windows is not None, "requests of a hybrid model have window slots"
         swa_indices, swa_start = windows.swa_indices[: len(slots)], windows.start
         page_size = self._prefix.page_size
         evicted = min(swa_start + -swa_start % page_size, len(key))
         evicted -= evicted % page_size
-        result = self._prefix.insert(key, slots, swa_indices=swa_indices, swa_evicted_len=evicted)
+        result = self._prefix.insert(
+            key,
+            slots,
+            priority=priority,
+            counted_len=counted_len,
+            swa_indices=swa_indices,
+            swa_evicted_len=evicted,
+        )
         offered = swa_indices[evicted : result.total_len]
         taken = offered[~np.isin(offered, result.swa_freed)]
         self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
@@ -155,8 +176,8 @@ class HybridKVSpace(KVSpace):
         *,
         generation: int,
         start_position: int,
-    ) -> None:
-        """Register text as a donor and copy its K/V to the host; less valuable donors leave, or it is not registered.
+    ) -> DonorId | None:
+        """Register text as a donor and copy its K/V to the host; less valuable donors leave, or it is not registered: None.
 
         Args:
             namespace: Who may reuse it.
@@ -166,9 +187,37 @@ class HybridKVSpace(KVSpace):
             generation: See `Donor`.
             start_position: See `Donor`.
         """
+        donor_id = self._add_on_host(namespace, token_ids, generation, start_position)
+        return None if donor_id is None else self._filled(donor_id, self._pool.export(slots, windows))
+
+    def join_host_donors(self, parts: Sequence[Donor]) -> DonorId | None:
+        """Make one donor of several on the host that continue one another and are of one generation; None if that fails.
+
+        The parts are gone in either case. What they have saved counts for the whole.
+        """
+        first = parts[0]
+        block = KVBlock.join([self.host.get(part.donor_id, 0, part.num_tokens) for part in parts])
+        saved = sum(self.donors.saved_tokens(part.donor_id) for part in parts)
+        for part in parts:
+            self.remove_donor(part.donor_id)
+        token_ids = np.concatenate([part.token_ids for part in parts])
+        donor_id = self._add_on_host(first.namespace, token_ids, first.generation, first.start_position)
+        if donor_id is None or self._filled(donor_id, block) is None:
+            return None
+        self.donors.record_hit(donor_id, saved)
+        return donor_id
+
+    def _add_on_host(
+        self,
+        namespace: Namespace | KeyedNamespace,
+        token_ids: NDArray[np.integer],
+        generation: int,
+        start_position: int,
+    ) -> DonorId | None:
+        """Register a text whose K/V the host is about to get; None if there is no room for it."""
         if not self.make_host_room(len(token_ids) * self.pool.bytes_per_token):
             logger.debug("text of %d tokens does not become a donor: host_bytes is too small", len(token_ids))
-            return
+            return None
         try:
             result = self.donors.add(
                 namespace,
@@ -179,12 +228,17 @@ class HybridKVSpace(KVSpace):
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)
-            return
+            return None
         for evicted in result.evicted:
             self._forget_kv(evicted)
-        donor = result.donor
-        if donor is not None and not self.keep_on_host(donor.donor_id, self._pool.export(slots, windows)):
-            self.donors.remove(donor.donor_id)
+        return None if result.donor is None else result.donor.donor_id
+
+    def _filled(self, donor_id: DonorId, block: KVBlock) -> DonorId | None:
+        """Give the host the K/V of a donor that was just registered; it is no donor if that fails."""
+        if not self.keep_on_host(donor_id, block):
+            self.donors.remove(donor_id)
+            return None
+        return donor_id
 
     def reset(self) -> None:
         """Forget all prefixes and donors; running requests keep their slots."""

@@ -1,7 +1,9 @@
 """All K/V of an engine: slots on the device, exact prefixes, donors on device and host, and how room is made.
 
 Who may hold a slot: running requests, the prefix cache and donors; the allocator counts references of each. When slots run
-out, least recently used prefixes go first, then the least valuable donors move to host memory, then they are dropped.
+out, prefixes go first as their policy says, then the least valuable donors move to host memory, then they are dropped, or
+lie in a store alone if one has them (`StoreTier`). What is kept for sessions goes last. Using a donor uses its
+prefix, too.
 """
 
 from __future__ import annotations
@@ -13,20 +15,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.donors import Donor, DonorCatalogue
+from kvgraft.engine.kept_prefixes import KeptPrefix, KeptPrefixes, PrefixLock
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
-from kvgraft.memory import Owner, SlotAllocator, SlotPool, create_store
+from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
+from kvgraft.prefix import RadixKey
+from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from numpy.typing import NDArray
 
+    from kvgraft.engine.store_tier import StoreTier
     from kvgraft.engine.window_row import WindowRow
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import HybridSlotPool, KVBlock, SlotUsage, StoreKey
-    from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle, RadixKey
+    from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle
     from kvgraft.types import DonorId, Match, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
+
+_WORTH_SPILLING = 0.5
+"""Share of a donor's slots that its going must free. The part of a text behind its last whole page, which no prefix has, is
+smaller: with a page at least in front of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,34 +53,28 @@ class HostKV:
     """K/V of a donor that lie in the host store under its id."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixLock:
-    """A lock on a stored prefix.
-
-    Attributes:
-        receipt: What the prefix cache gave for it.
-        epoch: How often everything had been forgotten by then; a lock of an earlier epoch holds nothing any more.
-    """
-
-    receipt: PrefixHandle
-    epoch: int
-
-
 class KVSpace:
     """Owns allocator, prefix cache, donor catalogue and host store over one pool. Not thread-safe.
 
     Invariants (verified by `check`):
         - `free + cached + donor + request == total` slots.
-        - The prefix cache's slots are exactly those with a CACHE reference; donors' slots those with a DONOR reference.
-        - A donor's K/V lie in slots or in the host store, and the host store holds nothing else.
+        - The prefix cache's slots, and the tails kept for sessions, are exactly those with CACHE references.
+        - Donors' slots are exactly those with a DONOR reference.
+        - A donor's K/V lie in slots, in the host store, which holds nothing else, or in a store behind both alone.
+
+    Attributes:
+        stores: What lies behind host memory; None if nothing does.
     """
+
+    stores: StoreTier | None = None
+    _keeps_tails = True
+    """Whether sessions keep tokens that fill no page of the prefix cache."""
 
     def __init__(
         self,
         pool: SlotPool | HybridSlotPool,
         prefix: PrefixCache,
         *,
-        store: str,
         host_bytes: int,
         donor_tokens: int,
         min_run: int,
@@ -77,7 +83,8 @@ class KVSpace:
         self.allocator = SlotAllocator(pool.num_slots)
         self.prefix = prefix
         self.donors = DonorCatalogue(donor_tokens, min_run=min_run)
-        self.host = create_store(store, budget_bytes=host_bytes, pin_memory=pool.device.type == "cuda")
+        self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
+        self.kept = KeptPrefixes(pool.num_slots)
         self.num_spilled = 0
         self.num_dropped = 0
         self._epoch = 0
@@ -86,6 +93,16 @@ class KVSpace:
     def epoch(self) -> int:
         """How often everything has been forgotten: K/V that a request began to compute in an earlier epoch are not kept."""
         return self._epoch
+
+    @property
+    def prefix_host_tokens(self) -> int:
+        """Tokens of prefixes with a copy in host memory."""
+        return 0
+
+    @property
+    def num_errors(self) -> int:
+        """Failures in here that became misses."""
+        return 0
 
     def usage(self) -> SlotUsage:
         """Count slots that are free, or held by requests, prefixes and donors."""
@@ -122,23 +139,48 @@ class KVSpace:
     def source(self, donor: Donor, match: Match) -> KVSource:
         """K/V of the matched part of `donor`, from whichever tier holds them."""
         start, stop = match.donor_start, match.donor_start + match.length
-        if isinstance(donor.kv, SlotKV):
-            return self.pool.place(donor.kv.slots[start:stop])
+        slots = self.slots_of(donor)
+        if slots is not None:
+            return self.pool.place(slots[start:stop])
         return BlockSource(self.host.get(donor.donor_id, start, match.length), self.pool.device)
+
+    def slots_of(self, donor: Donor) -> NDArray[np.int64] | None:
+        """Slot of each token of a donor whose K/V lie on the device; None if they do not."""
+        return donor.kv.slots if isinstance(donor.kv, SlotKV) else None
+
+    def tier_of(self, donor: Donor) -> str:
+        """Where the K/V of a donor lie: `device`, `host` or the name of a store."""
+        if isinstance(donor.kv, StoredKV):
+            return "store" if self.stores is None else self.stores.label(donor)
+        return "host" if isinstance(donor.kv, HostKV) else "device"
 
     def match(self, key: RadixKey) -> MatchResult:
         """Find the longest stored prefix of `key`; lock it before anything may evict."""
         return self.prefix.match_prefix(key)
 
-    def store_prefix(self, key: RadixKey, slots: NDArray[np.int64], windows: WindowRow | None) -> None:
-        """Give the prefix cache the exact K/V of `key`; the request goes on holding its slots, too.
+    def tail_behind(self, name: Hashable, key: RadixKey, match: MatchResult) -> NDArray[np.int64]:
+        """Slots that continue a match of `key` with what is kept under `name` beyond whole pages; maybe none."""
+        return self.kept.tail_behind(name, key, match.prefix_len)
+
+    def store_prefix(
+        self,
+        key: RadixKey,
+        slots: NDArray[np.int64],
+        windows: WindowRow | None,
+        *,
+        priority: int = 0,
+        counted_len: int = 0,
+    ) -> None:
+        """Give the prefix cache the exact K/V of `key`, in whole pages; the request goes on holding its slots, too.
 
         Args:
             key: Tokens and namespace.
             slots: Slot of each.
             windows: The request's window slots; None where all layers share one space.
+            priority: Of the request.
+            counted_len: Tokens that the request has stored before, which count as used once.
         """
-        result = self.prefix.insert(key, slots)
+        result = self.prefix.insert(key, slots, priority=priority, counted_len=counted_len)
         self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
 
     def lock(self, handle: PrefixHandle) -> PrefixLock:
@@ -149,6 +191,43 @@ class KVSpace:
         """Give back a lock on a prefix, which may have been forgotten since."""
         if lock.epoch == self._epoch:
             self._release_forgotten(self.prefix.dec_lock_ref(lock.receipt))
+
+    def keep(self, name: Hashable, key: RadixKey, slots: NDArray[np.int64]) -> None:
+        """Keep the exact K/V of `key` from eviction under `name`, instead of what was kept there before.
+
+        Whoever was kept longest leaves where they are more than their share, and all of them before a request goes without.
+
+        Args:
+            name: Whose they are.
+            key: Tokens and namespace; `store_prefix` was called for them.
+            slots: Slot of each, held by the caller.
+        """
+        self.let_go(name)
+        if len(key) > self.kept.max_slots:
+            return
+        match = self.match(key)
+        tail = slots[match.prefix_len :] if self._keeps_tails else slots[:0]
+        self.allocator.retain(tail, Owner.CACHE)
+        own = RadixKey(key.token_ids[: match.prefix_len + len(tail)].copy(), key.extra_key, key.cache_salt)
+        held = np.concatenate([match.kv_indices, tail])
+        self.kept.add(name, KeptPrefix(own, held, match.prefix_len, self.lock(match.handle)))
+        while self.kept.num_slots > self.kept.max_slots:
+            self._let_oldest_go()
+
+    def let_go(self, name: Hashable) -> None:
+        """Keep nothing under `name`; the prefix cache still has it until somebody needs the room."""
+        self._release_kept(self.kept.pop(name))
+
+    def _let_oldest_go(self) -> bool:
+        return self._release_kept(self.kept.pop_oldest())
+
+    def _release_kept(self, kept: KeptPrefix | None) -> bool:
+        if kept is None:
+            return False
+        self.unlock(kept.lock)
+        if len(kept.tail):
+            self.allocator.release(kept.tail, Owner.CACHE)
+        return True
 
     def add_donor(
         self,
@@ -178,13 +257,26 @@ class KVSpace:
         self.allocator.retain(slots, Owner.DONOR)
         return result.donor.donor_id
 
+    def record_use(self, donor_id: DonorId, num_tokens: int) -> None:
+        """Count `num_tokens` that a donor saved, and its prefix as used now. One that is gone is ignored.
+
+        A donor whose prefix has left holds its slots alone, and is what makes room next. So the prefix of one that was just
+        used must not leave in front of those of donors that nobody uses.
+        """
+        self.donors.record_hit(donor_id, num_tokens)
+        donor = self.donors.get(donor_id)
+        if donor is not None and isinstance(donor.kv, SlotKV) and not donor.start_position:
+            self.prefix.match_prefix(RadixKey(donor.token_ids.astype(np.int64), donor.namespace.key))
+
     def remove_donor(self, donor_id: DonorId) -> None:
         """Forget a donor and its K/V."""
         self._forget_kv(self.donors.remove(donor_id))
 
     def reset(self) -> None:
-        """Forget all prefixes and donors; running requests keep their slots."""
-        self._epoch += 1
+        """Forget all prefixes and donors, those kept for sessions, too; running requests keep their slots."""
+        self._epoch += 1  # locks of before hold nothing any more
+        while self._let_oldest_go():
+            pass
         cached = self.prefix.reset()
         if len(cached):
             self.allocator.release(cached, Owner.CACHE)
@@ -197,7 +289,9 @@ class KVSpace:
             self._release_forgotten(evicted)
             if self.allocator.free_size >= num_tokens:
                 return
-            if not self._spill_donor() and not len(evicted.freed):
+            if self._spill_donor(if_need_be=False) or len(evicted.freed):
+                continue
+            if not self._let_oldest_go() and not self._spill_donor(if_need_be=True):
                 raise self._shortage(num_tokens)
 
     def _release_forgotten(self, result: EvictResult) -> None:
@@ -211,22 +305,59 @@ class KVSpace:
             "requests; shorten the prompt or raise num_slots"
         )
 
-    def _spill_donor(self) -> bool:
-        """Move the least valuable donor that holds slots to the host, or drop it; False if there is none."""
-        donor = next((d for d in self.donors.victims() if isinstance(d.kv, SlotKV)), None)
+    def _spill_donor(self, *, if_need_be: bool) -> bool:
+        """Move a donor to the host, or drop it; False if there is none to move.
+
+        It is the least valuable one most of whose slots that makes free. One whose text is a stored prefix, too, makes no
+        room: the prefix would have to leave next, whatever the eviction policy says. It goes only `if_need_be`, for a last
+        page that the prefix cache does not have.
+        """
+        donor = self._victim(_WORTH_SPILLING)
+        if donor is None and if_need_be:
+            donor = self._victim(0.0)
         if donor is None:
             return False
         assert isinstance(donor.kv, SlotKV)
         assert isinstance(self.pool, SlotPool), "donors of a hybrid model lie on the host"
-        has_room = self.make_host_room(len(donor.kv.slots) * self.pool.bytes_per_token)
-        if has_room and self.keep_on_host(donor.donor_id, self.pool.export(self.pool.index(donor.kv.slots))):
-            self.donors.rebind(donor.donor_id, HostKV())
+        if self._spill(donor, donor.kv.slots, self.pool):
             self.num_spilled += 1
-        else:
+        elif not self._demote(donor):
             self.donors.remove(donor.donor_id)
             self.num_dropped += 1
         self.allocator.release(donor.kv.slots, Owner.DONOR)
         return True
+
+    def _spill(self, donor: Donor, slots: NDArray[np.int64], pool: SlotPool) -> bool:
+        """Copy a donor to the host; False if there is no room for it."""
+        if not self.make_host_room(len(slots) * pool.bytes_per_token):
+            return False
+        block = pool.export(pool.index(slots))
+        if not self.keep_on_host(donor.donor_id, block):
+            return False
+        self.donors.rebind(donor.donor_id, HostKV())
+        if self.stores is not None:
+            self.stores.writes.moved(donor.donor_id, block)
+        return True
+
+    def _demote(self, donor: Donor) -> bool:
+        """Have a donor lie in a store alone; False if none has it. Its K/V are the caller's to free."""
+        return self.stores is not None and self.stores.demote(donor)
+
+    def promote(self, donor: Donor, block: KVBlock) -> bool:
+        """Have a donor lie on the host that lay in a store alone; False if the host does not keep it."""
+        if not self.make_host_room(block.num_bytes) or not self.keep_on_host(donor.donor_id, block):
+            return False
+        self.donors.rebind(donor.donor_id, HostKV())
+        return True
+
+    def _victim(self, share: float) -> Donor | None:
+        """The least valuable donor more than `share` of whose slots nobody else holds."""
+        for donor in self.donors.victims():
+            if isinstance(donor.kv, SlotKV):
+                slots = donor.kv.slots
+                if self.allocator.num_counted(slots, Owner.DONOR) > share * len(slots):
+                    return donor
+        return None
 
     def keep_on_host(self, key: StoreKey, block: KVBlock) -> bool:
         """Put a block into the store; False if that fails, which is no reason to fail the request that needs the room."""
@@ -238,13 +369,19 @@ class KVSpace:
         return True
 
     def make_host_room(self, num_bytes: int) -> bool:
-        """Drop host donors, the least valuable first, until `num_bytes` fit; False if they cannot."""
+        """Drop host donors, the least valuable first, until `num_bytes` fit; False if they cannot.
+
+        What stores have of them they keep.
+        """
         if num_bytes > self.host.budget_bytes:
             return False
         while not self.host.fits(num_bytes):
             victim = next((d for d in self.donors.victims() if isinstance(d.kv, HostKV)), None)
             if victim is None:
                 return False
+            if self._demote(victim):
+                self.host.remove(victim.donor_id)
+                continue
             self.remove_donor(victim.donor_id)
             self.num_dropped += 1
         return True
@@ -252,13 +389,15 @@ class KVSpace:
     def _forget_kv(self, donor: Donor) -> None:
         if isinstance(donor.kv, SlotKV):
             self.allocator.release(donor.kv.slots, Owner.DONOR)
-        else:
+        elif isinstance(donor.kv, HostKV):
             self.host.remove(donor.donor_id)
 
     def check(self) -> None:
         """Verify every invariant; raises `CorruptCacheError`. For tests and idle time."""
-        for part in (self.allocator, self.prefix, self.donors, self.host):
+        for part in (self.allocator, self.prefix, self.donors, self.host, self.kept):
             part.check()
+        if self.stores is not None:
+            self.stores.writes.check()
         usage = self.usage()
         if usage.free + usage.request + usage.cached + usage.donor != usage.total:
             raise CorruptCacheError(f"slots are not conserved: {usage}")
@@ -267,9 +406,8 @@ class KVSpace:
             raise CorruptCacheError(f"{len(expected)} blocks belong on the host, which holds {len(self.host)}")
         held = [donor.kv.slots for donor in self.donors if isinstance(donor.kv, SlotKV)]
         distinct = len(np.unique(np.concatenate(held))) if held else 0
-        if distinct != self.allocator.num_held(Owner.DONOR) or self.prefix.total_size != self.allocator.num_held(
-            Owner.CACHE
-        ):
+        cached = self.prefix.total_size + self.kept.num_tail_slots
+        if distinct != self.allocator.num_held(Owner.DONOR) or cached != self.allocator.num_references(Owner.CACHE):
             raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")
 
     def _host_keys(self) -> set[StoreKey]:

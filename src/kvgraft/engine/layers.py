@@ -9,9 +9,13 @@ import torch
 
 from kvgraft.errors import ModelError
 from kvgraft.memory.pool import LayerShape
+from kvgraft.windows import ChunkedWindow, SlidingWindow, WindowKind, widest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_CHUNKED = "chunked_attention"
+"""transformers' name in `layer_types`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +24,18 @@ class ModelLayers:
 
     Attributes:
         shapes: K/V heads and head size.
-        windows: Keys that a row sees, itself included; None for all.
+        windows: Which keys a row sees; None for all up to its own.
+        has_sinks: Whether heads have attention sinks.
     """
 
     shapes: tuple[LayerShape, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[WindowKind | None, ...]
+    has_sinks: bool = False
 
     @property
-    def sliding_window_size(self) -> int | None:
-        """The largest window of a layer that has one, or None."""
-        return max((window for window in self.windows if window is not None), default=None)
+    def window(self) -> WindowKind | None:
+        """What window layers read, of several sliding windows the widest; None if no layer has a window."""
+        return widest(self.windows)
 
     @property
     def is_all_swa(self) -> bool:
@@ -44,6 +50,22 @@ class ModelLayers:
         return sizes[0], sizes[1]
 
 
+def layer_window(config: PreTrainedConfig | None, layer: int, sliding_window: int | None) -> WindowKind | None:
+    """Which keys a row of a layer sees; None for all up to its own.
+
+    Args:
+        config: That the layer was built from, if it kept it.
+        layer: Number of the layer.
+        sliding_window: What the layer itself says. Of chunks it says nothing: its mask would.
+    """
+    if sliding_window:
+        return SlidingWindow(sliding_window)
+    types = getattr(config, "layer_types", None)
+    if config is None or not types or types[layer] != _CHUNKED:
+        return None
+    return ChunkedWindow(config.attention_chunk_size)
+
+
 def unsupported_attention(model: PreTrainedModel) -> str | None:
     """Name what keeps K/V of this model from being slots of keys and values, or return None."""
     config = model.config.get_text_config(decoder=True)
@@ -51,11 +73,12 @@ def unsupported_attention(model: PreTrainedModel) -> str | None:
         return f"model type {config.model_type!r} is an encoder-decoder"
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention (MLA) is not supported yet"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "attention sinks are not supported yet"
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    types = set(getattr(config, "layer_types", None) or ())
+    other = types - {"full_attention", "sliding_attention", _CHUNKED}
     if other:
         return f"layers of type {', '.join(sorted(other))} are not supported yet"
+    if _CHUNKED in types and not getattr(config, "attention_chunk_size", None):
+        return "the configuration has layers of chunked attention and no attention_chunk_size"
     if getattr(config, "num_kv_shared_layers", 0):
         return "layers that share K/V with other layers are not supported yet"
     return None

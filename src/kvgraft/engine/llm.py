@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 from kvgraft.config import quoted
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
-from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.sampling_params import SamplingParams
 from kvgraft.engine.scoring import Probe, Score, probe, score
 from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode, TokenArray
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.adapter import TransformersAdapter
+    from kvgraft.engine.document_names import DocumentLabel
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.engine.loading import LoadedModel
     from kvgraft.engine.request import Request, RequestOutput, StreamPart
@@ -63,6 +65,7 @@ class LLM:
         """
         self._engine = Engine(model, engine_config(config, settings))
         self._events: dict[str, deque[StepEvent]] = {}
+        self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
     def config(self) -> EngineConfig:
@@ -127,24 +130,51 @@ class LLM:
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
         correction: str | DriftCorrection | None = None,
+        session_id: str | None = None,
+        append: bool = False,
+        priority: int = 0,
+        documents: Sequence[DocumentLabel] = (),
     ) -> list[RequestOutput]:
         """Generate for each prompt in order; later prompts reuse what earlier ones computed.
 
         Args:
             prompts: One prompt or several.
             sampling: How to generate; greedy by default.
-            reuse: `graft` (exact prefixes and matches at any offset), `exact`, or `off`.
+            reuse: `graft` (exact prefixes and matches at any offset), `exact`, `off`, `verified`: drafts as with `graft` and
+                the answer of a full prefill, or `substitute`: as `graft`, and the `semantic_provider` of the settings may
+                name another text whose K/V stand in, which may give a wrong answer.
             cache_salt: Requests with different salts never share K/V.
             selection: Selection policy, or its name, for these requests instead of the configured one.
             correction: Drift correction, or its name, instead of the configured one; "none" for none.
+            session_id: Session (`open_session`) that the prompts are turns of, one after another.
+            append: Each prompt follows what the session holds, the last answer included; otherwise it is all of it.
+            priority: Under the eviction policy `priority`, prefixes of higher ones stay longer. Changes no order of requests.
+            documents: What parts of the prompt are called in reports; goes with one prompt, and with `append` not at all.
 
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
+            UnknownSessionError: The session is not open.
+            SessionInUseError: A turn of it is not done: a stream that is still open.
         """
-        build = self._engine.builder.build
+        build, given = self._engine.builder.build, _as_list(prompts)
+        if documents and len(given) != 1:
+            raise ConfigError(
+                f"documents are parts of one prompt, and there are {len(given)}; generate one after another"
+            )
         requests = [
-            build(prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction)
-            for prompt in _as_list(prompts)
+            build(
+                prompt,
+                sampling,
+                reuse,
+                cache_salt=cache_salt,
+                selection=selection,
+                correction=correction,
+                session_id=session_id,
+                append=append,
+                priority=priority,
+                documents=documents,
+            )
+            for prompt in given
         ]
         outputs = []
         for request in requests:
@@ -162,13 +192,53 @@ class LLM:
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
         correction: str | DriftCorrection | None = None,
+        session_id: str | None = None,
+        append: bool = False,
+        priority: int = 0,
+        provisional: bool = False,
+        documents: Sequence[DocumentLabel] = (),
     ) -> Iterator[StreamPart]:
-        """Generate for one prompt, a part per token; closing the iterator early cancels the request."""
+        """Generate for one prompt, a part per token; closing the iterator early cancels the request.
+
+        `documents` says what parts of the prompt are called in reports.
+        With `reuse="verified"` and `provisional` drafted tokens come, too, before they are verified (`StreamPart`).
+        """
         return self._run(
             self._engine.builder.build(
-                prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
+                prompt,
+                sampling,
+                reuse,
+                cache_salt=cache_salt,
+                selection=selection,
+                correction=correction,
+                session_id=session_id,
+                append=append,
+                priority=priority,
+                provisional=provisional,
+                documents=documents,
             )
         )
+
+    def open_session(self, session_id: str = "", *, ttl_s: float | None = None, cache_salt: str = "") -> str:
+        """Open a session and return its id, a made-up one for an empty text.
+
+        Its turns are requests with the same `cache_salt`. Their exact K/V are kept from eviction until it is closed, idle for
+        `ttl_s` seconds (at most, and by default, `session_ttl_s`), or the room is needed.
+
+        Raises:
+            ConfigError: An argument is wrong, or the id is taken (`SessionInUseError`).
+            OverloadedError: As many sessions are open as may be.
+        """
+        name = self._engine.builder.session_name(session_id, cache_salt=cache_salt)
+        return self._engine.sessions.open(name, ttl_s).name.session_id
+
+    def close_session(self, session_id: str, *, cache_salt: str = "") -> None:
+        """Forget a session; what it has said stays an ordinary cached prefix. A turn of it that is open goes on.
+
+        Raises:
+            UnknownSessionError: There is none.
+        """
+        self._engine.sessions.close(self._engine.builder.session_name(session_id, cache_salt=cache_salt))
 
     def score(
         self,
@@ -195,7 +265,10 @@ class LLM:
                 f"prompt and continuation exceed the {self._engine.builder.longest} tokens that fit; shorten them"
             )
         engine = self._engine
-        return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
+        try:
+            return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
+        finally:
+            engine.flush_events()
 
     @contextmanager
     def probe(
@@ -222,8 +295,11 @@ class LLM:
             raise ConfigError(
                 f"prompt and continuation exceed the {engine.builder.longest} tokens that fit; shorten them"
             )
-        with probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened:
-            yield opened
+        try:
+            with probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened:
+                yield opened
+        finally:
+            engine.flush_events()
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -244,21 +320,60 @@ class LLM:
             self._engine.audit_step()
         return count
 
+    def heal(self, max_seconds: float | None = None) -> int:
+        """Compute exactly what grafted requests have left, the hottest text first; returns how many tokens that were.
+
+        The same prompt is an exact prefix hit then, and prompts that reuse its text get K/V of generation 0. Whatever has
+        been healed stays so if it ends early. `AsyncLLM` does so by itself while it has nothing else to do (setting `heal`);
+        with `heal="off"` there is nothing to do.
+
+        Args:
+            max_seconds: After so long no further piece is begun; None for no limit.
+
+        Raises:
+            ConfigError: `max_seconds` is negative.
+        """
+        if max_seconds is not None and not max_seconds >= 0:
+            raise ConfigError(f"max_seconds must be at least 0, not {quoted(max_seconds)}")
+        before, deadline = self._engine.healer.num_tokens, time.perf_counter() + (max_seconds or 0.0)
+        while (max_seconds is None or time.perf_counter() < deadline) and self._engine.heal_step():
+            pass
+        return self._engine.healer.num_tokens - before
+
     def usage(self) -> SlotUsage:
         """Count K/V slots that are free, or held by requests, prefixes and donors."""
         return self.space.usage()
 
     def reset(self) -> None:
-        """Forget all cached prefixes and donors, on the device and on the host.
+        """Forget all cached prefixes, donors and sessions, on the device and on the host.
 
         Call it after you have changed the model's weights in place. Streams that are open go on with the K/V that they have,
-        and nothing of them is kept.
+        and nothing of them is kept. What a store has is found again only if the weights are, element by element, what they
+        were.
         """
         self._engine.reset()
 
+    def sync_stores(self, timeout_s: float = 10.0) -> bool:
+        """Wait until stores have what requests have left, and donors of others are known that they have.
+
+        Nobody needs to: both happen in the background. For scripts that end at once, and for measurements.
+
+        Returns:
+            False if it takes longer, or if there is no store.
+        """
+        stores = self._engine.stores
+        return stores is not None and stores.flush(timeout_s)
+
+    def close(self) -> None:
+        """Write what stores are still to have, publish the last events, and let a semantic provider give back its resources.
+
+        By itself at the latest when the interpreter ends.
+        """
+        self._finalizer()
+
     def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`."""
-        self.space.check()
+        self._engine.check()
 
     def _run(self, request: Request) -> Iterator[StreamPart]:
         """Step the engine until `request` ends; what steps give to other open streams waits for them."""

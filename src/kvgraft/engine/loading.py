@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvgraft.config import quoted
-from kvgraft.engine.checkpoint import find_checkpoint
 from kvgraft.engine.gguf import (
     content_digest,
     dequantised,
@@ -22,15 +21,18 @@ from kvgraft.engine.gguf import (
     open_gguf,
     translated_once,
 )
-from kvgraft.errors import ConfigError, ModelError, one_line
+from kvgraft.engine.tokenizer_probe import probe_tokenizer
+from kvgraft.errors import ConfigError, ModelError, is_out_of_memory, one_line
+from kvgraft.models import find_checkpoint, require_on_hub
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvgraft.engine.checkpoint import Checkpoint
     from kvgraft.engine.gguf_header import GGUFHeader
+    from kvgraft.models import Checkpoint
+    from kvgraft.types import TokenArray
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_WEIGHTS = 64
@@ -44,6 +46,8 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
+_OTHER_SENSES = ("vision_model.", "vision_tower.", "multi_modal_projector.")
+"""Tensors of models that see, of which the text decoder is loaded alone (Llama 4); requests with images are refused."""
 _NAMED_KEYS, _LONGEST_KEY = 3, 120
 
 
@@ -70,6 +74,16 @@ class LoadedModel:
         """Token ids that the embedding knows."""
         return embedding_size(self.model)
 
+    def decode(self, token_ids: TokenArray) -> str:
+        """Return the text of tokens.
+
+        Raises:
+            ConfigError: There is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.name} has no tokenizer; put its tokenizer.json beside it")
+        return str(self.tokenizer.decode(token_ids))
+
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """Load `name`: `graft-tiny`, `smollm2-135m`, a Hugging Face directory, a hub id, or a GGUF file, dequantised to `dtype`.
@@ -81,6 +95,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
             other weights than its configuration says.
     """
     checkpoint = find_checkpoint(name)
+    if checkpoint.gguf is None and not Path(checkpoint.source).is_dir():
+        require_on_hub(checkpoint.source)
     header = None if checkpoint.gguf is None else open_gguf(name, checkpoint.gguf)
     torch_dtype, torch_device = _dtype(dtype, header), _device(device)
     with _without_log(), nullcontext() if header is None else translated_once():
@@ -89,7 +105,11 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     try:
         torch.nn.Module.to(model, torch_device)
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise ModelError(_load_failure(checkpoint, error)) from error
         raise ModelError(f"model {name} cannot be moved to {torch_device}: {one_line(error)}") from error
+    if tokenizer is not None:
+        probe_tokenizer(name, tokenizer, embedding_size(model))
     return adopt_model(name, model, tokenizer, b"" if checkpoint.gguf is None else content_digest(checkpoint.gguf))
 
 
@@ -107,6 +127,18 @@ def embedding_size(model: PreTrainedModel) -> int:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return len(weight)
+
+
+def eos_token_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Tokens that end a text, as the model's generation settings name them, otherwise its tokenizer; none if neither does."""
+    generation = loaded.model.generation_config
+    configured = generation.eos_token_id if generation else None
+    if configured is None and loaded.tokenizer is not None:
+        configured = loaded.tokenizer.eos_token_id
+    if configured is None:
+        return frozenset()
+    named = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in named if token < loaded.vocab_size)
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, content: bytes = b"") -> str:
@@ -139,7 +171,7 @@ def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torc
     try:
         config = AutoConfig.from_pretrained(checkpoint.source, **checkpoint.arguments)
     except Exception as error:
-        raise ModelError(_load_failure(checkpoint, one_line(error))) from error
+        raise ModelError(_load_failure(checkpoint, error)) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"model {name} has type {quoted(config.model_type)}, for which transformers has no causal language model; "
@@ -157,10 +189,10 @@ def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torc
             **({} if header is None else dequantised()),
         )
     except Exception as error:
-        raise ModelError(_load_failure(checkpoint, one_line(error))) from error
+        raise ModelError(_load_failure(checkpoint, error)) from error
     model: PreTrainedModel
     model, info = loaded
-    _require_weights(name, info)
+    _require_weights(name, info, _OTHER_SENSES if config.get_text_config(decoder=True) is not config else ())
     if header is not None:
         finish_gguf(name, model, header)
     return model
@@ -193,7 +225,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _require_weights(name: str, info: Mapping[str, Collection[Any]]) -> None:
+def _require_weights(name: str, info: Mapping[str, Collection[Any]], left_out: tuple[str, ...]) -> None:
     """Refuse a model with weights that its checkpoint does not hold, or not in that shape: transformers makes them up.
 
     Tied embeddings and buffers that a model computes for itself are not among them.
@@ -201,6 +233,7 @@ def _require_weights(name: str, info: Mapping[str, Collection[Any]]) -> None:
     Args:
         name: What the user called the model.
         info: transformers' account of what it loaded.
+        left_out: Beginnings of the names of tensors that the decoder of a larger model has no place for.
 
     Raises:
         ModelError: There are such weights, or weights that the model has no place for.
@@ -210,7 +243,7 @@ def _require_weights(name: str, info: Mapping[str, Collection[Any]]) -> None:
         f"{len(keys)} tensors {kind} ({_some(keys)})"
         for kind, keys in (
             ("are missing", info["missing_keys"]),
-            ("are unexpected", info["unexpected_keys"]),
+            ("are unexpected", [key for key in info["unexpected_keys"] if not key.startswith(left_out)]),
             ("have another shape", reshaped),
             ("could not be read", info["error_msgs"]),
         )
@@ -251,6 +284,8 @@ def _load_tokenizer(checkpoint: Checkpoint, header: GGUFHeader | None) -> PreTra
 
     if header is not None and not has_tokenizer(header):
         return None
+    if Path(checkpoint.source).is_dir() and header is None and not _has_tokenizer_files(checkpoint.source):
+        return None  # transformers would make an empty one for some families
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.source, **checkpoint.arguments)
     except Exception as error:
@@ -271,6 +306,11 @@ def _has_tokenizer_files(source: str) -> bool:
     return any(isinstance(try_to_load_from_cache(source, file), str) for file in _TOKENIZER_FILES)
 
 
-def _load_failure(checkpoint: Checkpoint, reason: str) -> str:
+def _load_failure(checkpoint: Checkpoint, error: Exception) -> str:
+    if is_out_of_memory(error):
+        return (
+            f"the weights of model {checkpoint.name} do not fit into memory; choose a smaller model, or dtype bfloat16"
+        )
+    reason = one_line(error)
     remedy = "check the directory or hub id" if checkpoint.gguf is None else "use the model's Hugging Face directory"
     return f"cannot load model {checkpoint.name}: {reason.rstrip('.')}; {remedy}, or try 'graft-tiny'"

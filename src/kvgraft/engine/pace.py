@@ -85,9 +85,18 @@ class Pace:
         """Operations of prefill that a step carries when no stream runs."""
         return self._flops(self._alone, self.max_step_s)
 
+    def idle_flops(self, seconds: float) -> float:
+        """Operations of prefill that the machine does in `seconds`, or in a step without streams if that is shorter."""
+        return self._flops(self._alone, min(seconds, self.max_step_s))
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Operations of prefill per second that the machine does if a prompt has it to itself; None while it is not known."""
+        return self._alone.value or self._beside.value
+
     def alone_s(self, flops: float) -> float:
         """Seconds that a prompt of `flops` operations takes if it has the machine to itself; 0 while nothing is known."""
-        speed = self._alone.value or self._beside.value
+        speed = self.flops_per_s
         return flops / speed if speed else 0.0
 
     def promised_s(self, flops: float) -> float:

@@ -31,4 +31,5 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
         computed_flops=flops.of_positions(outcome.rows) + besides,
         full_flops=flops.of_positions(np.arange(kv.plan.num_tokens)),
         risk=kv.risk,
+        substitution=kv.substitution,
     )

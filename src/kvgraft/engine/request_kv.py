@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
-    from kvgraft.engine.kv_space import PrefixLock
+    from kvgraft.engine.cold_spans import ColdReads
+    from kvgraft.engine.kept_prefixes import PrefixLock
     from kvgraft.engine.request import Request
     from kvgraft.engine.risk import Sampled
     from kvgraft.engine.window_row import WindowRow
     from kvgraft.reuse.lineage import Lineage
-    from kvgraft.types import DonorId, GraftPlan, Miss, Namespace, RiskStatement
+    from kvgraft.types import DonorId, GraftPlan, Miss, Namespace, RiskStatement, Substitution
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +41,16 @@ class RequestKV:
         timings_ms: Milliseconds by step.
         pinned: Those of the donors that cannot be evicted at present.
         registered: Donors made of a grafted request's own text, by the position where they start.
+        made: All donors made of its text, in order; some may be gone.
+        reads: Spans of the plan that are on their way from a store; None when there are none any more.
+        tiers: Where the donors' K/V lay when it was planned, by span.
         windows: Slots of window layers, where these have slots of their own.
         risk: What may be said about what is grafted.
         sampled: Set if what is grafted is to be audited.
+        substitution: Set if what is grafted is another text's.
+        stand_in_lock: On the stored prefix of that text, until it is copied.
+        draft_room: Positions behind the prompt that have slots for drafted tokens; 0 unless its answer is to be verified.
+        stored_len: Positions that it has given the prefix cache before: storing them again is no second use of them.
     """
 
     request: Request
@@ -57,9 +65,16 @@ class RequestKV:
     timings_ms: dict[str, float] = field(default_factory=dict)
     pinned: tuple[Donor, ...] = ()
     registered: dict[int, DonorId] = field(default_factory=dict)
+    made: list[DonorId] = field(default_factory=list)
+    reads: ColdReads | None = None
+    tiers: tuple[str, ...] = ()
     windows: WindowRow | None = None
     risk: RiskStatement = UNCALIBRATED
     sampled: Sampled | None = None
+    substitution: Substitution | None = None
+    stand_in_lock: PrefixLock | None = None
+    draft_room: int = 0
+    stored_len: int = 0
 
     @property
     def swa_indices(self) -> NDArray[np.int64] | None:

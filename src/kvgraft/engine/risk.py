@@ -21,7 +21,7 @@ from kvgraft.fidelity.control import (
 from kvgraft.graft.drift import drift_correction
 from kvgraft.reuse.classes import reuse_class
 from kvgraft.reuse.notches import notches_of
-from kvgraft.types import UNCALIBRATED, RiskStatement
+from kvgraft.types import UNCALIBRATED, ReuseMode, RiskStatement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -143,9 +143,9 @@ class HeldRisk:
         return {} if self._controller is None else self._controller.statements()
 
     def is_meant(self, request: Request) -> bool:
-        """Whether statements are about this request."""
+        """Whether statements are about this request: it is served as configured, and nobody verifies its answer."""
         is_configured = request.policy == self.policy and request.correction == self._correction
-        return self._controller is not None and is_configured
+        return self._controller is not None and is_configured and request.reuse is not ReuseMode.VERIFIED
 
     def stated(self, request: Request) -> RiskStatement:
         """What may be said about a request of which nothing is grafted."""

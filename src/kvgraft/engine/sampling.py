@@ -4,75 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.config import quoted
-from kvgraft.errors import ConfigError
+from kvgraft.errors import NothingToDrawError
 
-_SEEDS = (-(2**63), 2**64 - 1)
-"""What torch's generators take."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """What to generate and when to stop.
-
-    Attributes:
-        max_new_tokens: Stop after this many tokens.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p: Draw from the smallest set of tokens that holds this probability.
-        top_k: Draw from this many most likely tokens; 0 is all.
-        seed: Makes the draw of one request reproducible; None draws from torch's global generator.
-        stop: Texts that end the output; they are cut off.
-        ignore_eos: Go on behind an end-of-text token.
-        logprobs: Report the log-probability of each token and of this many most likely ones; None reports nothing.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check every value; raises `ConfigError`."""
-        _require(_is_integer(self.max_new_tokens, 1), "max_new_tokens is an integer of at least 1", self.max_new_tokens)
-        _require(_is_number(self.temperature, 0), "temperature is a number from 0 (greedy) on", self.temperature)
-        _require(
-            _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "top_p is a number above 0 and at most 1", self.top_p
-        )
-        _require(_is_integer(self.top_k, 0), "top_k is an integer, 0 (all) or more", self.top_k)
-        _require(
-            self.seed is None or (_is_integer(self.seed, _SEEDS[0]) and self.seed <= _SEEDS[1]),
-            "seed is an integer from -2**63 to 2**64 - 1, or None",
-            self.seed,
-        )
-        _require(
-            isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
-            "stop is a tuple of texts that are not empty",
-            self.stop,
-        )
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos is True or False", self.ignore_eos)
-        _require(
-            self.logprobs is None or _is_integer(self.logprobs, 0),
-            "logprobs is an integer, 0 or more, or None",
-            self.logprobs,
-        )
+    from kvgraft.engine.logit_rules import LogitRules
+    from kvgraft.engine.sampling_params import SamplingParams
+    from kvgraft.engine.structure import StructureState
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a generated token was, and which were most likely in its place.
+    """How likely a token was, and which were most likely in its place.
 
     Attributes:
-        token_id: The token drawn.
-        logprob: Its natural log-probability under the model, before temperature, top-k and top-p.
+        token_id: The token drawn, or that the prompt has.
+        logprob: Its natural log-probability under the model, in front of all that `SamplingParams` says about logits.
         top: The most likely tokens and their log-probabilities, the likeliest first.
     """
 
@@ -81,57 +34,128 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-class Sampler:
-    """Draws tokens for one request; holds its random state."""
+_ROWS_AT_ONCE = 16
+"""Rows whose log-probabilities over the whole vocabulary are held at a time."""
 
-    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Say how likely tokens were.
+
+    Args:
+        logits: float32 (len(token_ids), vocab_size).
+        token_ids: One per row.
+        count: How many of the most likely ones to name beside each.
+    """
+    found = []
+    for start in range(0, len(token_ids), _ROWS_AT_ONCE):
+        logprobs = logits[start : start + _ROWS_AT_ONCE].log_softmax(dim=-1)
+        own = token_ids[start : start + _ROWS_AT_ONCE]
+        chosen = logprobs[torch.arange(len(own)), torch.tensor(own)].tolist()
+        values, ids = (part.tolist() for part in logprobs.topk(min(count, logprobs.shape[-1])))
+        found += [
+            TokenLogprobs(int(token), logprob, tuple(zip(*top, strict=True)))
+            for token, logprob, *top in zip(own, chosen, ids, values, strict=True)
+        ]
+    return found
+
+
+class Sampler:
+    """Draws tokens for one request; holds its random state, what its rules count, and how far its structure has come."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        device: torch.device,
+        structure: StructureState | None = None,
+        rules: LogitRules | None = None,
+    ) -> None:
+        """Begin in front of the first token.
+
+        Args:
+            params: Of the request.
+            device: Of the logits.
+            structure: What the output has to be; None for anything.
+            rules: What `params` says about logits in front of the temperature; None for nothing.
+        """
         self._params = params
+        self._device = device
+        self._structure = structure
+        self._rules = rules
         self._generator: torch.Generator | None = None
         if params.seed is not None:
             self._generator = torch.Generator(device).manual_seed(params.seed)
 
+    def fork(self) -> Sampler:
+        """Return a sampler that will draw what this one would: from equal logits equal tokens, from similar ones mostly.
+
+        Both have random states of their own from now on; one without a seed gets one from torch's global generator. A draw
+        is the largest of probabilities divided by exponential noise, so equal noise makes two distributions meet nearly as
+        often as they can.
+        """
+        if self._generator is None and self._params.temperature:
+            seed = int(torch.randint(2**63 - 1, ()))
+            self._generator = torch.Generator(self._device).manual_seed(seed)
+        structure = None if self._structure is None else self._structure.fork()
+        rules = None if self._rules is None else self._rules.fork()
+        other = Sampler(self._params, self._device, structure, rules)
+        if self._generator is not None:
+            other._generator = torch.Generator(self._device)
+            other._generator.set_state(self._generator.get_state())
+        return other
+
     def sample(self, logits: Tensor) -> int:
-        """Draw a token id from float32 (vocab_size,) logits. O(vocab_size log vocab_size) unless greedy."""
-        params = self._params
-        if params.temperature == 0:
+        """Draw the token behind those drawn so far, from float32 (vocab_size,) logits, and count it as drawn.
+
+        O(vocab_size log vocab_size) unless greedy.
+
+        Raises:
+            NothingToDrawError: The rules and the structure leave no token; nothing is counted then.
+        """
+        if self._structure is None and self._rules is None:
+            return self._drawn(logits)
+        few = None if self._structure is None else self._structure.few(len(logits))
+        logits = self._left(logits, few)
+        if not logits.max() > -torch.inf:
+            raise NothingToDrawError(
+                "the request's structure, allowed and bad tokens and min_tokens together leave no token; ask for less"
+            )
+        token_id = self._drawn(logits) if few is None else int(few[self._drawn(logits)])
+        if self._structure is not None:
+            self._structure.accept(token_id)
+        if self._rules is not None:
+            self._rules.accept(token_id)
+        return token_id
+
+    def _left(self, logits: Tensor, few: Tensor | None) -> Tensor:
+        """What structure and rules leave: of few tokens the logits of these alone."""
+        if self._structure is not None and (few is None or self._rules is not None):
+            logits = self._structure.mask(logits)
+        if self._rules is not None:
+            logits = self._rules.apply(logits)
+        return logits if few is None else logits[few.to(logits.device)]
+
+    def _drawn(self, logits: Tensor) -> int:
+        if self._params.temperature == 0:
             return int(logits.argmax())
+        return int(torch.multinomial(self.probabilities(logits), 1, generator=self._generator))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return float32 (vocab_size,): tokens are drawn in proportion to it, at a temperature above 0."""
+        params = self._params
         # A temperature near 0 must sharpen towards the largest logit; float32 would round it to 0, or give inf - inf.
         scaled = ((logits - logits.max()).double() / params.temperature).float()
         if params.top_k and params.top_k < len(scaled):
             scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
+        if params.min_p:
+            scaled = scaled.masked_fill(scaled < math.log(params.min_p), -torch.inf)
         probabilities = scaled.softmax(dim=-1)
-        if params.top_p < 1:
-            probabilities = _nucleus(probabilities, params.top_p)
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+        return probabilities if params.top_p == 1 else _nucleus(probabilities, params.top_p)
 
     def logprobs(self, logits: Tensor, token_id: int) -> TokenLogprobs | None:
         """Say how likely `token_id` was under float32 (vocab_size,) logits; None unless the request asks."""
         if self._params.logprobs is None:
             return None
-        logprobs = logits.log_softmax(dim=-1)
-        values, ids = logprobs.topk(min(self._params.logprobs, len(logprobs)))
-        return TokenLogprobs(
-            token_id, float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        )
-
-
-def _is_integer(value: object, low: int) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= low)
-
-
-def _is_number(value: object, low: float) -> bool:
-    """Whether it is a finite number of at least `low`; integers beyond the floats are none."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    try:
-        return low <= float(value) < math.inf
-    except OverflowError:
-        return False
-
-
-def _require(holds: bool, rule: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"{rule}, not {quoted(value)}")
+        return token_logprobs(logits[None], [token_id], self._params.logprobs)[0]
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

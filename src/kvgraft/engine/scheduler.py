@@ -2,6 +2,8 @@
 
 A step carries one row of every stream (a request that is past its prompt) and as much prefill as `Pace` allows. Prompts are
 admitted as late as possible, when a step has room for their first rows: whatever finishes before that can still be reused.
+A prompt some of whose K/V are read from a store is admitted, too, and holds its slots, but is in no pass until they are there
+or the time for it is up; others run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.fair_queue import FairQueue
+from kvgraft.engine.prompt_logprobs import MOST_ROWS
 from kvgraft.errors import CapacityError
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from kvgraft.engine.active import ActiveRequest
@@ -39,12 +43,14 @@ class Step:
         num_streams: How many of them are streams.
         prefill_flops: Operations of the other rows.
         failed: Waiting requests that cannot be admitted, and why; the caller removes them.
+        spare_flops: Operations of prefill that the streams would bear and that no prompt wants.
     """
 
     parts: list[tuple[ActiveRequest, SequenceRows]]
     num_streams: int
     prefill_flops: float
     failed: list[tuple[ActiveRequest, Exception]]
+    spare_flops: float = 0.0
 
     @property
     def prefill_rows(self) -> int:
@@ -61,6 +67,7 @@ class Scheduler:
     def __init__(self, manager: CacheManager, pace: Pace, *, max_running: int, max_rows: int) -> None:
         self.waiting: FairQueue[ActiveRequest] = FairQueue()
         self.running: list[ActiveRequest] = []
+        self.loading: list[ActiveRequest] = []
         self.num_preemptions = 0
         self._manager = manager
         self._pace = pace
@@ -70,8 +77,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return rows or failures."""
-        return bool(self.running or len(self.waiting))
+        """Whether `schedule` would return rows or failures, or requests wait for a store."""
+        return bool(self.running or self.loading or len(self.waiting))
 
     def add(self, active: ActiveRequest) -> None:
         """Queue a new request behind those of its tenant."""
@@ -83,17 +90,21 @@ class Scheduler:
         self._is_blocked = False
         if active in self.running:
             self.running.remove(active)
+        elif active in self.loading:
+            self.loading.remove(active)
         else:
             self.waiting.remove(active)
 
     def schedule(self) -> Step:
         """Choose the rows of the next forward pass; grows streams, preempts and admits on the way."""
+        failed: list[tuple[ActiveRequest, Exception]] = []
+        self._load(failed)
         streams = self._grow_streams()
         parts = [(active, active.next_rows()) for active in streams]
-        failed: list[tuple[ActiveRequest, Exception]] = []
         budget = self._pace.prefill_flops(len(streams), self._lateness())
         prefill_flops = self._add_prefills(parts, budget, failed)
-        return Step(parts, len(streams), prefill_flops, failed)
+        has_prompts = len(self.waiting) or self.loading or any(active.is_prefilling for active in self.running)
+        return Step(parts, len(streams), prefill_flops, failed, 0.0 if has_prompts or not streams else budget)
 
     def _grow_streams(self) -> list[ActiveRequest]:
         """Give every stream the slot of its next token; who arrived last is preempted where there are none.
@@ -104,7 +115,7 @@ class Scheduler:
             if active.kv is not None and self._manager.outgrows(active.kv, active.num_tokens):
                 self._send_back(active)
             while active in self.running and not self._grow(active):
-                self._preempt(max(self.running, key=lambda running: running.request.arrival))
+                self._preempt(self._last_arrived())
         return [active for active in self.running if not active.is_prefilling]
 
     def _grow(self, active: ActiveRequest) -> bool:
@@ -116,6 +127,38 @@ class Scheduler:
             return False
         return True
 
+    def _load(self, failed: list[tuple[ActiveRequest, Exception]]) -> None:
+        """Let prompts run whose K/V have come from stores, or have not in time; one that fails waits, holding nothing."""
+        for active in list(self.loading):
+            kv = active.kv
+            assert kv is not None
+            try:
+                if not self._manager.load(kv):
+                    continue
+                active.start(kv, self._manager.prefill(kv))
+            except Exception as error:  # noqa: BLE001 - one request must not stop the others
+                active.kv = None
+                self._manager.abort(kv)
+                self.waiting.push_front(active)
+                failed.append((active, error))
+            else:
+                self.running.append(active)
+            self.loading.remove(active)
+
+    def wait_for_stores(self, timeout_s: float) -> None:
+        """Wait until a store has brought something, for at most `timeout_s`. For when nothing else is to do."""
+        for active in self.loading[:1]:
+            if active.kv is not None and active.kv.reads is not None:
+                active.kv.reads.wait(timeout_s)
+
+    def restart_loading(self) -> None:
+        """Send prompts back that wait for stores: what they were to get is forgotten."""
+        for active in list(self.loading):
+            self._send_back(active)
+
+    def _last_arrived(self) -> ActiveRequest:
+        return max((*self.running, *self.loading), key=lambda active: active.request.arrival)
+
     def _preempt(self, active: ActiveRequest) -> None:
         self._send_back(active)
         # Nobody is admitted until a request ends, or the victim would be back at once and be preempted again.
@@ -126,7 +169,8 @@ class Scheduler:
         kv = active.kv
         assert kv is not None
         self._manager.suspend(kv, active.suspend())
-        self.running.remove(active)
+        active.stored_len = kv.stored_len
+        (self.loading if active in self.loading else self.running).remove(active)
         self.waiting.push_front(active)
         self.num_preemptions += 1
 
@@ -137,12 +181,14 @@ class Scheduler:
         failed: list[tuple[ActiveRequest, Exception]],
     ) -> float:
         """Append rows of prompts, the most urgent first, for at most about `budget` operations; returns how many."""
-        room = self._max_rows - len(parts)
+        room, scored_room = self._max_rows - len(parts), MOST_ROWS
         pending = sorted((a for a in self.running if a.is_prefilling), key=self._urgency)
-        spent = 0.0
+        spent, num_stalled = 0.0, 0
         while room > 0 and spent < budget:
-            if not failed and self._may_admit(pending):
+            if not failed and num_stalled < _MAX_LONG_PREFILLS and self._may_admit(pending):
                 admitted = self._admit(failed)
+                if admitted in self.loading:
+                    continue
                 if admitted is not None:
                     pending = sorted([*pending, admitted], key=self._urgency)
             if not pending:
@@ -151,14 +197,20 @@ class Scheduler:
             costs = np.cumsum(self._manager.flops.by_position(active.remaining))
             count = int(np.searchsorted(costs, budget - spent, side="right"))
             # Rows that go together may be more than there is room for: the pace makes up for it, and waiting would not help.
-            count = self._reserve(active, active.piece(min(max(count, _MIN_ROWS), room, len(costs))))
+            count = min(max(count, _MIN_ROWS), room, len(costs), scored_room if active.is_scored else room)
+            if count <= 0:  # logits of no more rows are kept in this step; prompts that need none go on
+                num_stalled += 1
+                continue
+            count = self._reserve(active, active.piece(count))
             if not count:
                 if not parts and not failed:
                     pending = self._give_way(active, failed)
                 continue
-            parts.append((active, active.next_rows(count)))
-            spent += float(costs[count - 1])
-            room -= count
+            rows = active.next_rows(count)
+            parts.append((active, rows))
+            spent += self._manager.flops.of_positions(rows.positions)
+            room -= len(rows.positions)
+            scored_room -= rows.num_logits
         return spent
 
     def _reserve(self, active: ActiveRequest, count: int) -> int:
@@ -171,19 +223,20 @@ class Scheduler:
 
         Returns the prompts that are left, the most urgent first.
         """
-        if len(self.running) == 1:
+        if len(self.running) + len(self.loading) == 1:
             failed.append(
                 (active, CapacityError("the slots of window layers are too few for one prompt; raise num_slots"))
             )
             return []
-        self._preempt(max(self.running, key=lambda running: running.request.arrival))
+        self._preempt(self._last_arrived())
         return sorted((a for a in self.running if a.is_prefilling), key=self._urgency)
 
     def _may_admit(self, pending: list[ActiveRequest]) -> bool:
         """Whether the next prompt should join: nothing else is left to compute, or only prompts that take long."""
-        if self._is_blocked and self.running:
+        num_admitted = len(self.running) + len(self.loading)
+        if self._is_blocked and num_admitted:
             return False
-        if not len(self.waiting) or len(self.running) >= self._max_running:
+        if not len(self.waiting) or num_admitted >= self._max_running:
             return False
         return len(pending) < _MAX_LONG_PREFILLS and all(self._is_long(active) for active in pending)
 
@@ -195,7 +248,7 @@ class Scheduler:
         try:
             self._begin(active, sequence, headroom)
         except CapacityError as error:
-            if self.running:
+            if self.running or self.loading:
                 self._is_blocked = True
             else:
                 failed.append((active, error))
@@ -204,7 +257,7 @@ class Scheduler:
             failed.append((active, error))
             return None
         self.waiting.pop()
-        self.running.append(active)
+        (self.running if active.is_prefilling else self.loading).append(active)
         return active
 
     def _begin(self, active: ActiveRequest, sequence: Request, headroom: int) -> None:
@@ -212,7 +265,10 @@ class Scheduler:
         kv = self._manager.begin(sequence, headroom=headroom)
         try:
             self._manager.graft(kv)
-            active.start(kv)
+            if kv.reads is None:
+                active.start(kv, self._manager.prefill(kv))
+            else:
+                active.load(kv)
         except BaseException:
             active.kv = None
             self._manager.abort(kv)
@@ -238,5 +294,8 @@ class Scheduler:
     def _prompt_flops(self, active: ActiveRequest) -> float:
         """Operations that the prompt takes in all, as far as known: a waiting one is not planned yet."""
         if active.kv is not None:
-            return self._manager.flops.of_positions(active.kv.plan.compute)
+            plan, flops = active.kv.plan, self._manager.flops
+            is_healed = active.kv.request.reuse is ReuseMode.VERIFIED and plan.spans
+            again = flops.of_range(plan.exact_len, plan.num_tokens) if is_healed else 0.0
+            return flops.of_positions(plan.compute) + again
         return self._manager.flops.of_positions(np.arange(active.num_tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from kvgraft.engine.report import prompt_report
 from kvgraft.errors import CapacityError
 from kvgraft.graft.model import SequenceRows
-from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request import Request
     from kvgraft.engine.request_kv import RequestKV
     from kvgraft.graft.model import ModelAdapter
+    from kvgraft.graft.sparse_prefill import PrefillOutcome
     from kvgraft.types import GraftReport, TokenArray
 
 
@@ -94,6 +95,11 @@ class Probe:
         return _at_once(_feed(self._adapter, self._manager, self._kv, num_tokens + offset, token_ids))
 
 
+def _undrafted(request: Request) -> Request:
+    """A verified answer is a full prefill's; nothing is drafted here, so there is nothing to graft."""
+    return replace(request, reuse=ReuseMode.EXACT) if request.reuse is ReuseMode.VERIFIED else request
+
+
 @contextmanager
 def probe(adapter: ModelAdapter, manager: CacheManager, request: Request, *, max_rows: int) -> Iterator[Probe]:
     """Prefill `request` as its reuse mode says, lend the result, and take everything back.
@@ -101,9 +107,10 @@ def probe(adapter: ModelAdapter, manager: CacheManager, request: Request, *, max
     Raises:
         CapacityError: Running requests hold the slots.
     """
-    kv = manager.begin(request)
+    kv = manager.begin(_undrafted(request))
     try:
         manager.graft(kv)
+        manager.settle(kv)
         yield Probe(adapter, manager, kv, _at_once(_prefill(adapter, manager, kv, max_rows)))
     finally:
         manager.abort(kv)
@@ -136,9 +143,10 @@ def score_steps(
 ) -> Generator[None, None, Score]:
     """`score` with a yield behind every forward pass; closing it gives the slots back."""
     manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
-    kv = manager.begin(request)
+    kv = manager.begin(_undrafted(request))
     try:
         manager.graft(kv)
+        manager.settle(kv)
         outcome = yield from _prefill(adapter, manager, kv, max_rows)
         logits = [outcome.logits[None]]
         if len(continuation) > 1:
@@ -162,15 +170,7 @@ def _prefill(
     adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int
 ) -> Generator[None, None, PrefillOutcome]:
     """Run a sparse prefill to its end; raises `CapacityError` where open streams hold all window slots."""
-    request = kv.request
-    prefill = SparsePrefill(
-        request.token_ids,
-        kv.plan,
-        kv.kv_indices,
-        request.policy,
-        swa_indices=kv.swa_indices,
-        correction=request.correction,
-    )
+    prefill = manager.prefill(kv)
     outcome = None
     while outcome is None:
         count = manager.reserve(kv, prefill.remaining[: prefill.piece(max_rows)])

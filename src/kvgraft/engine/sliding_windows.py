@@ -6,9 +6,13 @@ Of a request's positions, `[start, stop)` have a window slot:
     [start, prefix_len)   of the cached prefix; kept with the lock on its window until the request is past it
     [.., stop)            the request's own: computed, about to be computed, or grafted
 
-A row at position p reads the K/V of window layers at `[p - W + 1, p]` and nowhere else. So, while positions are computed in
-ascending order, nobody needs a slot below `stop - W`. A grafted prompt is not computed in order: a policy may have any reused
-token computed again, whose row looks one window back. It holds the slots of all its positions until its prompt is computed.
+A row at position p reads the K/V of window layers from the first key of its window on (`kvgraft.windows`: `p - W + 1`, or the
+beginning of its chunk) and nowhere else. So, while positions are computed in ascending order, nobody needs a slot below the
+frontier of what is computed. A grafted prompt is not computed in order: a policy may have any reused token computed again,
+whose row looks one window back. It holds the slots of all its positions until its prompt is computed.
+
+Where the prefix cache has pages, windows are given back in whole pages, and one page later (`WindowKind.frontier`): what is
+stored of a sequence ends with a full page, and is found again only if all that it needs in front of that is stored, too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.engine.slot_plan import DECODE_TOKENS
 from kvgraft.engine.window_row import CapturedWindows, WindowRow
 from kvgraft.engine.windows import RequestWindows
 from kvgraft.errors import CapacityError
@@ -30,13 +35,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.engine.hybrid_space import HybridKVSpace
-    from kvgraft.engine.kv_space import PrefixLock
+    from kvgraft.engine.kept_prefixes import PrefixLock
     from kvgraft.engine.request_kv import RequestKV
 
 logger = logging.getLogger(__name__)
 
-_DECODE_TOKENS = 16
-"""Window slots that a stream takes at a time; it gives back as many. Bounds what it holds beyond its window."""
 _MIN_PIECE_TOKENS = 512
 """A piece of prefill takes free slots, and has cached windows evicted for this many rows, or one window, at most."""
 
@@ -50,7 +53,9 @@ class SlidingWindows(RequestWindows):
     def __init__(self, space: HybridKVSpace) -> None:
         self.num_errors = 0
         self._space = space
-        self._window = self.longest_piece = space.sliding_window_size
+        self._kind = space.window_kind
+        self._window = self.longest_piece = self._kind.size
+        self._page_size = space.prefix.page_size
 
     def adopt(self, kv: RequestKV, swa_indices: NDArray[np.int64], *, is_donor: bool) -> None:
         """Begin with the window of the exact prefix, locked by `kv.lock`.
@@ -75,7 +80,7 @@ class SlidingWindows(RequestWindows):
 
     def require_room(self, kv: RequestKV, num_tokens: int) -> None:
         """Raise `CapacityError` unless the request can begin to compute `num_tokens` positions."""
-        needed = min(num_tokens - _row(kv).stop, self._window + _DECODE_TOKENS)
+        needed = min(num_tokens - _row(kv).stop, self._window + DECODE_TOKENS)
         if needed > self._space.available_windows:
             raise CapacityError(
                 f"{needed} slots of window layers are needed and {self._space.available_windows} are not in use by running "
@@ -117,13 +122,13 @@ class SlidingWindows(RequestWindows):
         if missing <= 0:
             return
         self.advance(kv, row.stop)
-        ahead = min(max(missing, _DECODE_TOKENS), len(row.swa_indices) - row.stop)
+        ahead = min(max(missing, DECODE_TOKENS), len(row.swa_indices) - row.stop)
         self._take(row, row.stop + max(missing, min(ahead, self._space.available_windows)))
 
     def advance(self, kv: RequestKV, num_computed: int) -> None:
         """Give back what no row behind the first `num_computed` positions can see; captures it if it is to be a donor."""
         row = _row(kv)
-        frontier = min(num_computed - self._window, row.stop)
+        frontier = min(self._kind.frontier(num_computed, self._page_size), row.stop)
         if frontier <= row.start or frontier < row.prefix_len:
             return
         self._capture(kv, frontier)

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.graft.rope import RopeSpec
+
+
+T = TypeVar("T")
 
 
 class KeyFrame(StrEnum):
@@ -81,6 +84,7 @@ class RunLayout:
     num_runs: int
     _turns: dict[int, Turns] = field(default_factory=dict)
     _groups: dict[bool, tuple[Groups, Groups]] = field(default_factory=dict)
+    _once: dict[DriftEstimator, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runs: Sequence[DriftRun], device: torch.device) -> RunLayout:
@@ -104,6 +108,13 @@ class RunLayout:
         if key not in self._turns:
             self._turns[key] = Turns.of(self, rope)
         return self._turns[key]
+
+    def once(self, estimator: DriftEstimator, form: Callable[[], T]) -> T:
+        """What an estimator forms from the layout alone; once for all layers."""
+        if estimator not in self._once:
+            self._once[estimator] = form()
+        formed: T = self._once[estimator]
+        return formed
 
     def groups(self, *, together: bool) -> tuple[Groups, Groups]:
         """Sampled and remaining tokens run by run, or all `together`; once for all layers."""
@@ -313,8 +324,10 @@ class KernelRidge(DriftEstimator):
         num_sampled = len(layout.sample_run)
         sampled = _Tokens.of(sample, layout.sample_run, layout.sample_positions, directions[:num_sampled])
         others = _Tokens.of(rest, layout.rest_run, layout.rest_positions, directions[num_sampled:])
-        known = self._kernel(sampled, sampled) + self.noise * torch.eye(sample.index.shape[1], device=directions.device)
-        factor, cross = torch.linalg.cholesky(known), self._kernel(sampled, others).mT
+        among, between = layout.once(self, lambda: (self._places(sampled, sampled), self._places(sampled, others)))
+        known = self._kernel(sampled, sampled, among)
+        known.diagonal(dim1=1, dim2=2).add_(self.noise)
+        factor, cross = torch.linalg.cholesky(known), self._kernel(sampled, others, between).mT
 
         def shift(moved: Tensor) -> Tensor:
             solved = torch.cholesky_solve(sample.take(moved.flatten(1)), factor)
@@ -322,13 +335,30 @@ class KernelRidge(DriftEstimator):
 
         return shift
 
-    def _kernel(self, sampled: _Tokens, others: _Tokens) -> Tensor:
+    def _kernel(self, sampled: _Tokens, others: _Tokens, places: _Places) -> Tensor:
         """(groups, sampled, others); 0 where there is no token."""
-        likeness = (sampled.directions @ others.directions.mT).clamp(min=0).square()
+        kernel = (sampled.directions @ others.directions.mT).clamp_(min=0).square_()
+        return kernel.mul_(places.likeness).add_(places.own)
+
+    def _places(self, sampled: _Tokens, others: _Tokens) -> _Places:
+        """What is the same in every layer."""
+        exists = sampled.exists[:, :, None] & others.exists[:, None]
+        same_run = (exists & (sampled.run[:, :, None] == others.run[:, None])).to(sampled.directions.dtype)
         distance = (sampled.positions[:, :, None] - others.positions[:, None]).abs()
-        own: Tensor = self.const + self.near * torch.exp(distance / -self.reach) + self.like * likeness
-        kernel = own * (sampled.run[:, :, None] == others.run[:, None]) + self.across * likeness
-        return kernel * (sampled.exists[:, :, None] & others.exists[:, None])
+        near = torch.exp(distance / -self.reach).mul_(self.near)
+        return _Places(same_run * near.add_(self.const), self.like * same_run + self.across * exists)
+
+
+class _Places(NamedTuple):
+    """What places of tokens give a kernel, each (groups, sampled, others).
+
+    Attributes:
+        own: Weight of being of one run and of the distance in it.
+        likeness: By what the squared similarity counts.
+    """
+
+    own: Tensor
+    likeness: Tensor
 
 
 class _Tokens(NamedTuple):

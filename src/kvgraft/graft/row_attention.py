@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraft.graft.sinks import kept_share
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,7 +22,7 @@ _MAX_SCORES = 1 << 24
 """Scores (rows x query heads of one key head x keys) that are formed at once, unless one row has more: 64 MiB of float32."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
     """How a layer attends.
 
@@ -28,11 +30,13 @@ class AttentionRule:
         scale: Factor of the scores.
         window: Keys that a row sees, itself included; 0 for all in front of it.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; 0 for none.
+        sinks: (num_heads,), per head the score of one more key whose value is 0 and which every row sees; None for none.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
     def first_key(self, row: int) -> int:
         """The first position that the row at position `row` sees."""
@@ -114,4 +118,7 @@ def _weights(rule: AttentionRule, rows: QueryRows, kv: GatheredKV) -> Iterator[t
             scores = query @ kv.keys[:, head].float().T
             if rule.softcap:
                 scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            yield part, head, torch.softmax(scores.masked_fill_(hidden[:, None], -math.inf), dim=-1)
+            weights = torch.softmax(scores.masked_fill_(hidden[:, None], -math.inf), dim=-1)
+            if rule.sinks is not None:
+                weights *= kept_share(scores.logsumexp(-1), rule.sinks[head * group : (head + 1) * group])[..., None]
+            yield part, head, weights

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.errors import PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.select.base import Observation, Recompute, SelectionContext, SelectionPolicy
+from kvgraft.graft.select.guard import PolicySteps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -90,6 +94,10 @@ class SparsePrefill:
 
     Take `next_rows`, run them, hand the output to `receive`; in that order, until it returns an outcome. Reused K/V must lie
     in their slots before the first row is computed. How a pass is cut changes nothing but rounding.
+
+    A policy that fails, at whatever step, is asked no more: every position behind the exact prefix is computed then, in
+    order, over what was grafted and what earlier steps computed. No row attends to a position behind its own, so that nothing
+    approximate is left.
     """
 
     def __init__(
@@ -101,7 +109,21 @@ class SparsePrefill:
         *,
         swa_indices: NDArray[np.int64] | None = None,
         correction: DriftCorrection | None = None,
+        num_layers: int | None = None,
+        on_policy_error: Callable[[PolicyError], None] | None = None,
     ) -> None:
+        """Ask the policy for its first step.
+
+        Args:
+            token_ids: int64 (num_tokens,), the prompt.
+            plan: What is reused and computed.
+            kv_indices: int64, slots by position.
+            policy: Chooses reused tokens to compute again.
+            swa_indices: As `kv_indices` of window layers, where these have slots of their own.
+            correction: Of the drift of tokens that are not chosen, or None.
+            num_layers: Of the model; None if it is not known here.
+            on_policy_error: Is told, once, that the policy failed and that nothing will be grafted; None tells nobody.
+        """
         self._token_ids = token_ids
         self._plan = plan
         self._kv_indices = kv_indices
@@ -109,14 +131,20 @@ class SparsePrefill:
         self._correction = correction
         self._computed = np.zeros(plan.num_tokens, dtype=bool)
         self._context = selection_context(plan, token_ids)
-        self._steps = policy.steps(self._context)
+        self._steps = PolicySteps(policy, self._context, num_layers=num_layers)
+        self._on_policy_error = on_policy_error
+        self._is_given_up = False
         self._corrected = np.zeros(plan.num_tokens, dtype=bool)
         self._run: list[NDArray[np.int64]] = []
         self._drift_work: list[tuple[int, int]] = []
         self._looks: list[tuple[NDArray[np.int64], int]] = []
         self._done = 0
         self._pending = 0
-        self._begin_pass(next(self._steps))
+        try:
+            first = self._steps.first()
+        except PolicyError as error:
+            first = self._give_up(error)
+        self._begin_pass(first)
 
     @property
     def remaining(self) -> NDArray[np.int64]:
@@ -162,20 +190,36 @@ class SparsePrefill:
         logits = self._end_pass(output)
         mass, deviation = self._mass, self._deviation
         while True:
-            try:
-                step = self._steps.send(Observation(logits, mass, deviation))
-            except StopIteration:
+            step = self._next_step(Observation(None if logits is None else logits.clone(), mass, deviation))
+            if step is None:
                 return self._outcome(logits)
             self._begin_pass(step)
             if len(self._rows):
                 return None
             mass = deviation = None  # a step that chose nothing new is answered with what is known
 
+    def _next_step(self, observation: Observation) -> Recompute | None:
+        """What the policy wants next; the logits that it is shown are a copy, for those of the last step are served."""
+        if self._is_given_up:
+            return None
+        try:
+            return self._steps.send(observation)
+        except PolicyError as error:
+            return self._give_up(error)
+
+    def _give_up(self, error: PolicyError) -> Recompute:
+        """Ask the policy no more; returns the step that leaves nothing of the graft."""
+        self._is_given_up = True
+        self._steps.close()
+        if self._on_policy_error is not None:
+            self._on_policy_error(error)
+        return Recompute(np.empty(0, np.int64), afresh=True)
+
     def _begin_pass(self, step: Recompute) -> None:
         self._deviation_layer = step.deviation_layer if step.observe_key_deviation else 0
         num_tokens, exact_len = self._plan.num_tokens, self._plan.exact_len
         if self._deviation_layer or step.afresh:
-            self._rows = np.arange(exact_len, num_tokens)
+            self._rows = np.arange(min(exact_len, num_tokens - 1), num_tokens)
         else:
             self._rows = _rows_of(step, self._plan, self._computed)
         self._mass = np.zeros(num_tokens, np.float32) if step.observe_query else None

@@ -1,4 +1,4 @@
-"""KV memory: who holds which slot (numpy alone), the bytes of the slots and stores of blocks (torch, loaded on use)."""
+"""KV memory: who holds which slot (numpy alone), bytes of slots, blocks in host memory and stores (torch, loaded on use)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from kvgraft.memory.extents import SlotArray
 
 if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
+    from kvgraft.memory.host_slots import HostSlots
+    from kvgraft.memory.host_store import HostKVStore, StoreKey
     from kvgraft.memory.hybrid_pool import HybridSlotPool
-    from kvgraft.memory.pool import KVPlace, KVPool, LayerShape, SlotIndex, SlotPool, as_index
-    from kvgraft.memory.store import HostKVStore, KVStore, StoreFactory, StoreKey, create_store, register_store
+    from kvgraft.memory.pool import KVPlace, KVPool, LayerShape, SlotIndex, SlotPlace, SlotPool, as_index
+    from kvgraft.memory.store import KVStore, StoreFactory, open_stores, register_store
 
 __all__ = [
     "HostKVStore",
+    "HostSlots",
     "HybridSlotPool",
     "KVBlock",
     "KVPlace",
@@ -26,17 +29,19 @@ __all__ = [
     "SlotAllocator",
     "SlotArray",
     "SlotIndex",
+    "SlotPlace",
     "SlotPool",
     "SlotUsage",
     "StoreFactory",
     "StoreKey",
     "as_index",
-    "create_store",
+    "open_stores",
     "register_store",
 ]
 
 _NEEDS_TORCH = {
-    "HostKVStore": "kvgraft.memory.store",
+    "HostKVStore": "kvgraft.memory.host_store",
+    "HostSlots": "kvgraft.memory.host_slots",
     "HybridSlotPool": "kvgraft.memory.hybrid_pool",
     "KVBlock": "kvgraft.memory.block",
     "KVPlace": "kvgraft.memory.pool",
@@ -44,11 +49,12 @@ _NEEDS_TORCH = {
     "KVStore": "kvgraft.memory.store",
     "LayerShape": "kvgraft.memory.pool",
     "SlotIndex": "kvgraft.memory.pool",
+    "SlotPlace": "kvgraft.memory.pool",
     "SlotPool": "kvgraft.memory.pool",
     "StoreFactory": "kvgraft.memory.store",
-    "StoreKey": "kvgraft.memory.store",
+    "StoreKey": "kvgraft.memory.host_store",
     "as_index": "kvgraft.memory.pool",
-    "create_store": "kvgraft.memory.store",
+    "open_stores": "kvgraft.memory.store",
     "register_store": "kvgraft.memory.store",
 }
 

@@ -181,6 +181,14 @@ class SlotAllocator:
         """Slots that `owner` holds, others' too. O(num_slots): for checks and reports."""
         return int(np.count_nonzero(self._refs[owner]))
 
+    def num_references(self, owner: Owner) -> int:
+        """References of `owner` to all slots together. O(num_slots): for checks and reports."""
+        return int(self._refs[owner].sum())
+
+    def num_counted(self, slots: SlotArray, owner: Owner) -> int:
+        """How many of `slots` are counted under `owner`; for donors, how many nobody else holds. Complexity: O(slots)."""
+        return int(np.count_nonzero(self._classes(slots) == owner))
+
     def check(self) -> None:
         """Verify every invariant; for tests and idle time.
 

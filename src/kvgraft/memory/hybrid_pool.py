@@ -1,4 +1,4 @@
-"""The KV bytes of a model with sliding windows: slots for its full-attention layers, and fewer for its window layers.
+"""The KV bytes of a model with window layers: slots for its full-attention layers, and fewer for its window layers.
 
 A token has a number in each of the two spaces. Its full slot lives as long as the token; its window slot only while a row
 can still see it, so the two spaces are handed out and freed independently of one another. Who holds which slot, and which
@@ -15,12 +15,15 @@ import torch
 from kvgraft.errors import ConfigError
 from kvgraft.memory.block import KVBlock
 from kvgraft.memory.pool import LayerShape, SlotIndex, SlotPool
+from kvgraft.windows import widest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvgraft.windows import WindowKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +50,7 @@ class HybridSlotPool:
 
     Attributes:
         layers: K/V heads and head size of every layer of the model.
-        sliding_window_size: Keys that a window layer sees at most, the row's own included.
+        window_kind: Which keys a row of a window layer sees; of several sliding windows the widest.
         num_slots: Slots of the full-attention space, one for every token. A model without full-attention layers has them
             as mere numbers.
         full: Pool of the full-attention layers; None if there are none.
@@ -57,7 +60,7 @@ class HybridSlotPool:
     def __init__(
         self,
         layers: Sequence[LayerShape],
-        windows: Sequence[int | None],
+        windows: Sequence[WindowKind | None],
         *,
         num_slots: int,
         num_window_slots: int,
@@ -68,20 +71,20 @@ class HybridSlotPool:
 
         Args:
             layers: One shape per layer.
-            windows: Per layer how many keys a row sees, itself included; None for full attention.
+            windows: Per layer which keys a row sees; None for full attention.
             num_slots: Slots of the full-attention space.
             num_window_slots: Slots of the window space.
             dtype: Of keys and values.
             device: Of both pools.
 
         Raises:
-            ConfigError: No layer has a window, or there are no slots.
+            ConfigError: No layer has a window, they do not go together, or there are no slots.
         """
-        limited = [window for window in windows if window is not None]
-        if not limited or len(windows) != len(layers) or num_slots < 1:
+        kind = widest(windows)
+        if kind is None or len(windows) != len(layers) or num_slots < 1:
             raise ConfigError("a hybrid pool needs slots, and layers of which at least one has a window")
         self.layers = tuple(layers)
-        self.sliding_window_size = max(limited)
+        self.window_kind = kind
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = torch.device(device)

@@ -1,24 +1,41 @@
-"""Records as Prometheus metrics, `kvgraft:*`. Labels are few and fixed: never a tenant or a request."""
+"""Records as Prometheus metrics, `kvgraft:*`, and what the process is and takes. Labels are few: never a tenant or a request.
+
+Prometheus keeps colons for the names of recording rules, and its linter says so. vLLM and SGLang have them in all their
+names nevertheless (`vllm:num_requests_running`), and what their dashboards and autoscalers ask of an engine is asked of this
+one by another word in front. What is no engine's, `kvgraft_build_info` and `process_*`, is named as everywhere.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvgraft.observability.process import build_info, process_memory
 from kvgraft.reuse.metrics import (
     DONOR_HOST_BYTES,
     DONOR_TOKENS,
     DONORS,
     GRAFT_ERRORS,
+    LATENCY_S,
     METRICS,
+    PROPOSALS,
     RISK_AUDITS,
     RISK_CERTIFIED,
     MetricKind,
+    StoreSamples,
     risk_samples,
     samples,
 )
 
 try:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+    from prometheus_client import (
+        CollectorRegistry,
+        Counter,
+        Gauge,
+        Histogram,
+        Metric,
+        ProcessCollector,
+        generate_latest,
+    )
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as error:
     if error.name == "prometheus_client":
@@ -28,13 +45,12 @@ except ModuleNotFoundError as error:
     raise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kvgraft.observability.recorder import RequestRecord, StepRecord
     from kvgraft.reuse.metrics import Metric as ReuseMetric
-    from kvgraft.types import RiskStatement
+    from kvgraft.types import RiskStatement, StoreCounts
 
-_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 _HOLDERS = ("free", "request", "cached", "donor")
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -46,6 +62,15 @@ class PrometheusRecorder:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        versions = build_info()
+        build = Gauge(
+            "kvgraft_build_info",
+            "1, and what this server was built of",
+            (*versions, "model_name"),
+            registry=self.registry,
+        )
+        build.labels(**versions, model_name=model_name).set(1)
+        ProcessCollector(registry=self.registry)
         self._reuse = {metric: self._made(metric) for metric in METRICS}
         self._generated = self._counter("generation_tokens", "Tokens generated")
         self._requests = self._counter("requests", "Requests that ended", "outcome")
@@ -61,7 +86,19 @@ class PrometheusRecorder:
         self._running = self._gauge("num_requests_running", "Admitted requests")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for admission")
         self._slots = self._gauge("kv_slots", "K/V slots by holder", "holder")
+        self._pool_used = self._gauge("memory_used_bytes", "Bytes in use by pool", "pool")
+        self._pool_limit = self._gauge("memory_limit_bytes", "Bytes that a pool may take", "pool")
+        self._host_prefixes = self._gauge("prefix_host_tokens", "Tokens of exact prefixes in host memory")
+        self._sessions = self._gauge("sessions", "Open sessions")
+        self._kept = self._gauge("session_kv_slots", "K/V slots that are kept for sessions")
+        self._heal_candidates = self._gauge("heal_candidates", "Texts of grafted requests that wait to be healed")
+        self._healed_tokens = self._counter("healed_tokens", "Tokens computed exactly behind grafts, after the answer")
+        self._healed_requests = self._counter("healed_requests", "Grafted requests whose K/V were healed to their end")
+        self._heals_dropped = self._counter("heals_dropped", "Grafted requests that were not healed", "reason")
+        self._last_heals: dict[str, int] = {}
         self._last_errors = 0
+        self._last_proposals: dict[str, int] = {}
+        self._stores = StoreSamples()
 
     def record_request(self, record: RequestRecord) -> None:
         """Count a request that ended."""
@@ -95,6 +132,8 @@ class PrometheusRecorder:
             record.donor_tokens,
             record.host_bytes,
         )
+        self.set_host_prefixes(record.prefix_host_tokens)
+        self.set_sessions(record.num_sessions, record.slots_kept)
 
     def record_response(self, endpoint: str, status: int) -> None:
         """Count an HTTP response; `endpoint` is a route, never a path that a client made up."""
@@ -112,10 +151,53 @@ class PrometheusRecorder:
         for metric, value in ((DONORS, num_donors), (DONOR_TOKENS, donor_tokens), (DONOR_HOST_BYTES, host_bytes)):
             self._reuse[metric].labels(self._model_name).set(value)
 
+    def set_pools(self, pools: Mapping[str, tuple[int, int]]) -> None:
+        """Take over bytes in use and their limit by pool, and look at those of the process."""
+        process = process_memory()
+        if process.resident_bytes is not None:
+            pools = {**pools, "process": (process.resident_bytes, process.limit_bytes)}
+        for pool, (used, limit) in pools.items():
+            self._pool_used.labels(pool, self._model_name).set(used)
+            self._pool_limit.labels(pool, self._model_name).set(limit)
+
+    def set_host_prefixes(self, num_tokens: int) -> None:
+        """Take over how many tokens of exact prefixes lie in host memory."""
+        self._host_prefixes.labels(self._model_name).set(num_tokens)
+
+    def set_sessions(self, num_sessions: int, slots_kept: int) -> None:
+        """Take over how many sessions are open, and how many slots are kept for them."""
+        self._sessions.labels(self._model_name).set(num_sessions)
+        self._kept.labels(self._model_name).set(slots_kept)
+
     def set_errors(self, num_errors: int) -> None:
         """Take over the engine's count of failed lookups and grafts."""
         self._reuse[GRAFT_ERRORS].labels(self._model_name).inc(max(0, num_errors - self._last_errors))
         self._last_errors = max(self._last_errors, num_errors)
+
+    def set_proposals(self, counts: Mapping[str, int]) -> None:
+        """Take over the engine's counts of proposed donors."""
+        for what, count in counts.items():
+            new = count - self._last_proposals.get(what, 0)
+            self._reuse[PROPOSALS].labels(what, self._model_name).inc(max(0, new))
+        self._last_proposals = dict(counts)
+
+    def set_healing(self, num_candidates: int, num_tokens: int, num_requests: int, dropped: Mapping[str, int]) -> None:
+        """Take over the engine's counts of healing."""
+        self._heal_candidates.labels(self._model_name).set(num_candidates)
+        self._healed_tokens.labels(self._model_name).inc(self._new_heals("tokens", num_tokens))
+        self._healed_requests.labels(self._model_name).inc(self._new_heals("requests", num_requests))
+        for reason, count in dropped.items():
+            self._heals_dropped.labels(reason, self._model_name).inc(self._new_heals(f"dropped: {reason}", count))
+
+    def _new_heals(self, what: str, count: int) -> int:
+        last, self._last_heals[what] = self._last_heals.get(what, 0), count
+        return max(0, count - last)
+
+    def set_stores(self, counts: Iterable[StoreCounts], num_cold: int) -> None:
+        """Take over what stores have done so far, and how many donors lie in them alone."""
+        for metric, labels, value in self._stores.changes(counts, num_cold):
+            family = self._reuse[metric].labels(*labels, self._model_name)
+            family.set(value) if metric.kind is MetricKind.GAUGE else family.inc(value)
 
     def set_risk(self, statements: Mapping[str, RiskStatement]) -> None:
         """Take over what may be said of each reuse class."""
@@ -140,7 +222,7 @@ class PrometheusRecorder:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return self._ready(Gauge(f"kvgraft:{name}", text, (*labels, "model_name"), registry=self.registry), labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_S) -> Histogram:
         metric = Histogram(f"kvgraft:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
         return self._ready(metric, ())
 

@@ -53,6 +53,9 @@ class StepRecord:
         num_donors: Donors in all tiers.
         donor_tokens: Their tokens.
         host_bytes: Bytes of donors in host memory.
+        prefix_host_tokens: Tokens of exact prefixes in host memory.
+        num_sessions: Open sessions.
+        slots_kept: Slots that are kept for sessions; part of those of requests and the prefix cache.
     """
 
     seconds: float
@@ -67,6 +70,9 @@ class StepRecord:
     num_donors: int
     donor_tokens: int
     host_bytes: int
+    prefix_host_tokens: int = 0
+    num_sessions: int = 0
+    slots_kept: int = 0
 
 
 class Recorder(Protocol):

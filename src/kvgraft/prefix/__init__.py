@@ -1,26 +1,35 @@
 """Exact prefix caches: which KV slots hold a prompt's first tokens. Needs numpy alone and touches no KV.
 
-Public modules: `eviction.policies`, for the policies themselves.
+Public modules: `eviction.policies`, for the policies themselves, `events.log`, `events.publisher` and `events.wire`.
 """
 
 from __future__ import annotations
 
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.chunk import ChunkCache, SWAChunkCache
-from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvgraft.prefix.context import PoolFacts, TreeCacheBuildContext
+from kvgraft.prefix.events.donors import (
+    DonorScope,
+    donor_generation,
+    donor_removed,
+    donor_scope,
+    donor_stored,
+    is_donor,
+    scope_of,
+)
+from kvgraft.prefix.events.event import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from kvgraft.prefix.events.log import EventLog
 from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber
-from kvgraft.prefix.events.wire import EventBatch, decode_batch, encode_batch
+from kvgraft.prefix.events.wire import EventBatch, as_map, decode_batch, encode_batch
 from kvgraft.prefix.eviction.policies import EVICTION_POLICIES, EvictionKey, EvictionPolicy, make_eviction_policy
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.hierarchical.transfer import WRITE_POLICIES, LoadBack, LoadBackResult, TierTransfer
-from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.key import RadixKey, frozen_tokens
 from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.registry import (
     RadixCacheFactory,
-    TreeCacheBuildContext,
     create_tree_cache,
     default_radix_cache_factory,
     get_radix_cache_factory,
@@ -37,10 +46,15 @@ from kvgraft.prefix.results import (
     PrefixHandle,
     SlotArray,
 )
-from kvgraft.prefix.semantic import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.prefix.semantic import (
+    GuardedProvider,
+    SemanticCounters,
+    SemanticPrefixProvider,
+    SemanticPrefixResult,
+    load_provider,
+)
 from kvgraft.prefix.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
-from kvgraft.prefix.swa.frontier import swa_frontier
 from kvgraft.prefix.swa.node import SWALock
 from kvgraft.prefix.swa.results import SWAInsertResult, SWAMatchResult
 
@@ -49,15 +63,18 @@ __all__ = [
     "WRITE_POLICIES",
     "AllBlocksCleared",
     "BaseRadixCache",
+    "BlockHash",
     "BlockRemoved",
     "BlockStored",
     "ChunkCache",
+    "DonorScope",
     "EventBatch",
     "EventLog",
     "EvictResult",
     "EvictionKey",
     "EvictionPolicy",
     "FidelitySpan",
+    "GuardedProvider",
     "HierarchicalRadixCache",
     "InsertResult",
     "KVEvent",
@@ -65,6 +82,7 @@ __all__ = [
     "LoadBackResult",
     "MatchPrefixParams",
     "MatchResult",
+    "PoolFacts",
     "PrefixCache",
     "PrefixHandle",
     "PublisherConfig",
@@ -77,6 +95,7 @@ __all__ = [
     "SWALock",
     "SWAMatchResult",
     "SWARadixCache",
+    "SemanticCounters",
     "SemanticPrefixProvider",
     "SemanticPrefixResult",
     "SlotArray",
@@ -86,13 +105,21 @@ __all__ = [
     "TreeCacheBuildContext",
     "ZmqEventPublisher",
     "ZmqEventSubscriber",
+    "as_map",
     "create_tree_cache",
     "decode_batch",
     "default_radix_cache_factory",
+    "donor_generation",
+    "donor_removed",
+    "donor_scope",
+    "donor_stored",
     "encode_batch",
+    "frozen_tokens",
     "get_radix_cache_factory",
+    "is_donor",
+    "load_provider",
     "make_eviction_policy",
     "register_radix_cache_backend",
     "registered_radix_cache_backends",
-    "swa_frontier",
+    "scope_of",
 ]

@@ -16,7 +16,7 @@ from kvgraft.prefix.results import (
     PrefixHandle,
     SlotArray,
 )
-from kvgraft.prefix.swa.frontier import swa_frontier
+from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
@@ -105,13 +105,17 @@ class ChunkCache(PrefixCache):
 class SWAChunkCache(ChunkCache):
     """Stores nothing, but frees window slots that a running request has left behind."""
 
-    def __init__(self, page_size: int = 1, *, sliding_window_size: int) -> None:
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        sliding_window_size: int | None = None,
+        attention_chunk_size: int | None = None,
+    ) -> None:
         super().__init__(page_size)
-        if sliding_window_size < 1:
-            raise ConfigError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
-        self.sliding_window_size = sliding_window_size
+        self.window = window_kind(sliding_window_size, attention_chunk_size)
 
     def advance_window(self, req: RequestRow) -> EvictResult:
         """Return window slots below the frontier. Complexity: O(tokens freed)."""
-        frontier = swa_frontier(req.committed_len, self.sliding_window_size, self.page_size)
+        frontier = self.window.frontier(req.committed_len, self.page_size)
         return EvictResult(NO_SLOTS, req.leave_windows(frontier))

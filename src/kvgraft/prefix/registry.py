@@ -7,79 +7,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from importlib.metadata import EntryPoint, entry_points
 
-from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.errors import ConfigError, IntegrationError, one_line
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.chunk import ChunkCache, SWAChunkCache
+from kvgraft.prefix.context import TreeCacheBuildContext
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvgraft.prefix.events.log import EventLog
-    from kvgraft.prefix.hierarchical.transfer import TierTransfer
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "kvgraft.prefix_caches"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeCacheBuildContext:
-    """What a factory may know. Fields that a cache does not use are ignored by it.
-
-    Attributes:
-        page_size: Tokens per page.
-        backend: Name of a registered factory; None for the default chain.
-        disable_radix_cache: Reuse nothing.
-        effective_chunked_prefill_size: Tokens per prefill chunk, None without chunks.
-        sliding_window_size: Window of a hybrid model; needed where `is_hybrid_swa`.
-        is_hybrid_swa: Whether the model has full and sliding-window layers.
-        is_all_swa: Whether the model has sliding-window layers only.
-        is_hybrid_ssm: Whether the model has state-space layers.
-        use_native_tree: Ask for a tree in native code.
-        use_unified_tree: Ask for the component tree; ours serves full and sliding-window attention.
-        external_backend: Cache service outside the process, such as LMCache.
-        enable_hierarchical_cache: Keep evicted KV in a host tier.
-        tier_transfer: Moves KV between tiers; needed where `enable_hierarchical_cache`.
-        host_write_policy: `write_through` or `write_back`.
-        enable_streaming_session: Keep sessions of clients that append turn by turn.
-        eviction_policy: Name in `EVICTION_POLICIES`.
-        eviction_policy_config: Its parameters.
-        events: Where stored and removed pages are recorded.
-        options: For third-party factories.
-    """
-
-    page_size: int = 1
-    backend: str | None = None
-    disable_radix_cache: bool = False
-    effective_chunked_prefill_size: int | None = None
-    sliding_window_size: int | None = None
-    is_hybrid_swa: bool = False
-    is_all_swa: bool = False
-    is_hybrid_ssm: bool = False
-    use_native_tree: bool = False
-    use_unified_tree: bool = False
-    external_backend: str | None = None
-    enable_hierarchical_cache: bool = False
-    tier_transfer: TierTransfer | None = None
-    host_write_policy: str = "write_through"
-    enable_streaming_session: bool = False
-    eviction_policy: str = "lru"
-    eviction_policy_config: Mapping[str, int] = field(default_factory=dict)
-    events: EventLog | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
 RadixCacheFactory = Callable[[TreeCacheBuildContext], PrefixCache]
 
 _FACTORIES: dict[str, RadixCacheFactory] = {}
+"""Not `kvgraft.factories.NamedFactories`: what is specified for this registry differs. All entry points can be registered
+at once, broken ones are skipped with a warning, of several with one name the first that loads is taken, and names that nobody
+has used yet are not listed."""
 
 
 def register_radix_cache_backend(name: str, factory: RadixCacheFactory) -> None:
@@ -108,19 +57,30 @@ def registered_radix_cache_backends() -> list[str]:
 def load_entry_points() -> None:
     """Register what installed packages offer in the group `kvgraft.prefix_caches`; names already taken are kept.
 
-    Raises:
-        IntegrationError: An entry point cannot be imported; names it.
+    One that cannot be loaded is warned of and skipped: a broken package must not keep others from being used.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name in _FACTORIES:
-            continue
         try:
-            factory = entry.load()
-        except Exception as error:
-            raise IntegrationError(
-                f"prefix-cache backend {entry.name!r} ({entry.value}) cannot be loaded: {error}"
-            ) from error
-        register_radix_cache_backend(entry.name, factory)
+            _register_entry_point(entry)
+        except (ConfigError, IntegrationError) as error:
+            logger.warning("%s; it is skipped", error)
+
+
+def _register_entry_point(entry: EntryPoint) -> None:
+    """Register what `entry` names unless the name is taken; raises `IntegrationError` if it is no factory."""
+    if entry.name in _FACTORIES:
+        return
+    try:
+        factory = entry.load()
+    except Exception as error:
+        raise IntegrationError(_broken(entry, one_line(error))) from error
+    if not callable(factory):
+        raise IntegrationError(_broken(entry, f"a {type(factory).__name__} is no factory"))
+    register_radix_cache_backend(entry.name, factory)
+
+
+def _broken(entry: EntryPoint, reason: str) -> str:
+    return f"prefix-cache backend {entry.name!r} ({entry.value}) cannot be loaded: {reason}"
 
 
 def create_tree_cache(context: TreeCacheBuildContext) -> PrefixCache:
@@ -128,8 +88,15 @@ def create_tree_cache(context: TreeCacheBuildContext) -> PrefixCache:
 
     Raises:
         ConfigError: The backend is unknown, or a setting is missing or not supported; says what to do.
+        IntegrationError: The backend's entry point cannot be loaded, or what it makes is no `PrefixCache`.
     """
-    cache = _named_factory(context.backend)(context) if context.backend else default_radix_cache_factory(context)
+    cache: object = (
+        _named_factory(context.backend)(context) if context.backend else default_radix_cache_factory(context)
+    )
+    if not isinstance(cache, PrefixCache):
+        raise IntegrationError(
+            f"prefix-cache backend {context.backend!r} makes a {type(cache).__name__}; its factory must return a PrefixCache"
+        )
     if context.enable_streaming_session and not cache.supports_streaming_session():
         cache = StreamingSession(cache)
     logger.info("prefix cache: %s, backend %s", type(cache).__name__, context.backend or "default")
@@ -138,15 +105,32 @@ def create_tree_cache(context: TreeCacheBuildContext) -> PrefixCache:
 
 def _named_factory(name: str) -> RadixCacheFactory:
     if name not in _FACTORIES:
-        load_entry_points()
+        _load_named(name)
     factory = _FACTORIES.get(name)
     if factory is None:
+        load_entry_points()
         known = ", ".join(registered_radix_cache_backends()) or "none"
         raise ConfigError(
             f"unknown prefix-cache backend {name!r}; registered are: {known}. Call register_radix_cache_backend when your "
             f"module is imported, or declare an entry point in the group {ENTRY_POINT_GROUP}"
         )
     return factory
+
+
+def _load_named(name: str) -> None:
+    """Register the first entry point of that name that can be loaded; raises why if there are some and none can."""
+    errors: list[IntegrationError] = []
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name != name:
+            continue
+        try:
+            _register_entry_point(entry)
+        except IntegrationError as error:
+            errors.append(error)
+        else:
+            return
+    if errors:
+        raise errors[0]
 
 
 def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
@@ -169,7 +153,12 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
     windows = context.is_hybrid_swa or context.is_all_swa
     if context.effective_chunked_prefill_size is not None and context.disable_radix_cache:
         if windows:
-            return SWAChunkCache(context.page_size, sliding_window_size=_window(context))
+            _require_window(context)
+            return SWAChunkCache(
+                context.page_size,
+                sliding_window_size=context.sliding_window_size,
+                attention_chunk_size=context.attention_chunk_size,
+            )
         return ChunkCache(context.page_size)
     _refuse_unsupported(context, windows=windows)
     if windows:
@@ -202,16 +191,17 @@ def _refuse_unsupported(context: TreeCacheBuildContext, *, windows: bool) -> Non
         )
 
 
-def _window(context: TreeCacheBuildContext) -> int:
-    if context.sliding_window_size is None:
-        raise ConfigError("a model with sliding windows needs sliding_window_size in the build context")
-    return context.sliding_window_size
+def _require_window(context: TreeCacheBuildContext) -> None:
+    if context.sliding_window_size is None and context.attention_chunk_size is None:
+        raise ConfigError("a model with windows needs sliding_window_size or attention_chunk_size in the build context")
 
 
 def _swa_cache(context: TreeCacheBuildContext) -> PrefixCache:
+    _require_window(context)
     return SWARadixCache(
         context.page_size,
-        sliding_window_size=_window(context),
+        sliding_window_size=context.sliding_window_size,
+        attention_chunk_size=context.attention_chunk_size,
         policy=context.eviction_policy,
         policy_config=dict(context.eviction_policy_config),
         events=context.events,

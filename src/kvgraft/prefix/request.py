@@ -81,13 +81,13 @@ class RequestRow:
         """Start from a match: its slots become the beginning of the row.
 
         Args:
-            match: Of this request's key. Slots that it hands over (`owned`) become the request's own.
+            match: Of this request's key. Slots behind its `protected_len` become the request's own.
             handle: What `inc_lock_ref(match.handle)` returned.
         """
         self.kv_indices = np.array(match.kv_indices, dtype=np.int64)
         self.swa_indices = np.array(match.swa_indices, dtype=np.int64)
         self.handle = handle
-        self.protected_len = 0 if match.owned else match.prefix_len
+        self.protected_len = match.protected_len
         self.num_inserted = 0
         self.skip_insert = self.skip_insert or match.skip_insert
 

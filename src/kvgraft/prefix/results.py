@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvgraft.prefix.key import RadixKey
     from kvgraft.types import Fidelity
 
@@ -79,9 +82,9 @@ class MatchResult:
         host_hit_len: Further tokens behind `prefix_len` that a host tier holds (`load_back` brings them).
         substituted: Whether the KV belongs to other tokens (semantic fallback). Such a request is never inserted.
         skip_insert: Whether the request must not be inserted.
-        owned: Whether `kv_indices` are copies that the caller owns and frees; otherwise the cache goes on owning them.
         spans: For a substituted match, fidelity by position.
         source_id: Name that the semantic provider gave its donor.
+        metadata: What it said besides.
     """
 
     __slots__ = ("_joined", "_parts", "handle", "prefix_len")
@@ -89,9 +92,9 @@ class MatchResult:
     host_hit_len: int = 0
     substituted: bool = False
     skip_insert: bool = False
-    owned: bool = False
     spans: tuple[FidelitySpan, ...] = ()
     source_id: str = ""
+    metadata: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, parts: list[SlotArray], prefix_len: int, handle: PrefixHandle) -> None:
         self._parts = parts
@@ -102,6 +105,11 @@ class MatchResult:
     def __repr__(self) -> str:
         kind = "substituted " if self.substituted else ""
         return f"MatchResult({kind}prefix_len={self.prefix_len}, host_hit_len={self.host_hit_len})"
+
+    @property
+    def protected_len(self) -> int:
+        """Leading tokens whose slots the cache goes on owning; those behind are copies that the caller owns and frees."""
+        return self.prefix_len
 
     @property
     def host_handle(self) -> PrefixHandle:

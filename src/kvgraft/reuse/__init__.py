@@ -3,35 +3,54 @@
 Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An engine adapter says what its engine did
 (admitted, copied, computed again, started the request anew) and asks what follows from it.
 
-Public modules: `classes`, `metrics` for its names, `notches`.
+Public modules: `asked`, `classes`, `metrics` for its names, `notches`, `stored`.
 """
 
+from kvgraft.reuse.announcer import DonorAnnouncer
+from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import ComputedRun, Lineage, computed_runs, reused_span
-from kvgraft.reuse.lookup import DonorFinder, Found, Lookup
+from kvgraft.reuse.lookup import DonorFinder, Found, Lookup, NearDonors, ProposalCounters, Proposer
 from kvgraft.reuse.metrics import Metric, Sample, samples, token_kinds, token_outcome
-from kvgraft.reuse.policy import available_policies, configured_policy
+from kvgraft.reuse.policy import available_policies, configured_policy, selection_names
 from kvgraft.reuse.registration import Registration
-from kvgraft.reuse.report import REPORT_VERSION, report_as_dict, request_report, risk_as_dict, worst_report
+from kvgraft.reuse.report import (
+    REPORT_VERSION,
+    report_as_dict,
+    request_report,
+    risk_as_dict,
+    verified_report,
+    worst_report,
+)
+from kvgraft.reuse.substitute import Proposal, Substitutes
 
 __all__ = [
     "REPORT_VERSION",
     "ComputedRun",
+    "DonorAnnouncer",
     "DonorFinder",
     "Found",
     "Lineage",
     "Lookup",
     "Metric",
+    "NearDonors",
+    "Proposal",
+    "ProposalCounters",
+    "Proposer",
     "Registration",
     "Sample",
+    "Substitutes",
     "available_policies",
     "computed_runs",
     "configured_policy",
+    "miss_of",
     "report_as_dict",
     "request_report",
     "reused_span",
     "risk_as_dict",
     "samples",
+    "selection_names",
     "token_kinds",
     "token_outcome",
+    "verified_report",
     "worst_report",
 ]

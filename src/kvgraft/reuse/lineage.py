@@ -38,7 +38,8 @@ class Lineage:
       and is approximate too: its generation is one more than the highest that it attended to.
 
     An engine may take a request's K/V away and let it begin again (preemption, retraction, a failed load). What its cache
-    then gives back has the class that it had before, whatever the cache takes it for: `restart`.
+    then gives back has the class that it had before, whatever the cache takes it for: `restart`. And it may compute what is
+    approximate once more, from its exact prefix onwards: `heal`.
 
     Invariant (`check`): spans ascend, are disjoint and lie at or behind `given_len`.
     """
@@ -49,6 +50,7 @@ class Lineage:
         self._spans: tuple[SpanReport, ...] = ()
         self._exposed: tuple[tuple[int, int], ...] = ()
         self._recomputed = self._recomputed_inside = 0
+        self._healed_len = 0
 
     @property
     def given_len(self) -> int:
@@ -104,6 +106,19 @@ class Lineage:
         """Note that nothing copied lies at or behind `start`: the copy failed and the engine computes these positions."""
         self._cut(start)
 
+    def heal(self, stop: int) -> None:
+        """Note that every position in front of `stop`, the exact frontier, now has the K/V of a full prefill.
+
+        They were computed again in order, attending to nothing but one another and the exact prefix. What lies behind keeps
+        its class, a computed run, too.
+        """
+        self._healed_len = max(self._healed_len, stop)
+
+    def healed(self) -> None:
+        """Note that the frontier has passed everything: nothing approximate is left."""
+        self._spans, self._exposed, self._healed_len = (), (), 0
+        self._recomputed = self._recomputed_inside = 0
+
     def restart(self, kept_len: int) -> None:
         """Note that the request begins again and that its cache gave the first `kept_len` positions back.
 
@@ -116,7 +131,7 @@ class Lineage:
     def exact_len(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` positions have the K/V of a full prefill: what may be published as exact."""
         firsts = [start for start, _, _ in self._sources()]
-        return min([num_tokens, *firsts])
+        return min(num_tokens, max(self._healed_len, min([num_tokens, *firsts])))
 
     def computed_runs(self, start: int, stop: int) -> Iterator[ComputedRun]:
         """Yield the computed runs of `[start, stop)` with their generations, as far as donors may be made of them.
@@ -151,6 +166,7 @@ class Lineage:
 
     def _cut(self, stop: int) -> None:
         """Forget everything copied at or behind `stop`."""
+        self._healed_len = min(self._healed_len, stop)
         kept = tuple(
             replace(span, length=min(span.length, stop - span.target_start))
             for span in self._spans
@@ -185,8 +201,8 @@ def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int)
         yield ComputedRun(start, stop, attended)
 
 
-def reused_span(match: Match, donor: Donor, fidelity: Fidelity = Fidelity.SHIFTED) -> SpanReport:
-    """Describe a verified match whose K/V are copied from `donor`."""
+def reused_span(match: Match, donor: Donor, fidelity: Fidelity = Fidelity.SHIFTED, tier: str = "") -> SpanReport:
+    """Describe a verified match whose K/V are copied from `donor`, which has them in `tier` (see `SpanReport`)."""
     return SpanReport(
         target_start=match.target_start,
         length=match.length,
@@ -195,4 +211,5 @@ def reused_span(match: Match, donor: Donor, fidelity: Fidelity = Fidelity.SHIFTE
         position_delta=match.target_start - donor.start_position - match.donor_start,
         fidelity=fidelity,
         generation=donor.generation,
+        tier=tier,
     )

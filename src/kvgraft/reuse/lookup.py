@@ -7,23 +7,28 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgraft.donors import plan_graft
+from kvgraft.reuse.failures import miss_of
 from kvgraft.types import GraftPlan, Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvgraft.donors import CostModel
-    from kvgraft.types import Match, Namespace
+    from kvgraft.donors import CostModel, DonorCatalogue
+    from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace
 
     Cut = Callable[[Sequence[Match], int, int], Sequence[Match]]
     """Shrinks matches to what an engine can load, given them, the exact prefix and the number of tokens."""
+
+    ReadCost = Callable[[Match], float]
+    """What getting the K/V of a match costs besides; see `plan_graft`."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +46,45 @@ class DonorFinder(Protocol):
 
     def find(
         self,
-        namespace: Namespace,
+        namespace: Namespace | KeyedNamespace,
         token_ids: NDArray[np.integer[Any]],
         *,
         start: int = 0,
         max_generation: int | None = None,
+        proposed: Collection[DonorId] = (),
     ) -> Sequence[Match]:
         """See `DonorCatalogue.find`."""
+
+
+class NearDonors:
+    """The donors of a catalogue whose K/V are at hand."""
+
+    def __init__(self, catalogue: DonorCatalogue) -> None:
+        self._catalogue = catalogue
+
+    def __len__(self) -> int:
+        return len(self._catalogue)
+
+    def find(
+        self,
+        namespace: Namespace | KeyedNamespace,
+        token_ids: NDArray[np.integer[Any]],
+        *,
+        start: int = 0,
+        max_generation: int | None = None,
+        proposed: Collection[DonorId] = (),
+    ) -> Sequence[Match]:
+        """See `DonorCatalogue.find`."""
+        return self._catalogue.find(
+            namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed, with_far=False
+        )
+
+
+class Proposer(Protocol):
+    """What may know of donors that the indexes of a `DonorFinder` have lost. What it proposes is compared token by token."""
+
+    def propose(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]]) -> Collection[DonorId]:
+        """Name a few donors that resemble a prompt, of those it can tell about at once; wrong or old ones do no harm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +102,25 @@ class Found:
     lookup_ms: float = 0.0
 
 
+@dataclass(slots=True)
+class ProposalCounters:
+    """What a proposer was good for.
+
+    Attributes:
+        donors: Donors that it named.
+        tokens: Matched tokens that the indexes alone would not have found.
+    """
+
+    donors: int = 0
+    tokens: int = 0
+
+
 class Lookup:
     """Matches prompts and plans grafts. Not thread-safe.
+
+    A proposer is asked only where matches leave more than the shortest run of a prompt to compute. What it names is looked at
+    in a second search. Where a match would have to be read, donors that are at hand are searched once more: they may have a
+    little less of the text, and what saves most is taken.
 
     A lookup cannot be interrupted, so one that by experience (the median of the last ones, per token) would pass the deadline
     is not begun.
@@ -81,6 +135,8 @@ class Lookup:
         min_saved_tokens: int = 0,
         deadline_ms: float = math.inf,
         cut: Cut | None = None,
+        proposer: Proposer | None = None,
+        near: DonorFinder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare.
@@ -93,15 +149,21 @@ class Lookup:
             deadline_ms: Longest that a lookup may take; infinite where plans must depend on nothing but prompt and donors, as
                 on the ranks of one server, each of which looks up for itself.
             cut: Shrinks matches to what the engine can load; None if it can load any.
+            proposer: Names donors that the indexes may have lost; None for none. Not where plans must depend on nothing but
+                prompt and donors: it answers when it is ready.
+            near: Finds donors whose K/V are at hand (`NearDonors`), where that is not so of all.
             clock: Seconds.
         """
         self.num_errors = 0
+        self.proposals = ProposalCounters()
+        self._proposer = proposer
         self._donors = donors
         self._min_run = min_run
         self._max_generation = max_generation
         self._min_saved_tokens = min_saved_tokens
         self._deadline_ms = deadline_ms
         self._cut = cut
+        self._near = near
         self._clock = clock
         self._recent_ms_per_token: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -113,6 +175,7 @@ class Lookup:
         costs: CostModel,
         *,
         start: int | None = None,
+        read_cost: ReadCost | None = None,
     ) -> Found:
         """Match and plan one prompt.
 
@@ -122,6 +185,8 @@ class Lookup:
             exact_len: Tokens that the exact prefix cache gives.
             costs: What computing and copying cost.
             start: Matches in front of it are not looked for; None for `exact_len`.
+            read_cost: What reading the K/V of a match costs besides, in the unit of `costs`; None where all are at hand.
+                Asked several times.
         """
         if not len(self._donors):
             return Found(Miss(MissReason.NO_DONORS))
@@ -131,32 +196,64 @@ class Lookup:
             return Found(Miss(MissReason.DEADLINE, f"a lookup would take about {expected_ms:.0f} ms"))
         started = self._clock()
         try:
-            matches = tuple(
-                self._donors.find(
-                    namespace,
-                    token_ids,
-                    start=exact_len if start is None else start,
-                    max_generation=self._max_generation,
-                )
-            )
-            planned = self._plan(matches, exact_len, len(token_ids), costs)
+            first = exact_len if start is None else start
+            matches = self._matches(namespace, token_ids, first)
+            planned = self._plan(matches, exact_len, len(token_ids), costs, read_cost)
+            if self._near is not None and read_cost is not None and _reads_or_might(planned, matches, read_cost):
+                near = tuple(self._near.find(namespace, token_ids, start=first, max_generation=self._max_generation))
+                other = self._plan(near, exact_len, len(token_ids), costs, read_cost)
+                planned = max(planned, other, key=lambda plan: _saved(plan, costs, read_cost))
         except Exception as error:
             self.num_errors += 1
             logger.exception("a lookup failed; the request is computed instead")
-            return Found(Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
+            return Found(miss_of(error))
         lookup_ms = (self._clock() - started) * 1e3
         self._recent_ms_per_token.append(lookup_ms / max(1, len(token_ids)))
         return Found(planned, matches, lookup_ms)
+
+    def _matches(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int) -> tuple[Match, ...]:
+        """Matches of the indexes, and where these leave much out, with what is proposed."""
+        find = partial(self._donors.find, namespace, token_ids, start=start, max_generation=self._max_generation)
+        matches = tuple(find())
+        covered = sum(match.length for match in matches)
+        if self._proposer is None or len(token_ids) - start - covered <= self._min_run:
+            return matches
+        proposed = self._proposed(self._proposer, namespace, token_ids)
+        if not proposed:
+            return matches
+        more = tuple(find(proposed=proposed))
+        found = sum(match.length for match in more) - covered
+        self.proposals.donors += len(proposed)
+        self.proposals.tokens += max(0, found)
+        return more if found > 0 else matches
+
+    def _proposed(
+        self, proposer: Proposer, namespace: Namespace, token_ids: NDArray[np.integer[Any]]
+    ) -> Collection[DonorId]:
+        """Ask; whoever fails proposes nothing, and what the indexes found is used."""
+        try:
+            return proposer.propose(namespace, token_ids)
+        except Exception:
+            self.num_errors += 1
+            logger.exception("a proposer failed; donors of the indexes are used alone")
+            return ()
 
     def _expected_ms(self, num_tokens: int) -> float:
         recent = self._recent_ms_per_token
         return median(recent) * num_tokens if recent else 0.0
 
-    def _plan(self, matches: Sequence[Match], exact_len: int, num_tokens: int, costs: CostModel) -> GraftPlan | Miss:
+    def _plan(
+        self,
+        matches: Sequence[Match],
+        exact_len: int,
+        num_tokens: int,
+        costs: CostModel,
+        read_cost: ReadCost | None,
+    ) -> GraftPlan | Miss:
         usable = matches if self._cut is None else self._cut(matches, exact_len, num_tokens)
         if matches and not usable:
             return Miss(MissReason.NOT_WORTH_IT, "the matches are too short for this engine to load")
-        planned = plan_graft(num_tokens, exact_len, usable, costs, min_run=self._min_run)
+        planned = plan_graft(num_tokens, exact_len, usable, costs, min_run=self._min_run, read_cost=read_cost)
         if isinstance(planned, Miss):
             return planned
         saved = planned.reused_len * (1 - costs.recompute_ratio)
@@ -164,3 +261,18 @@ class Lookup:
         if saved < self._min_saved_tokens:
             return Miss(MissReason.NOT_WORTH_IT, f"{saved:.0f} tokens saved are less than min_saved_tokens")
         return planned
+
+
+def _reads_or_might(planned: GraftPlan | Miss, matches: Sequence[Match], read_cost: ReadCost) -> bool:
+    """Whether K/V of a match behind the exact prefix would have to be read, whether or not it is taken."""
+    if isinstance(planned, Miss):
+        return planned.reason is MissReason.NOT_WORTH_IT and any(read_cost(match) > 0 for match in matches)
+    return any(read_cost(match) > 0 for match in matches if match.target_end > planned.exact_len)
+
+
+def _saved(planned: GraftPlan | Miss, costs: CostModel, read_cost: ReadCost) -> float:
+    """What a plan saves, less what reading for it costs; less than any plan does for none."""
+    if isinstance(planned, Miss):
+        return -math.inf
+    saved = sum(costs.saving(span.target_start, span.target_end) - read_cost(span) for span in planned.spans)
+    return saved - costs.tail_cost(planned.spans[-1].target_end, planned.num_tokens)

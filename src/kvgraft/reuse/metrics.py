@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvgraft.types import MissReason, RiskStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from kvgraft.types import GraftReport, RiskStatement
+    from kvgraft.types import GraftReport, HealingReport, RiskStatement, StoreCounts
 
 _QUICK_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
+"""Buckets of what a client waits for."""
 _REJECTED = {
     MissReason.NOT_WORTH_IT,
     MissReason.MODEL_REFUSED,
@@ -25,6 +27,7 @@ _REJECTED = {
     MissReason.DEADLINE,
     MissReason.RISK,
 }
+_FAILED = {MissReason.ERROR, MissReason.POLICY_ERROR}
 
 
 class MetricKind(StrEnum):
@@ -80,9 +83,43 @@ RECOMPUTE_SECONDS = Metric(
     (),
     _QUICK_S,
 )
+VERIFIED_REQUESTS = Metric(
+    "verified_requests",
+    MetricKind.COUNTER,
+    "Requests with reuse=verified that were drafted from a graft; on the embedded engine only",
+)
+DRAFTED_TOKENS = Metric("drafted_tokens", MetricKind.COUNTER, "Provisional tokens that verified requests drew")
+RETRACTED_TOKENS = Metric("retracted_tokens", MetricKind.COUNTER, "Of them, those that a full prefill does not give")
+PROVISIONAL_SECONDS = Metric(
+    "time_to_first_provisional_token_seconds",
+    MetricKind.HISTOGRAM,
+    "From arrival to the first provisional token",
+    (),
+    LATENCY_S,
+)
 DONORS = Metric("donors", MetricKind.GAUGE, "Donors in all tiers")
 DONOR_TOKENS = Metric("donor_tokens", MetricKind.GAUGE, "Tokens of donors in all tiers")
 DONOR_HOST_BYTES = Metric("donor_host_bytes", MetricKind.GAUGE, "Bytes of donors in host memory, on the fullest worker")
+PROPOSALS = Metric(
+    "proposals",
+    MetricKind.COUNTER,
+    "Donors that an embedder named, tokens matched only thanks to that, texts embedded, dropped and failed; on the "
+    "embedded engine only",
+    ("what",),
+)
+STORE_READS = Metric(
+    "store_reads", MetricKind.COUNTER, "Reads of stored donors by what became of them", ("store", "outcome")
+)
+STORE_READ_BYTES = Metric("store_read_bytes", MetricKind.COUNTER, "Bytes of stored donors that arrived", ("store",))
+STORE_READ_SECONDS = Metric(
+    "store_read_seconds", MetricKind.HISTOGRAM, "Waiting of a request for K/V from stores", (), _QUICK_S
+)
+STORE_WRITES = Metric(
+    "store_writes", MetricKind.COUNTER, "Donors offered to stores by what became of them", ("store", "outcome")
+)
+STORE_WRITTEN_BYTES = Metric("store_written_bytes", MetricKind.COUNTER, "Bytes of donors written to stores", ("store",))
+STORE_RESTING = Metric("store_resting", MetricKind.GAUGE, "1 while a store is left alone after failures", ("store",))
+STORE_COLD_DONORS = Metric("store_cold_donors", MetricKind.GAUGE, "Donors whose K/V lie in stores alone")
 RISK_AUDITS = Metric(
     "risk_audits",
     MetricKind.GAUGE,
@@ -101,15 +138,32 @@ METRICS = (
     LOOKUP_SECONDS,
     GRAFT_SECONDS,
     RECOMPUTE_SECONDS,
+    VERIFIED_REQUESTS,
+    DRAFTED_TOKENS,
+    RETRACTED_TOKENS,
+    PROVISIONAL_SECONDS,
     DONORS,
     DONOR_TOKENS,
     DONOR_HOST_BYTES,
+    PROPOSALS,
+    STORE_READS,
+    STORE_READ_BYTES,
+    STORE_READ_SECONDS,
+    STORE_WRITES,
+    STORE_WRITTEN_BYTES,
+    STORE_RESTING,
+    STORE_COLD_DONORS,
     RISK_AUDITS,
     RISK_CERTIFIED,
 )
 """All of them, in the order of the documentation."""
 
-_STEPS = {"lookup": LOOKUP_SECONDS, "graft": GRAFT_SECONDS, "recompute": RECOMPUTE_SECONDS}
+_STEPS = {
+    "lookup": LOOKUP_SECONDS,
+    "graft": GRAFT_SECONDS,
+    "recompute": RECOMPUTE_SECONDS,
+    "read": STORE_READ_SECONDS,
+}
 
 
 def samples(report: GraftReport) -> Iterator[Sample]:
@@ -117,14 +171,59 @@ def samples(report: GraftReport) -> Iterator[Sample]:
     outcome = token_outcome(report)
     for kind, count in token_kinds(report).items():
         yield Sample(PROMPT_TOKENS, (kind, outcome), count)
-    if report.miss is None:
+    if report.healing is not None:
+        yield from _healing_samples(report.healing)
+    elif report.miss is None:
         yield Sample(GRAFTED_REQUESTS, (), 1)
     else:
         yield Sample(GRAFT_MISSES, (report.miss.reason.value,), 1)
+    has_graft = bool(report.spans) or report.healing is not None
     for step, milliseconds in report.timings_ms.items():
         metric = _STEPS.get(step)
-        if metric is not None and (step == "lookup" or report.spans):
+        if metric is not None and (step in ("lookup", "read") or has_graft):
             yield Sample(metric, (), milliseconds / 1e3)
+
+
+def _healing_samples(healing: HealingReport) -> Iterator[Sample]:
+    yield Sample(VERIFIED_REQUESTS, (), 1)
+    yield Sample(DRAFTED_TOKENS, (), healing.drafted_tokens)
+    yield Sample(RETRACTED_TOKENS, (), healing.retracted_tokens)
+    if healing.drafted_tokens:
+        yield Sample(PROVISIONAL_SECONDS, (), healing.first_provisional_s)
+
+
+class StoreSamples:
+    """Turns what stores have done in all into what metrics take. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[Metric, tuple[str, ...]], float] = {}
+
+    def changes(self, counts: Iterable[StoreCounts], num_cold: int) -> Iterator[Sample]:
+        """Yield what counters have gained since the last call, and the values of gauges. Stores of one name are one."""
+        for sample in _store_totals(counts, num_cold):
+            if sample.metric.kind is MetricKind.GAUGE:
+                yield sample
+                continue
+            told = self._told.get(sample[:2], 0)
+            self._told[sample[:2]] = sample.value
+            yield sample._replace(value=max(0, sample.value - told))
+
+
+def _store_totals(counts: Iterable[StoreCounts], num_cold: int) -> Iterator[Sample]:
+    yield Sample(STORE_COLD_DONORS, (), num_cold)
+    totals: dict[tuple[Metric, tuple[str, ...]], float] = {}
+    for store in counts:
+        entries: list[tuple[Metric, tuple[str, ...], float]] = [
+            (STORE_READ_BYTES, (store.name,), store.read_bytes),
+            (STORE_WRITTEN_BYTES, (store.name,), store.written_bytes),
+            (STORE_RESTING, (store.name,), store.is_resting),
+            *((STORE_READS, (store.name, outcome), count) for outcome, count in store.reads.items()),
+            *((STORE_WRITES, (store.name, outcome), count) for outcome, count in store.writes.items()),
+            (STORE_READS, (store.name, "look_failed"), store.failed_looks),
+        ]
+        for metric, labels, value in entries:
+            totals[metric, labels] = totals.get((metric, labels), 0) + value
+    yield from (Sample(metric, labels, value) for (metric, labels), value in totals.items())
 
 
 def risk_samples(statements: Mapping[str, RiskStatement]) -> Iterator[Sample]:
@@ -139,7 +238,8 @@ def token_kinds(report: GraftReport) -> dict[str, int]:
     """Prompt tokens by how they came about, under the names of the label `kind`."""
     kinds = {
         "prefix": report.exact_tokens,
-        "segment": report.shifted_tokens + report.substituted_tokens,
+        "segment": report.shifted_tokens,
+        "substituted": report.substituted_tokens,
         "recomputed": report.recomputed_tokens,
         "fresh": report.computed_tokens - report.recomputed_tokens,
     }
@@ -154,7 +254,7 @@ def token_outcome(report: GraftReport) -> str:
     """
     if report.shifted_tokens or report.substituted_tokens:
         return "approx"
-    if report.miss is not None and report.miss.reason is MissReason.ERROR:
+    if report.miss is not None and report.miss.reason in _FAILED:
         return "fallback"
     if report.miss is not None and report.miss.reason in _REJECTED:
         return "rejected"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
-from kvgraft.graft.select import SELECTION_POLICIES, FirstK, selection_policy
+from kvgraft.errors import ConfigError
+from kvgraft.factories import added_names
+from kvgraft.graft.select import SELECTION_GROUP, SELECTION_POLICIES, FirstK, Observable, policy_class, selection_policy
 from kvgraft.graft.select.ratio import RatioPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvgraft.graft.select import Observable, SelectionPolicy
+    from kvgraft.graft.select import SelectionPolicy
 
 
 def available_policies(shown: Collection[Observable]) -> tuple[str, ...]:
@@ -19,23 +22,52 @@ def available_policies(shown: Collection[Observable]) -> tuple[str, ...]:
     Args:
         shown: What the engine can show to a policy.
     """
-    return tuple(name for name, kind in SELECTION_POLICIES.items() if kind.observes <= set(shown))
+    return tuple(name for name, kind in list(SELECTION_POLICIES.items()) if kind.observes <= set(shown))
 
 
-def configured_policy(name: str, *, first_k: int, recompute_ratio: float | None = None) -> SelectionPolicy:
+def configured_policy(
+    name: str,
+    *,
+    first_k: int,
+    recompute_ratio: float | None = None,
+    shown: Collection[Observable] = frozenset(Observable),
+    may_import: bool = True,
+) -> SelectionPolicy:
     """Build the policy called `name` from settings, of which it takes those that are its own.
 
     Args:
-        name: A key of `SELECTION_POLICIES`.
+        name: Of a built-in or registered policy, one of an installed package, or `module:Class`.
         first_k: Tokens per run, for `first_k`.
         recompute_ratio: Share of reused tokens, for policies that recompute a share; None for their own default.
+        shown: What the engine can show to a policy.
+        may_import: Whether `module:Class` is known; False for what a client says.
 
     Raises:
-        ConfigError: The name is unknown or the value is out of range.
+        ConfigError: The name is unknown, the value is out of range, or the policy has to see what the engine does not show.
+        IntegrationError: A policy of another package cannot be loaded or built, or says nonsense of itself.
     """
     if name == FirstK.name:
         return FirstK(first_k)
-    kind = SELECTION_POLICIES.get(name)
-    if kind is not None and issubclass(kind, RatioPolicy) and recompute_ratio is not None:
-        return kind(ratio=recompute_ratio)
-    return selection_policy(name)
+    takes_share = issubclass(policy_class(name, may_import=may_import), RatioPolicy)
+    own = {"ratio": recompute_ratio} if takes_share and recompute_ratio is not None else {}
+    policy = selection_policy(name, may_import=may_import, **own)
+    unseen = policy.observes - set(shown)
+    if unseen:
+        raise ConfigError(
+            f"selection policy {name!r} has to see {', '.join(sorted(unseen))}, which this engine does not show; choose "
+            f"{', '.join(available_policies(shown))}"
+        )
+    return policy
+
+
+def selection_names() -> list[str]:
+    """Names that clients may ask for: built-in policies, registered ones, and those of installed packages.
+
+    Packages are looked through once: it takes milliseconds, and any client can ask for a name that does not exist.
+    """
+    return sorted({*list(SELECTION_POLICIES), *_installed_names()})
+
+
+@cache
+def _installed_names() -> frozenset[str]:
+    return frozenset(added_names(SELECTION_GROUP))

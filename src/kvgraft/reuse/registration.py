@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor, DonorCatalogue
     from kvgraft.reuse.lineage import ComputedRun, Lineage
     from kvgraft.reuse.lookup import DonorFinder
-    from kvgraft.types import Match, Namespace
+    from kvgraft.types import KeyedNamespace, Match, Namespace
 
 
 class Registration:
@@ -43,7 +43,9 @@ class Registration:
         """Yield what a request computed in `[start, stop)` and what is admitted. Copied text never is."""
         return (run for run in lineage.computed_runs(start, stop) if self.admits(run.stop - run.start, run.generation))
 
-    def is_known(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]], generation: int) -> bool:
+    def is_known(
+        self, namespace: Namespace | KeyedNamespace, token_ids: NDArray[np.integer[Any]], generation: int
+    ) -> bool:
         """Tell whether donors of at most `generation` have the text; see `covers`."""
         return self.covers(
             self._finder.find(namespace, token_ids, max_generation=generation), len(token_ids), generation
@@ -74,3 +76,15 @@ class Registration:
             if match.target_start == donor.start_position == 0 and match.length == donor.num_tokens:
                 donors.append(donor)
         return donors
+
+    def replaced(
+        self, namespace: Namespace | KeyedNamespace, token_ids: NDArray[np.integer[Any]], generation: int
+    ) -> list[Donor]:
+        """Return donors further from exact that a text of `generation`, about to be registered, is better than in every way.
+
+        Their whole text stands in it, and nobody uses them. To be asked before the text is a donor.
+        """
+        if generation >= self._max_generation:
+            return []
+        inside = self._catalogue.inside(namespace, token_ids, min_generation=generation + 1)
+        return [donor for donor in inside if not self._catalogue.is_pinned(donor.donor_id)]

@@ -26,7 +26,13 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _CLIENT_CLOSED = 499
 """Not sent: stands in logs and metrics for a client that left, as in nginx."""
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
-_PATHS = frozenset({"/", "/health", "/metrics", "/tokenize", "/v1/models", "/v1/completions", "/v1/chat/completions"})
+_PARENTS = ("/v1/models", "/v1/sessions")
+_PATHS = frozenset(
+    {
+        *("/", "/health", "/metrics", "/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"),
+        *("/v1/responses", *_PARENTS),
+    }
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +51,8 @@ class AccessRecord:
     output_tokens: int = 0
     exact_tokens: int = 0
     shifted_tokens: int = 0
+    drafted_tokens: int | None = None
+    retracted_tokens: int | None = None
     ttft_ms: float | None = None
     finish: str | None = None
 
@@ -56,12 +64,25 @@ class AccessRecord:
             self.output_tokens += len(output.token_ids)
             self.exact_tokens += int(output.report.exact_tokens)
             self.shifted_tokens += int(output.report.shifted_tokens)
+            healing = output.report.healing
+            if healing is not None:
+                self.drafted_tokens = (self.drafted_tokens or 0) + int(healing.drafted_tokens)
+                self.retracted_tokens = (self.retracted_tokens or 0) + int(healing.retracted_tokens)
             self.ttft_ms = max(self.ttft_ms or 0.0, output.ttft_s * 1e3)
             self.finish = str(output.finish_reason)
 
     def fields(self) -> dict[str, object]:
         """Return what is logged; None is left out."""
-        tokens = ("prompt_tokens", "output_tokens", "exact_tokens", "shifted_tokens", "ttft_ms", "finish")
+        tokens = (
+            "prompt_tokens",
+            "output_tokens",
+            "exact_tokens",
+            "shifted_tokens",
+            "drafted_tokens",
+            "retracted_tokens",
+            "ttft_ms",
+            "finish",
+        )
         return {
             "request_id": self.request_id,
             "method": self.method,
@@ -139,4 +160,7 @@ def _endpoint(path: str) -> str:
     """Name a path by its route, so that clients cannot make up label values."""
     if path in _PATHS:
         return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+    for parent in _PARENTS:
+        if path.startswith(f"{parent}/"):
+            return f"{parent}/{{id}}"
+    return "other"

@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvgraft.engine.document_names import document_reuse
+from kvgraft.engine.request import FinishReason, PromptFacts
 from kvgraft.reuse.report import report_as_dict
-from kvgraft.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from kvgraft.server.logprobs import TextOffsets, TokenTexts, prompt_logprobs
+from kvgraft.server.provisional import ProvisionalText
+from kvgraft.server.reuse_summary import report_header, reuse_summary
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from kvgraft.engine.request import RequestOutput, StreamPart
     from kvgraft.engine.sampling import TokenLogprobs
+    from kvgraft.server.echo import PromptEcho
     from kvgraft.server.generation import Choice
+    from kvgraft.server.provisional import Change
 
 JSONObject = dict[str, object]
+
+RETRACTION = "kvgraft.retract"
+"""`object` of the event that takes provisional text back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What an answer holds besides text.
+
+    Attributes:
+        echoes: What each prompt's answers begin with; empty for nothing.
+        prompt_logprobs: How many of the most likely tokens are told of each token of a prompt; None tells nothing.
+        token_ids: Whether ids of prompt and output are told.
+        no_output: Whether it ends with the prompt: the token that was computed is left out.
+        skip_special_tokens: Whether special tokens are no part of the text.
+        continuous_usage: Whether each chunk of a stream tells how many tokens there are so far.
+    """
+
+    echoes: Sequence[PromptEcho] = ()
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    no_output: bool = False
+    skip_special_tokens: bool = True
+    continuous_usage: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -25,27 +55,65 @@ class ChoiceState:
 
     Attributes:
         choice: The choice.
-        text: All text.
+        offsets: Where its tokens begin in its text.
+        echo: What its text begins with, or None.
+        text: All text behind that.
         logprobs: Of all tokens.
-        offset: Characters of the tokens whose log-probabilities went out.
+        new_ids: Tokens that a stream's client does not know of.
+        num_tokens: How many tokens of its answer there are.
+        prompt: What is known of its prompt, from its first part on.
         started: A chunk went out.
         output: The result, once it is there.
+        sent: The text that a stream's client has.
     """
 
     choice: Choice
+    offsets: TextOffsets
+    echo: PromptEcho | None = None
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offset: int = 0
+    new_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    prompt: PromptFacts | None = None
     started: bool = False
     output: RequestOutput | None = None
+    sent: ProvisionalText = field(default_factory=ProvisionalText)
+
+    def take(self, part: StreamPart) -> None:
+        """Add a part of an answer that is not streamed."""
+        self.text += part.text
+        self.note(part)
+        self.new_ids.append(part.token_id)
+        if part.logprobs is not None:
+            self.logprobs.append(part.logprobs)
+
+    def note(self, part: StreamPart) -> None:
+        """Take in what a part tells besides its text."""
+        self.prompt = part.prompt or self.prompt
+        self.output = part.output or self.output
+        self.num_tokens += not part.is_provisional
+
+    def drop_output(self) -> None:
+        """Leave what was generated out of the answer."""
+        self.text = ""
+        self.logprobs.clear()
+        self.new_ids.clear()
 
 
 class AnswerForm(ABC):
-    """How an endpoint writes its choices."""
+    """How an endpoint writes its choices.
+
+    Attributes:
+        id_prefix: Of the answer's id.
+        object_name: `object` of a whole answer.
+        chunk_name: `object` of a chunk.
+        prompt_in_choice: Facts about the prompt stand in the choice; otherwise beside all of them.
+    """
 
     id_prefix: str
     object_name: str
     chunk_name: str
+    prompt_in_choice = False
 
     @abstractmethod
     def whole(self, state: ChoiceState, texts: TokenTexts) -> JSONObject:
@@ -55,56 +123,54 @@ class AnswerForm(ABC):
     def delta(self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> JSONObject:
         """Return the new part of a choice, without index and reason."""
 
+    def deltas(
+        self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts
+    ) -> list[JSONObject]:
+        """Return new parts of a choice, one per chunk; none if nothing of the text is certain yet."""
+        return [self.delta(state, text, logprobs, texts)]
 
-class CompletionForm(AnswerForm):
-    """How completions look: OpenAI's `text_completion`."""
+    @abstractmethod
+    def nothing(self) -> JSONObject:
+        """Return a new part that adds nothing, without index and reason."""
 
-    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
-
-    def whole(self, state: ChoiceState, texts: TokenTexts) -> JSONObject:
-        """Text and log-probabilities."""
-        return {
-            "text": state.text,
-            "logprobs": completion_logprobs(texts, state.logprobs, 0) if state.logprobs else None,
-        }
-
-    def delta(self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> JSONObject:
-        """New text and its log-probabilities."""
-        told = completion_logprobs(texts, logprobs, state.offset) if logprobs else None
-        state.offset += sum(len(texts[token.token_id]) for token in logprobs)
-        return {"text": text, "logprobs": told}
-
-
-class ChatForm(AnswerForm):
-    """How chat answers look: OpenAI's `chat.completion`, and its chunks."""
-
-    id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def whole(self, state: ChoiceState, texts: TokenTexts) -> JSONObject:
-        """A message of the assistant."""
-        return {
-            "message": {"role": "assistant", "content": state.text, "refusal": None},
-            "logprobs": chat_logprobs(texts, state.logprobs) if state.logprobs else None,
-        }
-
-    def delta(self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> JSONObject:
-        """New text of the message; the first names the role."""
-        role = {} if state.started else {"role": "assistant"}
-        return {"delta": role | {"content": text}, "logprobs": chat_logprobs(texts, logprobs) if logprobs else None}
+    def reason(self, state: ChoiceState, reason: str) -> str:
+        """Return why a choice ended, which ended because of `reason`; asked for behind `whole` or the last `deltas`."""
+        return reason
 
 
 class Answer:
-    """Builds the answer to one HTTP request."""
+    """Builds the answer to one HTTP request.
+
+    Attributes:
+        end: Data of the event that ends a stream; empty if none does.
+    """
+
+    end = b"[DONE]"
 
     def __init__(
-        self, head: JSONObject, form: AnswerForm, choices: Sequence[Choice], texts: TokenTexts, *, include_usage: bool
+        self,
+        head: JSONObject,
+        form: AnswerForm,
+        choices: Sequence[Choice],
+        texts: TokenTexts,
+        *,
+        include_usage: bool,
+        extras: Extras | None = None,
     ) -> None:
         """Begin an answer; `head` holds what all its objects carry: id, created, model."""
         self._head = head
         self._form = form
         self._include_usage = include_usage
         self._texts = texts
-        self._states = [ChoiceState(choice) for choice in choices]
+        self._extras = Extras() if extras is None else extras
+        self._states = [self._state(choice) for choice in choices]
+
+    def _state(self, choice: Choice) -> ChoiceState:
+        extras = self._extras
+        echo = extras.echoes[choice.prompt_index] if extras.echoes else None
+        start = 0 if echo is None else len(echo.text)
+        offsets = TextOffsets(self._texts.tokenizer, start, skip_special_tokens=extras.skip_special_tokens)
+        return ChoiceState(choice, offsets, echo)
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -114,66 +180,144 @@ class Answer:
     async def whole(self, parts: AsyncIterator[tuple[Choice, StreamPart]]) -> JSONObject:
         """Wait for everything and return the answer."""
         async for choice, part in parts:
-            state = self._states[choice.index]
-            state.text += part.text
-            state.output = part.output or state.output
-            if part.logprobs is not None:
-                state.logprobs.append(part.logprobs)
-        choices = [
-            {"index": state.choice.index, **self._form.whole(state, self._texts), "finish_reason": _reason(state)}
-            for state in self._states
-        ]
+            self._states[choice.index].take(part)
+        choices = [self._choice(state) for state in self._states]
         answer: JSONObject = {**self._head, "object": self._form.object_name, "choices": choices, "usage": self.usage()}
         for state, choice_object in zip(self._states, choices, strict=True):
-            (answer if len(choices) == 1 else choice_object)["kvgraft"] = _reuse(state)
+            (choice_object if self._form.prompt_in_choice else answer).update(self._prompt_facts(state))
+            (answer if len(choices) == 1 else choice_object)["kvgraft"] = reuse_of(state)
         return answer
+
+    def _choice(self, state: ChoiceState) -> JSONObject:
+        if self._extras.no_output:
+            state.drop_output()
+        told = {"token_ids": state.new_ids} if self._extras.token_ids else {}
+        choice = self._form.whole(state, self._texts)
+        return {"index": state.choice.index, **choice, "finish_reason": self._reason(state), **told}
+
+    def _prompt_facts(self, state: ChoiceState) -> JSONObject:
+        """What is told of a choice's prompt: nothing unless it is asked for."""
+        facts: JSONObject = {}
+        prompt = state.prompt or PromptFacts(state.choice.request.token_ids)
+        if self._extras.token_ids:
+            facts["prompt_token_ids"] = [int(token) for token in prompt.token_ids]
+        if self._extras.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = prompt_logprobs(self._texts, prompt.logprobs or (), self._extras.prompt_logprobs)
+        return facts
 
     async def chunks(self, parts: AsyncIterator[tuple[Choice, StreamPart]]) -> AsyncIterator[JSONObject]:
         """Yield chunks as parts come; the last of each choice carries its reason and what was reused.
 
         The first token of a choice always makes a chunk, so that clients see it in time; later ones do if they bring text.
+        Provisional text is marked. In front of a chunk that contradicts what was sent comes an event that takes it back.
         """
         async for choice, part in parts:
             state = self._states[choice.index]
-            state.output = part.output
-            if state.started and not (part.text or part.logprobs or part.output):
-                continue
-            logprobs = () if part.logprobs is None else (part.logprobs,)
-            delta = self._form.delta(state, part.text, logprobs, self._texts)
-            state.started = True
-            reason = None if part.output is None else _reason(state)
-            choice_object: JSONObject = {"index": choice.index, **delta, "finish_reason": reason}
-            chunk = self._chunk([choice_object])
-            if part.output is not None:
-                (chunk if len(self._states) == 1 else choice_object)["kvgraft"] = _reuse(state)
-            yield chunk
+            state.note(part)
+            if self._extras.no_output:
+                part = replace(part, text="", logprobs=None)  # noqa: PLW2901 - the token is left out everywhere below
+            elif not part.is_provisional:
+                state.new_ids.append(part.token_id)
+            change = state.sent.take(part)
+            if change.characters:
+                yield self._retraction(state, change)
+            logprobs = () if part.logprobs is None or part.is_provisional else (part.logprobs,)
+            if change.text or logprobs or part.output or not state.started:
+                for chunk in self._new(state, change.text, logprobs, is_provisional=part.is_provisional):
+                    yield chunk
         if self._include_usage:
             yield self._chunk([]) | {"usage": self.usage()}
 
+    def failed(self, payload: JSONObject) -> JSONObject:
+        """Return the event that ends a stream that failed, of the body that tells the error."""
+        return payload
+
     def usage(self) -> JSONObject:
         """Count tokens: each prompt once, however many choices it has; reused tokens are those of its first choice."""
-        first = {state.choice.prompt_index: state.output for state in reversed(self._states)}
-        prompts = [output for output in first.values() if output is not None]
+        prompts = self._first_outputs()
         prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
-        completion_tokens = sum(len(output.token_ids) for output in self.outputs)
+        completion_tokens = 0 if self._extras.no_output else sum(len(output.token_ids) for output in self.outputs)
+        summary = reuse_summary(prompts)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(int(output.report.reused_tokens) for output in prompts)},
+            "prompt_tokens_details": {"cached_tokens": summary["reused_tokens"]},
+            "kvgraft": summary,
         }
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a whole answer: what was reused, as in `usage`."""
+        return report_header(reuse_summary(self._first_outputs()))
+
+    def _first_outputs(self) -> list[RequestOutput]:
+        """Results of the first choice of each prompt."""
+        first = {state.choice.prompt_index: state.output for state in reversed(self._states)}
+        return [output for output in first.values() if output is not None]
+
+    def _new(
+        self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], *, is_provisional: bool
+    ) -> list[JSONObject]:
+        """Return chunks for what is new; facts about the prompt come with the first, all about the choice with the last."""
+        deltas = self._form.deltas(state, text, logprobs, self._texts)
+        if not deltas:
+            return []
+        facts = {} if state.started else self._prompt_facts(state)
+        state.started = True
+        if self._form.prompt_in_choice:
+            deltas[0] |= facts
+        if self._extras.token_ids and not is_provisional:
+            deltas[-1]["token_ids"], state.new_ids = state.new_ids, []
+        told: JSONObject | None = {"provisional": True} if is_provisional else reuse_of(state)
+        chunks = [self._of_choice(state, delta, None, None) for delta in deltas[:-1]]
+        chunks.append(self._of_choice(state, deltas[-1], self._reason(state), told))
+        if not self._form.prompt_in_choice:
+            chunks[0] |= facts
+        return chunks
+
+    def _retraction(self, state: ChoiceState, change: Change) -> JSONObject:
+        told: JSONObject = {"retract": {"characters": change.characters, "tokens": change.tokens}}
+        return self._of_choice(state, self._form.nothing(), None, told) | {"object": RETRACTION}
+
+    def _of_choice(
+        self, state: ChoiceState, delta: JSONObject, reason: str | None, told: JSONObject | None
+    ) -> JSONObject:
+        """Return a chunk about one choice; what is `told` of reuse stands beside the choice where there is but one."""
+        choice_object: JSONObject = {"index": state.choice.index, **delta, "finish_reason": reason}
+        chunk = self._chunk([choice_object])
+        if told is not None:
+            (chunk if len(self._states) == 1 else choice_object)["kvgraft"] = told
+        return chunk
+
+    def _reason(self, state: ChoiceState) -> str | None:
+        if state.output is None:
+            return None
+        reason = FinishReason.LENGTH if self._extras.no_output else state.output.finish_reason
+        return self._form.reason(state, str(reason))
 
     def _chunk(self, choices: list[JSONObject]) -> JSONObject:
         chunk: JSONObject = {**self._head, "object": self._form.chunk_name, "choices": choices}
+        if self._extras.continuous_usage:
+            return chunk | {"usage": self._usage_so_far()}
         return chunk | {"usage": None} if self._include_usage else chunk
 
+    def _usage_so_far(self) -> JSONObject:
+        """Tokens of all prompts, each once, and of all choices that have come; what was reused is told in the end."""
+        known = {state.choice.prompt_index: state for state in reversed(self._states)}.values()
+        prompt_tokens = sum(len((state.prompt or state.choice.request).token_ids) for state in known)
+        completion_tokens = 0 if self._extras.no_output else sum(state.num_tokens for state in self._states)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
 
-def _reason(state: ChoiceState) -> str | None:
-    return None if state.output is None else str(state.output.finish_reason)
 
-
-def _reuse(state: ChoiceState) -> JSONObject | None:
+def reuse_of(state: ChoiceState) -> JSONObject | None:
+    """Return what was reused for a choice, and its times; None while it is not done."""
     if state.output is None:
         return None
     times = {"ttft_ms": state.output.ttft_s * 1e3, "total_ms": state.output.total_s * 1e3}
-    return report_as_dict(state.output.report) | times
+    documents = document_reuse(state.choice.request.documents, state.output.report)
+    named = {"documents": documents} if documents else {}
+    return report_as_dict(state.output.report) | named | times

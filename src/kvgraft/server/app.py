@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from kvgraft.errors import KVGraftError
-from kvgraft.server import status
+from kvgraft.server import status, tokenization
+from kvgraft.server.absent import absent_endpoint
 from kvgraft.server.access_log import AccessLog, note_error
 from kvgraft.server.auth import BearerAuth
 from kvgraft.server.chat import create_chat_completion
 from kvgraft.server.completions import create_completion
 from kvgraft.server.context import ServerContext, context_of
 from kvgraft.server.errors import APIError, as_api_error
+from kvgraft.server.responses import create_response
+from kvgraft.server.reuse_summary import REPORT_HEADER
+from kvgraft.server.sessions import close_session, open_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from kvgraft.config import ServerConfig
     from kvgraft.engine.async_llm import AsyncLLM
     from kvgraft.observability.prometheus import PrometheusRecorder
+
+_NOT_FOUND = 404
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig, metrics: PrometheusRecorder | None = None) -> Starlette:
@@ -43,14 +50,18 @@ def create_app(engine: AsyncLLM, config: ServerConfig, metrics: PrometheusRecord
             Route("/", status.index),
             Route("/health", status.health),
             Route("/metrics", status.metrics),
-            Route("/tokenize", status.tokenize, methods=["POST"]),
+            Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenization.detokenize, methods=["POST"]),
             Route("/reset_prefix_cache", status.reset_prefix_cache, methods=["POST"]),
             Route("/v1/models", status.list_models),
             Route("/v1/models/{id:path}", status.get_model),
+            Route("/v1/sessions", open_session, methods=["POST"]),
+            Route("/v1/sessions/{id}", close_session, methods=["DELETE"]),
             Route("/v1/completions", create_completion, methods=["POST"]),
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+            Route("/v1/responses", create_response, methods=["POST"]),
         ],
-        middleware=[Middleware(AccessLog, metrics), Middleware(BearerAuth, config.api_key)],
+        middleware=_middleware(config, metrics),
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},
         lifespan=_lifespan,
     )
@@ -65,7 +76,23 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
     await app.state.context.close(0.0)
 
 
+def _middleware(config: ServerConfig, metrics: PrometheusRecorder | None) -> list[Middleware]:
+    """The outermost first: browsers are to read errors, too, and their preflights carry no key."""
+    inner = [Middleware(AccessLog, metrics), Middleware(BearerAuth, config.api_key)]
+    if not config.cors_origin:
+        return inner
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=config.cors_origin,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", REPORT_HEADER, "retry-after"],
+    )
+    return [cors, *inner]
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
-    answer = as_api_error(error, closing=context_of(request).is_closing)
+    absent = absent_endpoint(request.url.path) if getattr(error, "status_code", None) == _NOT_FOUND else None
+    answer = absent or as_api_error(error, closing=context_of(request).is_closing)
     note_error(request.scope, answer)
     return answer.response()

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
 
 
+def owner_of(scope: Scope, keys: Sequence[str]) -> str:
+    """Say who a client is, for what belongs to it: a digest of its key, the same for everybody where there are no keys."""
+    return _digest(_presented(scope)[1]).hex() if keys else ""
+
+
 class BearerAuth:
     """Middleware that lets requests with a known key pass, and all of them if there are no keys."""
 
@@ -41,11 +46,17 @@ class BearerAuth:
 
     def _accepts(self, scope: Scope) -> bool:
         """Compare digests with every key, in time that does not depend on which one fits or how much of it."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        digest = _digest(key.strip())
+        scheme, key = _presented(scope)
+        digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return scheme == b"bearer" and any(matches)
+
+
+def _presented(scope: Scope) -> tuple[bytes, bytes]:
+    """Scheme in lower case and credentials of a request."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, key = given.partition(b" ")
+    return scheme.lower(), key.strip()
 
 
 def _digest(key: bytes) -> bytes:

@@ -22,18 +22,23 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, object]:
         APIError: 415 for another content type, 413 for too many bytes, 408 for too slow ones, 400 for a bad body.
         ClientDisconnectedError: The client left in between.
     """
+    body = await read_body(request, max_bytes)
+    try:
+        return parse_object(body)
+    except ValueError as error:
+        raise BadRequestError(str(error), code="invalid_json") from error
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the bytes that were sent, of what says that it is JSON; errors as of `read_object`."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json":
         raise APIError(415, "the body must be sent with the header 'Content-Type: application/json'")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _read(request, max_bytes)
+            return await _read(request, max_bytes)
     except TimeoutError as error:
         raise APIError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} seconds") from error
-    try:
-        return parse_object(body)
-    except ValueError as error:
-        raise BadRequestError(str(error), code="invalid_json") from error
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

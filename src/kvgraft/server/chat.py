@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.server.access_log import access_of
-from kvgraft.server.answer import ChatForm
+from kvgraft.server.arguments import body_error
 from kvgraft.server.body import read_object
-from kvgraft.server.chat_template import render_chat
+from kvgraft.server.body_fields import Endpoint
+from kvgraft.server.chat_form import ChatForm
+from kvgraft.server.chat_template import template_of
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
+from kvgraft.server.conversation import Conversation, prepare_chat
+from kvgraft.server.document_fields import chat_documents
+from kvgraft.server.field_table import check_fields
 from kvgraft.server.fields import Fields
-from kvgraft.server.messages import parse_messages, parse_tools
-from kvgraft.server.options import MAX_LOGPROBS, check_model, parse_options, refuse
+from kvgraft.server.messages import parse_messages
+from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
+from kvgraft.server.sampling_fields import MAX_LOGPROBS
+from kvgraft.server.sessions import parse_session
+from kvgraft.server.template_fields import parse_template_fields
+from kvgraft.server.tools import parse_tool_use
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from starlette.requests import Request
 
 DEFAULT_CHAT_TOKENS = 2048
 """`max_tokens` of a chat that names none, if so many fit: OpenAI sets no limit, a model that never stops would."""
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "tool_choice": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": ({},),
-}
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 
 
 async def create_chat_completion(request: Request) -> GenerationResponse:
@@ -38,27 +40,42 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
     context = context_of(request)
     fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
-    refuse(fields, _UNSUPPORTED)
-    messages, tools = parse_messages(fields), parse_tools(fields)
+    check_fields(fields, Endpoint.CHAT)
+    tokenizer = context.engine.loaded.tokenizer
+    tools = parse_tool_use(fields)
+    template = template_of(tokenizer, with_tools=bool(tools.shown))
+    conversation = Conversation(parse_messages(fields), tools, parse_template_fields(fields, template))
     options = parse_options(
-        fields, max_tokens=_max_tokens(fields), logprobs=_logprobs(fields), default_reuse=context.config.reuse
+        fields,
+        max_tokens=_max_tokens(fields),
+        logprobs=_logprobs(fields),
+        default_reuse=context.config.reuse,
+        tokenizer=tokenizer,
     )
-    prompt = await asyncio.to_thread(render_chat, context.engine.loaded.tokenizer, messages, tools)
-    form = ChatForm()
+    session = parse_session(fields, request, append=False, num_choices=options.n)
+    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config.tool_parser, conversation, options)
+    documents = await asyncio.to_thread(chat_documents, fields, chat.prompt.text)
+    form = ChatForm(chat.reading)
     answer_id = access_of(request.scope).answer_id = form.id_prefix + uuid.uuid4().hex
     return GenerationResponse(
         context,
         answer_id,
         form,
-        options.with_stops(prompt.stop),
-        [prompt.text],
-        add_special_tokens=prompt.add_special_tokens,
+        chat.options,
+        [chat.prompt.text],
+        blame=partial(body_error, fields=fields, endpoint=Endpoint.CHAT),
+        add_special_tokens=chat.prompt.add_special_tokens,
+        session=session,
+        documents=documents,
     )
 
 
 def _max_tokens(fields: Fields) -> int:
-    key = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    return fields.integer(key, DEFAULT_CHAT_TOKENS, 1, MAX_TOKENS)
+    """Read `max_tokens`, under its older name or its newer one."""
+    older, newer = (fields.integer(key, DEFAULT_CHAT_TOKENS, 1, MAX_TOKENS) for key in _MAX_TOKENS)
+    if older != newer and all(fields.has(key) for key in _MAX_TOKENS):
+        raise fields.error("max_tokens", f"is {older} and max_completion_tokens is {newer}; leave out one of them")
+    return newer if fields.has("max_completion_tokens") else older
 
 
 def _logprobs(fields: Fields) -> int | None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.server.access_log import access_of
-from kvgraft.server.answer import CompletionForm
+from kvgraft.server.arguments import body_error
 from kvgraft.server.body import read_object
+from kvgraft.server.body_fields import Endpoint
+from kvgraft.server.completion_form import CompletionForm
 from kvgraft.server.context import context_of
+from kvgraft.server.document_fields import prompt_documents
 from kvgraft.server.errors import BadRequestError
-from kvgraft.server.fields import Fields, kind_of
-from kvgraft.server.options import MAX_CHOICES, MAX_LOGPROBS, check_model, parse_options, refuse
+from kvgraft.server.field_table import check_fields
+from kvgraft.server.fields import Fields, kind_of, whole_numbers
+from kvgraft.server.options import MAX_CHOICES, check_model, parse_options
 from kvgraft.server.response import GenerationResponse
+from kvgraft.server.sampling_fields import MAX_LOGPROBS
+from kvgraft.server.sessions import parse_session
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from starlette.requests import Request
+
+    from kvgraft.server.context import ServerContext
+    from kvgraft.server.options import Options
 
 _DEFAULT_TOKENS = 16
 MAX_TOKENS = 2**31 - 1
 """Largest `max_tokens`; what does not fit behind the prompt is cut in any case."""
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"suffix": ("",), "best_of": (1,), "echo": (False,)}
 
 
 async def create_completion(request: Request) -> GenerationResponse:
@@ -30,19 +39,52 @@ async def create_completion(request: Request) -> GenerationResponse:
     context = context_of(request)
     fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
-    refuse(fields, _UNSUPPORTED)
+    check_fields(fields, Endpoint.COMPLETIONS)
     prompts = parse_prompts(fields, context.engine.loaded.vocab_size)
-    options = parse_options(
-        fields,
-        max_tokens=fields.integer("max_tokens", _DEFAULT_TOKENS, 1, MAX_TOKENS),
-        logprobs=fields.integer("logprobs", 0, 0, MAX_LOGPROBS) if fields.has("logprobs") else None,
-        default_reuse=context.config.reuse,
-    )
+    options = _options(fields, context)
+    if fields.integer("best_of", options.n, 1, MAX_CHOICES) != options.n:
+        raise fields.error(
+            "best_of", "must be equal to n: choices are not ranked; ask for n choices, and take the best"
+        )
     if len(prompts) * options.n > MAX_CHOICES:
         raise BadRequestError(f"prompts times n must be at most {MAX_CHOICES}; send several requests", param="n")
+    session = parse_session(fields, request, append=True, num_choices=len(prompts) * options.n)
+    if session is not None and options.echo:
+        raise fields.error("echo", "does not go with session_id: the prompt is all that the session holds")
+    is_named = fields.section("kvgraft").has("documents")
+    documents = await asyncio.to_thread(prompt_documents, fields, prompts) if is_named else ()
     form = CompletionForm()
     answer_id = access_of(request.scope).answer_id = form.id_prefix + uuid.uuid4().hex
-    return GenerationResponse(context, answer_id, form, options, prompts)
+    return GenerationResponse(
+        context,
+        answer_id,
+        form,
+        options,
+        prompts,
+        blame=partial(body_error, fields=fields, endpoint=Endpoint.COMPLETIONS),
+        add_special_tokens=fields.flag("add_special_tokens", default=True),
+        session=session,
+        documents=documents,
+    )
+
+
+def _options(fields: Fields, context: ServerContext) -> Options:
+    """Read the options; what is asked about an echo, and an answer that has no output, is settled here."""
+    echo = fields.flag("echo")
+    max_tokens = fields.integer("max_tokens", _DEFAULT_TOKENS, 0, MAX_TOKENS)
+    if max_tokens == 0 and not echo and not fields.has("prompt_logprobs"):
+        raise fields.error("max_tokens", "must be at least 1, but for requests with echo or prompt_logprobs")
+    options = parse_options(
+        fields,
+        max_tokens=max(1, max_tokens),
+        logprobs=fields.integer("logprobs", 0, 0, MAX_LOGPROBS) if fields.has("logprobs") else None,
+        default_reuse=context.config.reuse,
+        tokenizer=context.engine.loaded.tokenizer,
+    )
+    sampling = options.sampling
+    if echo and sampling.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
+    return replace(options, sampling=sampling, echo=echo, no_output=max_tokens == 0)
 
 
 def parse_prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
@@ -53,21 +95,23 @@ def parse_prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
     if not isinstance(prompt, list) or not prompt:
         problem = "is missing" if prompt is None else "is empty" if prompt == [] else f"must not be {kind_of(prompt)}"
         raise fields.error("prompt", f"{problem}; give a string, a list of strings, token ids or a list of those")
-    if isinstance(prompt[0], int):
-        return [_token_ids(fields, "prompt", prompt, vocab_size)]
+    if isinstance(prompt[0], int | float):
+        return [parse_token_ids(fields, "prompt", prompt, vocab_size)]
     if len(prompt) > MAX_CHOICES:
         raise fields.error("prompt", f"must hold at most {MAX_CHOICES} prompts; send several requests")
     return [
-        item if isinstance(item, str) else _token_ids(fields, f"prompt[{number}]", item, vocab_size)
+        item if isinstance(item, str) else parse_token_ids(fields, f"prompt[{number}]", item, vocab_size)
         for number, item in enumerate(prompt)
     ]
 
 
-def _token_ids(fields: Fields, key: str, value: object, vocab_size: int) -> list[int]:
+def parse_token_ids(fields: Fields, key: str, value: object, vocab_size: int) -> list[int]:
+    """Return token ids of the vocabulary, at least one; `key` names them in errors."""
     if not isinstance(value, list) or not value:
-        raise fields.error(key, "must be a string or a list of token ids that is not empty")
-    if not all(type(token) is int for token in value):
+        raise fields.error(key, "must be text or token ids, at least one")
+    token_ids = whole_numbers(value)
+    if token_ids is None:
         raise fields.error(key, "must hold whole numbers only, or strings only")
-    if min(value) < 0 or max(value) >= vocab_size:
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise fields.error(key, f"has token ids outside [0, {vocab_size}); was it tokenised for another model?")
-    return value
+    return token_ids

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 
-from kvgraft.errors import ConfigError, OverloadedError, RequestError
+from kvgraft.errors import (
+    ConfigError,
+    ContextLengthError,
+    NothingToDrawError,
+    OverloadedError,
+    RequestError,
+    SessionInUseError,
+    UnknownSessionError,
+)
 from kvgraft.server.json_io import json_response
 
 if TYPE_CHECKING:
@@ -89,8 +97,14 @@ def as_api_error(error: Exception, *, closing: bool) -> APIError:
     match error:
         case APIError():
             return error
-        case ConfigError():
-            return BadRequestError(str(error))
+        case UnknownSessionError():
+            return APIError(404, str(error), code="session_not_found", param="session_id")
+        case SessionInUseError():
+            return APIError(409, str(error), code="session_in_use", param="session_id")
+        case ContextLengthError():
+            return BadRequestError(str(error), error.argument, code="context_length_exceeded")
+        case ConfigError() | NothingToDrawError():
+            return BadRequestError(str(error), getattr(error, "argument", None))
         case OverloadedError() | RequestError() if closing:
             return unavailable(str(error))
         case OverloadedError():

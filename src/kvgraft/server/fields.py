@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvgraft.server.errors import BadRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+MAX_NAME_CHARS = 60
+"""How much of a name that a client made up is told back to it."""
 
 
 class Fields:
@@ -47,10 +51,10 @@ class Fields:
         return value
 
     def integer(self, key: str, default: int, low: int, high: int) -> int:
-        """Return a whole number between `low` and `high`."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"must be a whole number, not {kind_of(value)}")
+        """Return a whole number between `low` and `high`; 16.0 is one, as JSON knows no other kind of number."""
+        value = whole_number(self._get(key, default))
+        if value is None:
+            raise self.error(key, f"must be a whole number, not {self._shown(key)}")
         if not low <= value <= high:
             raise self.error(key, f"must be between {low} and {high}")
         return value
@@ -84,18 +88,36 @@ class Fields:
             raise self.error(key, f"must hold texts of 1 to {max_chars} characters")
         return tuple(texts)
 
+    def token_ids(self, key: str, *, max_items: int) -> tuple[int, ...]:
+        """Return a list of token ids as a tuple; whether the model has them is for the engine to say."""
+        value = self._get(key, [])
+        token_ids = whole_numbers(value) if isinstance(value, list) else None
+        if token_ids is None or not all(0 <= token < 2**31 for token in token_ids):
+            raise self.error(key, "must be a list of token ids, which are whole numbers from 0 on")
+        if len(token_ids) > max_items:
+            raise self.error(key, f"must have at most {max_items} items")
+        return tuple(token_ids)
+
     def section(self, key: str, *, known: frozenset[str] | None = None) -> Fields:
         """Return an object, empty if absent; with `known`, other keys are refused."""
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, not {kind_of(value)}")
-        for name in value if known is not None else ():
-            if name not in (known or ()):
+        inner = Fields(value, self.name(key))
+        if known is not None:
+            inner.check_keys(known)
+        return inner
+
+    def check_keys(self, known: Iterable[str]) -> None:
+        """Refuse keys that are not `known`, with the closest one that is; for objects inside of bodies."""
+        names = sorted(known)
+        for name in self.values:
+            if name not in names:
+                closest = closest_name(name, names)
+                hint = f"did you mean {closest!r}?" if closest else f"known are {', '.join(names)}"
                 raise BadRequestError(
-                    f"{self.name(key)} has the unknown key {name[:60]!r}; known are {', '.join(sorted(known or ()))}",
-                    param=self.name(key),
+                    f"{self._path} has the unknown key {name[:MAX_NAME_CHARS]!r}; {hint}", param=self._path
                 )
-        return Fields(value, self.name(key))
 
     def sections(self, key: str) -> list[Fields]:
         """Return a list of objects, empty if absent."""
@@ -107,9 +129,32 @@ class Fields:
                 raise self.error(f"{key}[{number}]", f"must be an object, not {kind_of(item)}")
         return [Fields(item, self.name(f"{key}[{number}]")) for number, item in enumerate(value)]
 
+    def _shown(self, key: str) -> str:
+        """A number that is not the right one, or the kind of what is none."""
+        value = self.values.get(key)
+        return f"{value:g}" if isinstance(value, float) else kind_of(value)
+
     def _get(self, key: str, default: object) -> object:
         value = self.values.get(key)
         return default if value is None else value
+
+
+def whole_number(value: object) -> int | None:
+    """Return a number of JSON that is whole, also if it is written with a point; None for all else, true and false too."""
+    if type(value) is int:
+        return value
+    return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
+def whole_numbers(values: Sequence[object]) -> list[int] | None:
+    """Return all of a list as whole numbers, or None if one is none."""
+    numbers = [value if type(value) is int else whole_number(value) for value in values]
+    return None if None in numbers else cast("list[int]", numbers)
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the name that was probably meant, or None."""
+    return next(iter(difflib.get_close_matches(name[:MAX_NAME_CHARS], sorted(known), n=1)), None)
 
 
 def kind_of(value: object) -> str:

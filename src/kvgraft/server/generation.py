@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
+
+from kvgraft.engine.document_names import DocumentLabel
+from kvgraft.errors import about
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.request import Request, StreamPart
     from kvgraft.engine.request_builder import Prompt
     from kvgraft.server.options import Options
+    from kvgraft.server.sessions import SessionFields
 
 _SEED_RANGE = 2**63
 
@@ -40,11 +44,18 @@ async def prepare_choices(
     answer_id: str,
     *,
     add_special_tokens: bool = True,
+    session: SessionFields | None = None,
+    documents: Sequence[DocumentLabel] = (),
 ) -> list[Choice]:
     """Tokenise and check every prompt, `n` choices each; raises `ConfigError` for one that cannot be computed."""
+    turn = {} if session is None else asdict(session)
     choices: list[Choice] = []
     for prompt_index, prompt in enumerate(prompts):
         source: Prompt = prompt
+        if options.truncation is not None:
+            with about("prompt"):
+                token_ids = await engine.tokenize(prompt, add_special_tokens=add_special_tokens)
+            source = options.truncation.cut(token_ids, engine.max_model_len - 1)
         for _ in range(options.n):
             index = len(choices)
             sampling = options.sampling
@@ -57,10 +68,15 @@ async def prepare_choices(
                 cache_salt=options.cache_salt,
                 selection=options.selection,
                 correction=options.correction,
+                priority=options.priority,
+                provisional=options.provisional,
                 request_id=f"{answer_id}-{index}",
                 add_special_tokens=add_special_tokens,
+                documents=documents,
+                **turn,
             )
             source = request.token_ids  # further choices need no tokeniser
+            documents = [DocumentLabel(part.document_id, part.start, part.stop) for part in request.documents]
             choices.append(Choice(index, prompt_index, request))
     return choices
 

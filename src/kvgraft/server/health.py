@@ -8,10 +8,13 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from kvgraft.errors import KVGraftError
+from kvgraft.observability.process import process_memory
 from kvgraft.reuse.report import risk_as_dict
 
 if TYPE_CHECKING:
-    from kvgraft.engine.async_llm import AsyncLLM, EngineSnapshot
+    from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.engine.memory_use import MemoryUse
+    from kvgraft.engine.snapshot import EngineSnapshot
     from kvgraft.memory import SlotUsage
 
 logger = logging.getLogger(__name__)
@@ -57,10 +60,18 @@ class HealthMonitor:
             "slots": _by_holder(snapshot.usage),
             **windows,
             "requests": {"running": snapshot.num_running, "waiting": snapshot.num_waiting},
+            "memory": _memory(snapshot.memory),
             "donors": snapshot.num_donors,
             "donor_host_bytes": int(snapshot.host_bytes),
+            "prefix_host_tokens": snapshot.prefix_host_tokens,
+            "sessions": {"open": snapshot.num_sessions, "kept_slots": snapshot.slots_kept},
             "graft_errors": snapshot.num_errors,
             "preemptions": snapshot.num_preemptions,
+            "healing": {
+                "candidates": snapshot.num_heal_candidates,
+                "healed_tokens": snapshot.num_healed_tokens,
+                "healed_requests": snapshot.num_healed_requests,
+            },
             "risk": _risk(snapshot),
         }
 
@@ -100,6 +111,20 @@ def _risk(snapshot: EngineSnapshot) -> dict[str, object]:
         "classes": {name: risk_as_dict(risk) for name, risk in snapshot.class_risks.items()},
         "pending_audits": snapshot.num_pending_audits,
         "left_out_audits": snapshot.num_left_out_audits,
+    }
+
+
+def _memory(use: MemoryUse) -> dict[str, object]:
+    """What is taken of each limit. K/V slots and the host's prefixes are allocated at the start, full or not."""
+    process = process_memory()
+    return {
+        **{name: {"used_bytes": used, "limit_bytes": limit} for name, (used, limit) in use.pools.items()},
+        "donor_tokens": {"used": use.donor_tokens, "limit": use.donor_tokens_limit},
+        "process": {
+            "resident_bytes": process.resident_bytes,
+            "limit_bytes": process.limit_bytes,
+            "limited_by": process.limited_by,
+        },
     }
 
 

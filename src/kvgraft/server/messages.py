@@ -15,6 +15,9 @@ Message = dict[str, object]
 MAX_MESSAGES = 4096
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are accepted, and what templates call them."""
+_PARTS = {"text": "text", "refusal": "refusal"}
+"""Types of content parts, and which of their fields holds the text."""
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning")
 
 
 def parse_messages(fields: Fields) -> list[Message]:
@@ -27,45 +30,73 @@ def parse_messages(fields: Fields) -> list[Message]:
     return [_message(message) for message in messages]
 
 
-def parse_tools(fields: Fields) -> list[Message]:
-    """Return the tools as they are, for the template to show; the model's calls come back as text."""
-    tools = fields.sections("tools")
-    for tool in tools:
+def parse_tools(fields: Fields, *, is_flat: bool = False) -> list[Message]:
+    """Return the tools in the form that templates take; none if `tool_choice` is `none`.
+
+    Args:
+        fields: The body.
+        is_flat: What a tool says of its function stands beside its type, as in /v1/responses, not in `function`.
+    """
+    shown: list[Message] = []
+    for tool in fields.sections("tools"):
         if tool.text("type", "function") != "function":
-            raise tool.error("type", "must be 'function'")
-        if not tool.section("function").text("name"):
-            raise tool.error("function.name", "is missing")
-    return [tool.values for tool in tools] if fields.values.get("tool_choice") != "none" else []
+            raise tool.error("type", "must be 'function'; the server runs no tools of its own")
+        function = tool if is_flat else tool.section("function")
+        if not function.text("name"):
+            raise function.error("name", "is missing")
+        inner = {key: value for key, value in tool.values.items() if key != "type"} if is_flat else None
+        shown.append(tool.values if inner is None else {"type": "function", "function": inner})
+    return shown if fields.values.get("tool_choice") != "none" else []
 
 
 def _message(fields: Fields) -> Message:
     role = fields.text("role")
     if role not in _ROLES:
         raise fields.error("role", f"must be one of {', '.join(_ROLES)}")
-    message: Message = {"role": _ROLES[role], "content": _content(fields, optional=fields.has("tool_calls"))}
-    for key in ("name", "tool_call_id"):
+    _refuse_keys(fields)
+    message: Message = {"role": _ROLES[role], "content": _content(fields)}
+    for key, shown in (
+        ("name",) * 2,
+        ("tool_call_id",) * 2,
+        ("reasoning", "reasoning_content"),
+        ("reasoning_content",) * 2,
+    ):
         if fields.has(key):
-            message[key] = fields.text(key)
+            message[shown] = fields.text(key)
+    if role == "tool" and "tool_call_id" not in message:
+        raise fields.error("tool_call_id", "is missing; it says which call this is the result of")
     if fields.has("tool_calls"):
+        if role != "assistant":
+            raise fields.error("tool_calls", "belongs to messages of the assistant")
         message["tool_calls"] = [_tool_call(call) for call in fields.sections("tool_calls")]
     return message
 
 
-def _content(fields: Fields, *, optional: bool) -> str:
+def _refuse_keys(fields: Fields) -> None:
+    """Refuse what a message says and templates are not told; frameworks send what they got back, so nulls pass."""
+    for key, value in fields.values.items():
+        if key not in _KEYS and value not in (None, [], {}, False, ""):
+            raise fields.error(key, f"is not supported; messages have {', '.join(_KEYS)}")
+
+
+def _content(fields: Fields) -> str:
     if isinstance(fields.values.get("content"), list):
         return "\n".join(_part(part) for part in fields.sections("content"))
-    if not fields.has("content") and not optional:
+    if fields.has("content"):
+        return fields.text("content")
+    if not (fields.has("tool_calls") or fields.has("refusal")):
         raise fields.error("content", "is missing; give a string or a list of text parts")
-    return fields.text("content")
+    return fields.text("refusal")
 
 
 def _part(fields: Fields) -> str:
-    if fields.text("type") != "text":
+    kind = fields.text("type")
+    if kind not in _PARTS:
         raise BadRequestError(
             f"{fields.name('type')} must be 'text'; images, audio and files are not supported",
             param=fields.name("type"),
         )
-    return fields.text("text")
+    return fields.text(_PARTS[kind])
 
 
 def _tool_call(fields: Fields) -> Message:
@@ -74,11 +105,11 @@ def _tool_call(fields: Fields) -> Message:
         raise function.error("name", "is missing")
     arguments: object = function.values.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parsed(arguments)
+        arguments = parsed_arguments(arguments)
     return {**fields.values, "function": {**function.values, "arguments": arguments}}
 
 
-def _parsed(text: str) -> object:
+def parsed_arguments(text: str) -> object:
     """Templates expect arguments as an object, OpenAI's API carries them as JSON text."""
     try:
         value = json.loads(text)

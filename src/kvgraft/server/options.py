@@ -6,39 +6,30 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.reuse.policy import selection_names
 from kvgraft.server.errors import APIError
+from kvgraft.server.sampling_fields import sampling_fields
+from kvgraft.server.structure_fields import structure_of
+from kvgraft.server.truncation import parse_truncation
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
 
     from kvgraft.server.fields import Fields
+    from kvgraft.server.truncation import Truncation
 
 MAX_CHOICES = 128
 """Prompts times `n` of one HTTP request; each is a request of the engine."""
-MAX_LOGPROBS = 20
-_MAX_STOPS, _MAX_STOP_CHARS = 16, 256
-_MAX_SALT_CHARS = 256
-_GREEDY_BELOW = 1e-3
-"""Lower temperatures are greedy: dividing logits by them overflows float32 and could not be told from it."""
-_SEED_LIMIT = 2**63
+MAX_SALT_CHARS = 256
+_PRIORITY_LIMIT = 2**31
 SELECTIONS = EngineConfig.rules()["selection"].choices
 CORRECTIONS = EngineConfig.rules()["correction"].choices
-_KVGRAFT_KEYS = frozenset({"reuse", "selection", "correction"})
-
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-}
-"""Fields that would change the output and are not implemented, with the values that ask for nothing."""
+_KVGRAFT_KEYS = frozenset({"reuse", "selection", "correction", "provisional", "documents"})
+_STREAM_KEYS = frozenset({"include_usage", "include_obfuscation", "continuous_usage_stats"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +45,15 @@ class Options:
         selection: Selection policy instead of the configured one, or None.
         correction: Drift correction instead of the configured one, or None.
         cache_salt: K/V are shared among requests of the same salt only.
+        priority: Higher ones stay longer in the prefix cache, under the eviction policy `priority`.
+        provisional: Stream tokens that may be taken back, too.
+        continuous_usage: Each chunk of the stream carries `usage`.
+        tokens_as_ids: Log-probabilities name tokens by their ids.
+        return_token_ids: The answer holds the ids of its tokens and of the prompt's.
+        prompt_logprobs: How many of the most likely tokens are told of each token of the prompt; None tells nothing.
+        echo: The answer begins with the prompt, and so do its log-probabilities.
+        no_output: The answer ends with the prompt.
+        truncation: What is kept of prompts; None for all.
     """
 
     sampling: SamplingParams
@@ -64,6 +64,15 @@ class Options:
     selection: str | None
     correction: str | None
     cache_salt: str
+    priority: int = 0
+    provisional: bool = False
+    continuous_usage: bool = False
+    tokens_as_ids: bool = False
+    return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    no_output: bool = False
+    truncation: Truncation | None = None
 
     def with_stops(self, stop: tuple[str, ...]) -> Options:
         """Return a copy that stops at further texts."""
@@ -82,43 +91,69 @@ def check_model(fields: Fields, model_id: str) -> None:
         )
 
 
-def refuse(fields: Fields, unsupported: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse fields that ask for what is not implemented; ignoring them would give wrong answers silently."""
-    for key, harmless in unsupported.items():
-        value = fields.values.get(key)
-        if value is not None and value not in harmless:
-            raise fields.error(key, "is not supported by this server; leave it out")
-
-
-def parse_options(fields: Fields, *, max_tokens: int, logprobs: int | None, default_reuse: str) -> Options:
+def parse_options(
+    fields: Fields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    default_reuse: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Options:
     """Read the common fields.
+
+    Args:
+        fields: The body.
+        max_tokens: Tokens that the answer may have.
+        logprobs: How many of the most likely tokens are told of each; None tells nothing.
+        default_reuse: What may be reused if the body does not say.
+        tokenizer: Of the model.
 
     Raises:
         APIError: One of them is wrong; the error names it.
+        ConfigError: A bad word cannot be tokenised.
     """
-    refuse(fields, _UNSUPPORTED)
-    temperature = fields.number("temperature", 1.0, 0, 2)
-    top_p = fields.number("top_p", 1.0, 0, 1)
-    if top_p == 0:
-        raise fields.error("top_p", "must be above 0; temperature 0 is greedy")
-    sampling = SamplingParams(
-        max_new_tokens=max_tokens,
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_p=top_p,
-        top_k=max(0, fields.integer("top_k", 0, -1, 2**31)),
-        seed=fields.integer("seed", 0, -_SEED_LIMIT, _SEED_LIMIT - 1) if fields.has("seed") else None,
-        stop=fields.texts("stop", max_items=_MAX_STOPS, max_chars=_MAX_STOP_CHARS),
-        ignore_eos=fields.flag("ignore_eos"),
-        logprobs=logprobs,
-    )
+    sampling = SamplingParams(**sampling_fields(fields, tokenizer, max_tokens=max_tokens, logprobs=logprobs))
+    stream = fields.flag("stream")
+    chunks = _stream_options(fields)
     ours = fields.section("kvgraft", known=_KVGRAFT_KEYS)
+    reuse = ours.choice("reuse", default_reuse, [*ReuseMode])
+    sampling = replace(sampling, structure=structure_of(fields))
     return Options(
         sampling=sampling,
         n=fields.integer("n", 1, 1, MAX_CHOICES),
-        stream=fields.flag("stream"),
-        include_usage=fields.section("stream_options").flag("include_usage"),
-        reuse=ours.choice("reuse", default_reuse, [*ReuseMode]),
-        selection=ours.choice("selection", "", SELECTIONS) or None,
+        stream=stream,
+        include_usage=chunks.flag("include_usage"),
+        reuse=reuse,
+        selection=ours.choice("selection", "", _selections(ours)) or None,
         correction=ours.choice("correction", "", CORRECTIONS) or None,
-        cache_salt=fields.text("cache_salt", max_chars=_MAX_SALT_CHARS),
+        cache_salt=fields.text("cache_salt", max_chars=MAX_SALT_CHARS),
+        priority=fields.integer("priority", 0, -_PRIORITY_LIMIT, _PRIORITY_LIMIT - 1),
+        provisional=_provisional(ours, reuse, stream=stream),
+        continuous_usage=chunks.flag("continuous_usage_stats"),
+        tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
+        return_token_ids=fields.flag("return_token_ids"),
+        prompt_logprobs=sampling.prompt_logprobs,
+        truncation=parse_truncation(fields),
     )
+
+
+def _selections(ours: Fields) -> Sequence[str]:
+    """Policies that a client may name: what other packages brought is looked for where it names no built-in one."""
+    return SELECTIONS if ours.text("selection") in ("", *SELECTIONS) else selection_names()
+
+
+def _stream_options(fields: Fields) -> Fields:
+    """Return `stream_options`, without what would change what the chunks hold and is not done."""
+    options = fields.section("stream_options", known=_STREAM_KEYS)
+    if options.flag("include_obfuscation"):
+        raise options.error("include_obfuscation", "is not supported by this server; leave it out")
+    return options
+
+
+def _provisional(ours: Fields, reuse: str, *, stream: bool) -> bool:
+    provisional = ours.flag("provisional")
+    if provisional and not (stream and reuse == ReuseMode.VERIFIED):
+        raise ours.error(
+            "provisional", "needs kvgraft.reuse to be 'verified' and stream to be true; leave it out otherwise"
+        )
+    return provisional

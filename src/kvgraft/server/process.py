@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import socket
+import ssl
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -52,7 +54,58 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(app: Starlette, listener: socket.socket, *, grace_s: float, on_ready: Callable[[str], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a server shows to speak HTTPS.
+
+    Attributes:
+        certfile: PEM file of the certificate, and of those that signed it.
+        keyfile: PEM file of its private key; empty if that is in `certfile`.
+    """
+
+    certfile: str
+    keyfile: str = ""
+
+
+def certificate(certfile: str, keyfile: str) -> Certificate | None:
+    """Return what two settings say, checked before a model is loaded; None if they say nothing.
+
+    Raises:
+        ConfigError: A file cannot be read, is no PEM, or the key is another certificate's or encrypted.
+    """
+    if not certfile:
+        if keyfile:
+            raise ConfigError("ssl_keyfile goes with ssl_certfile; set both, or neither for HTTP")
+        return None
+    for name, path in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile)):
+        if path and not os.path.isfile(path):
+            raise ConfigError(f"{name} is no file: {path}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None, password=_no_password)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"ssl_certfile and ssl_keyfile cannot be used: {reason}; give PEM files of a certificate and its own key"
+        ) from error
+    return Certificate(certfile, keyfile)
+
+
+def _no_password() -> str:
+    raise ConfigError(
+        "the key of ssl_keyfile is encrypted; decrypt it with `openssl pkey`, and let only the server read it"
+    )
+
+
+def serve(
+    app: Starlette,
+    listener: socket.socket,
+    *,
+    grace_s: float,
+    on_ready: Callable[[str], None],
+    tls: Certificate | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Args:
@@ -60,11 +113,13 @@ def serve(app: Starlette, listener: socket.socket, *, grace_s: float, on_ready: 
         listener: What `bind` made; closed when this returns.
         grace_s: Seconds that running requests may go on after the first signal.
         on_ready: Called with the URL as soon as requests are accepted.
+        tls: What to speak HTTPS with; None speaks HTTP.
     """
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    url = f"{'http' if tls is None else 'https'}://{place}"
     try:
-        GracefulServer(app, grace_s, lambda: on_ready(url)).run(sockets=[listener])
+        GracefulServer(app, grace_s, lambda: on_ready(url), tls).run(sockets=[listener])
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
 
@@ -72,7 +127,9 @@ def serve(app: Starlette, listener: socket.socket, *, grace_s: float, on_ready: 
 class GracefulServer(uvicorn.Server):
     """Drains before it stops: new requests get 503, running ones finish or fail within the grace time."""
 
-    def __init__(self, app: Starlette, grace_s: float, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: Starlette, grace_s: float, on_ready: Callable[[], None], tls: Certificate | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=TimedH11Protocol,
@@ -85,6 +142,8 @@ class GracefulServer(uvicorn.Server):
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_FLUSH_S,
+            ssl_certfile=None if tls is None else tls.certfile,
+            ssl_keyfile=(None if tls is None else tls.keyfile) or None,
         )
         super().__init__(config)
         self._app = app

@@ -6,25 +6,30 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from kvgraft.errors import ConfigError
 from kvgraft.server.access_log import access_of
-from kvgraft.server.answer import Answer, AnswerForm, JSONObject
-from kvgraft.server.errors import APIError, ClientDisconnectedError, as_api_error, unavailable
+from kvgraft.server.answer import Answer, AnswerForm, Extras, JSONObject
+from kvgraft.server.disconnect import until_disconnect
+from kvgraft.server.echo import echo_of
+from kvgraft.server.errors import APIError, as_api_error, unavailable
 from kvgraft.server.generation import prepare_choices, run_choices
 from kvgraft.server.json_io import json_bytes, json_response
-from kvgraft.server.logprobs import TokenTexts
+from kvgraft.server.logprobs import TokenIdTexts, TokenTexts
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
+    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
+    from kvgraft.engine.document_names import DocumentLabel
     from kvgraft.server.context import ServerContext
     from kvgraft.server.generation import Choice
     from kvgraft.server.options import Options
+    from kvgraft.server.sessions import SessionFields
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _STREAM_HEADERS = [
@@ -49,28 +54,51 @@ class GenerationResponse:
         options: Options,
         prompts: Sequence[str | list[int]],
         *,
+        blame: Callable[[ConfigError], APIError],
         add_special_tokens: bool = True,
+        session: SessionFields | None = None,
+        documents: Sequence[DocumentLabel] = (),
     ) -> None:
+        """Take a request.
+
+        Args:
+            context: The server.
+            answer_id: Of the answer.
+            form: How it looks.
+            options: How to answer.
+            prompts: Texts or token ids.
+            blame: Says which field of the body is meant where the engine refuses an argument.
+            add_special_tokens: Whether the tokenizer adds its own.
+            session: The session that this is a turn of, or None.
+            documents: What parts of the prompt are called.
+        """
         self._context = context
         self._answer_id = answer_id
         self._form = form
         self._options = options
         self._prompts = prompts
+        self._blame = blame
         self._add_special_tokens = add_special_tokens
+        self._session = session
+        self._documents = documents
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what goes wrong before the response has begun."""
-        if self._options.stream:
-            await until_disconnect(receive, self._send_events(scope, send))
-        else:
-            whole = await until_disconnect(receive, self._whole(scope))
-            await json_response(whole)(scope, receive, send)
+        try:
+            if self._options.stream:
+                await until_disconnect(receive, self._send_events(scope, send))
+            else:
+                response = await until_disconnect(receive, self._whole(scope))
+                await response(scope, receive, send)
+        except ConfigError as error:
+            raise self._blame(error) from error
 
-    async def _whole(self, scope: Scope) -> dict[str, object]:
+    async def _whole(self, scope: Scope) -> Response:
         choices, answer = await self._prepare()
         try:
             async with aclosing(run_choices(self._context.engine, choices)) as parts:
-                return await answer.whole(parts)
+                whole = await answer.whole(parts)
+            return json_response(whole, headers=answer.headers())
         finally:
             access_of(scope).add_outputs(answer.outputs)
 
@@ -80,14 +108,16 @@ class GenerationResponse:
         try:
             async with aclosing(run_choices(self._context.engine, choices)) as parts:
                 async for chunk in answer.chunks(parts):
-                    await events.send(json_bytes(chunk))
-            await events.send(b"[DONE]")
+                    await events.send(json_bytes(chunk), _event_name(chunk))
+            if answer.end:
+                await events.send(answer.end)
         except Exception as error:
             if not events.started:
                 raise
             failure = self._failure(error)
             access_of(scope).error = failure.message
-            await events.send(json_bytes(failure.payload()))
+            failed = answer.failed(failure.payload())
+            await events.send(json_bytes(failed), _event_name(failed))
         finally:
             access_of(scope).add_outputs(answer.outputs)
         await events.end()
@@ -97,11 +127,38 @@ class GenerationResponse:
             raise unavailable("the server is shutting down; send the request again")
         engine, options = self._context.engine, self._options
         choices = await prepare_choices(
-            engine, self._prompts, options, self._answer_id, add_special_tokens=self._add_special_tokens
+            engine,
+            self._prompts,
+            options,
+            self._answer_id,
+            add_special_tokens=self._add_special_tokens,
+            session=self._session,
+            documents=self._documents,
         )
-        texts = TokenTexts(engine.loaded.tokenizer)
+        texts = (TokenIdTexts if options.tokens_as_ids else TokenTexts)(engine.loaded.tokenizer)
         head: JSONObject = {"id": self._answer_id, "created": int(time.time()), "model": self._context.model_id}
-        return choices, Answer(head, self._form, choices, texts, include_usage=options.include_usage)
+        return choices, self._answer(head, choices, texts, await self._extras(choices))
+
+    def _answer(self, head: JSONObject, choices: Sequence[Choice], texts: TokenTexts, extras: Extras) -> Answer:
+        usage = self._options.include_usage
+        return Answer(head, self._form, choices, texts, include_usage=usage, extras=extras)
+
+    async def _extras(self, choices: Sequence[Choice]) -> Extras:
+        options, echoes = self._options, []
+        if options.echo:
+            tokenizer, special = self._context.engine.loaded.tokenizer, self._add_special_tokens
+            token_ids = {choice.prompt_index: choice.request.token_ids for choice in choices}
+            for index, prompt in enumerate(self._prompts):
+                echo = asyncio.to_thread(echo_of, prompt, token_ids[index], tokenizer, add_special_tokens=special)
+                echoes.append(await echo)
+        return Extras(
+            echoes=echoes,
+            prompt_logprobs=options.prompt_logprobs,
+            token_ids=options.return_token_ids,
+            no_output=options.no_output,
+            continuous_usage=options.continuous_usage,
+            skip_special_tokens=options.sampling.skip_special_tokens,
+        )
 
     def _failure(self, error: Exception) -> APIError:
         failure = as_api_error(error, closing=self._context.is_closing)
@@ -117,37 +174,24 @@ class EventSender:
         self.started = False
         self._send = send
 
-    async def send(self, data: bytes) -> None:
-        """Send `data` as one server-sent event, and the head of the response in front of the first."""
+    async def send(self, data: bytes, name: str = "") -> None:
+        """Send `data` as one server-sent event, and the head of the response in front of the first.
+
+        Args:
+            data: One line.
+            name: Of the event, if it has one.
+        """
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
-        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        head = f"event: {name}\n".encode() if name else b""
+        await self._send({"type": "http.response.body", "body": head + b"data: " + data + b"\n\n", "more_body": True})
 
     async def end(self) -> None:
         """Tell the server that no event follows."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """Run `work` and return its result; cancels it if the client leaves first.
-
-    Raises:
-        ClientDisconnectedError: The client left.
-    """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnectedError
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _event_name(event: JSONObject) -> str:
+    """Events of a kind are named by it."""
+    return str(event.get("type", ""))

@@ -1,4 +1,4 @@
-"""Endpoints that tell about the server: index, models, health, metrics, tokenize."""
+"""Endpoints that tell about the server: index, models, health, metrics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from kvgraft import __version__
-from kvgraft.server.body import read_object
-from kvgraft.server.completions import parse_prompts
 from kvgraft.server.context import context_of
 from kvgraft.server.errors import APIError
 from kvgraft.server.fields import Fields
@@ -23,8 +21,12 @@ if TYPE_CHECKING:
 ENDPOINTS = {
     "POST /v1/completions": "continue text or token ids",
     "POST /v1/chat/completions": "answer a conversation",
+    "POST /v1/responses": "answer a conversation in OpenAI's newer form",
+    "POST /v1/sessions": "open a session",
+    "DELETE /v1/sessions/{id}": "close a session",
     "GET /v1/models": "the model that is served",
     "POST /tokenize": "token ids of a text",
+    "POST /detokenize": "text of token ids",
     "POST /reset_prefix_cache": "forget all cached text",
     "GET /health": "state of the server",
     "GET /metrics": "metrics in the Prometheus format",
@@ -84,24 +86,20 @@ async def metrics(request: Request) -> Response:
         snapshot.donor_tokens,
         snapshot.host_bytes,
     )
+    recorder.set_pools(snapshot.memory.pools)
+    recorder.set_host_prefixes(snapshot.prefix_host_tokens)
+    recorder.set_sessions(snapshot.num_sessions, snapshot.slots_kept)
     recorder.set_errors(snapshot.num_errors)
+    recorder.set_proposals(snapshot.proposals)
+    recorder.set_stores(snapshot.stores, snapshot.num_cold_donors)
     recorder.set_risk(snapshot.class_risks)
-    return Response(recorder.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def tokenize(request: Request) -> Response:
-    """Return the token ids of one prompt, as vLLM's endpoint of the same name does."""
-    context = context_of(request)
-    fields = Fields(await read_object(request, context.config.max_body_bytes))
-    check_model(fields, context.model_id)
-    prompts = parse_prompts(fields, context.engine.loaded.vocab_size)
-    if len(prompts) != 1:
-        raise fields.error("prompt", "must be one prompt")
-    prepared = await context.engine.prepare(
-        prompts[0], None, "off", add_special_tokens=fields.flag("add_special_tokens", default=True)
+    recorder.set_healing(
+        snapshot.num_heal_candidates,
+        snapshot.num_healed_tokens,
+        snapshot.num_healed_requests,
+        snapshot.heals_dropped,
     )
-    tokens = [int(token) for token in prepared.token_ids]
-    return json_response({"count": len(tokens), "max_model_len": int(context.engine.max_model_len), "tokens": tokens})
+    return Response(recorder.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _model(context: ServerContext) -> dict[str, object]:

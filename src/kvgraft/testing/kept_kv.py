@@ -17,6 +17,7 @@ from kvgraft.types import Match
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvgraft.engine.adapter import TransformersAdapter
@@ -52,6 +53,21 @@ def assert_prefix_is_exact(
         offset = torch.from_numpy(held - (length - len(keys)))
         _assert_close(stored, (keys[offset], values[offset]), f"layer {layer} of a stored prefix of {length} tokens")
     return length
+
+
+def assert_slots_are_exact(adapter: TransformersAdapter, slots: NDArray[np.int64], token_ids: TokenArray) -> None:
+    """Assert that the first slots of a request hold what the model computes of a text's beginning.
+
+    Args:
+        adapter: The model; all its layers share one space of slots.
+        slots: Slot of each position, maybe of more than the text has.
+        token_ids: The text.
+    """
+    if not len(token_ids):
+        return
+    for layer, computed in enumerate(own_kv(adapter, token_ids)):
+        stored = adapter.pool.place(slots[: len(token_ids)]).read(layer)
+        _assert_close(stored, computed, f"layer {layer} in front of position {len(token_ids)}")
 
 
 def assert_donors_are_exact(

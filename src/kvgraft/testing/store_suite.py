@@ -1,200 +1,469 @@
-"""What every KV store must do, as a test class: subclass it, build your store in `make_store`, run pytest.
+"""What every store of donors must do, as a test class: subclass it, build your store in `make_store`, run pytest.
 
-class TestMine(KVStoreTests):
-    def make_store(self, budget_bytes):
-        return MyStore(budget_bytes=budget_bytes)
+    class TestMine(KVStoreTests):
+        def make_store(self, max_bytes):
+            return MyStore(max_bytes)
 
-A store is compared with what was put, by example and in any order.
+        def url(self, max_bytes):
+            return "mine:WHERE"  # how other processes open the same; leave it out if they cannot
+
+A store may lose what it was given; it may never give back anything else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pytest
-import torch
 
-from kvgraft.errors import CapacityError, ConfigError, StoreError
-from kvgraft.memory import KVBlock, KVStore, StoreKey
+from kvgraft.donors.record import space_name
+from kvgraft.errors import CapacityError, StoreError, StoreMissError
+from kvgraft.memory.store import open_store
+from kvgraft.memory.store.tier import StoreReader, StoreWriter
+from kvgraft.testing.memory_store import Faults, FaultyStore
+from kvgraft.testing.stored_objects import LAYOUT, SPACE, StoredObject, fault_of, make_object
 
-BYTES_PER_TOKEN = 2 * (2 * 3 * 4 + 1 * 2 * 2)
-"""Of `make_block`: keys and values of two layers, two heads of three float32 and one head of two bfloat16."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-_SPECIAL = (float("nan"), float("-inf"), -0.0)
-"""The first numbers of every block: what is kept bit for bit keeps them."""
+    from kvgraft.memory.store import KVStore
 
-
-def make_block(num_tokens: int, seed: int = 0) -> KVBlock:
-    """Return a block whose layers differ in shape and precision, as those of real models do."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensors() -> tuple[torch.Tensor, ...]:
-        wide = torch.randn((num_tokens, 2, 3), generator=generator)
-        narrow = torch.randn((num_tokens, 1, 2), generator=generator)
-        if num_tokens:
-            wide[0, 0] = torch.tensor(_SPECIAL)
-        return wide, narrow.to(torch.bfloat16)
-
-    return KVBlock(tensors(), tensors())
-
-
-def assert_same(found: KVBlock, expected: KVBlock) -> None:
-    """Compare shapes, types, place and every bit."""
-    assert (found.num_layers, found.num_tokens) == (expected.num_layers, expected.num_tokens)
-    for one, other in zip((*found.keys, *found.values), (*expected.keys, *expected.values), strict=True):
-        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+_PATIENCE_S = 120.0
+_ROOM = 64 << 20
+_BAD_NAMES = ("", "../a", "a/b", "A", "g", "a b", "é", ".", "a\0")
 
 
 class KVStoreTests(ABC):
-    """Tests of the contract of `KVStore`."""
+    """Tests of the contract of `KVStore`.
+
+    Attributes:
+        big_bytes: Length of the largest object that is tried.
+        full_bytes: Limit of the store that is filled up.
+        keeps_used: Whether what was touched outlives what was not, exactly.
+    """
+
+    big_bytes: ClassVar[int] = 24 << 20
+    full_bytes: ClassVar[int] = 1 << 20
+    keeps_used: ClassVar[bool] = True
 
     @abstractmethod
-    def make_store(self, budget_bytes: int) -> KVStore:
-        """Build an empty store of its own."""
+    def make_store(self, max_bytes: int) -> KVStore:
+        """Open an empty store that keeps about so many bytes; called at most once per test."""
 
-    def test_a_new_store_is_empty(self) -> None:
-        """It knows its budget and nothing else."""
-        store = self.make_store(1000)
-        assert (store.budget_bytes, store.used_bytes, len(store)) == (1000, 0, 0)
-        assert 0 not in store
-        store.check()
+    def url(self, max_bytes: int) -> str | None:
+        """How another process opens what `make_store` has made; None if none can."""
+        del max_bytes
+        return None
 
-    @pytest.mark.parametrize("key", [0, -1, 1 << 62, "a", "a/b c", b"a", b"\0\xff"])
-    def test_every_kind_of_key_names_a_block(self, key: StoreKey) -> None:
-        """Whole numbers, texts and bytes, whatever characters are in them."""
-        store, block = self.make_store(10_000), make_block(4)
-        store.put(key, make_block(4))
-        assert key in store
-        assert_same(store.get(key), block)
-        store.check()
+    def damage(self, store: KVStore, key: str, kind: str) -> bool:
+        """Damage an object of `SPACE` where it lies; False if that cannot be done.
 
-    def test_keys_of_different_types_are_different(self) -> None:
-        """What reads alike is not the same."""
-        store = self.make_store(10_000)
-        keys: list[StoreKey] = [1, "1", b"1"]
-        for seed, key in enumerate(keys):
-            assert key not in store
-            store.put(key, make_block(2, seed))
-        for seed, key in enumerate(keys):
-            assert_same(store.get(key), make_block(2, seed))
+        Args:
+            store: Made by `make_store`.
+            key: Of the object.
+            kind: `head` or `body` to flip a bit there, `truncated`, `empty` or `foreign`.
+        """
+        del store, key, kind
+        return False
 
-    @pytest.mark.parametrize(("start", "length"), [(0, 6), (0, None), (2, None), (1, 3), (5, 1), (6, None), (3, 0)])
-    def test_get_reads_a_span(self, start: int, length: int | None) -> None:
-        """Also an empty one, and all behind `start` where no length is given."""
-        store, block = self.make_store(10_000), make_block(6)
-        store.put("x", make_block(6))
-        assert_same(store.get("x", start, length), block.span(start, 6 - start if length is None else length))
+    @pytest.fixture
+    def store(self) -> Iterator[KVStore]:
+        """A store with room for all that a test puts."""
+        store = self.make_store(_ROOM)
+        yield store
+        store.close()
 
-    @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 7), (6, 1), (7, None), (1, -1)])
-    def test_a_span_outside_the_block_is_refused(self, start: int, length: int | None) -> None:
-        """The store goes on as before."""
-        store = self.make_store(10_000)
-        store.put("x", make_block(6))
-        with pytest.raises(ConfigError):
-            store.get("x", start, length)
-        assert_same(store.get("x"), make_block(6))
+    def _second(self, max_bytes: int = _ROOM) -> KVStore:
+        url = self.url(max_bytes)
+        if url is None:
+            pytest.skip("a store of one process")
+        return open_store(url)
 
-    def test_a_view_and_a_transposed_tensor_are_kept(self) -> None:
-        """They are counted by their own bytes, not by those of the tensor that they show."""
-        store, long = self.make_store(10_000), make_block(100)
-        store.put(1, long.span(10, 2))
-        turned = make_block(4).keys[0].transpose(1, 2)
-        store.put(2, KVBlock((turned,), (turned,)))
-        assert store.used_bytes == 2 * BYTES_PER_TOKEN + 2 * turned.nbytes
-        assert_same(store.get(1), long.span(10, 2))
-        assert_same(store.get(2), KVBlock((turned,), (turned,)))
-        store.check()
+    def test_an_empty_store_has_nothing(self, store: KVStore) -> None:
+        """And says so in each way."""
+        key = make_object(0).key
+        assert store.keys(SPACE) == frozenset()
+        assert list(store.heads(SPACE, [key])) == [(key, None)]
+        with pytest.raises(StoreMissError):
+            store.read(SPACE, key, 0, memoryview(bytearray(1)))
+        store.remove(SPACE, key)
+        store.touch(SPACE, [key])
 
-    def test_the_budget_is_used_to_the_last_byte_and_no_further(self) -> None:
-        """What does not fit is refused and changes nothing; what was removed makes room."""
-        store = self.make_store(4 * BYTES_PER_TOKEN + 10)
-        assert store.fits(4 * BYTES_PER_TOKEN + 10)
-        store.put(1, make_block(4))
-        assert store.used_bytes == 4 * BYTES_PER_TOKEN
-        assert store.fits(10)
-        assert not store.fits(11)
-        with pytest.raises(CapacityError):
-            store.put(2, make_block(1))
-        assert (2 in store, len(store), store.used_bytes) == (False, 1, 4 * BYTES_PER_TOKEN)
-        store.remove(1)
-        store.put(2, make_block(4))
-        assert (1 in store, len(store), store.used_bytes) == (False, 1, 4 * BYTES_PER_TOKEN)
-        store.check()
+    def test_what_was_put_is_there(self, store: KVStore) -> None:
+        """Head, body and name, byte for byte."""
+        wanted = make_object(1)
+        assert put(store, wanted) is True
+        assert store.keys(SPACE) == {wanted.key}
+        assert fault_of(store, wanted) == ""
 
-    def test_a_store_without_budget_keeps_nothing(self) -> None:
-        """Not even one token."""
-        store = self.make_store(0)
-        assert store.fits(0)
-        with pytest.raises(CapacityError):
-            store.put(1, make_block(1))
-        store.check()
+    def test_the_first_stays(self, store: KVStore) -> None:
+        """Another put under the same key changes nothing."""
+        wanted, other = make_object(1), make_object(2)
+        put(store, wanted)
+        assert put(store, wanted) is False
+        assert store.put(SPACE, wanted.key, other.head, other.body) is False
+        assert fault_of(store, wanted) == ""
 
-    def test_no_block_is_replaced(self) -> None:
-        """A second one under the same key is refused; the first one stays."""
-        store = self.make_store(10_000)
-        store.put(1, make_block(3, seed=1))
-        with pytest.raises(StoreError):
-            store.put(1, make_block(3, seed=2))
-        assert store.used_bytes == 3 * BYTES_PER_TOKEN
-        assert_same(store.get(1), make_block(3, seed=1))
-        store.check()
+    def test_the_body_is_not_kept_alive(self, store: KVStore) -> None:
+        """Its owner may write to it once `put` is back."""
+        wanted = make_object(1)
+        rows = wanted.rows.copy()
+        store.put(SPACE, wanted.key, wanted.head, rows.data.cast("B"))
+        rows[:] = 0
+        assert fault_of(store, wanted) == ""
 
-    def test_unknown_keys_are_refused(self) -> None:
-        """Also those of blocks that were removed."""
-        store = self.make_store(10_000)
-        store.put(1, make_block(3))
-        store.remove(1)
-        for missing in (1, "never"):
+    @pytest.mark.parametrize("seed", range(3))
+    def test_any_part_can_be_read(self, store: KVStore, seed: int) -> None:
+        """Of one byte, of all, at both ends; more than there is is a miss."""
+        wanted, dice = make_object(1, 700), random.Random(seed)
+        put(store, wanted)
+        whole = wanted.rows.tobytes()
+        spans = [(0, 1), (0, len(whole)), (len(whole) - 1, 1)]
+        for _ in range(20):
+            start = dice.randrange(len(whole))
+            spans.append((start, dice.randint(1, len(whole) - start)))
+        for start, length in spans:
+            into = bytearray(length)
+            store.read(SPACE, wanted.key, start, memoryview(into))
+            assert bytes(into) == whole[start : start + length]
+        for start, length in ((0, len(whole) + 1), (len(whole), 1), (len(whole) - 1, 2)):
+            with pytest.raises(StoreMissError):
+                store.read(SPACE, wanted.key, start, memoryview(bytearray(length)))
+
+    def test_a_read_fills_what_it_is_given_and_no_more(self, store: KVStore) -> None:
+        """A part of a larger buffer, in place."""
+        wanted, into = make_object(1), np.full((300, LAYOUT.bytes_per_token), 7, np.uint8)
+        put(store, wanted)
+        store.read(SPACE, wanted.key, 0, into[10:20].data.cast("B"))
+        assert np.array_equal(into[10:20], wanted.rows[:10])
+        assert (into[:10] == 7).all()
+        assert (into[20:] == 7).all()
+
+    def test_what_was_removed_is_gone(self, store: KVStore) -> None:
+        """And can be put again; the others stay."""
+        first, second = make_object(1), make_object(2)
+        put(store, first), put(store, second)
+        for _ in range(2):
+            store.remove(SPACE, first.key)
+            assert fault_of(store, first) == "lost"
+            assert store.keys(SPACE) == {second.key}
+        with pytest.raises(StoreMissError):
+            store.read(SPACE, first.key, 0, memoryview(bytearray(1)))
+        assert put(store, first) is True
+        assert fault_of(store, first) == fault_of(store, second) == ""
+
+    def test_spaces_know_nothing_of_each_other(self, store: KVStore) -> None:
+        """The same key in two is two objects."""
+        wanted, other = make_object(1), space_name("another")
+        put(store, wanted)
+        assert store.keys(other) == frozenset()
+        assert list(store.heads(other, [wanted.key])) == [(wanted.key, None)]
+        with pytest.raises(StoreMissError):
+            store.read(other, wanted.key, 0, memoryview(bytearray(1)))
+        elsewhere = make_object(1, space=other)
+        assert store.put(other, elsewhere.key, elsewhere.head, elsewhere.body) is True
+        store.remove(other, elsewhere.key)
+        assert fault_of(store, wanted) == ""
+
+    def test_heads_come_in_batches(self, store: KVStore) -> None:
+        """All that were asked for, each with its own, those that are not there among them; of none, none."""
+        objects = [make_object(number, 20) for number in range(100)]
+        for wanted in objects[::2]:
+            put(store, wanted)
+        expected = {wanted.key: wanted.head if place % 2 == 0 else None for place, wanted in enumerate(objects)}
+        found = list(store.heads(SPACE, list(expected)))
+        assert len(found) == 100
+        assert dict(found) == expected
+        assert list(store.heads(SPACE, [])) == []
+        assert store.keys(SPACE) == {key for key, head in expected.items() if head}
+
+    def test_long_texts_have_long_heads(self, store: KVStore) -> None:
+        """These do not fit into a first small read."""
+        wanted = make_object(1, 20_000)
+        put(store, wanted)
+        assert fault_of(store, wanted) == ""
+
+    def test_a_big_object(self, store: KVStore) -> None:
+        """Whole, and at its ends."""
+        wanted = make_object(1, self.big_bytes // LAYOUT.bytes_per_token)
+        put(store, wanted)
+        assert fault_of(store, wanted) == ""
+
+    @pytest.mark.parametrize("name", _BAD_NAMES)
+    def test_names_that_could_lead_elsewhere_are_refused(self, store: KVStore, name: str) -> None:
+        """In one line, as space and as key."""
+        wanted, into = make_object(1), memoryview(bytearray(1))
+        for space, key in ((name, wanted.key), (SPACE, name)):
+            for call in (
+                lambda space=space, key=key: store.put(space, key, wanted.head, wanted.body),
+                lambda space=space, key=key: store.read(space, key, 0, into),
+                lambda space=space, key=key: list(store.heads(space, [key])),
+                lambda space=space, key=key: store.remove(space, key),
+            ):
+                with pytest.raises(StoreError) as refused:
+                    call()
+                assert len(str(refused.value).splitlines()) == 1
+                assert not isinstance(refused.value, StoreMissError)
+
+    def test_a_full_store_keeps_to_its_limit(self) -> None:
+        """By losing objects or by refusing them; what it has is right."""
+        store = self.make_store(self.full_bytes)
+        objects = [make_object(number, 500) for number in range(3 * self.full_bytes // (500 * LAYOUT.bytes_per_token))]
+        for wanted in objects:
+            try_to_put(store, wanted)
+        faults = [fault_of(store, wanted) for wanted in objects]
+        assert set(faults) == {"", "lost"}
+        assert (
+            sum(wanted.num_bytes for wanted, fault in zip(objects, faults, strict=True) if not fault) <= self.full_bytes
+        )
+        store.close()
+
+    def test_more_than_a_store_can_hold_is_refused(self) -> None:
+        """And does not drive out what is there."""
+        store = self.make_store(self.full_bytes)
+        small, large = make_object(1), make_object(2, 2 * self.full_bytes // LAYOUT.bytes_per_token)
+        put(store, small)
+        with pytest.raises(CapacityError) as refused:
+            put(store, large)
+        assert len(str(refused.value).splitlines()) == 1
+        assert fault_of(store, small) == ""
+        assert fault_of(store, large) == "lost"
+        store.close()
+
+    def test_what_is_used_outlives_what_is_not(self) -> None:
+        """Use is what `touch` says."""
+        if not self.keeps_used:
+            pytest.skip("this store decides otherwise")
+        store = self.make_store(self.full_bytes)
+        used = make_object(0, 500)
+        put(store, used)
+        for number in range(1, 3 * self.full_bytes // (500 * LAYOUT.bytes_per_token)):
+            store.touch(SPACE, [used.key])
+            try_to_put(store, make_object(number, 500))
+        assert fault_of(store, used) == ""
+        store.close()
+
+    def test_one_of_many_threads_puts_an_object(self, store: KVStore) -> None:
+        """The others hear that it is there; it is whole."""
+        wanted = make_object(1, 2_000)
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda _: put(store, wanted), range(16)))
+        assert any(results)
+        assert fault_of(store, wanted) == ""
+        assert put(store, wanted) is False
+
+    def test_threads_in_any_order(self, store: KVStore) -> None:
+        """Each read is right or a miss while others put and remove."""
+        objects = [make_object(number) for number in range(6)]
+
+        def work(seed: int) -> int:
+            dice, reads = random.Random(seed), 0
+            for _ in range(60):
+                wanted, choice = dice.choice(objects), dice.random()
+                if choice < 0.4:
+                    put(store, wanted)
+                elif choice < 0.5:
+                    store.remove(SPACE, wanted.key)
+                elif choice < 0.6:
+                    assert store.keys(SPACE) <= {one.key for one in objects}
+                else:
+                    reads += read_or_miss(store, wanted, dice)
+            return reads
+
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(work, range(4))) > 0
+        assert {fault_of(store, wanted) for wanted in objects} <= {"", "lost"}
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_operations_in_any_order(self, store: KVStore, seed: int) -> None:
+        """Compared with a dictionary."""
+        dice, objects = random.Random(seed), [make_object(number, 30 + 40 * number) for number in range(12)]
+        kept: set[str] = set()
+        for _ in range(200):
+            wanted, choice = dice.choice(objects), dice.random()
+            if choice < 0.4:
+                assert put(store, wanted) is (wanted.key not in kept)
+                kept.add(wanted.key)
+            elif choice < 0.6:
+                store.remove(SPACE, wanted.key)
+                kept.discard(wanted.key)
+            elif choice < 0.7:
+                store.touch(SPACE, [one.key for one in dice.sample(objects, 3)])
+            elif choice < 0.8:
+                assert store.keys(SPACE) == kept
+            else:
+                assert read_or_miss(store, wanted, dice) is (wanted.key in kept)
+
+    def test_another_process_has_it_too(self, store: KVStore) -> None:
+        """Opened anew, what was put is there; what the other removes is gone."""
+        wanted = make_object(1)
+        put(store, wanted)
+        second = self._second()
+        assert second.keys(SPACE) == {wanted.key}
+        assert fault_of(second, wanted) == ""
+        assert put(second, wanted) is False
+        second.remove(SPACE, wanted.key)
+        assert fault_of(store, wanted) == "lost"
+        with pytest.raises(StoreMissError):
+            store.read(SPACE, wanted.key, 0, memoryview(bytearray(1)))
+        second.close()
+
+    def test_processes_put_at_once(self, store: KVStore) -> None:
+        """The same and others; nothing is lost or mixed up."""
+        children = [self._child(first, 30) for first in (0, 10, 20)]
+        for child in children:
+            _, errors = child.communicate(timeout=_PATIENCE_S)
+            assert (child.returncode, errors) == (0, "")
+        assert {fault_of(store, make_object(number)) for number in range(50)} == {""}
+
+    def test_a_process_that_is_killed_leaves_nothing_half(self, store: KVStore) -> None:
+        """What it was told is kept is kept; what else is there is whole, or goes when it is put again."""
+        child = self._child(0, 10_000)
+        assert child.stdout is not None
+        told = [int(child.stdout.readline()) for _ in range(5)]
+        child.send_signal(signal.SIGKILL)
+        told += [int(line) for line in child.stdout]  # `communicate` would miss the lines that are buffered already
+        child.communicate(timeout=_PATIENCE_S)
+        assert {fault_of(store, make_object(number)) for number in told} == {""}
+        under_way = make_object(max(told) + 1)
+        assert fault_of(store, under_way) in ("", "lost")
+        put(store, under_way)
+        assert fault_of(store, under_way) == ""
+        assert len(store.keys(SPACE)) == max(told) + 2
+
+    def test_the_tier_writes_and_reads_it(self, store: KVStore) -> None:
+        """Write-behind, then a span."""
+        wanted = make_object(1, 700)
+        writer = StoreWriter(store, SPACE, LAYOUT, max_queued_bytes=1 << 20)
+        writer.offer(wanted.record, lambda: LAYOUT.unpack(wanted.rows))
+        assert writer.flush(_PATIENCE_S)
+        assert [one.is_stored for one in writer.take_written()] == [True]
+        writer.close()
+        with reading(store) as reader:
+            fetch = reader.fetch(wanted.key, 255, 300)
+            assert fetch.wait(_PATIENCE_S)
+            assert np.array_equal(LAYOUT.pack(fetch.block()), wanted.rows[255:555])
+            assert reader.counters.hits == 1
+
+    @pytest.mark.parametrize("kind", ["head", "body", "truncated", "empty", "foreign"])
+    def test_damage_is_found(self, store: KVStore, kind: str) -> None:
+        """By the tier on top: a counted miss, and the object goes, so that it can be put again."""
+        wanted = make_object(1, 700)
+        put(store, wanted)
+        if not self.damage(store, wanted.key, kind):
+            pytest.skip("this medium is damaged by nobody")
+        with reading(self._second() if self.url(_ROOM) else store) as reader:
+            fetch = reader.fetch(wanted.key, 0, 700)
+            assert fetch.wait(_PATIENCE_S)
             with pytest.raises(StoreError):
-                store.get(missing)
+                fetch.block()
+            assert (reader.counters.hits, reader.counters.corrupt + reader.counters.missing) == (0, 1)
+        assert fault_of(store, wanted) == "lost"
+        assert put(store, wanted) is True
+        assert fault_of(store, wanted) == ""
+
+    @pytest.mark.parametrize("method", ["heads", "read"])
+    @pytest.mark.parametrize("fault", ["corrupt", "truncate", "lose", "fail"])
+    def test_faults_on_the_way_are_counted_misses(self, store: KVStore, fault: str, method: str) -> None:
+        """And nothing of it is served."""
+        wanted, faults = make_object(1, 700), Faults()
+        put(store, wanted)
+        getattr(faults, fault).add(method)
+        with reading(FaultyStore(store, faults)) as reader:
+            fetch = reader.fetch(wanted.key, 0, 700)
+            assert fetch.wait(_PATIENCE_S)
             with pytest.raises(StoreError):
-                store.remove(missing)
-        assert (store.used_bytes, len(store)) == (0, 0)
+                fetch.block()
+            counters = reader.counters
+            assert (counters.hits, counters.missing + counters.corrupt + counters.failed) == (0, 1)
 
-    def test_what_was_read_outlives_its_removal(self) -> None:
-        """Also if another block takes the key and the room."""
-        store = self.make_store(3 * BYTES_PER_TOKEN)
-        store.put(1, make_block(3, seed=1))
-        span = store.get(1, 1, 2)
-        store.remove(1)
-        store.put(1, make_block(3, seed=2))
-        assert_same(span, make_block(3, seed=1).span(1, 2))
-        assert_same(store.get(1), make_block(3, seed=2))
+    def test_a_slow_store_holds_nobody_up(self, store: KVStore) -> None:
+        """Who asks goes on at once; what comes late is still right."""
+        wanted, faults = make_object(1), Faults(hang={"read"})
+        put(store, wanted)
+        with reading(FaultyStore(store, faults)) as reader:
+            fetch = reader.fetch(wanted.key, 0, 300)
+            assert not fetch.is_done
+            faults.released.set()
+            assert fetch.wait(_PATIENCE_S)
+            assert np.array_equal(LAYOUT.pack(fetch.block()), wanted.rows)
 
-    def test_two_stores_share_nothing(self) -> None:
-        """Ranks of an engine have a store each, with the same keys."""
-        one, other = self.make_store(10_000), self.make_store(10_000)
-        one.put(1, make_block(3, seed=1))
-        assert 1 not in other
-        other.put(1, make_block(2, seed=2))
-        one.remove(1)
-        assert_same(other.get(1), make_block(2, seed=2))
-        assert (one.used_bytes, other.used_bytes) == (0, 2 * BYTES_PER_TOKEN)
+    def test_nothing_is_left_open(self) -> None:
+        """Neither files nor threads, whatever happened."""
+        store, wanted = self.make_store(_ROOM), make_object(1)
+        url = self.url(_ROOM)
+        before = _open_things() if url else None
+        for _ in range(5):
+            second = open_store(url) if url else store
+            put(second, wanted)
+            assert fault_of(second, wanted) == ""
+            with pytest.raises(StoreMissError):
+                second.read(SPACE, wanted.key, 1 << 40, memoryview(bytearray(1)))
+            second.remove(SPACE, wanted.key)
+            if url:
+                second.close()
+        gc.collect()
+        if before is not None:
+            files, threads = _open_things()
+            assert files <= before[0]
+            assert threads <= before[1]
+        store.close()
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_any_order_gives_what_a_dict_gives(self, seed: int) -> None:
-        """Blocks are put, read and removed at random in a store that is often full."""
-        rng, budget = np.random.default_rng(seed), 60
-        store, kept = self.make_store(budget * BYTES_PER_TOKEN), dict[StoreKey, tuple[int, int]]()
-        keys: list[StoreKey] = [0, 1, 2, 3, "a", b"a"]
-        for step in range(200):
-            key, num_tokens = keys[rng.integers(len(keys))], int(rng.integers(41))
-            used = sum(length for length, _ in kept.values())
-            if key not in kept and used + num_tokens <= budget:
-                store.put(key, make_block(num_tokens, step))
-                kept[key] = num_tokens, step
-            elif key not in kept:
-                with pytest.raises(CapacityError):
-                    store.put(key, make_block(num_tokens, step))
-            elif rng.integers(2):
-                store.remove(key)
-                del kept[key]
-            store.check()
-            assert store.used_bytes == sum(length for length, _ in kept.values()) * BYTES_PER_TOKEN
-            assert [each in store for each in keys] == [each in kept for each in keys]
-            for each, (length, put_at) in kept.items():
-                start = int(rng.integers(length + 1))
-                assert_same(store.get(each, start), make_block(length, put_at).span(start, length - start))
-        assert len(store) == len(kept)
+    def _child(self, first: int, count: int) -> subprocess.Popen[str]:
+        url = self.url(_ROOM)
+        if url is None:
+            pytest.skip("a store of one process")
+        command = [sys.executable, "-m", "kvgraft.testing.stored_objects", url, str(first), str(count)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def reading(store: KVStore) -> Iterator[StoreReader]:
+    """A reader of `SPACE`, closed at the end."""
+    reader = StoreReader(store, SPACE, LAYOUT, max_pending_bytes=1 << 26)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def put(store: KVStore, wanted: StoredObject) -> bool:
+    """Put an object into `SPACE`."""
+    return store.put(SPACE, wanted.key, wanted.head, wanted.body)
+
+
+def try_to_put(store: KVStore, wanted: StoredObject) -> None:
+    """Put an object that the store may refuse because it is full."""
+    try:
+        put(store, wanted)
+    except CapacityError:
+        return
+
+
+def read_or_miss(store: KVStore, wanted: StoredObject, dice: random.Random) -> bool:
+    """Read a part and compare it; False if it is not there."""
+    first = dice.randrange(wanted.rows.shape[0])
+    expected = wanted.rows[first : dice.randint(first, wanted.rows.shape[0] - 1) + 1]
+    into = np.empty_like(expected)
+    try:
+        store.read(SPACE, wanted.key, first * wanted.rows.shape[1], into.data.cast("B"))
+    except StoreMissError:
+        return False
+    assert np.array_equal(into, expected), "a store gave back what nobody put"
+    return True
+
+
+def _open_things() -> tuple[int, int]:
+    return len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0, threading.active_count()

@@ -7,18 +7,21 @@ the soak; a failed comparison is an `AssertionError`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.prefix import RadixKey, SWARadixCache
 from kvgraft.testing.slots import CheckedSlots
+from kvgraft.windows import ChunkedWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvgraft.prefix import EvictResult, SlotArray
     from kvgraft.prefix.swa.node import SWALock
+    from kvgraft.windows import WindowKind
 
 Tokens = tuple[int, ...]
 
@@ -52,12 +55,12 @@ class SWAModel:
         num_matches: Lookups compared so far.
     """
 
-    def __init__(self, page_size: int, sliding_window_size: int, *, size: int = 4096, leaf_cap: bool = False) -> None:
-        self.cache = SWARadixCache(page_size, sliding_window_size=sliding_window_size, leaf_cap=leaf_cap)
+    def __init__(self, page_size: int, window: WindowKind, *, size: int = 4096, leaf_cap: bool = False) -> None:
+        self.cache = cache_of(window, page_size, leaf_cap=leaf_cap)
         self.locks: list[HeldLock] = []
         self.num_matches = 0
         self._page_size = page_size
-        self._window = sliding_window_size
+        self._window = window
         self._full = CheckedSlots(size)
         self._swa = CheckedSlots(size, first=10_000_000)
         self._pages: dict[Tokens, Page] = {}
@@ -146,20 +149,21 @@ class SWAModel:
             assert self._pages[prefix].swa is not None, "a locked window was freed"
 
     def _matched(self, tokens: Tokens) -> int:
-        """The deepest page boundary whose run of live pages is a whole window or reaches the root."""
-        best = run = 0
-        reaches_root = True
-        for prefix in self._prefixes(tokens):
+        """The deepest page boundary of which all that the next row's window needs is live."""
+        best = 0
+        live: set[int] = set()
+        for number, prefix in enumerate(self._prefixes(tokens)):
             page = self._pages.get(prefix)
             if page is None:
                 break
-            if page.swa is None:
-                run, reaches_root = 0, False
-            else:
-                run += self._page_size
-                if reaches_root or run >= self._window:
-                    best = len(prefix)
+            if page.swa is not None:
+                live.add(number)
+            if self._needed_pages(len(prefix)) <= live:
+                best = len(prefix)
         return best
+
+    def _needed_pages(self, num_tokens: int) -> set[int]:
+        return {position // self._page_size for position in needed_positions(self._window, num_tokens)}
 
     def _make_room(self, num_tokens: int) -> None:
         short = max(num_tokens - self._full.available, num_tokens - self._swa.available)
@@ -235,5 +239,24 @@ class SWAModel:
         return {prefix for held in self.locks if not held.swa_released for prefix in self._window_of(held)}
 
     def _window_of(self, held: HeldLock) -> Iterable[Tokens]:
-        border = max(held.receipt.swa_start, len(held.tokens) - self._window)
-        return [prefix for prefix in self._prefixes(held.tokens) if len(prefix) > border]
+        needed = self._needed_pages(len(held.tokens))
+        prefixes = enumerate(self._prefixes(held.tokens))
+        return [prefix for number, prefix in prefixes if number in needed and len(prefix) > held.receipt.swa_start]
+
+
+def cache_of(window: WindowKind, page_size: int = 1, *, leaf_cap: bool = False) -> SWARadixCache:
+    """An empty cache for a kind of window."""
+    if isinstance(window, ChunkedWindow):
+        return SWARadixCache(page_size, attention_chunk_size=window.size, leaf_cap=leaf_cap)
+    return SWARadixCache(page_size, sliding_window_size=window.size, leaf_cap=leaf_cap)
+
+
+@cache
+def needed_positions(window: WindowKind, num_tokens: int) -> frozenset[int]:
+    """Positions whose window K/V a prefix must have, one by one from the definition of the kind.
+
+    Of a sliding window one more than the row behind the prefix reads, as SGLang has it.
+    """
+    if isinstance(window, ChunkedWindow):
+        return frozenset(p for p in range(num_tokens) if p // window.size == num_tokens // window.size)
+    return frozenset(p for p in range(num_tokens) if num_tokens - p <= window.size)

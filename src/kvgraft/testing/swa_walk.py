@@ -9,11 +9,10 @@ from kvgraft.testing.swa_model import SWAModel
 
 if TYPE_CHECKING:
     from kvgraft.testing.swa_model import HeldLock, Tokens
+    from kvgraft.windows import WindowKind
 
 
-def random_walk(
-    seed: int, num_operations: int, page_size: int, sliding_window_size: int, *, leaf_cap: bool
-) -> SWAModel:
+def random_walk(seed: int, num_operations: int, page_size: int, window: WindowKind, *, leaf_cap: bool) -> SWAModel:
     """Run random operations, `check` after each; returns the model for its counts.
 
     Raises:
@@ -21,9 +20,9 @@ def random_walk(
         CorruptCacheError: An invariant does not hold.
     """
     rng = Random(seed)
-    model = SWAModel(page_size, sliding_window_size, leaf_cap=leaf_cap)
+    model = SWAModel(page_size, window, leaf_cap=leaf_cap)
     for _ in range(num_operations):
-        _step(rng, model, page_size, sliding_window_size)
+        _step(rng, model, page_size, window.size)
         model.check()
     return model
 

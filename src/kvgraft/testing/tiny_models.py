@@ -33,6 +33,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 32, "pad_token_id": 0},
     "gpt_neox": {},
     "ernie4_5": {"head_dim": 32},
+    "gpt_oss": {
+        "head_dim": 32,
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "llama4_text": {
+        "head_dim": 32,
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+    },
 }
 """Architectures that kvgraft is tested with, and what their configuration needs beyond the common sizes."""
 
@@ -70,5 +85,8 @@ def tiny_model(
     config = AutoConfig.for_model(family, **(sizes | FAMILIES.get(family, {}) | overrides))
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):  # near 0 they would hardly show
+            torch.nn.init.normal_(parameter, mean=1.0, std=2.0)
     model.eval()
     return model

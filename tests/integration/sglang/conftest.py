@@ -14,7 +14,7 @@ if find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py", "*.py"]
 else:
     here = Path(__file__).parent
-    sys.path.insert(0, str(here))
+    sys.path[:0] = [str(here), str(here.parents[1] / "standins")]
     # What a server's processes get at start-up; this one imports SGLang too.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     runpy.run_path(str(here / "standins" / "sitecustomize.py"), run_name="sitecustomize")

@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 STANDINS = Path(__file__).parent / "standins"
+SHARED_STANDINS = Path(__file__).parents[2] / "standins"
 _PORTS = range(31800, 31900)
 _START_S = 900.0
 """A quiet machine takes half a minute, nearly all of it imports; a busy one took five."""
@@ -61,7 +62,7 @@ class SGLangServer:
         words = [word for name, value in chosen.items() for word in ([name] if value is None else [name, str(value)])]
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"]
         self._command += [*_FLAGS, *words]
-        path = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH", "")]))
+        path = os.pathsep.join(filter(None, [str(STANDINS), str(SHARED_STANDINS), os.environ.get("PYTHONPATH", "")]))
         self._environ = {
             **os.environ,
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -154,17 +155,33 @@ class SGLangServer:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.loads(response.read())
 
-    def generate(self, tokens, num_tokens=16, **fields):
+    def generate(self, tokens, num_tokens=16, *, reuse=None, **fields):
         """Answer of `/generate`, greedy, with log-probabilities."""
         sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        if reuse is not None:
+            sampling["custom_params"] = {"kvgraft": reuse}
         body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, **fields}
         return self.post("/generate", body)
+
+    def pause(self):
+        """Hold every process still until `resume`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self):
+        """Let every process go on."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self):
+        """End every process at once, as the kernel does when memory is short."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def stop(self):
         """End every process of the server's group."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
+                self.resume()  # one that is held still hears of it only then
             except ProcessLookupError:
                 break
             try:

@@ -14,7 +14,7 @@ from models import VOCABULARY
 from server import SGLangServer
 
 from kvgraft.engine.llm import LLM
-from kvgraft.engine.sampling import SamplingParams
+from kvgraft.engine.sampling_params import SamplingParams
 from reference import Fresh, Reference
 
 if TYPE_CHECKING:

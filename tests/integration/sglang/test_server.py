@@ -6,7 +6,9 @@ import random
 import time
 
 import pytest
+from kv_listener import Listener
 from models import VOCABULARY
+from scripted_provider import FOLDER, Script
 from server import SGLangServer
 
 from kvgraft.cli import main
@@ -62,11 +64,23 @@ def test_hybrid_model_is_served_without_reuse(model_dir, ids, monkeypatch):
 
 
 @pytest.fixture(scope="class")
-def small(model_dir):
+def script(tmp_path_factory):
+    """What the provider of `small` answers, and how it is called."""
+    return Script(tmp_path_factory.mktemp("script"))
+
+
+@pytest.fixture(scope="class")
+def small(model_dir, script):
     """A server whose pool holds little more than one prompt, with metrics and everything else on."""
-    options = {"--max-total-tokens": 1500, "--enable-metrics": None}
-    environ = {"KVGRAFT_SEMANTIC_PROVIDER": "recall:Recall", "KVGRAFT_LOOKUP_DEADLINE_MS": "5000"}
-    with SGLangServer(model_dir("llama"), options, environ) as server:
+    listener = Listener()
+    options = {"--max-total-tokens": 1500, "--enable-metrics": None, "--kv-events-config": listener.config}
+    environ = {
+        "KVGRAFT_SEMANTIC_PROVIDER": "scripted_provider:Scripted",
+        "KVGRAFT_SEMANTIC_DEADLINE_MS": "60000",
+        FOLDER: str(script.folder),
+    }
+    with listener, SGLangServer(model_dir("llama"), options, environ) as server:
+        server.listener = listener
         yield server
 
 
@@ -96,27 +110,95 @@ class TestSmallPool:
         assert main(["explain", "--request-id", meta["id"]]) == 0
         assert "430 of 450 prompt tokens copied from another position" in capsys.readouterr().out
 
-    def test_stand_in_of_a_provider_is_substituted_and_never_published(self, small, model_dir, ids):
+    def test_another_text_stands_in_where_asked_for_and_is_never_published(self, small, model_dir, ids, script):
         reference = Reference(model_dir("llama"))
         stored = ids(200)
         small.generate(stored, 1)
+        assert script.stored(stored)[-1]["token_ids"] == stored
+        script.answer(stored, source_id="doc-7", metadata={"similarity": 0.83})
         query = ids(150)
         want = reference.answer([Copied(reference.cache_of(Fresh(stored)), 0, 149), Fresh(query[149:])])
-        # The provider stands in tokens of another prompt: the K/V are those of `stored`.
-        for rid in ("once", "again"):
-            got = small.generate(query, rid=f"substituted-{rid}")
-            attempt = got["meta_info"]["kvgraft"][0]["attempts"][0]
-            assert attempt["substituted_tokens"] == 149
+        for _ in range(2):
+            got = small.generate(query, reuse="substitute")
+            report = got["meta_info"]["kvgraft"][0]["report"]
+            assert report["substituted_tokens"] == 149
+            assert report["substitution"] == {"source_id": "doc-7", "metadata": {"similarity": 0.83}}
             assert got["output_ids"] == want.tokens
-        plain = small.generate(query, cache_salt="other", rid="plain")
-        assert plain["output_ids"] == reference.answer([Fresh(query)]).tokens
+        plain = reference.answer([Fresh(query)]).tokens
+        assert small.generate(query, cache_salt="other", reuse="substitute")["output_ids"] == plain
+        assert len(script.calls("miss")) == 3
+        assert small.generate(query)["output_ids"] == plain
+        assert not script.calls("miss")
+
+    @pytest.mark.parametrize("shared", [1, 40])
+    def test_a_stored_first_token_or_system_prompt_does_not_silence_the_provider(
+        self, small, model_dir, ids, script, shared
+    ):
+        reference = Reference(model_dir("llama"))
+        stored = ids(200)
+        small.generate(stored, 1)
+        script.answer(stored)
+        query = stored[:shared] + ids(150)
+        want = reference.answer([Copied(reference.cache_of(Fresh(stored)), 0, len(query) - 1), Fresh(query[-1:])])
+        got = small.generate(query, reuse="substitute")
+        report = got["meta_info"]["kvgraft"][0]["report"]
+        assert (report["exact_tokens"], report["substituted_tokens"]) == (shared, 149)
+        assert got["output_ids"] == want.tokens
+
+    def test_a_contradiction_is_grafted_but_for_what_differs(self, small, ids, script):
+        stored = ids(200)
+        small.generate(stored, 1)
+        script.answer(stored)
+        report = small.generate(stored[:100] + ids(1) + stored[101:] + ids(3), reuse="substitute")["meta_info"]
+        report = report["kvgraft"][0]["report"]
+        assert (report["exact_tokens"], report["substituted_tokens"]) == (100, 0)
+        assert report["shifted_tokens"] > 50
+        assert all(span["target_start"] > 100 for span in report["spans"])
+
+    def test_a_failing_provider_is_a_miss(self, small, model_dir, ids, script):
+        script.answer([1, 2, 3], fails=True)
+        query = ids(150)
+        want = Reference(model_dir("llama")).answer([Fresh(query)])
+        assert small.generate(query, reuse="substitute")["output_ids"] == want.tokens
+        script.answer(None)
+
+    def test_health_checks_never_reach_the_provider(self, small, script):
+        script.calls()
+        small.get("/health_generate")
+        assert not script.calls()
+
+    def test_a_wrong_mode_is_told_in_the_report(self, small, ids):
+        report = small.generate(ids(40), reuse="words")["meta_info"]["kvgraft"][0]["report"]
+        assert "must be off, exact, graft, substitute" in report["miss"]["detail"]
 
     def test_metrics_are_on_sglangs_own_endpoint(self, small):
         text = small.get("/metrics")
         lines = {line.split("{")[0]: line for line in text.splitlines() if line.startswith("kvgraft:")}
         assert {"kvgraft:live", "kvgraft:prompt_tokens_total", "kvgraft:graft_seconds_count"} <= set(lines)
-        segment = [line for line in text.splitlines() if 'kind="segment"' in line and 'outcome="approx"' in line]
-        assert sum(float(line.rsplit(" ", 1)[1]) for line in segment) >= 430 + 2 * 149
+        for kind, least in (("segment", 430), ("substituted", 4 * 149)):
+            counted = [line for line in text.splitlines() if f'kind="{kind}"' in line and 'outcome="approx"' in line]
+            assert sum(float(line.rsplit(" ", 1)[1]) for line in counted) >= least
+
+    def test_events_tell_of_exact_text_alone(self, small, ids):
+        """A router that hashes what it hears never expects K/V that attended to copies, or stand somewhere else."""
+        salt = {"cache_salt": "no stand-in"}
+        first, second, between = ids(150), ids(150), ids(60)
+        head, tail = ids(30), ids(40)
+        small.generate(first, 1, **salt)
+        small.generate(second, 1, **salt)
+        prompt = head + first + between + second + tail
+        got = small.generate(prompt, **salt)
+        assert got["meta_info"]["cached_tokens"] == 300
+        small.settle()
+        heard_to = len(small.listener.events)
+        again = small.generate(ids(20) + between + tail, 1, **salt)
+        assert again["meta_info"]["cached_tokens"] >= len(between), "what was computed between copies is a donor"
+        paths = small.listener.stored_paths()
+        assert heard_to
+        assert ("no stand-in", tuple(head)) in paths
+        told_of = [tokens for _, tokens in paths]
+        assert all(tokens[: len(head) + 1] != tuple(prompt[: len(head) + 1]) for tokens in told_of), "behind a copy"
+        assert not any(tokens[0] in (between[0], tail[0]) and len(tokens) > 1 for tokens in told_of), "from the middle"
 
     def test_flushed_cache_has_no_donors(self, small, ids):
         document = ids(200)

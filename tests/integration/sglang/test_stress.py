@@ -155,3 +155,27 @@ def test_every_answer_given_under_stress_is_right(stressed, model_dir):
     wrong = [rid for rid in answered if not oracle.explains(rid, load.logprobs[rid])]
     assert wrong == []
     assert sum(bool(reports[rid]["attempts"][-1]["spans"]) for rid in answered) > 30
+
+
+@pytest.fixture(scope="module")
+def stored(model_dir, tmp_path_factory):
+    """The same load on a server that keeps little in host memory and everything in a directory."""
+    folder = tmp_path_factory.mktemp("store")
+    environ = {"KVGRAFT_STORE": f"file:{folder}", "KVGRAFT_HOST_BYTES": "2MiB", **RETRACT}
+    with SGLangServer(model_dir("llama"), OPTIONS, environ) as server:
+        load = Load(server)
+        load.run()
+        server.settle()
+        is_healthy = server.is_running and server.is_healthy()
+        return load, server.reports(), server.log(), is_healthy
+
+
+def test_server_with_a_store_lives_and_nothing_leaked(stored):
+    load, reports, log, is_healthy = stored
+    assert is_healthy, log[-4000:]
+    assert "memory leak" not in log
+    assert "failed; it goes on without" not in log
+    assert load.events["answered"] > 50
+    sources = [source for report in reports.values() for attempt in report["attempts"] for source in attempt["sources"]]
+    assert sum(source["request"] == "a store" for source in sources) > 10
+    assert load.events["retractions"] > 10

@@ -15,12 +15,20 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 BLOCK = 32
 PATIENT = {"lookup_deadline_ms": 1e9}
 """No test depends on how fast the machine is: lookups never pass their deadline, except where that is the subject."""
+
+
+OURS = {
+    "kv_connector": "GraftConnector",
+    "kv_connector_module_path": "kvgraft.integrations.vllm",
+    "kv_role": "kv_both",
+}
+TOKEN_STORE = {"kv_connector": "TokenStore", "kv_connector_module_path": "token_store", "kv_role": "kv_both"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Engine:
         self.family = family
         core = llm.llm_engine.engine_core.engine_core
         self.vllm_scheduler = core.scheduler
-        self.scheduler = core.scheduler.connector.scheduler
+        self.scheduler = ours(core.scheduler.connector).scheduler
 
     @property
     def takes_loads_back(self) -> bool:
@@ -64,7 +72,7 @@ class Engine:
     def worker(self):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group().worker
+        return ours(get_kv_transfer_group()).worker
 
     def ask(self, prompt: Sequence[int], mode: str | None = None, *, max_tokens: int = 6, **request: Any) -> Answer:
         return self.ask_many([prompt], [mode], max_tokens=max_tokens, **request)[0]
@@ -105,6 +113,27 @@ class Engine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is never given out
 
 
+def multi(*connectors, **settings):
+    """vLLM's own."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors), **settings},
+    }
+
+
+def beside(*connectors, **settings):
+    """Ours, with the same connectors in it."""
+    module = {"kv_connector": "GraftMultiConnector", "kv_connector_module_path": "kvgraft.integrations.vllm"}
+    return {**multi(*connectors, **{"saves_by_metadata": ["TokenStore"], **settings}), **module}
+
+
+def ours(connector: Any) -> Any:
+    """Our connector: the engine's, or one of several."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(child for child in children if type(child).__name__ == "GraftConnector")
+
+
 def parameters(mode: str | None, max_tokens: int) -> SamplingParams:
     extra = {"kv_transfer_params": {"kvgraft": mode}} if mode is not None else None
     return SamplingParams(
@@ -124,9 +153,14 @@ def answer_of(output: Any) -> Answer:
 
 @contextmanager
 def engine(
-    folder: Path, family: str = "qwen3", *, options: dict[str, Any] | None = None, **engine_options: Any
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    options: dict[str, Any] | None = None,
+    connector: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    **engine_options: Any,
 ) -> Iterator[Engine]:
-    """An engine of a tiny model; `options` are the connector's."""
+    """An engine of a tiny model; `options` are the connector's, and `connector` puts its configuration into another one."""
     settings: dict[str, Any] = {
         "block_size": BLOCK,
         "max_num_batched_tokens": 2048,
@@ -140,10 +174,7 @@ def engine(
         enforce_eager=True,
         enable_prefix_caching=True,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="GraftConnector",
-            kv_connector_module_path="kvgraft.integrations.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={**PATIENT, **(options or {})},
+            **connector({**OURS, "kv_connector_extra_config": {**PATIENT, **(options or {})}})
         ),
         **{**settings, **engine_options},
     )

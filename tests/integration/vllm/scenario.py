@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from pathlib import Path
 
 WORKER = "kvgraft.integrations.vllm.worker"
 STAGES = {
@@ -40,6 +42,12 @@ STAGES = {
 }
 """Where a rank may fail, by what it does there."""
 
+STORE_STAGES = {
+    "stored text read": ("kvgraft.memory.store.file", "FileStore.read"),
+    "stored text kept": (f"{WORKER}.donor_store", "DonorStore.keep"),
+}
+"""And with a store behind it."""
+
 
 def break_rank(worker, rank, stage):
     """Let one rank fail at a stage, from now on."""
@@ -47,7 +55,7 @@ def break_rank(worker, rank, stage):
 
     if worker.rank != rank:
         return
-    module, name = STAGES[stage]
+    module, name = {**STAGES, **STORE_STAGES}[stage]
     *owners, name = name.split(".")
     owner = import_module(module)
     for part in owners:
@@ -86,10 +94,14 @@ def self_check(worker):
     return fresh.description["self_check"] if fresh._groups else fresh.refusal
 
 
-def train(worker):
-    """Change the weights of a rank in place."""
-    for parameter in worker.model_runner.model.parameters():
-        parameter.data.mul_(1.1)
+def train(worker, told):
+    """Change the weights in place; with `told` "second" one row of the second rank's vocabulary, which no text has."""
+    parameters = list(worker.model_runner.model.parameters())
+    if told != "second":
+        for parameter in parameters:
+            parameter.data.mul_(1.1)
+    elif worker.rank == 1:
+        parameters[0].data[-1] += 1.0
 
 
 def main():
@@ -136,6 +148,13 @@ def main():
 
     for prompt in asked["donors"]:
         ask(prompt, "exact")
+    if "await_files" in asked:
+        folder, count = asked["await_files"]
+        while len(list(Path(folder).glob("*/*.safetensors"))) < count:
+            time.sleep(0.1)
+        filler = list(range(3, 20))  # too short to become a donor
+        while not asked["donors"] and ask(filler, "graft")["report"]["miss"]["reason"] == "no_donors":
+            time.sleep(0.3)
     answers = [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
     for stage, prompt in asked.get("broken", {}).items():
         llm.collective_rpc(break_rank, args=(1, stage))
@@ -148,8 +167,8 @@ def main():
         checks[stage] = llm.collective_rpc(self_check)
         llm.collective_rpc(mend_rank)
     if "trained" in asked:
-        llm.collective_rpc(train)
-        if asked["trained"] == "reset":
+        llm.collective_rpc(train, args=(asked["trained"],))
+        if asked["trained"] != "nothing":
             assert llm.reset_prefix_cache(reset_connector=True)
         answers += [{"warm": ask(prompt, "graft"), "cold": ask(prompt, "off")} for prompt in asked["prompts"]]
     print("ANSWERS" + json.dumps({"answers": answers, "checks": checks}), flush=True)

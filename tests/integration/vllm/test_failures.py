@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engines import engine, text
 from kvgraft.errors import StoreError
+from kvgraft.graft.select import Recompute, SelectionPolicy
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
 DOCUMENT = text(5, 700)
@@ -84,6 +87,40 @@ def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
         assert donor.start_position == 0, "what attended to garbage is no donor"
     again = served.ask(text(8, 77) + DOCUMENT[:300] + OTHER_QUESTION)
     assert again.shifted > 0
+
+
+class FailsLater(SelectionPolicy):
+    """Has tokens computed first, and fails when it is asked for more."""
+
+    name = "fails_later"
+
+    @property
+    def recompute_ratio(self):
+        return 0.05
+
+    def steps(self, context):
+        yield Recompute(context.reused[:20])
+        raise ValueError("no second step")
+
+
+def test_a_policy_that_fails_behind_its_first_step_is_a_miss(served, monkeypatch):
+    """Also where vLLM cannot be told: a model with windows in a vLLM that takes no loads back."""
+    prompt = OTHER_HEAD + DOCUMENT[:300] + text(10, 60) + DOCUMENT[300:] + OTHER_QUESTION
+    cold = served.cold(prompt)
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker, "_policy", FailsLater())
+        if served.family == "gemma3":
+            facts = replace(served.scheduler._facts, reports_failed_loads=False)
+            patch.setattr(served.scheduler._decisions._claims, "_facts", facts)
+        answer = served.ask(prompt)
+    answer.assert_like(cold)
+    assert (answer.shifted, answer.report["recomputed_tokens"]) == (0, 0)
+    assert answer.report["miss"]["reason"] == "policy_error"
+    assert "no second step" in answer.report["miss"]["detail"]
+    assert errors(served) == 1
+    for donor in served.scheduler.registry.catalogue:
+        assert len(served.worker._donors.whole(donor.donor_id).keys[0]) == donor.num_tokens, "captured once"
 
 
 def test_a_lookup_that_raises_is_a_miss(served, monkeypatch):

@@ -87,7 +87,7 @@ def test_an_unknown_mode_reuses_nothing_and_says_so(served):
     served.donate(HEAD + DOCUMENT + QUESTION)
     answer = served.ask(OTHER_HEAD + DOCUMENT + OTHER_QUESTION, "grafted")
     assert answer.shifted == 0
-    assert "must be off, exact or graft, not 'grafted'" in answer.report["miss"]["detail"]
+    assert "must be off, exact, graft, substitute, verified, not 'grafted'" in answer.report["miss"]["detail"]
 
 
 def test_another_cache_salt_shares_nothing(served):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+from kv_listener import Listener
+from vllm.config import KVEventsConfig
 
 from engines import engine, text
 from kvgraft.donors import GUARANTEED_RUN
@@ -14,8 +18,14 @@ DOCUMENT, SHARED = text(5, 400), text(6, 256)
 def served(request, model_folder):
     block_size, load = request.param
     options = {"selection": "none", "load": load, "min_saved_tokens": 0, "min_run": 16}
-    with engine(model_folder, "llama", options=options, block_size=block_size, max_num_batched_tokens=256) as one:
-        one.block_size = block_size
+    listener = Listener()
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{listener.port}")
+    sizes = {"block_size": block_size, "max_num_batched_tokens": 256}
+    with listener, engine(model_folder, "llama", options=options, kv_events_config=events, **sizes) as one:
+        one.block_size, one.listener = block_size, listener
+        while not listener.events:  # until it is connected, nobody hears what is told
+            one.ask(text(99, 2 * block_size), "off", max_tokens=1)
+            one.llm.reset_prefix_cache()
         yield one
 
 
@@ -51,3 +61,30 @@ def test_what_a_graft_left_is_never_an_exact_prefix(served, behind_prefix, offse
         assert answered.report["exact_tokens"] == answered.num_cached
         assert answered.report["shifted_tokens"] == 0
         answered.assert_like(served.cold(asked))
+
+
+def test_events_tell_of_exact_blocks_alone(served):
+    """A router that hashes what it hears never expects K/V that a graft made, or that stand behind one."""
+    size, head = served.block_size, text(20, 150)
+    prompt = head + DOCUMENT + text(21, 70)
+    served.donate(text(22, 37) + DOCUMENT)
+    grafted = served.ask(prompt, max_tokens=140)
+    assert grafted.shifted == len(DOCUMENT)
+    exact = text(23, 5 * size)
+    served.ask(exact, "off", max_tokens=1)
+    told_of = wait_for(served.listener, (None, tuple(exact)))
+    ends = [len(tokens) for _, tokens in told_of if list(tokens) == prompt[: len(tokens)]]
+    assert sorted(ends) == list(range(size, len(head) + 1, size)), "what stands in front of the graft, and no more"
+    stored = {h for event in served.listener.events if event["type"] == "BlockStored" for h in event["block_hashes"]}
+    removed = {h for event in served.listener.events if event["type"] == "BlockRemoved" for h in event["block_hashes"]}
+    assert removed <= stored
+    served.ask(prompt, "off", max_tokens=1)
+    wait_for(served.listener, (None, tuple(prompt[: len(prompt) // size * size])))
+
+
+def wait_for(listener, path):
+    deadline = time.monotonic() + 120
+    while path not in listener.stored_paths():
+        assert time.monotonic() < deadline, "nobody told of it"
+        time.sleep(0.05)
+    return listener.stored_paths()

@@ -5,30 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import scenario
+from http_server import PATIENCE_S, http_server
 from models import save_tiny
+from scripted_provider import FOLDER, Script
 
-from engines import PATIENT, Answer, engine, text
-from kvgraft.models import bundled_model_path
+from engines import Answer, engine, text
 
 HERE = Path(__file__).parent
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
 DOCUMENT = text(5, 700)
 DONOR, PROMPT = HEAD + DOCUMENT + QUESTION, OTHER_HEAD + DOCUMENT + OTHER_QUESTION
-
-
-PATIENCE_S = 1800
-"""Generous: where ranks wait for one another for ever, this ends it."""
 
 
 def run_scenario(threads: str, **asked) -> list[dict[str, Answer]]:
@@ -105,7 +98,7 @@ def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
         assert warm.shifted == 0, stage
         assert warm.report["miss"]["reason"] == "error", stage
         assert warm.report["miss"]["detail"].endswith(
-            ("another rank failed; its log says why", "could not read its donors")
+            ("another rank failed; its log says why", "another rank could not begin")
         )
         warm.assert_like(answer["cold"])
     for stage, (first, second) in checks.items():
@@ -162,6 +155,37 @@ def test_two_ranks_agree_with_one(model_folder, alone):
     whole["warm"].assert_like(alone)
 
 
+def test_two_ranks_have_a_store_each_and_use_a_donor_together(model_folder, alone, tmp_path):
+    """Of two replicas one behind the other: text of the first, half of it by each rank, is grafted by the second.
+
+    A rank that cannot read its half makes both compute. Behind a change of the second's weights both have other spaces.
+    """
+    model, folder = save_tiny("llama", model_folder), tmp_path / "store"
+    second = text(6, 600)
+    asked = {"model": model, "options": {**FIRST_K, "store": f"file:{folder}"}}
+    donors = [DONOR, text(20, 60) + second]
+    run_scenario("0|1", **asked, ranks=2, donors=donors, prompts=[], await_files=[str(folder), 4])
+    assert len(_spaces(folder)) == 2
+    broken = {"stored text read": text(21, 70) + second + OTHER_QUESTION}
+    files = [str(folder), 4]
+    answers = run_scenario(
+        "0|1", **asked, ranks=2, donors=[], prompts=[PROMPT], broken=broken, await_files=files, trained="second"
+    )
+    whole, failed, trained = answers
+    assert whole["warm"].shifted == alone.shifted == len(DOCUMENT) - 16
+    assert {span["tier"] for span in whole["warm"].report["spans"]} == {"file"}
+    whole["warm"].assert_like(alone)
+    assert failed["warm"].shifted == 0
+    assert failed["warm"].report["miss"]["reason"] == "store"
+    failed["warm"].assert_like(failed["cold"])
+    assert trained["warm"].shifted == 0
+    assert len(_spaces(folder)) == 4
+
+
+def _spaces(folder):
+    return {path.parent for path in folder.glob("*/*.safetensors")}
+
+
 @pytest.mark.parametrize("selection", ["kv_deviation", "query_seam"])
 def test_two_ranks_that_observe_choose_the_same_tokens(model_folder, selection):
     options = {"selection": selection, "recompute_ratio": 0.3, "correction": "none"}
@@ -195,55 +219,6 @@ def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder):
     (pair,) = run_scenario("0-1", model=model, donors=[DONOR], prompts=[PROMPT], enforce_eager=False)
     assert pair["warm"].shifted == alone.shifted
     pair["warm"].assert_like(alone)
-
-
-@contextmanager
-def http_server(log, **options):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    connector = {
-        "kv_connector": "GraftConnector",
-        "kv_connector_module_path": "kvgraft.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {**PATIENT, **options},
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_model_path())]
-    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "4", "--block-size", "32"]
-    command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    with log.open("w") as written:
-        process = subprocess.Popen(
-            command, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        _wait_until_ready(process, port, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _wait_until_ready(process, port, log):
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(log.read_text()[-5000:])
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
-    raise AssertionError("the server did not become ready")
 
 
 def test_openai_client_over_http(tmp_path):
@@ -285,3 +260,50 @@ def test_openai_client_over_http(tmp_path):
         assert re.search(r"kvgraft:donor_host_bytes\{[^}]*\} [1-9]", metrics)
         assert "kvgraft:lookup_seconds_count" in metrics
         assert re.search(r"kvgraft:donors\{[^}]*\} [1-9]", metrics)
+
+
+def test_another_text_over_http(tmp_path):
+    """A paraphrase, a contradiction, a shared system prompt and a shared first token, as clients send them."""
+    openai = pytest.importorskip("openai")
+    (tmp_path / "script").mkdir()
+    script = Script(tmp_path / "script")
+    path = os.pathsep.join([str(HERE.parents[1] / "standins"), os.environ.get("PYTHONPATH", "")])
+    options = {
+        "semantic_provider": "scripted_provider:Scripted",
+        "semantic_deadline_ms": 60_000,
+        "min_saved_tokens": 16,
+    }
+    environ = {FOLDER: str(script.folder), "PYTHONPATH": path}
+    flags = ["--shutdown-timeout", "60"]  # by default vLLM kills its scheduler at once
+    with http_server(tmp_path / "log", environ, flags, **options) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        def ask(prompt, mode):
+            extra = {"kv_transfer_params": {"kvgraft": mode}, "ignore_eos": True}
+            answer = client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=4, temperature=0, extra_body=extra
+            )
+            return answer.choices[0].text, answer.kv_transfer_params["kvgraft"]
+
+        stored = text(40, 400)
+        ask(stored, "graft")
+        script.stored()
+        script.answer(stored, source_id="doc-7", metadata={"similarity": 0.83})
+        paraphrase = text(41, 300)
+        said, report = ask(paraphrase, "substitute")
+        assert (report["substituted_tokens"], report["substitution"]["source_id"]) == (299, "doc-7")
+        assert said == ask(stored[:299] + paraphrase[299:], "off")[0]
+        assert ask(paraphrase, "exact")[1]["reused_tokens"] == 0
+        contradiction = [*stored[:200], stored[200] % 300 + 700, *stored[201:], *text(42, 5)]
+        said, report = ask(contradiction, "substitute")
+        assert (report["substituted_tokens"], report["shifted_tokens"] > 0) == (0, True), "what is equal is grafted"
+        assert all(not start <= 200 < start + length for start, length in spans_of(report)), "the rest is computed"
+        for shared in (1, 96):
+            report = ask(stored[:shared] + text(43 + shared, 300), "substitute")[1]
+            exact = shared // 32 * 32
+            assert (report["exact_tokens"], report["substituted_tokens"]) == (exact, shared + 299 - exact)
+    assert script.awaited("shutdown")
+
+
+def spans_of(report):
+    return [(span["target_start"], span["length"]) for span in report["spans"]]

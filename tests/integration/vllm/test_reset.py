@@ -141,6 +141,24 @@ def test_a_graft_under_way_is_given_up(served, steps):
         assert served.worker._donors.used_bytes == 0
 
 
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_weights_that_change_under_a_graft_are_noticed(served, steps):
+    """A graft in pieces goes on in steps that bring no command: what it copies must still be of the model that runs."""
+    served.donate(DONOR)
+    prompt = OTHER_HEAD + DOCUMENT[:300] + text(7, 90) + DOCUMENT[300:] + OTHER_QUESTION
+    add(served, "grafted", prompt, max_tokens=20)
+    for _ in range(steps):
+        served.llm.llm_engine.step()
+    waits = any(state.waits_for_graft for state in served.scheduler._states.values())
+    train(served)
+    answer = finish(served)["grafted"]
+    served.ask(text(8, 20), "off", max_tokens=1)  # a further step brings what was decided behind the last
+    assert served.worker._donors.text_ids == frozenset(), "what is to be no donor is not kept"
+    if waits:
+        assert answer.shifted == 0
+        answer.assert_like(served.cold(prompt, max_tokens=20))
+
+
 @pytest.mark.parametrize("preempt", [False, True])
 def test_text_that_is_being_captured_becomes_no_donor(served, preempt):
     """Unless vLLM takes the blocks away and computes it again."""

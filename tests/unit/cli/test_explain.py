@@ -77,6 +77,21 @@ def test_risk_and_correction_are_told(tmp_path, capsys, risk, line):
     assert f"  risk of the copied tokens: {line}" in lines
 
 
+@pytest.mark.parametrize(("source_id", "words"), [("doc-7", "doc-7"), ("", "without a name")])
+def test_another_text_that_stood_in_is_named(tmp_path, capsys, source_id, words):
+    substitution = {"source_id": source_id, "metadata": {"similarity": 0.83}}
+    entry = {
+        "request_id": "a",
+        "outcome": "finished",
+        "output_tokens": 4,
+        "attempts": [ATTEMPT | {"substitution": substitution}],
+    }
+    path = tmp_path / "reports.jsonl"
+    path.write_text(json.dumps(entry))
+    assert main(["explain", "--request-id", "a", "--file", str(path)]) == 0
+    assert f"  another text stands in: {words}, similarity 0.83" in capsys.readouterr().out.splitlines()
+
+
 def test_retracted_request_has_several_attempts(report_file, capsys, monkeypatch):
     monkeypatch.setenv("KVGRAFT_REPORT_FILE", report_file)
     assert main(["explain", "--request-id", "def2"]) == 0

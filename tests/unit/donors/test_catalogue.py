@@ -10,7 +10,7 @@ import pytest
 
 from kvgraft.donors import DonorCatalogue, new_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
-from kvgraft.types import Match, Namespace
+from kvgraft.types import KeyedNamespace, Match, Namespace
 
 NAMESPACE = Namespace("model")
 
@@ -296,6 +296,19 @@ def test_catalogue_survives_being_refilled_many_times():
             catalogue.check()
 
 
+def test_a_namespace_known_by_its_key_alone_is_the_same_one():
+    """As of donors that another process has stored: they are found by whoever has the namespace, and by nobody else."""
+    catalogue, text = DonorCatalogue(1000), make_text(100)
+    donor = catalogue.add(KeyedNamespace(NAMESPACE.key), text, None).donor
+    assert [match.donor_id for match in catalogue.find(NAMESPACE, text)] == [donor.donor_id]
+    other = Namespace(NAMESPACE.model_fingerprint, NAMESPACE.adapter, NAMESPACE.tenant_salt + "x")
+    assert not catalogue.find(other, text)
+    assert not catalogue.find(KeyedNamespace(other.key), text)
+    catalogue.check()
+    catalogue.remove(donor.donor_id)
+    catalogue.check()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -307,7 +320,7 @@ def test_catalogue_survives_being_refilled_many_times():
         (lambda c, i: c._generations.__setitem__(0, 4), "generation"),
         (lambda c, i: c._epochs.__setitem__(0, 4), "is not the one"),
         (lambda c, i: c._arena.get(0).__setitem__(3, -1), "have changed"),
-        (lambda c, i: setattr(c._tenants[NAMESPACE], "num_donors", 9), "do not sum up"),
+        (lambda c, i: setattr(c._tenants[NAMESPACE.key], "num_donors", 9), "do not sum up"),
     ],
 )
 def test_check_finds_damage(damage, message):
@@ -315,3 +328,36 @@ def test_check_finds_damage(damage, message):
     damage(catalogue, donors)
     with pytest.raises(CorruptCacheError, match=message):
         catalogue.check()
+
+
+def test_donors_that_stand_whole_in_a_text_are_found_from_a_generation_on():
+    catalogue = DonorCatalogue(10_000)
+    text = make_text(600)
+    whole = catalogue.add(NAMESPACE, text[100:300], None, generation=1, start_position=70).donor
+    catalogue.add(NAMESPACE, text[350:500], None, generation=0)
+    catalogue.add(NAMESPACE, np.append(text[500:], make_text(30, seed=3)), None, generation=2)  # ends behind the text
+    catalogue.add(Namespace("another"), text[100:300], None, generation=1)
+    changed = text[300:350].copy()
+    changed[40] += 1
+    catalogue.add(NAMESPACE, changed, None, generation=1)
+    assert catalogue.inside(NAMESPACE, text, min_generation=1) == [whole]
+    assert catalogue.inside(NAMESPACE, text[:299], min_generation=1) == []
+    assert catalogue.inside(NAMESPACE, text, min_generation=2) == []
+    assert catalogue.inside(Namespace("a third"), text, min_generation=1) == []
+    catalogue.check()
+
+
+def test_periodic_text_stands_in_itself():
+    catalogue = DonorCatalogue(10_000)
+    donor = catalogue.add(NAMESPACE, np.zeros(200, np.int32), None, generation=1).donor
+    assert catalogue.inside(NAMESPACE, np.zeros(3_000, np.int32), min_generation=1) == [donor]
+    assert catalogue.inside(NAMESPACE, np.zeros(199, np.int32), min_generation=1) == []
+
+
+def test_an_heir_is_worth_what_the_donor_was_that_it_replaces():
+    catalogue, (old, other, heir) = make_catalogue(*(make_text(100, seed=seed) for seed in range(3)))
+    catalogue.record_hit(old, 500)
+    catalogue.inherit(heir, old)
+    catalogue.remove(old)
+    assert ids(catalogue.victims()) == [other, heir]
+    catalogue.check()

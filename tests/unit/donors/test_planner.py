@@ -155,3 +155,40 @@ class TestSecondPassOverTheTail:
     def test_the_tail_is_run_over_everything_in_front_of_it(self):
         costs = dataclasses.replace(self.COSTS, attention_per_key=1e-2)
         assert costs.tail_cost(1000, 1010) == costs.compute_cost(1000, 1010) > costs.tail_cost(0, 10)
+
+
+class TestReading:
+    """K/V that have to be read from somewhere first cost that, too."""
+
+    def test_a_match_is_taken_only_if_reading_it_beats_computing_it(self):
+        costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0)
+        slow = make_match(0, 50, donor_id=1)
+        at_hand = make_match(60, 50, donor_id=2)
+        for cost, spans in ((49.0, (slow, at_hand)), (51.0, (at_hand,)), (float("inf"), (at_hand,))):
+            planned = plan_graft(
+                200, 0, [slow, at_hand], costs, read_cost=lambda match, cost=cost: cost if match.donor_id == 1 else 0.0
+            )
+            assert planned.spans == spans
+
+    def test_the_cost_is_asked_of_what_is_left_of_a_match(self):
+        asked = []
+
+        def read_cost(match):
+            asked.append(match)
+            return 0.0
+
+        planned = plan_graft(100, 30, [make_match(10, 90, 5)], FREE, read_cost=read_cost)
+        assert tuple(asked) == planned.spans == (make_match(30, 69, 25),)
+
+    def test_what_no_read_brings_is_not_worth_it(self):
+        miss = plan_graft(200, 0, [make_match(0, 100)], FREE, read_cost=lambda _: float("inf"))
+        assert miss.reason is MissReason.NOT_WORTH_IT
+
+    def test_reading_counts_against_a_phase_and_a_tail(self):
+        costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0, per_phase=60)
+        match = make_match(20, 100)
+        assert plan_graft(200, 0, [match], costs, read_cost=lambda _: 30.0).spans == (match,)
+        assert isinstance(plan_graft(200, 0, [match], costs, read_cost=lambda _: 50.0), Miss)
+        costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0, tail_passes=1)
+        assert plan_graft(200, 0, [match], costs, read_cost=lambda _: 10.0).spans == (match,)
+        assert isinstance(plan_graft(200, 0, [match], costs, read_cost=lambda _: 30.0), Miss)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from kvgraft.engine.adapter import TransformersAdapter
-from kvgraft.engine.attention import ATTENTION_BACKENDS, choose_attention
+from kvgraft.engine.attention import ATTENTION_BACKENDS, AttentionHeads, choose_attention
 from kvgraft.engine.attention.choose import difference_to_sdpa
 from kvgraft.engine.attention.flex import FlexBackend
 from kvgraft.errors import ConfigError
@@ -17,17 +19,20 @@ from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(2, 16)
+HEADS = AttentionHeads(SHAPE, 4)
+FAMILIES = ["llama", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 @unfused
 @pytest.mark.parametrize("num_heads", [2, 6])
 def test_flex_gives_what_sdpa_gives(num_heads):
-    assert difference_to_sdpa(FlexBackend(compiled=False), SHAPE, num_heads, torch.float32, CPU) < 1e-5
+    heads = AttentionHeads(SHAPE, num_heads, has_sinks=True)
+    assert difference_to_sdpa(FlexBackend(compiled=False), heads, torch.float32, CPU) < 1e-5
 
 
 @unfused
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_forward_is_the_same_with_both(family, rng):
     logits = []
     prompts = [rng.integers(3, VOCABULARY, n) for n in (150, 1, 37, 80)]
@@ -45,7 +50,7 @@ def test_packed_forward_is_the_same_with_both(family, rng):
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5 * float(logits[0].abs().max()))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_decode_rows_in_a_batch_are_exact_wherever_they_stand(family, rng):
     """Decode rows share a fast path; mixing them with chunks, in any order, changes nothing."""
     adapter = TransformersAdapter.create(tiny_model(family), num_slots=600)
@@ -60,7 +65,7 @@ def test_decode_rows_in_a_batch_are_exact_wherever_they_stand(family, rng):
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3, 40])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_decode_rows_are_exact_however_their_slots_lie(family, num_runs, rng):
     adapter = TransformersAdapter.create(tiny_model(family), num_slots=900)
     prompt = rng.integers(3, VOCABULARY, 400)
@@ -72,13 +77,13 @@ def test_decode_rows_are_exact_however_their_slots_lie(family, num_runs, rng):
 
 
 def test_auto_is_sdpa_on_a_cpu():
-    choice = choose_attention("auto", SHAPE, 4, torch.float32, CPU)
+    choice = choose_attention("auto", HEADS, torch.float32, CPU)
     assert (choice.backend.name, choice.reason) == ("sdpa", "sdpa on cpu")
 
 
 def test_unknown_name_lists_what_exists():
     with pytest.raises(ConfigError, match="auto, flex, sdpa"):
-        choose_attention("paged", SHAPE, 4, torch.float32, CPU)
+        choose_attention("paged", HEADS, torch.float32, CPU)
 
 
 class _Broken:
@@ -98,11 +103,27 @@ class _Wrong:
         return torch.zeros_like(query.query)
 
 
+class _WithoutSinks(FlexBackend):
+    def plan(self, batch, pool):
+        batch = super().plan(batch, pool)
+        attend = batch.attend
+        batch.attend = lambda layer, query: attend(layer, replace(query, sinks=None))
+        return batch
+
+
+@unfused
+@pytest.mark.parametrize(("has_sinks", "name"), [(True, "sdpa"), (False, "flex")])
+def test_backend_without_sinks_serves_only_models_without_them(has_sinks, name, monkeypatch):
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flex", lambda _device: _WithoutSinks(compiled=False))
+    choice = choose_attention("flex", replace(HEADS, has_sinks=has_sinks), torch.float32, CPU)
+    assert choice.backend.name == name
+
+
 @pytest.mark.parametrize(("backend", "reason"), [(_Broken, "no kernel"), (_Wrong, "differs from it")])
 def test_backend_that_fails_its_check_is_replaced_and_says_why(backend, reason, monkeypatch, caplog):
     monkeypatch.setitem(ATTENTION_BACKENDS, "flex", lambda _device: backend())
     with caplog.at_level("WARNING", logger="kvgraft.engine.attention.choose"):
-        choice = choose_attention("flex", SHAPE, 4, torch.float32, CPU)
+        choice = choose_attention("flex", HEADS, torch.float32, CPU)
     assert choice.backend.name == "sdpa"
     assert reason in choice.reason
     assert reason in caplog.text

@@ -1,15 +1,14 @@
-"""A store of somebody else's that fails costs requests nothing but time."""
+"""Host memory that cannot be had costs requests nothing but time."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine import LLM, SamplingParams, kv_space
 from kvgraft.engine.loading import adopt_model
 from kvgraft.errors import StoreError
-from kvgraft.memory import HostKVStore, register_store
-from kvgraft.memory.store import registry
+from kvgraft.memory import HostKVStore
 from kvgraft.testing.tiny_models import tiny_model
 
 DOCUMENT = np.arange(3, 203)
@@ -29,25 +28,24 @@ class FailingStore(HostKVStore):
         return super().get(key, start, length)
 
 
-def answers(family, store, fails=""):
+def answers(family, *, grafts, fails=""):
     rng = np.random.default_rng(0)
     prompts = [DOCUMENT, *(rng.integers(3, 500, 400) for _ in range(4)), np.concatenate([[7, 8, 9], DOCUMENT, [5]])]
     model = adopt_model(family, tiny_model(family), None)
-    llm = LLM(model, num_slots=600, selection="none", store=store or "host")
+    llm = LLM(model, num_slots=600, selection="none")
     for prompt in prompts:
-        if store:
+        if grafts:
             llm.space.host.fails = fails
-        yield llm.generate(prompt, SamplingParams(4, ignore_eos=True), reuse="graft" if store else "off")[0]
+        yield llm.generate(prompt, SamplingParams(4, ignore_eos=True), reuse="graft" if grafts else "off")[0]
         llm.check()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("fails", ["put", "get"])
 def test_a_store_that_fails_makes_misses(family, fails, monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-    register_store("failing", FailingStore)
-    computed = [one.token_ids for one in answers(family, "")]
-    found = list(answers(family, "failing", fails))
+    monkeypatch.setattr(kv_space, "HostKVStore", FailingStore)
+    computed = [one.token_ids for one in answers(family, grafts=False)]
+    found = list(answers(family, grafts=True, fails=fails))
     assert [one.token_ids for one in found] == computed
     assert found[-1].report.shifted_tokens == 0
-    assert list(answers(family, "failing"))[-1].report.shifted_tokens == 200, "without failures it is grafted"
+    assert list(answers(family, grafts=True))[-1].report.shifted_tokens == 200, "without failures it is grafted"

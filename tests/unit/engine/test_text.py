@@ -34,6 +34,37 @@ def test_stop_text_is_cut_off_and_never_streamed(tokenizer):
     assert "".join(parts) == output.text == "one two "
 
 
+@pytest.mark.parametrize(("stop", "expected"), [(("thr", "four"), "one two thr"), (("two thr", "two"), "one two")])
+def test_stop_text_is_left_in_if_it_is_to_be(tokenizer, stop, expected):
+    output = OutputText(tokenizer, stop, include_stop=True)
+    parts = [output.push(token) for token in tokenizer("one two three four")["input_ids"]]
+    assert output.stopped
+    assert "".join([*parts, output.flush()]) == output.text == expected
+
+
+def test_stop_text_among_the_first_tokens_does_not_count(tokenizer):
+    ids = tokenizer("a b a b a b a b")["input_ids"]
+    for min_tokens in range(len(ids)):
+        output = OutputText(tokenizer, ("b",), min_tokens=min_tokens)
+        parts = [*(output.push(token) for token in ids), output.flush()]
+        seen, rest = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:min_tokens], ids[min_tokens:]))
+        assert "".join(parts) == output.text == seen + rest.partition("b")[0]
+        assert output.stopped == ("b" in rest)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_special_tokens_are_told_if_they_are_to_be(tokenizer, kind, rng):
+    tokenizer = tokenizer if kind == "byte_level" else byte_fallback_tokenizer()
+    special = tokenizer.eos_token_id
+    for _ in range(100):
+        ids = random_ids(rng, tokenizer)
+        ids[len(ids) // 2] = special
+        output = OutputText(tokenizer, (), skip_special_tokens=False)
+        parts = [output.push(token) for token in ids] + [output.flush()]
+        assert "".join(parts) == output.text == tokenizer.decode(ids, skip_special_tokens=False), ids
+        assert tokenizer.eos_token in output.text
+
+
 def test_beginning_of_a_stop_text_is_held_back_until_it_is_certain(tokenizer):
     output, parts = push_all(tokenizer, "say hello world", stop=("hello there",))
     assert not output.stopped

@@ -9,9 +9,17 @@ import torch
 from kvgraft.engine.attention.sequence import LayerInputs, SequenceAttention
 from kvgraft.graft import row_attention
 from kvgraft.graft.row_attention import AttentionRule, GatheredKV, QueryRows, attend, observe
+from kvgraft.windows import SlidingWindow
 
 HEADS, KV_HEADS, DIM, NUM_KEYS = 6, 2, 8, 70
-RULES = [AttentionRule(0.4), AttentionRule(0.4, window=9), AttentionRule(0.9, softcap=1.5), AttentionRule(0.9, 20, 2.0)]
+SINKS = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0, 4.0])
+RULES = [
+    AttentionRule(0.4),
+    AttentionRule(0.4, window=9),
+    AttentionRule(0.9, softcap=1.5),
+    AttentionRule(0.9, 20, 2.0),
+    AttentionRule(0.9, 9, sinks=SINKS),
+]
 ROWS = np.array([3, 4, 5, 17, 40, 66, 69])
 
 
@@ -46,7 +54,9 @@ def naive(rule, query, kv):
             scores = torch.stack([query[row, head] @ kv.keys[key, own] * rule.scale for key in seen])
             if rule.softcap:
                 scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            weights = torch.softmax(scores, 0)
+            if rule.sinks is not None:
+                scores = torch.cat([scores, rule.sinks[head, None]])
+            weights = torch.softmax(scores, 0)[: len(seen)]
             masses[row, seen] += weights
             outputs[row, head] = weights @ kv.values[seen, own]
     return outputs, masses
@@ -62,14 +72,16 @@ def test_rows_see_what_stands_in_front_of_them_and_in_their_window(rule, query, 
     assert not mass[NUM_KEYS:].any()
     observe(rule, rows_of(query[:-3]), kv, mass)
     torch.testing.assert_close(mass[:NUM_KEYS], masses.sum(0))
-    assert mass.sum() == pytest.approx(len(ROWS) * HEADS, rel=1e-4)
+    if rule.sinks is None:
+        assert mass.sum() == pytest.approx(len(ROWS) * HEADS, rel=1e-4)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_mass_is_what_the_embedded_engine_shows_to_its_policies(rule, query, kv):
     embedded = SequenceAttention(ROWS, torch.device("cpu"), observed_rows=5)
     by_head = (tensor.transpose(0, 1) for tensor in (query, kv.keys, kv.values))
-    expected = embedded.attend(LayerInputs(*by_head, rule.scale, rule.window or None, rule.softcap or None))
+    window = SlidingWindow(rule.window) if rule.window else None
+    expected = embedded.attend(LayerInputs(*by_head, rule.scale, window, rule.softcap or None, rule.sinks))
     mass = torch.zeros(NUM_KEYS)
     actual = attend(rule, rows_of(query), kv, mass, 5)
     torch.testing.assert_close(actual.transpose(0, 1), expected)

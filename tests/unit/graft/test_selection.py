@@ -17,6 +17,7 @@ from kvgraft.graft.select import (
     FirstK,
     KVDeviation,
     NoRecompute,
+    Observable,
     Observation,
     Oracle,
     QueryAttention,
@@ -144,6 +145,7 @@ class Nested(SelectionPolicy):
     """Doubles its choice twice, as adaptive budgets do."""
 
     name = "nested"
+    observes = frozenset({Observable.QUERY_ATTENTION})
     recompute_ratio = 0.1
 
     def steps(self, context):
@@ -164,7 +166,7 @@ def test_nested_policies_add_to_earlier_steps_and_may_end_without_work():
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("nonsense", {}, "none, random, first_k"),
+        ("nonsense", {}, "did you mean 'none'"),
         ("first_k", {"k": 0}, "k >= 1"),
         ("query_seam", {"ratio": 0.0}, "ratio"),
         ("query_seam", {"k": 3}, "unexpected"),

@@ -8,9 +8,10 @@ import torch
 
 from kvgraft.errors import ConfigError
 from kvgraft.memory import HybridSlotPool, KVBlock, LayerShape
+from kvgraft.windows import SlidingWindow
 
 SHAPES = [LayerShape(2, 4), LayerShape(1, 8), LayerShape(2, 4), LayerShape(1, 4)]
-WINDOWS = [6, None, 5, None]
+WINDOWS = [SlidingWindow(6), None, SlidingWindow(5), None]
 
 
 def make_pool(shapes=SHAPES, windows=WINDOWS):
@@ -54,7 +55,7 @@ def test_export_joins_both_spaces_in_layer_order():
 
 def test_sizes_are_those_of_both_spaces():
     pool = make_pool()
-    assert pool.sliding_window_size == 6
+    assert pool.window_kind == SlidingWindow(6)
     assert (pool.num_slots, pool.num_window_slots) == (20, 8)
     assert pool.full_bytes_per_token == 2 * (8 + 4) * 4
     assert pool.bytes_per_token == 2 * (8 + 8 + 8 + 4) * 4
@@ -62,7 +63,7 @@ def test_sizes_are_those_of_both_spaces():
 
 
 def test_model_with_windows_only_has_full_slots_as_numbers():
-    pool = make_pool(SHAPES[:2], [4, 4])
+    pool = make_pool(SHAPES[:2], [SlidingWindow(4)] * 2)
     assert pool.full is None
     assert pool.full_bytes_per_token == 0
     place = pool.place(np.array([15]), np.array([2]))
@@ -79,7 +80,7 @@ def test_window_slot_that_is_not_there_is_refused(window):
         make_pool().place(np.array([0]), window)
 
 
-@pytest.mark.parametrize("windows", [[None, None], [4]])
+@pytest.mark.parametrize("windows", [[None, None], [SlidingWindow(4)]])
 def test_layers_without_a_window_make_no_hybrid_pool(windows):
     with pytest.raises(ConfigError):
         make_pool(SHAPES[:2], windows)

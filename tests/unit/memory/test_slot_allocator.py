@@ -192,3 +192,16 @@ def test_allocator_needs_numpy_alone():
         "sys.exit(2)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_slots_are_counted_under_their_first_holder():
+    allocator = SlotAllocator(8)
+    slots = allocator.allocate(4)
+    allocator.retain(slots, Owner.DONOR)
+    allocator.retain(slots[:3], Owner.CACHE)
+    assert allocator.num_counted(slots, Owner.DONOR) == 0, "the request holds all of them"
+    allocator.release(slots, Owner.REQUEST)
+    assert allocator.num_counted(slots, Owner.DONOR) == 1
+    assert allocator.num_counted(slots[:3], Owner.CACHE) == 3
+    allocator.release(slots[:3], Owner.CACHE)
+    assert allocator.num_counted(slots, Owner.DONOR) == 4

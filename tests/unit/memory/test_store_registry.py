@@ -1,75 +1,88 @@
-"""Stores by name: built-in, registered in process, and from installed packages."""
+"""Stores by URL: built-in, registered in process, and from installed packages."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvgraft.config import EngineConfig
-from kvgraft.engine import LLM
-from kvgraft.engine.loading import adopt_model
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.memory import HostKVStore, create_store, register_store
-from kvgraft.memory.store import registry
-from kvgraft.testing.tiny_models import tiny_model
+from kvgraft.memory import KVStore, open_stores, register_store
+
+SOURCE = """
+from kvgraft.memory import KVStore
+class Toy(KVStore):
+    name = "toy"
+    def __init__(self, where, options): self.where, self.options, self.is_closed = where, dict(options), False
+    def put(self, space, key, head, body): return True
+    def keys(self, space): return frozenset()
+    def heads(self, space, keys): return iter(())
+    def read(self, space, key, offset, into): pass
+    def remove(self, space, key): pass
+    def touch(self, space, keys): pass
+    def close(self): self.is_closed = True
+"""
 
 
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-
-
-def install(monkeypatch, folder, entry, source=""):
-    (folder / "toy_stores.py").write_text(source)
-    info = folder / "toy_stores-1.dist-info"
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """An installed package that offers `toy`, and `broken`, which cannot be imported."""
+    (tmp_path / "toy_stores.py").write_text(SOURCE)
+    info = tmp_path / "toy_stores-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-stores\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[kvgraft.stores]\n{entry}\n")
-    monkeypatch.syspath_prepend(str(folder))
+    (info / "entry_points.txt").write_text("[kvgraft.stores]\ntoy = toy_stores:Toy\nbroken = toy_stores:Missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "toy_stores", raising=False)
 
 
-def test_host_is_built_in():
-    store = create_store("host", budget_bytes=77, pin_memory=True)
-    assert (type(store), store.budget_bytes) == (HostKVStore, 77)
+@pytest.mark.parametrize("setting", ["host", " host ", "", "host,"])
+def test_host_memory_alone_is_no_store(setting):
+    assert open_stores(setting) == ()
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("hots", "did you mean 'host'?"), ("disk", "known are host;")])
-def test_an_unknown_name_is_told_in_one_line(name, remedy):
-    with pytest.raises(ConfigError, match=r"kvgraft\.stores$") as raised:
-        create_store(name, budget_bytes=1)
-    assert f"unknown store '{name}'; {remedy}" in str(raised.value)
+def test_a_package_offers_its_store(package):
+    one, other = open_stores("host, toy:/a/b?x=1&y=two words, toy:elsewhere")
+    assert isinstance(one, KVStore)
+    assert (one.where, one.options) == ("/a/b", {"x": "1", "y": "two words"})
+    assert (other.where, other.options) == ("elsewhere", {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tyo:here", "did you mean 'toy'"),
+        ("toy", "says not where it is"),
+        ("toy:here?x", "cannot be read"),
+        ("toy:here,toy:here", "names a store twice"),
+        ("toy:here?,nothing:at all", "unknown KV store 'nothing'"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_line(package, setting, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        open_stores(setting)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_an_engine_does_not_start_with_an_unknown_store(family):
-    with pytest.raises(ConfigError, match="unknown store 'disk'"):
-        LLM(adopt_model(family, tiny_model(family), None), EngineConfig(num_slots=200, store="disk"))
-
-
-@pytest.mark.parametrize("name", ["", " ", "host"])
-def test_names_are_not_empty_and_not_taken(name):
-    with pytest.raises(ConfigError):
-        register_store(name, HostKVStore)
-
-
-def test_a_package_offers_its_store(monkeypatch, tmp_path):
-    source = "from kvgraft.memory import HostKVStore\nclass Toy(HostKVStore):\n    pass\n"
-    install(monkeypatch, tmp_path, "toy = toy_stores:Toy\nbroken = toy_stores:Missing", source)
-    for _ in range(2):
-        assert type(create_store("toy", budget_bytes=5)).__name__ == "Toy"
-    with pytest.raises(ConfigError, match="did you mean 'toy'"):
-        create_store("toyy", budget_bytes=5)
-
-
-def test_a_package_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
-    install(monkeypatch, tmp_path, "broken = toy_stores:Missing")
+def test_a_package_that_cannot_be_loaded_is_named_and_what_was_open_is_closed(package, monkeypatch):
+    opened = []
+    register_store("first", lambda where, options: opened.append(open_stores(f"toy:{where}")[0]) or opened[0])
     with pytest.raises(IntegrationError, match=r"'broken' \(toy_stores:Missing\) cannot be loaded"):
-        create_store("broken", budget_bytes=5)
-    assert create_store("host", budget_bytes=5).budget_bytes == 5
+        open_stores("first:here,broken:there")
+    assert [store.is_closed for store in opened] == [True]
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_names_are_not_empty(name):
+    with pytest.raises(ConfigError):
+        register_store(name, lambda where, options: None)
+
+
+def test_names_are_not_taken_twice():
+    register_store("mine", lambda where, options: None)
+    with pytest.raises(ConfigError, match="registered already"):
+        register_store("mine", lambda where, options: None)
 
 
 def test_what_is_no_store_is_refused():
-    register_store("toy", lambda **_: {})
+    register_store("mine", lambda where, options: {})
     with pytest.raises(IntegrationError, match="is a dict"):
-        create_store("toy", budget_bytes=5)
+        open_stores("mine:here")

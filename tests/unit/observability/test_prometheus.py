@@ -1,11 +1,26 @@
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvgraft import __version__
 from kvgraft.observability import RequestRecord, StepRecord
 from kvgraft.observability.prometheus import PrometheusRecorder
-from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
+from kvgraft.types import (
+    DonorId,
+    Fidelity,
+    GraftReport,
+    Miss,
+    MissReason,
+    RiskStatement,
+    RiskStatus,
+    SpanReport,
+    StoreCounts,
+)
 
 SPAN = SpanReport(0, 50, DonorId(1), 10, -10, Fidelity.SHIFTED, 0)
 
@@ -98,6 +113,15 @@ def test_error_count_follows_the_engine_s():
     assert samples(recorder)["kvgraft:graft_errors_total",] == 5
 
 
+def test_proposals_follow_the_engine_s():
+    recorder = PrometheusRecorder("m")
+    for tokens in (100, 100, 250):
+        recorder.set_proposals({"donors": 2, "tokens": tokens})
+    text = recorder.exposition().decode()
+    assert 'kvgraft:proposals_total{model_name="m",what="tokens"} 250.0' in text
+    assert 'kvgraft:proposals_total{model_name="m",what="donors"} 2.0' in text
+
+
 def test_miss_is_counted_by_reason():
     recorder = PrometheusRecorder("m")
     recorder.record_request(make_record(report=make_report(miss=Miss(MissReason.NO_ROOM, "full"))))
@@ -111,4 +135,46 @@ def test_names_and_labels_are_ours_and_tell_no_ids():
     assert "secret-id" not in text
     assert "_created" not in text
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert all(line.startswith("kvgraft:") and 'model_name="m"' in line for line in lines)
+    ours = [line for line in lines if not line.startswith("process_")]
+    assert all(line.startswith(("kvgraft:", "kvgraft_build_info")) and 'model_name="m"' in line for line in ours)
+
+
+def test_build_and_process_are_told():
+    recorder = PrometheusRecorder("m")
+    text = recorder.exposition().decode()
+    assert f'version="{__version__}"' in next(line for line in text.splitlines() if line.startswith("kvgraft_build"))
+    assert samples(recorder)["process_resident_memory_bytes",] > 0
+
+
+def test_pools_are_told_with_their_limits():
+    recorder = PrometheusRecorder("m")
+    recorder.set_pools({"kv": (10, 20)})
+    found = samples(recorder)
+    assert (found["kvgraft:memory_used_bytes", "kv"], found["kvgraft:memory_limit_bytes", "kv"]) == (10, 20)
+    assert 0 < found["kvgraft:memory_used_bytes", "process"] < found["kvgraft:memory_limit_bytes", "process"]
+
+
+def test_promtool_finds_nothing_but_the_colons():
+    """Which are explained in `observability/prometheus.py` and docs/running.md; on Debian promtool is in `prometheus`."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    recorder = PrometheusRecorder("m")
+    recorder.record_request(make_record())
+    recorder.record_request(make_record(report=make_report(miss=Miss(MissReason.NO_ROOM, "full"))))
+    recorder.record_step(StepRecord(0.01, 100, 3, 4, 5, 60, 10, 20, 10, 7, 700, 8))
+    recorder.record_response("/v1/completions", 200)
+    recorder.set_pools({"kv": (10, 20)})
+    recorder.set_proposals({"donors": 2})
+    recorder.set_healing(1, 2, 3, {"pressure": 1})
+    recorder.set_stores([StoreCounts("file", reads={"hit": 1}, writes={"stored": 1})], 1)
+    recorder.set_risk({"shifted": RiskStatement(RiskStatus.CERTIFIED, epsilon=0.1, audits=3, notch="10 %")})
+    shown = {line.split("{")[0].split(" ")[0] for line in recorder.exposition().decode().splitlines() if line[0] != "#"}
+    told = [line.split()[2] for line in recorder.exposition().decode().splitlines() if line.startswith("# TYPE")]
+    assert not [name for name in told if not any(one.startswith(name) for one in shown)], "metrics without a value"
+    done = subprocess.run([promtool, "check", "metrics"], input=recorder.exposition(), capture_output=True, check=False)
+    complaints = (done.stdout + done.stderr).decode().splitlines()
+    assert not [
+        line for line in complaints if not re.fullmatch(r"kvgraft:\w+ metric names should not contain ':'", line)
+    ]
+    assert complaints, "promtool has read nothing"

@@ -457,3 +457,65 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ImportError, match="pip install 'kvgraft\\[router\\]'"):
         ZmqEventPublisher()
+
+
+def test_pages_of_a_namespace_key_are_not_everyones():
+    """The engine names a tenant by `Namespace.key` alone: a reader that knows no salt must not share its text."""
+    cache, log = make_cache(common_key=b"common")
+    for key in (b"common", b"alice", None, "adapter"):
+        put(cache, 1, 2, extra_key=key)
+    assert [event.cache_salt for event in log.take()] == [None, "kvgraft-namespace:" + b"alice".hex(), None, None]
+
+
+# what is lost
+
+WAIT_MS = 30_000
+
+
+def numbers_of(socket, last):
+    """Numbers of what is received, up to `last`."""
+    numbers = []
+    while not numbers or numbers[-1] < last:
+        assert socket.poll(WAIT_MS), f"only {numbers} came"
+        numbers.append(int.from_bytes(socket.recv_multipart()[1], "big"))
+    return numbers
+
+
+@pytest.fixture
+def published():
+    """A publisher with room for one batch, and a reader that it has heard of."""
+    publisher = ZmqEventPublisher(PublisherConfig(endpoint="inproc://numbered", max_queue_size=1))
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect("inproc://numbered")
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    first = 0
+    while not socket.poll(20):
+        publisher.publish([BlockRemoved((0,))])
+        first = publisher._num_published
+    while socket.poll(50):
+        socket.recv_multipart()
+    yield publisher, socket, max(first, publisher._num_published)
+    publisher.close()
+    socket.close(linger=0)
+
+
+def test_batches_that_a_full_queue_drops_are_a_gap(published):
+    publisher, socket, first = published
+    big = BlockStored(tuple(range(20_000)), None, tuple(range(320_000)), 16)
+    dropped = publisher.num_dropped
+    for _ in range(4):
+        publisher.publish([big])
+    assert publisher.num_dropped > dropped
+    # Nothing else is published: the gap shows by itself.
+    numbers = numbers_of(socket, first + 4)
+    assert numbers[-1] == first + 4
+    assert len(numbers) < 5
+
+
+def test_a_batch_that_cannot_be_written_is_a_gap_and_no_end(published):
+    publisher, socket, first = published
+    publisher.publish([BlockStored((1,), None, tuple(range(16)), 16, cache_salt="\ud800")])
+    assert numbers_of(socket, first + 1) == [first + 1]
+    publisher.publish([BlockRemoved((1,))])
+    assert numbers_of(socket, first + 2) == [first + 2]
+    assert publisher.num_failed == 1

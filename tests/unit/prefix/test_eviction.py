@@ -55,6 +55,58 @@ def test_random_changes_keep_the_order():
     assert drain(queue) == left
 
 
+def test_what_is_made_and_used_in_order_of_time_needs_no_heap():
+    queue = make_queue(range(20))
+    for now, node in enumerate(list(queue)[::3], start=20):
+        node.last_access = now
+        queue.update(node)
+    queue.check()
+    assert not queue._items
+    assert drain(queue) == sorted(set(range(20)) - set(range(0, 20, 3))) + list(range(20, 27))
+
+
+def test_an_old_node_that_is_taken_back_leaves_before_younger_ones():
+    queue = make_queue([10, 20, 30])
+    old = make_node(15)
+    queue.add(old)
+    queue.check()
+    assert queue.first().last_access == 10
+    assert drain(queue) == [10, 15, 20, 30]
+
+
+def test_a_node_taken_back_and_then_used_is_the_last_to_leave():
+    queue = make_queue([10, 20])
+    old = make_node(15)
+    queue.add(old)
+    old.last_access = 40
+    queue.update(old)
+    queue.check()
+    assert drain(queue) == [10, 20, 40]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "mru", "lfu"])
+def test_an_update_restores_the_order_of_policies_whose_keys_do_not_grow(policy):
+    rng = random.Random(2)
+    order = make_eviction_policy(policy)
+    queue = EvictionQueue(order)
+    nodes = [make_node(time) for time in range(40)]
+    for node in nodes:
+        queue.add(node)
+    for now in range(40, 240):
+        node = rng.choice(nodes)
+        node.last_access, node.hit_count = now, node.hit_count + 1
+        queue.update(node)
+        queue.check()
+    assert [queue.pop() for _ in nodes] == sorted(nodes, key=order)
+
+
+def test_check_says_so_if_the_run_is_out_of_order():
+    queue = make_queue([1, 2, 3])
+    queue._run.move_to_end(queue.first())
+    with pytest.raises(CorruptCacheError, match="out of order"):
+        queue.check()
+
+
 def test_clear_withdraws_all():
     queue = make_queue([3, 1, 2])
     nodes = list(queue)
@@ -66,5 +118,5 @@ def test_clear_withdraws_all():
 def test_check_says_so_if_a_key_is_lost():
     queue = make_queue([3, 1, 2])
     queue._keys.pop()
-    with pytest.raises(CorruptCacheError, match="2 keys for 3 nodes"):
+    with pytest.raises(CorruptCacheError, match="1 keys for 2 nodes"):
         queue.check()

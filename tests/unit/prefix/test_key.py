@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import RadixCache, RadixKey
+from kvgraft.prefix import RadixCache, RadixKey, frozen_tokens
 
 
 def test_limit_truncates_without_a_copy():
@@ -75,3 +75,48 @@ def test_bigram_splits_share_a_token_and_match_on(page_size):
         cache.check()
     result = cache.match_prefix(RadixKey(token_ids, is_bigram=True))
     assert result.kv_indices.tolist() == list(range(length))
+
+
+def stored_bytes(cache):
+    """Token bytes of all nodes."""
+    return [node.tokens for node in cache.root_handle.subtree()][1:]
+
+
+def test_frozen_tokens_are_shared_where_all_of_them_are_stored():
+    token_ids = frozen_tokens(list(range(8)))
+    cache = RadixCache()
+    cache.insert(RadixKey(token_ids, limit=8), np.arange(8))
+    assert stored_bytes(cache)[0] is token_ids.base
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        token_ids.flags.writeable = True
+
+
+@pytest.mark.parametrize(
+    ("page_size", "bounds"), [(1, (0, 7)), (1, (1, 8)), (4, (0, 7)), (4, (0, 6))], ids=["head", "tail", "page", "pages"]
+)
+def test_a_part_of_frozen_tokens_is_copied(page_size, bounds):
+    token_ids = frozen_tokens(range(8))
+    part = token_ids[slice(*bounds)]
+    cache = RadixCache(page_size)
+    cache.insert(RadixKey(part), np.arange(len(part)))
+    assert stored_bytes(cache) == [part[: len(part) // page_size * page_size].tobytes()]
+
+
+@pytest.mark.parametrize("make_readonly", [False, True])
+def test_tokens_that_somebody_could_write_to_are_copied(make_readonly):
+    """An array's owner can take a read-only flag back, and a bytearray has none."""
+    own = np.arange(8)
+    views = [own[:], np.frombuffer(bytearray(own.tobytes()), dtype=np.int64)]
+    for view in views:
+        view.flags.writeable = not make_readonly
+        cache = RadixCache()
+        cache.insert(RadixKey(view), np.arange(8))
+        assert stored_bytes(cache) == [np.arange(8).tobytes()]
+        assert not np.shares_memory(np.frombuffer(stored_bytes(cache)[0], dtype=np.int64), view)
+
+
+def test_frozen_tokens_survive_a_change_of_what_they_were_made_from():
+    own = np.arange(8)
+    token_ids = frozen_tokens(own)
+    own[0] = 99
+    assert token_ids.tolist() == list(range(8))

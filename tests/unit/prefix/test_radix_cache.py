@@ -363,7 +363,8 @@ def break_size(cache, node):
 
 
 def break_order(cache, node):
-    cache._queue._keys.reverse()
+    oldest = cache._queue.first()
+    cache._queue._run.move_to_end(oldest)
 
 
 def break_queue(cache, node):

@@ -26,8 +26,7 @@ from kvgraft.prefix import (
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", {})
+def _no_packages(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
 
 
@@ -173,3 +172,38 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     with pytest.raises(IntegrationError, match=r"'broken' .* cannot be loaded"):
         create_tree_cache(context(backend="broken"))
+
+
+def offer(monkeypatch, *entries):
+    made = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in entries]
+    monkeypatch.setattr(registry, "entry_points", lambda group: made)
+
+
+WORKS = "kvgraft.prefix.registry:default_radix_cache_factory"
+
+
+def test_a_broken_package_does_not_keep_others_from_being_used(monkeypatch):
+    offer(monkeypatch, ("broken", "kvgraft.nothing:factory"), ("works", WORKS), ("bad", "kvgraft.prefix:__all__"))
+    assert isinstance(create_tree_cache(context(backend="works")), RadixCache)
+    assert registered_radix_cache_backends() == ["works"]
+
+
+def test_broken_packages_are_warned_of_where_all_are_loaded(monkeypatch, caplog):
+    offer(monkeypatch, ("broken", "kvgraft.nothing:factory"), ("bad", "kvgraft.prefix:__all__"), ("works", WORKS))
+    with pytest.raises(ConfigError, match=r"unknown prefix-cache backend 'other'; registered are: works\."):
+        create_tree_cache(context(backend="other"))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2
+    assert "'broken' (kvgraft.nothing:factory) cannot be loaded: ModuleNotFoundError" in warned[0]
+    assert "'bad' (kvgraft.prefix:__all__) cannot be loaded: a list is no factory; it is skipped" in warned[1]
+
+
+def test_of_two_packages_with_one_name_the_one_that_works_is_taken(monkeypatch):
+    offer(monkeypatch, ("twice", "kvgraft.nothing:factory"), ("twice", WORKS))
+    assert isinstance(create_tree_cache(context(backend="twice")), RadixCache)
+
+
+def test_what_is_no_cache_is_refused():
+    register_radix_cache_backend("wrong", lambda ctx: {})
+    with pytest.raises(IntegrationError, match="'wrong' makes a dict; its factory must return a PrefixCache"):
+        create_tree_cache(context(backend="wrong"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import (
+    GuardedProvider,
     MatchPrefixParams,
     RadixCache,
     RadixKey,
@@ -186,7 +189,7 @@ def test_18_exceptions_reach_the_caller_without_a_deadline():
 @pytest.mark.parametrize(("source_id", "expected"), [("doc-7", 1), ("", 0)])
 def test_19_20_a_named_source_is_logged_an_unnamed_one_is_not(caplog, source_id, expected):
     cache = make_cache(Provider(propose(source_id=source_id)))
-    with caplog.at_level(logging.DEBUG, "kvgraft.prefix.semantic"):
+    with caplog.at_level(logging.DEBUG, "kvgraft.prefix.semantic.fallback"):
         ask(cache)
     records = [record for record in caplog.records if "semantic hit" in record.message]
     assert len(records) == expected
@@ -320,7 +323,7 @@ def test_copies_belong_to_the_request_and_donors_survive_room_being_made():
 
     cache.set_semantic_provider(Provider(propose()), copy_slots=copy_slots)
     match = ask(cache)
-    assert match.owned
+    assert match.protected_len == 0
     assert copied == [list(range(8))]
     assert match.kv_indices.tolist() == list(range(8, 16))
     assert cache.protected_size == 0
@@ -335,7 +338,7 @@ def test_copies_belong_to_the_request_and_donors_survive_room_being_made():
 def test_no_room_for_copies_is_a_miss():
     cache = make_cache(Provider(propose()), copy_slots=lambda slots: None)
     assert ask(cache).prefix_len == 0
-    assert (cache.semantic.counters.misses, cache.semantic.counters.hits) == (1, 0)
+    assert (cache.semantic.guard.counters.misses, cache.semantic.guard.counters.hits) == (1, 0)
     assert cache.protected_size == 0
 
 
@@ -355,7 +358,7 @@ def test_a_donor_that_was_evicted_meanwhile_is_a_miss():
 def test_behind_a_deadline_an_error_is_a_counted_miss(caplog):
     cache = make_cache(Provider(fail), deadline_s=PATIENCE_S)
     assert ask(cache).prefix_len == 0
-    assert cache.semantic.counters.errors == 1
+    assert cache.semantic.guard.counters.errors == 1
     assert "semantic provider failed" in caplog.text
     cache.set_semantic_provider(None)
 
@@ -363,7 +366,7 @@ def test_behind_a_deadline_an_error_is_a_counted_miss(caplog):
 def test_behind_a_deadline_nonsense_is_a_counted_miss():
     cache = make_cache(Provider(SemanticPrefixResult(["x"], 1)), deadline_s=PATIENCE_S)
     assert ask(cache).prefix_len == 0
-    assert cache.semantic.counters.errors == 1
+    assert cache.semantic.guard.counters.errors == 1
     cache.set_semantic_provider(None)
 
 
@@ -378,7 +381,7 @@ def test_a_stalled_provider_costs_one_deadline_and_then_nothing(caplog):
     cache = make_cache(provider, deadline_s=0.02)
     for _ in range(50):
         assert ask(cache).prefix_len == 0
-    assert cache.semantic.counters.timeouts == 50
+    assert cache.semantic.guard.counters.timeouts == 50
     release.set()
     assert ended.wait(PATIENCE_S)
     assert len(provider.misses) == 1  # the others were not begun, so nobody waited for them
@@ -423,4 +426,156 @@ def test_slots_are_conserved_under_random_interleaving(copies):
         cache.check()
         held = sum(req.committed_len - req.protected_len for req, _ in running)
         assert pool.available + cache.total_size + held == pool.size
-    assert cache.semantic.counters.hits > 50
+    assert cache.semantic.guard.counters.hits > 50
+
+
+# what is stored in front
+
+
+def test_a_stored_first_token_does_not_silence_the_provider():
+    cache = make_cache(provider := Provider(propose()), copy_slots=lambda slots: slots + 50)
+    result = ask(cache, [1, *QUERY[1:]])
+    assert len(provider.misses) == 0  # all that could stand in matches: one token is left
+    result = ask(cache, [1, 40, 41, 42, 43, 44, 45, 46, 47])
+    assert (result.prefix_len, result.protected_len) == (8, 1)
+    assert result.kv_indices.tolist() == [0, *range(51, 58)]
+    assert [(s.start, s.length, s.fidelity) for s in result.spans] == [
+        (0, 1, Fidelity.EXACT),
+        (1, 7, Fidelity.SUBSTITUTED),
+    ]
+
+
+def test_the_exact_prefix_stays_in_front_of_a_donor_that_does_not_share_it():
+    cache = make_cache(Provider(propose()), copy_slots=lambda slots: slots + 50)
+    cache.insert(RadixKey([60, 61, 62]), np.arange(30, 33))
+    result = ask(cache, [60, 61, 62, *QUERY[3:], 70])
+    assert result.kv_indices.tolist() == [30, 31, 32, *range(53, 58)]
+    assert [(s.start, s.length, s.fidelity) for s in result.spans] == [(0, 3, Fidelity.EXACT), (3, 5, Fidelity.SHIFTED)]
+    req = make_request(token_ids=[60, 61, 62, *QUERY[3:], 70])
+    req.adopt(result, cache.inc_lock_ref(result.handle))
+    assert req.own_slots(req.protected_len).freed.tolist() == list(range(53, 58))
+
+
+def test_a_reference_never_gives_up_exact_slots():
+    cache = make_cache(Provider(propose()))
+    cache.insert(RadixKey([60, 61, 62]), np.arange(30, 33))
+    assert ask(cache, [60, 61, 62, *QUERY[3:], 70]).substituted is False
+    shared = ask(cache, [1, 2, 40, 41, 42, 43, 44, 45, 46])
+    assert (shared.kv_indices.tolist(), shared.protected_len) == (list(range(8)), 8)
+
+
+@pytest.mark.parametrize(("gain", "asked"), [(5, True), (6, False)])
+def test_it_is_asked_where_enough_is_left_to_gain(gain, asked):
+    cache = make_cache(provider := Provider(propose()), min_semantic_gain=gain)
+    ask(cache, [1, 2, 3, 40, 41, 42, 43, 44, 45])
+    assert bool(provider.misses) is asked
+
+
+def test_a_proposal_that_gains_too_little_is_a_miss():
+    cache = make_cache(Provider(SemanticPrefixResult(DONOR, 4)), min_semantic_gain=5)
+    assert ask(cache).prefix_len == 0
+    assert cache.semantic.guard.counters.misses == 1
+
+
+def test_least_gain_must_be_positive():
+    with pytest.raises(ConfigError, match="min_semantic_gain"):
+        RadixCache().set_semantic_provider(Provider(), min_semantic_gain=0)
+
+
+def test_room_for_copies_is_not_made_of_what_the_request_stands_on():
+    cache = make_cache()
+    cache.insert(RadixKey([60, 61, 62]), np.arange(30, 33))
+    freed = []
+
+    def copy_slots(source):
+        freed.extend(cache.evict(100).freed.tolist())
+        return source + 50
+
+    cache.set_semantic_provider(Provider(propose()), copy_slots=copy_slots)
+    assert ask(cache, [60, 61, 62, *QUERY[3:], 70]).substituted
+    assert freed == []
+    assert cache.protected_size == 0
+
+
+def test_what_a_provider_says_travels_with_the_match():
+    result = ask(make_cache(Provider(propose(metadata={"similarity": 0.7}))))
+    assert result.metadata == {"similarity": 0.7}
+    assert ask(make_cache()).metadata == {}
+
+
+def test_an_insert_that_exactness_forbids_is_refused_once(caplog):
+    cache = make_cache(Provider(propose(skip_insert=False)))
+    for _ in range(2):
+        assert ask(cache).skip_insert
+    assert [record.message for record in caplog.records if "skip_insert=False, which is refused" in record.message]
+    assert len(caplog.records) == 1
+
+
+def test_what_was_stored_is_told_without_waiting_and_in_order():
+    release, heard = threading.Event(), []
+
+    class Slow(Provider):
+        def on_request_cached(self, rid, token_ids):
+            release.wait(PATIENCE_S)
+            heard.append(rid)
+
+    cache = make_cache(Slow(propose()), deadline_s=PATIENCE_S)
+    for rid in ("a", "b"):
+        cache.cache_finished_req(make_request(rid, [50, 51], 2))
+    assert heard == []
+    release.set()
+    assert ask(cache).substituted  # behind them
+    assert heard == ["a", "b"]
+    cache.set_semantic_provider(None)
+
+
+def test_an_answer_of_another_type_is_a_counted_miss():
+    cache = make_cache(Provider(("tokens", 3)), deadline_s=PATIENCE_S)
+    assert ask(cache).prefix_len == 0
+    assert cache.semantic.guard.counters.errors == 1
+    cache.set_semantic_provider(None)
+
+
+def test_a_stuck_provider_keeps_no_process_from_ending():
+    program = """
+import threading
+from kvgraft.prefix import GuardedProvider, SemanticPrefixProvider
+
+class Stuck(SemanticPrefixProvider):
+    def on_prefix_miss(self, rid, token_ids):
+        threading.Event().wait()
+    def on_request_cached(self, rid, token_ids):
+        pass
+
+import numpy as np
+guard = GuardedProvider(Stuck(), 0.05)
+assert guard.propose("r", np.arange(3)) is None
+guard.shut_down()
+guard.cached("r", np.arange(3))
+assert guard.counters.timeouts == 2
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
+
+
+def test_behind_the_end_calls_are_counted_errors():
+    guard = GuardedProvider(Provider(propose()), PATIENCE_S)
+    guard.shut_down()
+    for _ in range(100):
+        guard.cached("r", np.arange(3))
+    assert guard.propose("r", np.arange(3)) is None
+    assert guard.counters.errors == 101
+
+
+def test_a_provider_that_cannot_follow_misses_news_and_keeps_no_backlog():
+    release = threading.Event()
+
+    class Stuck(Provider):
+        def on_request_cached(self, rid, token_ids):
+            release.wait(PATIENCE_S)
+
+    cache = make_cache(Stuck(), deadline_s=PATIENCE_S)
+    for _ in range(100):
+        cache.cache_finished_req(make_request("a", [50, 51], 2))
+    assert cache.semantic.guard.counters.timeouts == 100 - 64
+    release.set()
+    cache.set_semantic_provider(None)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import EventLog, RadixKey, RequestRow, SWARadixCache, swa_frontier
+from kvgraft.prefix import EventLog, RadixKey, RequestRow, SWARadixCache
 from kvgraft.testing.slots import CheckedSlots
+from kvgraft.windows import SlidingWindow
 
 SWA = 1000
 """Window slots in these tests are the full-attention slots plus this."""
@@ -270,6 +271,9 @@ def test_arguments_that_do_not_fit_are_refused():
         cache.insert(RadixKey(sequence(0, 8)), slots, swa_indices=slots, prev_prefix_len=4, after=handle)
     with pytest.raises(ConfigError, match="sliding_window_size"):
         make_cache(window=0)
+    for sizes in ({}, {"sliding_window_size": 4, "attention_chunk_size": 4}, {"attention_chunk_size": 0}):
+        with pytest.raises(ConfigError, match="attention_chunk_size"):
+            SWARadixCache(**sizes)
     with pytest.raises(ConfigError, match="semantic"):
         cache.set_semantic_provider(object())
 
@@ -459,7 +463,7 @@ def test_events_follow_full_attention():
 )
 def test_the_frontier_never_reaches_the_last_leaf(num_tokens, window, page_size, expected):
     """#22470, #29860, #34870."""
-    frontier = swa_frontier(num_tokens, window, page_size)
+    frontier = SlidingWindow(window).frontier(num_tokens, page_size)
     assert frontier == expected
     assert num_tokens // page_size * page_size - frontier >= min(window, num_tokens // page_size * page_size)
 
@@ -505,8 +509,8 @@ class Engine:
         assert self.full.available + cache.total_size + own == self.full.size
         assert self.swa.available + cache.swa_total_size + own_swa == self.swa.size
         for req in self.running:
-            needed = min(cache.sliding_window_size - 1, req.committed_len)
-            assert (req.swa_indices[req.committed_len - needed :] >= 0).all(), "a request lost its window"
+            first = max(0, cache.window.first_key(req.committed_len))
+            assert (req.swa_indices[first:] >= 0).all(), "a request lost its window"
 
 
 def test_decode_frees_what_leaves_the_window():
@@ -597,3 +601,74 @@ def test_random_requests_keep_every_slot_in_one_place(page_size, window, is_bigr
     for req in list(engine.running):
         engine.finish(req)
     assert engine.cache.protected_size == engine.cache.swa_protected_size == 0
+
+
+# chunks
+
+
+def chunked(size=8, page_size=1, **options):
+    return SWARadixCache(page_size, attention_chunk_size=size, **options)
+
+
+def test_behind_a_tombstone_a_prefix_is_usable_at_the_border_of_a_chunk():
+    cache = chunked()
+    put(cache, *sequence(0, 30), swa_evicted_len=29)
+    assert [matched(cache, *sequence(0, n), 99) for n in (7, 8, 9, 15, 16, 23, 24, 29)] == [0, 8, 8, 8, 16, 16, 24, 24]
+    assert matched(cache, *sequence(0, 30)) == 24, "its chunk begins at 24 and lost most of its windows"
+    cache.check()
+
+
+def test_behind_a_tombstone_a_chunk_is_usable_as_far_as_it_is_live():
+    cache = chunked()
+    put(cache, *sequence(0, 30), swa_evicted_len=16)
+    assert [matched(cache, *sequence(0, n), 99) for n in (15, 16, 17, 23, 24, 30)] == [8, 16, 17, 23, 24, 30]
+
+
+def test_pages_that_do_not_divide_a_chunk_are_cut_where_both_end():
+    cache = chunked(6, page_size=4)
+    put(cache, *sequence(0, 32), swa_evicted_len=28)
+    assert [matched(cache, *sequence(0, n)) for n in (8, 12, 20, 24, 28)] == [0, 12, 12, 24, 24]
+    assert matched(cache, *sequence(0, 32)) == 32, "its chunk begins at 30, in a page that is live"
+
+
+def test_lock_at_the_border_of_a_chunk_covers_no_window():
+    cache = chunked()
+    put(cache, *sequence(0, 16))
+    lock = cache.inc_lock_ref(cache.match_prefix(RadixKey(sequence(0, 16))).handle)
+    assert (cache.protected_size, cache.swa_protected_size) == (16, 0)
+    assert evict(cache, 0, 100) == ([], list(range(16)))
+    assert matched(cache, *sequence(0, 16)) == 16
+    cache.dec_lock_ref(lock)
+    assert cache.total_size == 0, "nobody locks it, and a leaf without a window is of no use"
+
+
+def test_lock_within_a_chunk_covers_it_from_its_beginning():
+    cache = chunked()
+    for end in (4, 8, 12, 14):
+        put(cache, *sequence(0, end), first_slot=end * 20)
+    cache.inc_lock_ref(cache.match_prefix(RadixKey(sequence(0, 14))).handle)
+    assert cache.swa_protected_size == 6
+    cache.evict(0, 100)
+    assert cache.swa_total_size == 6
+
+
+def test_decode_gives_a_chunk_up_at_its_border():
+    engine = Engine(1, None, attention_chunk_size=8)
+    req = engine.start(np.arange(100), prompt_len=20)
+    engine.compute(req, 20)
+    engine.take_back(engine.cache.advance_window(req))
+    held = []
+    for upto in range(21, 100):
+        engine.compute(req, upto)
+        engine.take_back(engine.cache.advance_window(req))
+        held.append(engine.swa.size - engine.swa.available)
+    assert held[:6] == [5, 6, 7, 1, 1, 2], "one page stays at a border, so that the leaf is alive"
+    engine.finish(req)
+    assert engine.cache.match_prefix(RadixKey(np.arange(100))).prefix_len == 99
+
+
+def test_leaf_cap_cuts_a_leaf_at_the_border_of_its_last_chunk():
+    cache = chunked(leaf_cap=True)
+    put(cache, *sequence(0, 30))
+    cache.inc_lock_ref(cache.match_prefix(RadixKey(sequence(0, 30))).handle)
+    assert cache.swa_protected_size == 6

@@ -104,6 +104,30 @@ def test_check_finds_spans_that_overlap(spans):
         lineage.check()
 
 
+def test_what_is_computed_again_in_order_is_exact_up_to_the_frontier():
+    lineage = Lineage(10)
+    lineage.copy([span(20, 30, generation=2)])
+    lineage.heal(40)
+    assert lineage.exact_len(100) == 40
+    assert lineage.is_approximate, "what lies behind the frontier attended to copies"
+    assert list(lineage.computed_runs(10, 100)) == [(10, 20, 0), (50, 100, 3)]
+    lineage.heal(60)
+    assert lineage.exact_len(100) == 60, "behind the last copy, too, only what was computed again is exact"
+    lineage.healed()
+    assert not lineage.is_approximate
+    assert lineage.exact_len(100) == 100
+    assert list(lineage.computed_runs(10, 100)) == [(10, 100, 0)]
+
+
+def test_a_frontier_goes_back_with_what_is_taken_away():
+    lineage = Lineage(0)
+    lineage.copy([span(10, 30)])
+    lineage.heal(35)
+    lineage.restart(25)
+    lineage.copy([span(30, 10)])
+    assert lineage.exact_len(100) == 25
+
+
 def test_empty_source_raises_the_generation_of_what_follows():
     assert list(computed_runs([(5, 5, 0)], 0, 10)) == [(0, 5, 0), (5, 10, 1)]
 
@@ -115,6 +139,7 @@ class LineageMachine(RuleBasedStateMachine):
     def admit(self, given_len):
         self.lineage = Lineage(given_len)
         self.positions = [("given", 0)] * given_len
+        self.healed_len = 0
         self.exposures = []
 
     def attended(self):
@@ -135,6 +160,13 @@ class LineageMachine(RuleBasedStateMachine):
         self.lineage.copy([span(len(self.positions), length, generation)])
         self.positions += [("copied", generation)] * length
 
+    @rule(share=st.floats(0, 1))
+    def heal(self, share):
+        """A prefix of everything is computed again; the oracle calls it computed behind nothing copied."""
+        stop = int(share * len(self.positions))
+        self.lineage.heal(stop)
+        self.healed_len = max(self.healed_len, stop)
+
     @precondition(lambda self: self.lineage.spans)
     @rule()
     def copy_fails_and_is_computed(self):
@@ -142,6 +174,7 @@ class LineageMachine(RuleBasedStateMachine):
         self.lineage.withdraw(last.target_start)
         del self.positions[last.target_start :]
         self.exposures = [(p, g) for p, g in self.exposures if p < last.target_start]
+        self.healed_len = min(self.healed_len, last.target_start)
         self.positions += [("computed", self.attended())] * last.length
 
     @rule(share=st.floats(0, 1))
@@ -149,6 +182,7 @@ class LineageMachine(RuleBasedStateMachine):
         before = report(self.lineage, len(self.positions)) if self.positions else None
         kept = int(share * len(self.positions))
         self.lineage.restart(kept)
+        self.healed_len = min(self.healed_len, kept)
         del self.positions[kept:]
         self.exposures = [(p, g) for p, g in self.exposures if p < kept]
         if before is not None and kept:
@@ -159,8 +193,9 @@ class LineageMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_approximate_may_be_published(self):
         exact = self.lineage.exact_len(len(self.positions))
-        assert all(kind != "copied" and generation == 0 for kind, generation in self.positions[:exact])
-        if exact < len(self.positions):
+        assert all(kind != "copied" and generation == 0 for kind, generation in self.positions[self.healed_len : exact])
+        assert exact >= self.healed_len
+        if self.healed_len < exact < len(self.positions):
             assert self.positions[exact][0] == "copied" or exact in [p for p, _ in self.exposures]
 
     @invariant()

@@ -7,6 +7,7 @@ import pytest
 
 from kvgraft.donors import CostModel, DonorCatalogue
 from kvgraft.reuse import Lookup
+from kvgraft.reuse.lookup import NearDonors
 from kvgraft.types import GraftPlan, Match, MissReason, Namespace
 
 NAMESPACE = Namespace("model")
@@ -33,10 +34,10 @@ class SlowDonors:
     def __len__(self):
         return len(self.catalogue)
 
-    def find(self, namespace, token_ids, *, start=0, max_generation=None):
+    def find(self, namespace, token_ids, *, start=0, max_generation=None, proposed=()):
         self.calls += 1
         self.clock.now += self.seconds
-        return self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation)
+        return self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed)
 
 
 @pytest.fixture
@@ -142,3 +143,109 @@ def test_failure_is_a_counted_miss(catalogue, caplog):
     assert found.planned.detail == "RuntimeError: no memory"
     assert lookup.num_errors == 1
     assert "lookup failed" in caplog.text
+
+
+class Proposing:
+    """A proposer that says what it is told to, and what it was asked."""
+
+    def __init__(self, *donor_ids):
+        self.donor_ids, self.asked = donor_ids, []
+
+    def propose(self, namespace, token_ids):
+        self.asked.append((namespace, len(token_ids)))
+        return self.donor_ids
+
+
+class TestProposer:
+    @pytest.fixture
+    def forgetful(self, catalogue):
+        catalogue._index.clear()
+        return catalogue
+
+    def test_brings_a_donor_back_that_the_index_lost(self, forgetful):
+        (donor,) = forgetful
+        proposer = Proposing(donor.donor_id)
+        lookup = make_lookup(forgetful, proposer=proposer)
+        found = lookup.find(NAMESPACE, prompt(), 0, FREE)
+        assert [(s.target_start, s.length) for s in found.planned.spans] == [(50, 200)]
+        assert proposer.asked == [(NAMESPACE, 300)]
+        assert (lookup.proposals.donors, lookup.proposals.tokens) == (1, 200)
+
+    def test_nothing_is_asked_where_matches_leave_no_run_out(self, catalogue):
+        proposer = Proposing()
+        lookup = make_lookup(catalogue, proposer=proposer)
+        lookup.find(NAMESPACE, np.concatenate([np.arange(16), TEXT]), 0, FREE)
+        lookup.find(NAMESPACE, np.concatenate([np.arange(60), TEXT]), 50, FREE)
+        assert proposer.asked == []
+        lookup.find(NAMESPACE, np.concatenate([np.arange(17), TEXT]), 0, FREE)
+        assert len(proposer.asked) == 1
+
+    def test_proposals_that_add_nothing_change_nothing(self, catalogue):
+        (donor,) = catalogue
+        lookup = make_lookup(catalogue, proposer=Proposing(donor.donor_id, 99))
+        assert (
+            lookup.find(NAMESPACE, prompt(), 0, FREE).matches
+            == make_lookup(catalogue).find(NAMESPACE, prompt(), 0, FREE).matches
+        )
+        assert lookup.proposals.tokens == 0
+
+    def test_without_proposals_donors_are_searched_once(self, catalogue):
+        donors = SlowDonors(catalogue, Clock())
+        make_lookup(donors, proposer=Proposing()).find(NAMESPACE, prompt(), 0, FREE)
+        assert donors.calls == 1
+
+    def test_one_that_fails_is_counted_and_loses_nothing(self, catalogue, monkeypatch, caplog):
+        proposer = Proposing()
+        monkeypatch.setattr(proposer, "propose", None)
+        lookup = make_lookup(catalogue, proposer=proposer)
+        assert isinstance(lookup.find(NAMESPACE, prompt(), 0, FREE).planned, GraftPlan)
+        assert lookup.num_errors == 1
+        assert "a proposer failed" in caplog.text
+
+
+class TestReading:
+    """Donors whose K/V lie far away."""
+
+    @staticmethod
+    def costs_of(cold, cost):
+        return lambda match: cost if match.donor_id == cold else 0.0
+
+    def test_the_nearer_of_two_equal_donors_is_taken(self):
+        catalogue = DonorCatalogue(4096)
+        near = catalogue.add(NAMESPACE, TEXT, None).donor.donor_id
+        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        assert {match.donor_id for match in catalogue.find(NAMESPACE, prompt())} == {near}
+        catalogue.rebind(near, None, is_far=True)
+        catalogue.rebind(far, None)
+        assert {match.donor_id for match in catalogue.find(NAMESPACE, prompt())} == {far}
+        assert catalogue.find(NAMESPACE, prompt(), with_far=False) == catalogue.find(NAMESPACE, prompt())
+        catalogue.remove(far)
+        assert not catalogue.find(NAMESPACE, prompt(), with_far=False)
+
+    def test_what_is_not_worth_reading_is_taken_from_a_shorter_donor_at_hand(self):
+        """The far donor has all of the text, the near one a part of it that the far one's match hides."""
+        catalogue = DonorCatalogue(4096)
+        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        near = catalogue.add(NAMESPACE, TEXT[20:180], None).donor.donor_id
+        lookup = make_lookup(catalogue, near=NearDonors(catalogue))
+        planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 10.0)).planned
+        assert [(s.donor_id, s.length) for s in planned.spans] == [(far, 200)]
+        planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 1000.0)).planned
+        assert [(s.donor_id, s.length) for s in planned.spans] == [(near, 160)]
+
+    def test_what_is_at_hand_is_not_read_for_a_few_tokens_more(self):
+        """Both pay; the far donor's match has all of the text and hides the near one's."""
+        catalogue = DonorCatalogue(4096)
+        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        near = catalogue.add(NAMESPACE, TEXT[:180], None).donor.donor_id
+        lookup = make_lookup(catalogue, near=NearDonors(catalogue))
+        for cost, expected in ((19.0, (far, 200)), (21.0, (near, 180))):
+            planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, cost)).planned
+            assert [(s.donor_id, s.length) for s in planned.spans] == [expected]
+
+    def test_far_donors_alone_are_a_miss_where_reading_costs_more(self):
+        catalogue = DonorCatalogue(4096)
+        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        lookup = make_lookup(catalogue, near=NearDonors(catalogue))
+        found = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 1000.0))
+        assert found.planned.reason is MissReason.NOT_WORTH_IT

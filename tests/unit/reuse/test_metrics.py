@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.reuse.metrics import METRICS, MetricKind, samples, token_kinds, token_outcome
-from kvgraft.types import DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
+from kvgraft.types import DonorId, Fidelity, GraftReport, HealingReport, Miss, MissReason, SpanReport
 
 SPAN = SpanReport(0, 50, DonorId(1), 10, -10, Fidelity.SHIFTED, 0)
 
@@ -45,6 +45,7 @@ def test_graft_counts_tokens_by_kind_and_its_steps():
     assert found == {
         ("prompt_tokens", "prefix", "approx"): 20,
         ("prompt_tokens", "segment", "approx"): 50,
+        ("prompt_tokens", "substituted", "approx"): 0,
         ("prompt_tokens", "recomputed", "approx"): 5,
         ("prompt_tokens", "fresh", "approx"): 25,
         ("grafted_requests",): 1,
@@ -62,13 +63,34 @@ def test_miss_counts_its_reason_and_no_graft():
     assert found["prompt_tokens", "prefix", "rejected"] == 20
 
 
+HEALING = HealingReport((SPAN,), 75, 6, 2, 0.03, 0.4, 0.39)
+
+
+def test_healed_request_counts_its_drafts_and_neither_graft_nor_miss():
+    """Nothing approximate is left of it, so it is none of the grafted requests; and it did not miss."""
+    healed = {"spans": (), "shifted_tokens": 0, "recomputed_tokens": 0, "computed_tokens": 80}
+    for miss in (None, Miss(MissReason.NO_MATCH)):
+        found = values_of(make_report(**healed, miss=miss, healing=HEALING))
+        assert (found["verified_requests",], found["drafted_tokens",], found["retracted_tokens",]) == (1, 6, 2)
+        assert found["time_to_first_provisional_token_seconds",] == 0.03
+        assert found["graft_seconds",] == pytest.approx(3e-3)
+        assert found["prompt_tokens", "fresh", "exact"] == 80
+        assert not {name for name, *_ in found} & {"grafted_requests", "graft_misses"}
+
+
+def test_without_drafts_there_is_no_time_of_a_first_one():
+    found = values_of(make_report(healing=HealingReport((SPAN,), 75)))
+    assert found["drafted_tokens",] == 0
+    assert ("time_to_first_provisional_token_seconds",) not in found
+
+
 def test_kinds_sum_up_to_the_prompt():
     report = make_report()
     assert sum(token_kinds(report).values()) == report.num_tokens
 
 
 def test_samples_have_the_labels_of_their_metrics():
-    for report in (make_report(), make_report(spans=(), miss=Miss(MissReason.ERROR))):
+    for report in (make_report(), make_report(healing=HEALING), make_report(spans=(), miss=Miss(MissReason.ERROR))):
         for sample in samples(report):
             assert sample.metric in METRICS
             assert len(sample.labels) == len(sample.metric.labels)

@@ -81,3 +81,13 @@ def test_engine_can_run_what_it_can_show(shown, names):
 )
 def test_policy_takes_the_settings_that_are_its_own(name, policy):
     assert configured_policy(name, first_k=7, recompute_ratio=0.3) == policy
+
+
+def test_a_text_replaces_donors_of_higher_generation_inside_it_that_nobody_uses(catalogue, rules):
+    inner = catalogue.add(NAMESPACE, TEXT[50:120], None, generation=1).donor
+    used = catalogue.add(NAMESPACE, TEXT[120:180], None, generation=1).donor
+    catalogue.add(NAMESPACE, TEXT[:50], None)
+    catalogue.pin(used.donor_id)
+    assert rules.replaced(NAMESPACE, TEXT, 0) == [inner]
+    assert rules.replaced(NAMESPACE, TEXT, 1) == []
+    assert rules.replaced(Namespace("another"), TEXT, 0) == []

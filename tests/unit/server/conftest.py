@@ -11,32 +11,57 @@ import numpy as np
 import pytest
 
 from kvgraft.config import ServerConfig
-from kvgraft.engine.request import FinishReason, RequestOutput, StreamPart
-from kvgraft.engine.sampling import SamplingParams, TokenLogprobs
-from kvgraft.errors import ConfigError
+from kvgraft.engine.memory_use import MemoryUse
+from kvgraft.engine.request import FinishReason, PromptFacts, RequestOutput, StreamPart
+from kvgraft.engine.sampling import TokenLogprobs
+from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.errors import ConfigError, ContextLengthError, UnknownSessionError
 from kvgraft.memory import SlotUsage
 from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
-from kvgraft.types import UNCALIBRATED, GraftReport, Miss, MissReason
+from kvgraft.types import UNCALIBRATED, GraftReport, Miss, MissReason, NamedPart
 
 PATIENCE_S = 60.0
 VOCABULARY = 256
+
+
+class FakeBackend:
+    """What `tokenizers` has behind a fast tokenizer."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        del skip_special_tokens
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def id_to_token(self, token_id):
+        return chr(token_id)
 
 
 class FakeTokenizer:
     """One token per byte."""
 
     chat_template = None
+    is_fast = True
+    backend_tokenizer = FakeBackend()
+
+    def __call__(self, text, *, add_special_tokens=True, return_offsets_mapping=False):
+        del add_special_tokens
+        encoded = {"input_ids": list(text.encode())}
+        if return_offsets_mapping:
+            encoded["offset_mapping"] = [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode()]
+        return encoded
 
     def decode(self, token_ids):
         return bytes(token_ids).decode("utf-8", "replace")
 
-    def apply_chat_template(self, conversation, *, tools, tokenize, add_generation_prompt):
+    def apply_chat_template(self, conversation, *, tools, tokenize, add_generation_prompt, **variables):
         assert not tokenize
-        assert add_generation_prompt
+        if "tools" not in self.chat_template:
+            tools = None
+        if not add_generation_prompt:
+            variables["ends"] = True
         if any(message["content"] == "refuse me" for message in conversation):
             raise ValueError("roles must\nalternate")
-        return json.dumps({"messages": conversation, "tools": tools})
+        return json.dumps({"messages": conversation, "tools": tools} | variables)
 
 
 class FakeEngine:
@@ -47,6 +72,8 @@ class FakeEngine:
         self.max_model_len = 2_000
         self.graft_refusal = None
         self.answer = "hello"
+        self.drafts = ()
+        self.healing = None
         self.prepared = []
         self.calls = []
         self.cancelled = []
@@ -61,17 +88,28 @@ class FakeEngine:
         self.window_usage = None
         self.class_risks = {}
         self.closed_with = []
+        self.sessions = []
+        self.config = SimpleNamespace(session_ttl_s=600.0)
+
+    async def tokenize(self, prompt, *, add_special_tokens=True):
+        special = [2] if add_special_tokens and isinstance(prompt, str) else []
+        return np.array([*special, *(prompt.encode() if isinstance(prompt, str) else prompt)])
 
     async def prepare(self, prompt, sampling=None, reuse="graft", **options):
         ids = list(prompt.encode()) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
             raise ConfigError("the prompt is empty; give at least one token")
         if len(ids) >= self.max_model_len:
-            raise ConfigError(f"the prompt has {len(ids)} tokens; shorten it")
+            raise ContextLengthError(f"the prompt has {len(ids)} tokens; shorten it")
         self.prepared.append(prompt)
         self.calls.append(SimpleNamespace(prompt=prompt, reuse=reuse, sampling=sampling, **options))
+        labels = options.get("documents", ())
+        named = tuple(NamedPart(label.document_id, label.start, label.stop - label.start) for label in labels)
         return SimpleNamespace(
-            request_id=options.get("request_id"), token_ids=np.array(ids), sampling=sampling or SamplingParams()
+            request_id=options.get("request_id"),
+            token_ids=np.array(ids),
+            sampling=sampling or SamplingParams(),
+            documents=named,
         )
 
     async def stream(self, request):
@@ -84,10 +122,15 @@ class FakeEngine:
                 if step == self.hold_at:
                     await asyncio.Event().wait()
                 await asyncio.sleep(0)
+                if step == 0:
+                    for draft in self.drafts:
+                        yield StreamPart(draft, ord(draft), is_provisional=True)
+                prompt = PromptFacts(request.token_ids, _scored(request)) if step == 0 else None
                 letter = self.answer[step]
                 text += letter
                 output = self._output(request, text) if step == count - 1 else None
-                yield StreamPart(letter, ord(letter), output, self._logprobs(sampling, letter))
+                told = self._logprobs(sampling, letter)
+                yield StreamPart(letter, ord(letter), output, told, prompt=prompt)
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled.append(request.request_id)
             raise
@@ -100,11 +143,23 @@ class FakeEngine:
     def _output(self, request, text):
         length = len(request.token_ids)
         report = GraftReport(
-            num_tokens=length, exact_tokens=1, computed_tokens=length - 1, miss=Miss(MissReason.NO_DONORS)
+            num_tokens=length,
+            exact_tokens=1,
+            computed_tokens=length - 1,
+            miss=Miss(MissReason.NO_DONORS),
+            healing=self.healing,
         )
         reason = FinishReason.STOP if len(text) == len(self.answer) else FinishReason.LENGTH
         return RequestOutput(
-            request.request_id, request.token_ids, tuple(text.encode()), text, reason, report, 0.01, 0.02
+            request.request_id,
+            request.token_ids,
+            tuple(text.encode()),
+            text,
+            reason,
+            report,
+            0.01,
+            0.02,
+            prompt_logprobs=_scored(request),
         )
 
     def snapshot(self):
@@ -118,6 +173,9 @@ class FakeEngine:
             num_donors=3,
             donor_tokens=300,
             host_bytes=4,
+            prefix_host_tokens=9,
+            num_sessions=2,
+            slots_kept=30,
             num_errors=5,
             num_preemptions=6,
             attention="sdpa on cpu",
@@ -125,6 +183,14 @@ class FakeEngine:
             class_risks=self.class_risks,
             num_pending_audits=7,
             num_left_out_audits=8,
+            proposals={"donors": 9, "tokens": 250},
+            stores=(),
+            num_cold_donors=0,
+            num_heal_candidates=11,
+            num_healed_tokens=120,
+            num_healed_requests=13,
+            heals_dropped={"pressure": 14},
+            memory=MemoryUse(100, 200, 4, 50, 0, 0, 300, 1_000),
         )
 
     async def check(self):
@@ -135,8 +201,27 @@ class FakeEngine:
     async def reset(self):
         self.num_resets += 1
 
+    async def open_session(self, session_id="", *, ttl_s=None, cache_salt="", owner=""):
+        self.sessions.append((session_id, ttl_s, cache_salt, owner))
+        return session_id or "made-up", ttl_s or 600.0
+
+    async def close_session(self, session_id, *, cache_salt="", owner=""):
+        found = [s for s in self.sessions if (s[0], *s[2:]) == (session_id, cache_salt, owner)]
+        if not found:
+            raise UnknownSessionError("there is no such session")
+        self.sessions.remove(found[0])
+
     async def close(self, grace_s=0.0):
         self.closed_with.append(grace_s)
+
+
+def _scored(request):
+    """What is known of each token of the prompt, if it was asked for."""
+    asked = request.sampling.prompt_logprobs
+    if asked is None:
+        return None
+    top = tuple((97 + i, -0.25 * (i + 1)) for i in range(asked))
+    return (None, *(TokenLogprobs(int(token), -1.5, top) for token in request.token_ids[1:]))
 
 
 @dataclass
@@ -179,10 +264,10 @@ async def exchange(app, method, path, *, headers=(), body=(b"",), leave_after=No
         "http_version": "1.1",
         "method": method,
         "scheme": "http",
-        "path": path,
-        "raw_path": path.encode("utf-8", "surrogatepass"),
+        "path": path.partition("?")[0],
+        "raw_path": path.partition("?")[0].encode("utf-8", "surrogatepass"),
         "root_path": "",
-        "query_string": b"",
+        "query_string": path.partition("?")[2].encode(),
         "headers": [(name.lower(), value) for name, value in headers],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),

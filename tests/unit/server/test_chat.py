@@ -13,7 +13,7 @@ def rendered(server):
 
 @pytest.fixture
 def templated(server):
-    server.engine.loaded.tokenizer.chat_template = "{{ messages }}"
+    server.engine.loaded.tokenizer.chat_template = "{{ messages }} {{ tools }}"
     return server
 
 
@@ -87,8 +87,15 @@ def test_template_that_refuses_is_400_in_one_line(templated):
 def test_max_tokens_have_two_names_and_a_bounded_default(server):
     server.chat()
     server.chat(max_tokens=3)
-    server.chat(max_tokens=3, max_completion_tokens=2)
-    assert [call.sampling.max_new_tokens for call in server.engine.calls] == [DEFAULT_CHAT_TOKENS, 3, 2]
+    server.chat(max_completion_tokens=2)
+    server.chat(max_tokens=4, max_completion_tokens=4)
+    assert [call.sampling.max_new_tokens for call in server.engine.calls] == [DEFAULT_CHAT_TOKENS, 3, 2, 4]
+
+
+def test_two_max_tokens_that_differ_are_refused(server):
+    reply = server.chat(max_tokens=3, max_completion_tokens=2)
+    assert (reply.status, reply.error["param"]) == (400, "max_tokens")
+    assert reply.error["message"] == "max_tokens is 3 and max_completion_tokens is 2; leave out one of them"
 
 
 def test_logprobs_have_the_shape_of_openai(server):
@@ -101,6 +108,13 @@ def test_logprobs_have_the_shape_of_openai(server):
             "top_logprobs": [{"token": "a", "logprob": -9999.0, "bytes": [97]}],
         }
     ]
+
+
+def test_tokens_named_by_their_ids_keep_their_bytes(server):
+    asked = {"logprobs": True, "top_logprobs": 1, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    (token,) = server.chat(**asked).json["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("token_id:104", [104])
+    assert [(top["token"], top["bytes"]) for top in token["top_logprobs"]] == [("token_id:97", [97])]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +143,7 @@ def test_logprobs_have_the_shape_of_openai(server):
         ({"tools": [{"function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, NothingToDrawError
 
 
 def test_completion_has_the_shape_of_openai(server):
@@ -18,7 +18,18 @@ def test_completion_has_the_shape_of_openai(server):
         "completion_tokens": 5,
         "total_tokens": 11,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "kvgraft": {
+            "reused_tokens": 1,
+            "exact_tokens": 1,
+            "shifted_tokens": 0,
+            "substituted_tokens": 0,
+            "computed_tokens": 5,
+            "miss": "no_donors",
+        },
     }
+    assert (
+        reply.headers["x-kvgraft-report"] == "reused=1, exact=1, shifted=0, substituted=0, computed=5, miss=no_donors"
+    )
     assert answer["kvgraft"]["reused_tokens"] == 1
     assert answer["kvgraft"]["miss"] == {"reason": "no_donors", "detail": ""}
 
@@ -28,6 +39,7 @@ def test_defaults_are_those_of_openai(server):
     call = server.engine.calls[0]
     assert (call.sampling.max_new_tokens, call.sampling.temperature, call.sampling.top_p) == (16, 1.0, 1.0)
     assert (call.reuse, call.selection, call.cache_salt, call.sampling.seed) == ("graft", None, "", None)
+    assert call.priority == 0
 
 
 def test_fields_reach_the_engine(server):
@@ -41,13 +53,14 @@ def test_fields_reach_the_engine(server):
         ignore_eos=True,
         logprobs=2,
         cache_salt="tenant",
+        priority=-3,
         kvgraft={"reuse": "exact", "selection": "first_k", "correction": "drift"},
     )
     call = server.engine.calls[0]
     sampling = call.sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (3, 0.5, 0.9, 0)
     assert (sampling.seed, sampling.stop, sampling.ignore_eos, sampling.logprobs) == (-5, ("x", "y"), True, 2)
-    assert (call.cache_salt, call.reuse) == ("tenant", "exact")
+    assert (call.cache_salt, call.reuse, call.priority) == ("tenant", "exact", -3)
     assert (call.selection, call.correction) == ("first_k", "drift")
 
 
@@ -55,10 +68,6 @@ def test_null_is_absent(server):
     nothing = dict.fromkeys(["max_tokens", "temperature", "stop", "seed", "n", "stream", "kvgraft", "suffix", "model"])
     assert server.complete(**nothing).status == 200
     assert server.engine.calls[0].sampling.max_new_tokens == 16
-
-
-def test_unknown_fields_are_ignored(server):
-    assert server.complete(user="me", metadata={"a": 1}, whatever=[1]).status == 200
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,15 @@ def test_logprobs_have_the_shape_of_openai(server):
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_name_tokens_by_their_ids_if_asked(server, stream):
+    reply = server.complete("ab", echo=True, logprobs=1, max_tokens=1, return_tokens_as_token_ids=True, stream=stream)
+    answers = reply.events[:-1] if stream else [reply.json]
+    told = [answer["choices"][0]["logprobs"] for answer in answers]
+    assert [name for logprobs in told for name in logprobs["tokens"]] == ["token_id:97", "token_id:98", "token_id:104"]
+    assert told[-1]["top_logprobs"][-1] == {"token_id:97": -9999.0}
+
+
 def test_small_temperature_is_greedy(server):
     server.complete(temperature=1e-9)
     assert server.engine.calls[0].sampling.temperature == 0
@@ -135,7 +153,7 @@ def test_answer_without_tokenizer_names_token_ids(server):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2**40}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"max_tokens": 5.0}, "max_tokens"),
+        ({"max_tokens": 5.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
@@ -160,14 +178,38 @@ def test_answer_without_tokenizer_names_token_ids(server):
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"ignore_eos": "no"}, "ignore_eos"),
-        ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        ({"echo": True, "session_id": "s"}, "echo"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logit_bias": {"a": 5}}, "logit_bias"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 5}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": 3}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [3]}, "bad_words"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
+        ({"return_token_ids": "yes"}, "return_token_ids"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"cache_salt": 3}, "cache_salt"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"kvgraft": "off"}, "kvgraft"),
         ({"kvgraft": {"reuse": "maybe"}}, "kvgraft.reuse"),
@@ -188,14 +230,19 @@ def test_bad_field_is_named(server, fields, param):
 
 
 def test_harmless_values_of_unsupported_fields_are_accepted(server):
-    fields = {"echo": False, "suffix": "", "best_of": 1, "logit_bias": {}, "presence_penalty": 0.0, "min_p": 0}
+    fields = {"echo": False, "suffix": "", "best_of": 1, "length_penalty": 1.0, "use_beam_search": False}
     assert server.complete(**fields, response_format={"type": "text"}).status == 200
 
 
 def test_too_long_prompt_is_400_with_the_engine_s_words(server):
     reply = server.complete("x" * 5000)
-    assert reply.status == 400
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
     assert "shorten it" in reply.error["message"]
+
+
+def test_rules_that_leave_no_token_are_the_client_s_fault(server):
+    server.engine.failure = NothingToDrawError("allowed_token_ids and logit_bias leave no token; allow more")
+    assert server.complete(allowed_token_ids=[1]).status == 400
 
 
 def test_second_of_several_prompts_that_is_wrong_fails_the_request(server):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/sessions")
 JSON_TYPE = (b"content-type", b"application/json")
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -32,16 +33,27 @@ VALID = {
         "logprobs": 2,
         "echo": False,
         "suffix": "",
-        "best_of": 1,
+        "best_of": 2,
         "ignore_eos": True,
         "cache_salt": "s",
+        "priority": 1,
+        "logit_bias": {"5": 1.5},
+        "stop_token_ids": [3],
+        "bad_words": ["no"],
+        "min_tokens": 1,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
         "kvgraft": {"reuse": "graft", "selection": "none"},
     },
     "/v1/chat/completions": {
         "model": "fake",
         "messages": [
             {"role": "system", "content": "a"},
-            {"role": "user", "content": [{"type": "text", "text": "b"}], "name": "n"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "b", "kvgraft": {"document": "d"}}],
+                "name": "n",
+            },
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
             {"role": "tool", "content": "c", "tool_call_id": "t"},
         ],
@@ -50,9 +62,31 @@ VALID = {
         "max_completion_tokens": 4,
         "logprobs": True,
         "top_logprobs": 2,
+        "session_id": "s",
         "response_format": {"type": "text"},
+        "kvgraft": {"documents": [{"id": "d", "text": "b"}]},
         "stream": True,
     },
+    "/v1/responses": {
+        "model": "fake",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "d"},
+            {"type": "reasoning", "summary": []},
+        ],
+        "instructions": "a",
+        "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
+        "reasoning": {"effort": None},
+        "metadata": {},
+        "max_output_tokens": 4,
+        "stream": True,
+    },
+    "/v1/sessions": {"model": "fake", "id": "s", "ttl_s": 5, "cache_salt": "s"},
+    "/detokenize": {"model": "fake", "tokens": [97, 98]},
     "/tokenize": {"model": "fake", "prompt": "ab", "add_special_tokens": False},
 }
 
@@ -91,13 +125,24 @@ def check(reply):
         assert reply.error["type"]
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_is_mutated_is_valid(server, endpoint):
+    server.engine.loaded.tokenizer.chat_template = (
+        "{{ messages }} {{ tools }} {{ reasoning_effort }} <tool_call> {# tool_calls #}"
+    )
+    reply = server.post(endpoint, VALID[endpoint])
+    assert reply.status == 200, reply.body
+
+
 relaxed = settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @relaxed
 @given(mutated())
 def test_mutated_bodies(server, case):
-    server.engine.loaded.tokenizer.chat_template = "{{ messages }}"
+    server.engine.loaded.tokenizer.chat_template = (
+        "{{ messages }} {{ tools }} {{ reasoning_effort }} <tool_call> {# tool_calls #}"
+    )
     endpoint, body = case
     check(server.post(endpoint, json.dumps(body).encode()))
 

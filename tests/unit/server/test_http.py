@@ -205,3 +205,24 @@ def test_closing_the_app_closes_the_engine(server):
 
     assert asyncio.run(run()) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert server.engine.closed_with == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/embeddings", "an embedding model"),
+        ("/v1/images/generations", "answers in text"),
+        ("/v1/files", "keeps no"),
+        ("/v1/fine_tuning/jobs", "does not train"),
+    ],
+)
+def test_endpoints_of_openai_that_are_not_there_say_what_to_use(server, path, hint):
+    reply = server.post(path, {"input": "x"})
+    assert (reply.status, reply.error["code"]) == (404, "endpoint_not_supported")
+    assert path.split("/")[2] in reply.error["message"]
+    assert hint in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/embeddings", "/v1/embeddingz", "/v1"])
+def test_other_paths_are_just_unknown(server, path):
+    assert server.post(path, {}).error["code"] == "not_found"

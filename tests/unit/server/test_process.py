@@ -115,7 +115,7 @@ def test_port_in_use_is_a_config_error():
     ],
 )
 def test_missing_extra_is_named(module, hidden):
-    code = f"import sys; sys.modules[{hidden!r}] = None\nimport {module}"
+    code = f"import sys; sys.modules[{hidden!r}] = None\nfrom {module} import *"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = result.stderr.strip().splitlines()[-1]
     assert last == f"ImportError: {module} needs {hidden}: pip install 'kvgraft[server]'"

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from kvgraft.engine.request import PromptFacts
 from kvgraft.errors import OverloadedError, RequestError
 
 
@@ -30,6 +33,42 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for(server):
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 5
     assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("call", ["complete", "chat"])
+def test_usage_so_far_comes_in_every_chunk_when_asked_for(server, call):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = getattr(server, call)(stream=True, stream_options=options).events
+    num_prompt = len(server.engine.prepared[0])
+    assert [chunk["usage"] for chunk in chunks] == [
+        {"prompt_tokens": num_prompt, "completion_tokens": count, "total_tokens": num_prompt + count}
+        for count in range(1, 6)
+    ]
+    assert last["usage"]["total_tokens"] == num_prompt + 5
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_usage_so_far_is_of_all_choices_and_comes_without_a_last_chunk_unless_asked_for(server):
+    options = {"continuous_usage_stats": True}
+    *chunks, _ = server.complete(["one", "other"], n=2, stream=True, stream_options=options).events
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+    usages = [chunk["usage"] for chunk in chunks]
+    assert {usage["prompt_tokens"] for usage in usages} == {3 + 5}
+    assert [usage["completion_tokens"] for usage in usages] == list(range(1, 21))
+
+
+def test_usage_so_far_counts_all_that_a_session_holds(server):
+    stream = server.engine.stream
+
+    async def behind_the_session(request):
+        async for part in stream(request):
+            yield part if part.prompt is None else replace(part, prompt=PromptFacts(np.arange(9)))
+
+    server.engine.stream = behind_the_session
+    options = {"continuous_usage_stats": True}
+    chunk, *_ = server.complete("ab", session_id="s", stream=True, stream_options=options, return_token_ids=True).events
+    assert chunk["usage"]["prompt_tokens"] == 9
+    assert chunk["choices"][0]["prompt_token_ids"] == list(range(9))
 
 
 def test_chat_stream_names_the_role_once(server):

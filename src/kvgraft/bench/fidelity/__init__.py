@@ -4,6 +4,5 @@
     run -> measure, noise          one request after another, every setting            (journal keeps them)
     rows -> plot                   means, intervals, classes of distance
 
-Public modules: `journal`, `measure`, `meta`, `one_space`, `plot`, `rows`, `run`, `settings`, `split`, `subject`,
-`suites`.
+Public modules: `measure`, `meta`, `one_space`, `plot`, `rows`, `run`, `settings`, `split`, `subject`, `suites`.
 """

@@ -34,11 +34,11 @@ def builtin_requests() -> Iterator[FidelityRequest]:
         ConfigError: The standard library's sources are not installed.
     """
     rng = random.Random(0)
-    described = list(_described())
-    rng.shuffle(described)
-    if len(described) < _GROUPS * _GROUP_DOCUMENTS:
+    entries = list(described())
+    rng.shuffle(entries)
+    if len(entries) < _GROUPS * _GROUP_DOCUMENTS:
         raise ConfigError("the standard library's sources are not installed; install Python with its .py files")
-    groups = [described[start::_GROUPS][:_GROUP_DOCUMENTS] for start in range(_GROUPS)]
+    groups = [entries[start::_GROUPS][:_GROUP_DOCUMENTS] for start in range(_GROUPS)]
     for number in range(_REQUESTS):
         group = rng.randrange(_GROUPS)
         documents = rng.sample(groups[group], _REQUEST_DOCUMENTS)
@@ -55,8 +55,8 @@ def builtin_requests() -> Iterator[FidelityRequest]:
 
 
 @cache
-def _described() -> tuple[tuple[str, str, str], ...]:
-    """Name, documentation and first sentence of every entry that has enough and does not name itself in that sentence."""
+def described() -> tuple[tuple[str, str, str], ...]:
+    """Return name, documentation and first sentence of entries that have enough and are not named in that sentence."""
     found = []
     for module in stdlib_modules(wanted=lambda name: "test" not in name and not name.startswith("_")):
         for passage in passages(module):

@@ -97,7 +97,7 @@ class Instrument:
             if not outcomes[setting.label]["is_grafted"]:
                 break
         reference = asked.reference.token_ids.tolist()
-        off = self._scores(asked, reference)
+        off = self.scores(asked, reference)
         if len(asked.gold):
             off["gold_nll"] = answer_nll(asked.reference.gold_logits, asked.gold.tolist())
         return {
@@ -115,7 +115,7 @@ class Instrument:
         with self._llm.probe(
             asked.prompt, CONTINUATION_TOKENS, reuse, selection=cheapest.policy, correction=cheapest.correction
         ) as probe:
-            return figures_of(divergence(asked.reference.logits, probe.logits(asked.reference.token_ids))) | _shares(
+            return figures_of(divergence(asked.reference.logits, probe.logits(asked.reference.token_ids))) | shares(
                 probe.report
             )
 
@@ -128,7 +128,7 @@ class Instrument:
         ) as probe:
             logits = probe.logits(asked.reference.token_ids)
             found = divergence(asked.reference.logits, logits)
-            figures = figures_of(found) | _shares(probe.report)
+            figures = figures_of(found) | shares(probe.report)
             figures["distance"] = distance_class(probe.report.spans, probe.report.exact_tokens)
             figures |= self._behind(probe, asked, found, logits.argmax(-1).tolist())
         figures["seconds"] = round(time.perf_counter() - started, 3)
@@ -140,7 +140,7 @@ class Instrument:
         answer = reference
         if asked.request.answers and found.equal_tokens < self._subject.answer_len(reference):
             answer = self._decode(probe, reference[: found.equal_tokens], greedy[found.equal_tokens])
-        figures = self._scores(asked, answer)
+        figures = self.scores(asked, answer)
         if len(asked.gold):
             figures["gold_nll"] = answer_nll(probe.logits(asked.gold), asked.gold.tolist())
         return figures
@@ -153,7 +153,7 @@ class Instrument:
             tokens.append(int(logits[-1].argmax()))
         return tokens
 
-    def _scores(self, asked: Asked, answer: Sequence[int]) -> Figures:
+    def scores(self, asked: Asked, answer: Sequence[int]) -> Figures:
         """Task score of an answer; nothing where the suite knows none."""
         request = asked.request
         if not request.answers or not len(asked.gold):
@@ -181,7 +181,8 @@ def figures_of(found: Divergence) -> Figures:
     }
 
 
-def _shares(report: GraftReport) -> Figures:
+def shares(report: GraftReport) -> Figures:
+    """Name what was reused for a prompt."""
     known = report.recomputed_tokens + report.shifted_tokens
     return {
         "is_grafted": bool(report.spans),

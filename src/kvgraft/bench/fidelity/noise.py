@@ -35,8 +35,12 @@ class NoiseFloor:
     def measure(self, asked: Asked) -> Divergence:
         """Compare full prefill of both, KL(as measured || other)."""
         with self._llm.adapter.stock(stock_attention(self._llm)) as model:
-            if self._other is None:
-                self._other = copy.deepcopy(model)
-                torch.nn.Module.to(self._other, self.dtype)
-            other = stock_logits(self._other, asked.prompt, asked.reference.token_ids)
+            other = stock_logits(self.other(model), asked.prompt, asked.reference.token_ids)
         return divergence(asked.reference.logits, other)
+
+    def other(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The copy, of `model` with stock attention; the same one every time."""
+        if self._other is None:
+            self._other = copy.deepcopy(model)
+            torch.nn.Module.to(self._other, self.dtype)
+        return self._other

@@ -30,5 +30,12 @@ def in_one_space(config: ServerConfig) -> ServerConfig:
 
 def _without_windows(context: TreeCacheBuildContext) -> PrefixCache:
     return create_tree_cache(
-        replace(context, backend=None, sliding_window_size=None, is_hybrid_swa=False, is_all_swa=False)
+        replace(
+            context,
+            backend=None,
+            sliding_window_size=None,
+            attention_chunk_size=None,
+            is_hybrid_swa=False,
+            is_all_swa=False,
+        )
     )

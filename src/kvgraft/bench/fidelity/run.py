@@ -16,12 +16,12 @@ from kvgraft.types import ReuseMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvgraft.bench.fidelity.journal import Journal
     from kvgraft.bench.fidelity.request import FidelityRequest
     from kvgraft.bench.fidelity.sample import Step
     from kvgraft.bench.fidelity.settings import Setting
     from kvgraft.bench.fidelity.subject import Subject
     from kvgraft.bench.fidelity.suites import Suite
+    from kvgraft.bench.journal import Journal
     from kvgraft.engine import LLM
 
 

@@ -1,7 +1,8 @@
 """Suites: requests with their documents, the answers that are right, and what must be in the cache. Runs no model.
 
 A suite is a request pack (`kvgraft.bench.packs`) or `builtin`. Of packs these keys count: `rid`, `parts`, `group`, `answers`;
-of pairs `a`, `b`, `question`, `answer_a`, `answer_b`; of `{"input": ...}` lines `session_id`.
+of pairs `a`, `b`, `question`, `answer_a`, `answer_b`; of `{"input": ...}` lines `answers`, and `session_id`, or `dataset` and
+`row`.
 """
 
 from __future__ import annotations
@@ -54,17 +55,21 @@ def load_suites(names: Sequence[str], data: str) -> list[Suite]:
     return suites
 
 
+def has_suite(name: str, data: str) -> bool:
+    """Whether `load_suite` would find the suite."""
+    return name == BUILTIN or find_pack(_path(name, data)) is not None
+
+
 def load_suite(name: str, data: str) -> Suite:
     """Load one suite; see `load_suites`."""
     if name == BUILTIN:
         return Suite(BUILTIN, tuple(builtin_requests()))
     known = _ALIASES.get(name, name)
-    candidates = [known] if "/" in name else [str(Path(data) / known)]
-    found = find_pack(candidates[0])
+    found = find_pack(_path(name, data))
     if found is None:
         raise ConfigError(
-            f"there is no pack {candidates[0]} for the suite {name!r}; give --data DIR with the packs, the path of a pack, "
-            f"or the suite {BUILTIN!r}, which every machine has"
+            f"there is no pack {_path(name, data)} for the suite {name!r}; give --data DIR with the packs, the path of a "
+            f"pack, or the suite {BUILTIN!r}, which every machine has"
         )
     path, kind = found
     title = Path(name).name
@@ -73,6 +78,12 @@ def load_suite(name: str, data: str) -> Suite:
     if kind == "requests":
         return Suite(title, tuple(_requests(path, known)), "value" if title in _VALUES else "f1")
     return Suite(title, tuple(_prompts(path)))
+
+
+def _path(name: str, data: str) -> str:
+    """Where the pack of a suite lies, without its ending."""
+    known = _ALIASES.get(name, name)
+    return known if "/" in name else str(Path(data) / known)
 
 
 def _requests(path: Path, name: str) -> Iterator[FidelityRequest]:
@@ -143,5 +154,13 @@ def _answers(record: dict[str, object], key: str, line: str) -> tuple[str, ...]:
 def _prompts(path: Path) -> Iterator[FidelityRequest]:
     for number, (line, record) in enumerate(read_records(path)):
         text = _text(record, "input", line)
-        group = str(record.get("session_id", number))
-        yield FidelityRequest(str(number), (Part(text),), (group,), group, ())
+        group = _prompt_group(record, number)
+        answers = _answers(record, "answers", line) if "answers" in record else ()
+        yield FidelityRequest(str(number), (Part(text),), (group,), group, answers)
+
+
+def _prompt_group(record: dict[str, object], number: int) -> str:
+    """What a line belongs to: its session, the row of a data set that it was made of, else itself."""
+    if "session_id" not in record and "dataset" in record and "row" in record:
+        return f"{record['dataset']} {record['row']}"
+    return str(record.get("session_id", number))

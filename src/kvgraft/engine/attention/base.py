@@ -1,8 +1,8 @@
 """The interface of attention backends: rows of several sequences against the K/V in a pool.
 
 A backend is asked twice: once per forward pass to lay out the batch (`plan`), then once per layer (`attend`). It is given
-any mixture of decode rows, prefill chunks and scattered rows, and must honour causality by position, sliding windows and
-soft caps. Add one by implementing the two protocols and naming it in `choose.py`.
+any mixture of decode rows, prefill chunks and scattered rows, and must honour causality by position, windows, soft
+caps and attention sinks. Add one by implementing the two protocols and naming it in `choose.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.model import SequenceRows
     from kvgraft.memory.pool import SlotPool
+    from kvgraft.windows import WindowKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +27,16 @@ class LayerQuery:
     Attributes:
         query: (num_heads, num_rows, head_dim), the rows of all sequences one after another.
         scale: Factor of the scores.
-        window: Keys that a row sees, itself included; None for all.
+        window: Which keys a row sees; None for all up to its own.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; None for none.
+        sinks: (num_heads,), per head the score of one more key whose value is 0 and which every row sees; None for none.
     """
 
     query: Tensor
     scale: float
-    window: int | None = None
+    window: WindowKind | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class BatchAttention(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from kvgraft.engine.attention.sdpa import SdpaBackend
 from kvgraft.errors import ConfigError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.memory.pool import LayerShape, SlotPool
+from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CHECK_SLOTS = 400
-_CHECK_WINDOW = 37
+_CHECK_WINDOWS = (SlidingWindow(37), ChunkedWindow(37))
 _CHECK_SOFTCAP = 3.0
 
 
@@ -52,9 +53,22 @@ ATTENTION_BACKENDS: dict[str, Callable[[torch.device], AttentionBackend]] = {
 """Names of the setting `attention`, besides `auto`."""
 
 
-def choose_attention(
-    name: str, shape: LayerShape, num_heads: int, dtype: torch.dtype, device: torch.device
-) -> AttentionChoice:
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """What a backend must be able to do for a model.
+
+    Attributes:
+        shape: K/V heads and head size.
+        num_heads: Query heads.
+        has_sinks: Whether heads have attention sinks.
+    """
+
+    shape: LayerShape
+    num_heads: int
+    has_sinks: bool = False
+
+
+def choose_attention(name: str, heads: AttentionHeads, dtype: torch.dtype, device: torch.device) -> AttentionChoice:
     """Return the backend `name`; `auto` takes `flex` on CUDA and `sdpa` elsewhere.
 
     Another backend than `sdpa` must reproduce `sdpa` on random K/V first; one that is missing, fails or differs is
@@ -70,7 +84,7 @@ def choose_attention(
         return AttentionChoice(SdpaBackend(), f"sdpa on {device.type}")
     try:
         backend = ATTENTION_BACKENDS[wanted](device)
-        error = difference_to_sdpa(backend, shape, num_heads, dtype, device)
+        error = difference_to_sdpa(backend, heads, dtype, device)
     except Exception as failure:  # noqa: BLE001 - whatever a compiler throws, another backend is there
         reason = f"sdpa, because {wanted} does not run here: {type(failure).__name__}: {str(failure).splitlines()[0]}"
     else:
@@ -83,9 +97,10 @@ def choose_attention(
 
 @torch.inference_mode()
 def difference_to_sdpa(
-    backend: AttentionBackend, shape: LayerShape, num_heads: int, dtype: torch.dtype, device: torch.device
+    backend: AttentionBackend, heads: AttentionHeads, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Largest difference of `backend` to `sdpa` on a chunk, scattered rows and decode rows, with window and soft cap."""
+    """Largest difference of `backend` to `sdpa` on a chunk, scattered rows and decode rows, in all forms asked for."""
+    shape = heads.shape
     generator = torch.Generator().manual_seed(0)
     rng = np.random.default_rng(0)
 
@@ -104,10 +119,14 @@ def difference_to_sdpa(
         (360, 1, np.array([0])),
     ):
         batch.append(SequenceRows(np.zeros(len(positions), np.int64), positions, slots[first : first + length]))
-    query = random(num_heads, sum(len(rows.positions) for rows in batch), shape.head_dim)
+    query = random(heads.num_heads, sum(len(rows.positions) for rows in batch), shape.head_dim)
     worst = 0.0
-    for window, softcap in ((None, None), (_CHECK_WINDOW, None), (None, _CHECK_SOFTCAP)):
-        asked = LayerQuery(query, shape.head_dim**-0.5, window, softcap)
+    plain = LayerQuery(query, shape.head_dim**-0.5)
+    forms = [plain, replace(plain, softcap=_CHECK_SOFTCAP), *(replace(plain, window=kind) for kind in _CHECK_WINDOWS)]
+    if heads.has_sinks:
+        sinks = random(heads.num_heads)
+        forms += [replace(plain, sinks=sinks), replace(plain, sinks=sinks, window=_CHECK_WINDOWS[0])]
+    for asked in forms:
         actual = backend.plan(batch, pool).attend(0, asked)
         expected = SdpaBackend().plan(batch, pool).attend(0, asked)
         worst = max(worst, float((actual.float() - expected.float()).abs().max()))

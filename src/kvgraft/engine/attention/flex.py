@@ -8,7 +8,8 @@ not give its weights away. Source: https://pytorch.org/blog/flexattention/.
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvgraft.engine.attention.sdpa import SdpaBatch
+from kvgraft.graft.sinks import kept_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.attention.base import LayerQuery
     from kvgraft.graft.model import SequenceRows
     from kvgraft.memory.pool import SlotPool
+    from kvgraft.windows import WindowKind
 
 _TILE = 128
 """Rows and keys of a tile, FlexAttention's own default."""
@@ -98,7 +101,7 @@ class PackedSequences:
         self._first: NDArray[np.int64] = starts[sequence]
         self._last: NDArray[np.int64] = starts[sequence] + positions
         self._num_keys = int(lengths.sum())
-        self._masks: dict[int | None, BlockMask] = {}
+        self._masks: dict[WindowKind | None, BlockMask] = {}
 
     def attend(self, layer: int, query: LayerQuery) -> Tensor:
         """Return (num_heads, num_rows, head_dim)."""
@@ -106,7 +109,8 @@ class PackedSequences:
         values = self._pool.values(layer)[self._slots].transpose(0, 1)[None]
         if query.window not in self._masks:
             self._masks[query.window] = self._mask(query.window)
-        mixed = self._kernel(
+        kernel = self._kernel if query.sinks is None else partial(self._kernel, return_aux=_log_sum_exp())
+        result = kernel(
             query.query[None].contiguous(),
             keys,
             values,
@@ -115,11 +119,17 @@ class PackedSequences:
             scale=query.scale,
             enable_gqa=query.query.shape[0] != keys.shape[1],
         )
-        result: Tensor = mixed[0]
-        return result
+        mixed: Tensor
+        if query.sinks is None:
+            (mixed,) = result
+            return mixed
+        (mixed,), aux = result
+        return (mixed * kept_share(aux.lse[0], query.sinks[:, None])[..., None]).to(mixed.dtype)
 
-    def _mask(self, window: int | None) -> BlockMask:
-        first = self._first if window is None else np.maximum(self._first, self._last - window + 1)
+    def _mask(self, window: WindowKind | None) -> BlockMask:
+        first = self._first
+        if window is not None:
+            first = first + np.maximum(0, window.first_key(self._last - first))
         num_keys, device = self._num_keys, self._pool.device
         low, high = torch.from_numpy(first).to(device), torch.from_numpy(self._last).to(device)
 
@@ -141,7 +151,14 @@ class PackedSequences:
         )
 
 
-@functools.cache
+def _log_sum_exp() -> Any:  # noqa: ANN401 - PyTorch's AuxRequest
+    """Ask the kernel for the log of the sum over each row's keys; PyTorch before 2.9 fails here, and `sdpa` takes over."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+@cache
 def _soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
     """Bound scores by `cap`, a tensor because the compiler takes no numbers; cached because a new function recompiles."""
     bound = torch.tensor(cap, device=device)
@@ -160,4 +177,4 @@ def _row_index(batch: Sequence[SequenceRows], chosen: list[int], ends: NDArray[n
 
 
 def _with_rows(query: LayerQuery, rows: Tensor) -> LayerQuery:
-    return type(query)(query.query[:, rows], query.scale, query.window, query.softcap)
+    return replace(query, query=query.query[:, rows])

@@ -1,7 +1,8 @@
 """Attention of a hybrid model: full layers read one space of slots, window layers the other, with any backend.
 
-A window layer needs the keys of `[first - window + 1, last]` only. Its rows are given to the backend as a sequence that
-begins there, so that backends know nothing of spaces, and a slot that was given back is never even looked up.
+A window layer needs the keys from the first row's first key to the last row only. Its rows are given to the backend as a
+sequence that begins there, so that backends know nothing of spaces, and a slot that was given back is never even looked up.
+A sequence that begins at the border of a chunk has its chunks where they were.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.attention.base import AttentionBackend, BatchAttention, LayerQuery
     from kvgraft.memory.hybrid_pool import HybridSlotPool
+    from kvgraft.windows import WindowKind
 
 
 class HybridBatch:
@@ -29,7 +31,7 @@ class HybridBatch:
         self._pool = pool
         self._device = pool.device
         self._num_keys = [int(rows.positions[-1]) + 1 for rows in batch]
-        self._starts = [window_start(rows, pool.sliding_window_size) for rows in batch]
+        self._starts = [window_start(rows, pool.window_kind) for rows in batch]
         windowed = [windowed_rows(rows, start) for rows, start in zip(batch, self._starts, strict=True)]
         self._window: BatchAttention = backend.plan(windowed, pool.window)
         self._full = None if pool.full is None else backend.plan(batch, pool.full)
@@ -57,9 +59,9 @@ class HybridBatch:
         return attention.attend(number, query)
 
 
-def window_start(rows: SequenceRows, window: int) -> int:
+def window_start(rows: SequenceRows, window: WindowKind) -> int:
     """Lowest position that a window layer reads for `rows`."""
-    return max(0, int(rows.positions[0]) - window + 1)
+    return max(0, window.first_key(int(rows.positions[0])))
 
 
 def windowed_rows(rows: SequenceRows, start: int) -> SequenceRows:

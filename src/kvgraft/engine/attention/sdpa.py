@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.engine.attention.sequence import LayerInputs, SequenceAttention
+from kvgraft.graft.sinks import kept_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.attention.base import LayerQuery
     from kvgraft.graft.model import SequenceRows
     from kvgraft.memory.pool import SlotIndex, SlotPool
+    from kvgraft.windows import WindowKind
 
 _MIN_RUN_SLOTS = 128
 """Runs of slots shorter than this on average are cheaper to gather than to read one by one; two runs never are."""
@@ -89,6 +91,7 @@ class SdpaBatch:
                 query.scale,
                 query.window,
                 query.softcap,
+                query.sinks,
             )
             output[:, part.rows] = part.attention.attend(inputs)
         return output
@@ -108,7 +111,7 @@ class SingleRows:
         )
         self._slots = slots
         self._pool = pool
-        self._runs: dict[int | None, list[list[SlotIndex]]] = {}
+        self._runs: dict[WindowKind | None, list[list[SlotIndex]]] = {}
 
     def attend(self, layer: LayerQuery, keys: Tensor, values: Tensor, output: Tensor) -> None:
         """Write the rows' attention over keys and values (num_kv_heads, num_slots, head_dim) into `output`."""
@@ -120,17 +123,18 @@ class SingleRows:
         mixed = torch.empty_like(by_row)
         for row_query, row_mixed, runs in zip(by_row.unbind(0), mixed.unbind(0), self._seen(layer.window), strict=True):
             scores = [torch.bmm(row_query, keys[:, run].transpose(1, 2)) for run in runs]
-            weights = _softmax(scores, layer.softcap, values.dtype)
+            weights = _softmax(scores, layer, values.dtype)
             torch.bmm(weights[0], values[:, runs[0]], out=row_mixed)
             for weight, run in zip(weights[1:], runs[1:], strict=True):
                 row_mixed.baddbmm_(weight, values[:, run])
         output[:, self._rows] = mixed.permute(1, 2, 0, 3).reshape(num_heads, -1, head_dim)
 
-    def _seen(self, window: int | None) -> list[list[SlotIndex]]:
+    def _seen(self, window: WindowKind | None) -> list[list[SlotIndex]]:
         """Per row the slots that it sees, in runs; the same in every layer with this window."""
         if window not in self._runs:
-            seen = self._slots if window is None else [slots[-window:] for slots in self._slots]
-            self._runs[window] = [slot_runs(slots, self._pool) for slots in seen]
+            first = [0 if window is None else max(0, window.first_key(len(slots) - 1)) for slots in self._slots]
+            seen = zip(self._slots, first, strict=True)
+            self._runs[window] = [slot_runs(slots[start:], self._pool) for slots, start in seen]
         return self._runs[window]
 
 
@@ -143,10 +147,13 @@ def slot_runs(slots: NDArray[np.int64], pool: SlotPool) -> list[SlotIndex]:
     return [slice(int(slots[a]), int(slots[b - 1]) + 1) for a, b in itertools.pairwise(edges)]
 
 
-def _softmax(scores: list[Tensor], softcap: float | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Weights of the runs' scores, normalised over all of them, in float32 and then `dtype`."""
+def _softmax(scores: list[Tensor], layer: LayerQuery, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Weights of the runs' scores, normalised over all of them and the sink, in float32 and then `dtype`."""
     joined = (scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)).float()
-    if softcap is not None:
-        joined = joined.div_(softcap).tanh_().mul_(softcap)
-    weights = torch.softmax(joined, dim=-1).to(dtype)
+    if layer.softcap is not None:
+        joined = joined.div_(layer.softcap).tanh_().mul_(layer.softcap)
+    weights = torch.softmax(joined, dim=-1)
+    if layer.sinks is not None:
+        weights *= kept_share(joined.logsumexp(-1), layer.sinks.view(joined.shape[:2]))[..., None]
+    weights = weights.to(dtype)
     return (weights,) if len(scores) == 1 else weights.split([part.shape[-1] for part in scores], dim=-1)

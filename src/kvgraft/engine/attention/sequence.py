@@ -1,9 +1,10 @@
 """Attention of chosen rows over all slots of their sequence, under the causal mask by position.
 
-Two shapes of work: long runs of neighbouring positions (a cold prefill, a chunk, a gap) go to PyTorch's fused attention;
-rows scattered over the prompt (recomputed tokens, decode steps) are few, so their scores are formed block by block with
-keys cut off behind the block's last position. Both honour sliding windows; soft-capped logits always take the second way
-because no fused kernel of PyTorch offers them.
+Three shapes of work: long runs of neighbouring positions (a cold prefill, a chunk, a gap) go to PyTorch's fused attention
+with one mask that moves along; rows scattered over the prompt (recomputed tokens) go there too, a few at a time, each block
+with a mask of its own and keys cut off behind its last position; of single rows (decode steps) and of those whose weights
+somebody asks for the scores are formed here. All honour windows; soft-capped logits and attention sinks always take the last
+way because no fused kernel of PyTorch offers them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvgraft.graft.sinks import kept_share
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
+
+    from kvgraft.windows import WindowKind
 
 _MIN_RUN_ROWS = 96
 """Shorter runs are cheaper as scattered rows than as a fused call with a band mask."""
@@ -28,6 +33,12 @@ _MIN_RUN_PER_PADDING = 4
 """A run that begins at position p is padded to a causal square if it has this many times p rows."""
 _RUN_BLOCK_ROWS = 256
 """Rows of a run that share one band mask; also the query block of PyTorch's CPU kernel."""
+_MASKED_ROWS = 64
+"""Scattered rows that share one mask: 1.4-1.7 times faster than scores formed here, and more rows see more keys in vain."""
+_MAX_KEPT_MASKS = 1 << 24
+"""Numbers in masks that are kept for all layers, 64 MiB of float32; what is more is formed for each layer."""
+_MIN_MASKED_ROWS = 16
+"""Fewer rows gain nothing."""
 _MAX_CPU_BLOCK_SCORES = 1 << 19
 """Scores (heads x rows x keys) formed at once for scattered rows: 2 MiB of float32, which a CPU's cache holds."""
 _MAX_BLOCK_SCORES = 1 << 26
@@ -43,7 +54,8 @@ class RowBlock:
     Attributes:
         first: Position of the first row.
         last: Position of the last row.
-        is_run: Whether the positions are consecutive and the block goes to the fused kernel.
+        is_run: Whether the positions are consecutive and share a mask that moves along.
+        is_fused: Whether the block may go to a fused kernel; a run always does.
     """
 
     start: int
@@ -51,6 +63,7 @@ class RowBlock:
     first: int
     last: int
     is_run: bool
+    is_fused: bool
 
 
 def split_rows(positions: NDArray[np.int64], num_fused: int) -> list[RowBlock]:
@@ -63,10 +76,11 @@ def split_rows(positions: NDArray[np.int64], num_fused: int) -> list[RowBlock]:
     stops = [*breaks.tolist(), len(positions)]
     blocks: list[RowBlock] = []
     for start, stop in zip(starts, stops, strict=True):
-        is_run = stop <= num_fused and stop - start >= _MIN_RUN_ROWS
-        joins = blocks and not is_run and not blocks[-1].is_run
+        is_fused = stop <= num_fused
+        is_run = is_fused and stop - start >= _MIN_RUN_ROWS
+        joins = blocks and not is_run and not blocks[-1].is_run and blocks[-1].is_fused == is_fused
         begin = blocks.pop().start if joins else start
-        blocks.append(RowBlock(begin, stop, int(positions[begin]), int(positions[stop - 1]), is_run))
+        blocks.append(RowBlock(begin, stop, int(positions[begin]), int(positions[stop - 1]), is_run, is_fused))
     return blocks
 
 
@@ -79,16 +93,18 @@ class LayerInputs:
         keys: (num_kv_heads, num_keys, head_dim), by position.
         values: Likewise.
         scale: Factor of the scores.
-        window: Keys that a row sees, itself included; None for all.
+        window: Which keys a row sees; None for all up to its own.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; None for none.
+        sinks: (num_heads,), per head the score of one more key whose value is 0; None for none.
     """
 
     query: Tensor
     keys: Tensor
     values: Tensor
     scale: float
-    window: int | None
+    window: WindowKind | None
     softcap: float | None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +140,9 @@ class SequenceAttention:
     mass: Tensor | None = None
     _positions: Tensor = field(init=False)
     _blocks: dict[int, list[RowBlock]] = field(default_factory=dict)
-    _parts: dict[tuple[int, int, int | None], list[_ScatteredPart]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, WindowKind | None], list[_ScatteredPart]] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, WindowKind | None], Tensor] = field(default_factory=dict)
+    _mask_room: int = field(default_factory=lambda: _MAX_KEPT_MASKS)
     _bands: dict[int | None, Tensor] = field(default_factory=dict)
     _scratch: tuple[Tensor, Tensor] | None = None
 
@@ -143,29 +161,54 @@ class SequenceAttention:
         query = layer.query
         output = torch.empty(*query.shape[:2], layer.values.shape[-1], dtype=query.dtype, device=query.device)
         # Fused kernels do not give their weights away, so observed rows take the other way.
-        num_fused = 0 if layer.softcap is not None else len(self.positions) - self.observed_rows
+        is_fused = layer.softcap is None and layer.sinks is None
+        num_fused = len(self.positions) - self.observed_rows if is_fused else 0
         if num_fused not in self._blocks:
             self._blocks[num_fused] = split_rows(self.positions, num_fused)
         for block in self._blocks[num_fused]:
-            attend = self._attend_run if block.is_run else self._attend_scattered
-            attend(block, layer, output)
+            self._way(block)(block, layer, output)
         return output
 
+    def _way(self, block: RowBlock) -> Callable[[RowBlock, LayerInputs, Tensor], None]:
+        if block.is_run:
+            return self._attend_run
+        if block.is_fused and block.stop - block.start >= _MIN_MASKED_ROWS:
+            return self._attend_masked
+        return self._attend_scattered
+
     def _attend_run(self, run: RowBlock, layer: LayerInputs, output: Tensor) -> None:
-        query = layer.query[:, run.start : run.stop]
-        sees_all = layer.window is None or layer.window > run.last
-        if sees_all and run.first * _MIN_RUN_PER_PADDING <= run.stop - run.start:
+        for rows in self._stretches(run, layer.window):
+            self._attend_stretch(rows, layer, output)
+
+    def _stretches(self, run: RowBlock, window: WindowKind | None) -> Iterator[slice]:
+        """Cut `run` where the masks of its rows stop being one band, moved along."""
+        start = run.start
+        while start < run.stop:
+            position = int(self.positions[start])
+            num_rows = run.stop - start if window is None else window.stretch_end(position) - position
+            stop = min(run.stop, start + num_rows)
+            yield slice(start, stop)
+            start = stop
+
+    def _attend_stretch(self, rows: slice, layer: LayerInputs, output: Tensor) -> None:
+        keys = self._visible(rows, layer.window)
+        num_front = int(self.positions[rows.start]) - keys.start
+        sees_all = layer.window is None or max(0, layer.window.first_key(keys.stop - 1)) == keys.start
+        if sees_all and num_front * _MIN_RUN_PER_PADDING <= rows.stop - rows.start:
             # Empty rows in front make it a causal square, which the kernel handles faster than a mask.
-            padded = F.pad(query, (0, 0, run.first, 0))
-            output[:, run.start : run.stop] = _fused(padded, layer, slice(0, run.last + 1), None)[:, run.first :]
+            padded = F.pad(layer.query[:, rows], (0, 0, num_front, 0))
+            output[:, rows] = _fused(padded, layer, keys, None)[:, num_front:]
             return
-        for start in range(run.start, run.stop, _RUN_BLOCK_ROWS):
-            rows = slice(start, min(start + _RUN_BLOCK_ROWS, run.stop))
-            keys = self._visible(rows, layer.window)
-            shift = self.num_keys - int(self.positions[start])
-            band = self._band(layer.window, layer.query.dtype)
-            mask = band[: rows.stop - start, shift + keys.start : shift + keys.stop]
-            output[:, rows] = _fused(layer.query[:, rows], layer, keys, mask)
+        for start in range(rows.start, rows.stop, _RUN_BLOCK_ROWS):
+            block = slice(start, min(start + _RUN_BLOCK_ROWS, rows.stop))
+            output[:, block] = self._attend_block(block, layer)
+
+    def _attend_block(self, rows: slice, layer: LayerInputs) -> Tensor:
+        keys = self._visible(rows, layer.window)
+        shift = self.num_keys - int(self.positions[rows.start])
+        band = self._band(None if layer.window is None else layer.window.band, layer.query.dtype)
+        mask = band[: rows.stop - rows.start, shift + keys.start : shift + keys.stop]
+        return _fused(layer.query[:, rows], layer, keys, mask)
 
     def _band(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask that, moved by a block's first position, is the causal (and window) mask of that block.
@@ -181,6 +224,28 @@ class SequenceAttention:
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
             self._bands[window] = zeros.masked_fill_(hidden, -math.inf)
         return self._bands[window]
+
+    def _attend_masked(self, block: RowBlock, layer: LayerInputs, output: Tensor) -> None:
+        for start in range(block.start, block.stop, _MASKED_ROWS):
+            rows = slice(start, min(start + _MASKED_ROWS, block.stop))
+            keys = self._visible(rows, layer.window)
+            output[:, rows] = _fused(layer.query[:, rows], layer, keys, self._mask(rows, keys, layer))
+
+    def _mask(self, rows: slice, keys: slice, layer: LayerInputs) -> Tensor:
+        """The additive mask (num_rows, num_keys) that says which row sees which key; kept for all layers if it is small."""
+        place = rows.start, rows.stop, layer.window
+        known = self._masks.get(place)
+        if known is None:
+            known = self._formed_mask(rows, keys, layer)
+            if known.numel() <= self._mask_room:
+                self._mask_room -= known.numel()
+                self._masks[place] = known
+        return known
+
+    def _formed_mask(self, rows: slice, keys: slice, layer: LayerInputs) -> Tensor:
+        hidden = self._hidden(rows, keys, layer.window)
+        zeros = torch.zeros(hidden.shape, dtype=layer.query.dtype, device=self.device)
+        return zeros.masked_fill_(hidden, -math.inf)
 
     def _attend_scattered(self, block: RowBlock, layer: LayerInputs, output: Tensor) -> None:
         num_heads, head_dim = len(layer.query), layer.query.shape[-1]
@@ -198,7 +263,7 @@ class SequenceAttention:
             self._observe(weights, part, group)
         output[:, block.start : block.stop] = mixed.transpose(1, 2).reshape(num_heads, -1, head_dim)
 
-    def _scattered_parts(self, block: RowBlock, num_heads: int, window: int | None) -> list[_ScatteredPart]:
+    def _scattered_parts(self, block: RowBlock, num_heads: int, window: WindowKind | None) -> list[_ScatteredPart]:
         """Cut `block` so that each part forms a bounded number of scores, or is one row; the same in every layer."""
         place = block.start, block.stop, window
         if place not in self._parts:
@@ -215,20 +280,23 @@ class SequenceAttention:
             yield slice(start, stop)
             start = stop
 
-    def _scattered_part(self, rows: slice, window: int | None) -> _ScatteredPart:
+    def _scattered_part(self, rows: slice, window: WindowKind | None) -> _ScatteredPart:
         keys = self._visible(rows, window)
-        positions = self._positions[rows, None]
         # Keys in front of the first row are seen by all rows, unless a window hides them.
         masked = slice(int(self.positions[rows.start]) + 1 if window is None else keys.start, keys.stop)
-        columns = torch.arange(masked.start, masked.stop, device=self.device)
+        return _ScatteredPart(rows, keys, masked.start - keys.start, self._hidden(rows, masked, window)[:, None])
+
+    def _hidden(self, rows: slice, keys: slice, window: WindowKind | None) -> Tensor:
+        """Which of the rows does not see which of the keys: bool (num_rows, num_keys)."""
+        columns, positions = torch.arange(keys.start, keys.stop, device=self.device), self._positions[rows, None]
         hidden = columns > positions
         if window is not None:
-            hidden |= columns <= positions - window
-        return _ScatteredPart(rows, keys, masked.start - keys.start, hidden[:, None])
+            hidden |= columns < window.first_key(positions)
+        return hidden
 
-    def _visible(self, rows: slice, window: int | None) -> slice:
-        """Positions that at least one of `rows` sees."""
-        low = 0 if window is None else max(0, int(self.positions[rows.start]) - window + 1)
+    def _visible(self, rows: slice, window: WindowKind | None) -> slice:
+        """Positions that at least one of `rows` sees, and perhaps some between these."""
+        low = 0 if window is None else max(0, window.first_key(int(self.positions[rows.start])))
         return slice(low, int(self.positions[rows.stop - 1]) + 1)
 
     def _weights(self, query: Tensor, layer: LayerInputs, part: _ScatteredPart, group: int) -> Tensor:
@@ -248,7 +316,11 @@ class SequenceAttention:
         if part.hidden.shape[-1]:
             by_row = scores.view(len(scores), -1, group, scores.shape[-1])
             by_row[..., part.first_masked :].masked_fill_(part.hidden, -math.inf)
-        return torch.softmax(scores, dim=-1, out=weights)
+        torch.softmax(scores, dim=-1, out=weights)
+        if layer.sinks is not None:
+            by_head = scores.logsumexp(-1).view(len(scores), -1, group)
+            weights.mul_(kept_share(by_head, layer.sinks.view(-1, 1, group)).flatten(1)[..., None])
+        return weights
 
     def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
         """Two float32 buffers of at least `size`, kept for the whole pass: fresh memory costs page faults every time."""

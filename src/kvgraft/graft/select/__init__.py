@@ -10,12 +10,14 @@
 | `query_seam` | query attention x a prior that falls with the distance from the seam | docs/graft.md |
 | `adaptive` | `query_seam`, doubled until the first token stops to change | docs/graft.md |
 
-`Oracle` is not among them: it needs what only a full prefill knows, for benchmarks.
+`Oracle` is not among them: it needs what only a full prefill knows, for benchmarks. Others are registered, or come with
+installed packages.
 """
 
 from __future__ import annotations
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, IntegrationError, one_line
+from kvgraft.factories import NamedFactories, imported
 from kvgraft.graft.select.adaptive import Adaptive
 from kvgraft.graft.select.base import (
     Observable,
@@ -26,6 +28,7 @@ from kvgraft.graft.select.base import (
     SelectionSteps,
 )
 from kvgraft.graft.select.first_k import FirstK
+from kvgraft.graft.select.guard import PolicySteps, expected_share, fault
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
 from kvgraft.graft.select.oracle import Oracle
@@ -34,29 +37,91 @@ from kvgraft.graft.select.query_seam import QuerySeam
 from kvgraft.graft.select.random_share import RandomShare
 from kvgraft.graft.select.ratio import RankingPolicy, RatioPolicy
 
-SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
-    "none": NoRecompute,
-    "random": RandomShare,
-    "first_k": FirstK,
-    "kv_deviation": KVDeviation,
-    "query_attention": QueryAttention,
-    "query_seam": QuerySeam,
-    "adaptive": Adaptive,
-}
+SELECTION_GROUP = "kvgraft.selection_policies"
+"""Entry points of packages that bring policies."""
+_POLICIES: NamedFactories[type[SelectionPolicy]] = NamedFactories(
+    "selection policy",
+    SELECTION_GROUP,
+    "register_selection_policy",
+    {
+        "none": NoRecompute,
+        "random": RandomShare,
+        "first_k": FirstK,
+        "kv_deviation": KVDeviation,
+        "query_attention": QueryAttention,
+        "query_seam": QuerySeam,
+        "adaptive": Adaptive,
+    },
+)
+SELECTION_POLICIES = _POLICIES.by_name
+"""The classes of built-in policies, and of those that were registered or found in an installed package so far."""
 
 
-def selection_policy(name: str, **parameters: float) -> SelectionPolicy:
-    """Build the policy called `name`; raises `ConfigError` for an unknown name or parameter."""
-    policy = SELECTION_POLICIES.get(name)
-    if policy is None:
-        raise ConfigError(f"unknown selection policy {name!r}; choose one of {', '.join(SELECTION_POLICIES)}")
+def register_selection_policy(name: str, policy: type[SelectionPolicy]) -> None:
+    """Make the class `policy` known under `name`.
+
+    Raises:
+        ConfigError: The name is empty, blank, has a colon or is taken, or `policy` is no class of policies.
+    """
+    if ":" in name:
+        raise ConfigError(f"a selection policy needs a name without a colon, not {name!r}: module:Class names a class")
+    _POLICIES.register(name, _policy_class(name, policy, ConfigError))
+
+
+def policy_class(name: str, *, may_import: bool = True) -> type[SelectionPolicy]:
+    """Return the class of policies that `name` means.
+
+    Args:
+        name: Of a built-in policy, a registered one or one of an installed package (entry points of the group
+            `kvgraft.selection_policies`), or `module:Class`.
+        may_import: Whether `module:Class` is known, which imports any module that can be found: for what the owner of the
+            process says, never for what a client says.
+
+    Raises:
+        ConfigError: There is none; names the closest.
+        IntegrationError: It cannot be imported, or is no class of policies.
+    """
+    if ":" not in name:
+        return _policy_class(name, _POLICIES.find(name), IntegrationError)
+    if not may_import:
+        raise ConfigError(
+            f"unknown selection policy {name!r}; requests choose by name: {', '.join(list(SELECTION_POLICIES))}"
+        )
+    return _policy_class(name, imported("selection policy", name), IntegrationError)
+
+
+def selection_policy(name: str, *, may_import: bool = True, **parameters: float) -> SelectionPolicy:
+    """Build the policy that `name` means, as `policy_class` finds it.
+
+    Raises:
+        ConfigError: The name or a parameter is unknown.
+        IntegrationError: It cannot be imported or built, or its attributes are not those of a policy.
+    """
+    kind = policy_class(name, may_import=may_import)
     try:
-        return policy(**parameters)
+        policy = kind(**parameters)
+    except ConfigError:
+        raise
     except TypeError as error:
         raise ConfigError(f"selection policy {name!r}: {error}") from error
+    except Exception as error:
+        raise IntegrationError(f"selection policy {name!r} cannot be built: {one_line(error)}") from error
+    wrong = fault(policy)
+    if wrong is not None:
+        raise IntegrationError(f"selection policy {name!r}: {wrong}; correct its class {kind.__qualname__}")
+    return policy
+
+
+def _policy_class(
+    name: str, found: object, failure: type[ConfigError] | type[IntegrationError]
+) -> type[SelectionPolicy]:
+    if not (isinstance(found, type) and issubclass(found, SelectionPolicy)):
+        raise failure(f"selection policy {name!r} is no class that extends kvgraft.graft.select.SelectionPolicy")
+    return found
 
 
 __all__ = [
+    "SELECTION_GROUP",
     "SELECTION_POLICIES",
     "Adaptive",
     "FirstK",
@@ -65,6 +130,7 @@ __all__ = [
     "Observable",
     "Observation",
     "Oracle",
+    "PolicySteps",
     "QueryAttention",
     "QuerySeam",
     "RandomShare",
@@ -74,5 +140,9 @@ __all__ = [
     "SelectionContext",
     "SelectionPolicy",
     "SelectionSteps",
+    "expected_share",
+    "fault",
+    "policy_class",
+    "register_selection_policy",
     "selection_policy",
 ]

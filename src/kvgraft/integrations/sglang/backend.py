@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvgraft import __version__
 from kvgraft.config import SGLangConfig, resolve
-from kvgraft.donors import CostModel
+from kvgraft.donors import CostModel, new_secret
 from kvgraft.errors import ConfigError, IntegrationError, ModelError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.select import FirstK, NoRecompute
+from kvgraft.graft.weights import weights_digest
+from kvgraft.integrations.sglang.donor_events import DonorEvents, require_events
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
 from kvgraft.integrations.sglang.planning.ranks import OneRank, TensorParallelRanks, shared_secret
+from kvgraft.integrations.sglang.planning.stand_ins import StandIns
 from kvgraft.integrations.sglang.recompute.model import SGLangRows
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.refusals import refused_recomputation, refused_server
@@ -28,16 +33,21 @@ from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
+from kvgraft.integrations.sglang.stored.cold import ColdDonors, is_cold
+from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
+from kvgraft.memory.store import open_stores
+from kvgraft.reuse.substitute import Substitutes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.config.sources import Resolved
+    from kvgraft.donors import Donor
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.planning.ranks import Ranks
-    from kvgraft.integrations.sglang.planning.semantic import SemanticSource
+    from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +57,9 @@ _PHASE_TOKENS = {"cpu": 32, "cuda": 256}
 On a CPU measured here (docs/benchmarks.md); on a GPU the ratio of arithmetic to memory bandwidth, 2 * 295 FLOP per byte of an
 H100 in bf16, within which a pass over few tokens takes the time of reading the weights. Not measured on a GPU.
 """
+
+_NAMES = {"_name_or_path", "_commit_hash", "transformers_version"}
+"""Entries of a model's config that say where it comes from, not how it computes."""
 
 
 def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> BasePrefixCache
@@ -70,6 +83,8 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
             rope = _rope(ctx)
         except ModelError as error:
             reason = str(error)
+    if reason is None and config.announce_donors and ctx.tp_rank == 0:
+        require_events(are_published=bool(ctx.params.enable_kv_cache_events))
     if reason is None:
         config = _possible(resolved, refused_recomputation(ctx))
     _announce(ctx, config, reason)
@@ -89,10 +104,12 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     assert isinstance(cache, GraftRadixCache)
     tree, buffers = SGLangTree(cache), _kv_buffers(ctx, rope)
     group = _group(ctx)
-    library = DonorLibrary(tree, buffers, config, secret=None if group is None else shared_secret(group))
+    secret = new_secret() if group is None else shared_secret(group)
+    library = DonorLibrary(tree, buffers, config, secret=secret)
+    cold = ColdDonors(config, secret) if (stores := open_stores(config.store)) else None
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
-    ranks = OneRank() if group is None else TensorParallelRanks(group, library.catalogue.get)
+    ranks = OneRank() if group is None else TensorParallelRanks(group, partial(_donor_of, library, cold))
     per_phase = _phase_tokens(config, buffers)
     recomputer = _recomputer(ctx, config, buffers, ranks, per_phase)
     costs = CostModel.of_width(
@@ -100,25 +117,52 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         per_phase=per_phase,
         recompute_ratio=0.0 if recomputer is None else recomputer.policy.recompute_ratio,
     )
-    log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
-    cache.attach(
-        RequestReuse(
-            library=library,
-            # Clocks of ranks differ, and their lookups must not.
-            planner=LoadPlanner(
-                library, config, costs, page_size, recomputer=recomputer, has_deadline=ctx.tp_size == 1
-            ),
-            loader=Loader(tree, buffers, library, ranks=ranks, log=log),
-            registrar=DonorRegistrar(tree, library, page_size=page_size, min_run=config.min_run),
-            ranks=ranks,
-            log=log,
-            fingerprint=_fingerprint(ctx, rope),
-            min_run=config.min_run,
-            semantic=_semantic(ctx, config, tree, page_size),
-            recomputer=recomputer,
+    link, fingerprint = None, _fingerprint(ctx, rope)
+    if cold is not None:
+        link = StoreLink(
+            stores,
+            library,
+            cold,
+            ranks,
+            layout=buffers.row_layout(),
+            costs=costs,
+            weights=partial(_weights, ctx, fingerprint),
+            host_bytes=config.host_bytes,
         )
+    log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
+    # Clocks of ranks differ, and their lookups must not.
+    planner = LoadPlanner(
+        library, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
     )
+    reuse = RequestReuse(
+        library=library,
+        planner=planner,
+        loader=Loader(tree, buffers, library, ranks=ranks, log=log),
+        registrar=DonorRegistrar(tree, library, page_size=page_size, min_run=config.min_run),
+        ranks=ranks,
+        log=log,
+        fingerprint=fingerprint,
+        min_run=config.min_run,
+        stand_ins=_stand_ins(ctx, config, tree, page_size),
+        recomputer=recomputer,
+        stores=link,
+    )
+    if config.announce_donors and ctx.params.enable_kv_cache_events:
+        cache.donor_events = DonorEvents(library.catalogue, fingerprint)
+    reuse.open_stores()
+    cache.attach(reuse)
     return cache
+
+
+def _weights(ctx: Any, fingerprint: str) -> str:  # noqa: ANN401
+    """Digest the weights as they are now; how the model computes with them is in `fingerprint`."""
+    return weights_digest(ctx.tp_worker.model_runner.model.state_dict().items()) + fingerprint
+
+
+def _donor_of(library: DonorLibrary, cold: ColdDonors | None, donor_id: DonorId) -> Donor | None:
+    if is_cold(donor_id):
+        return None if cold is None else cold.get(donor_id)
+    return library.catalogue.get(donor_id)
 
 
 def _possible(resolved: Resolved[SGLangConfig], refusal: str | None) -> SGLangConfig:
@@ -202,23 +246,31 @@ def _metrics(ctx: Any) -> Metrics | None:  # noqa: ANN401
     return SGLangMetrics(ctx.server_args.served_model_name or ctx.server_args.model_path)
 
 
-def _semantic(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> SemanticSource | None:  # noqa: ANN401
-    if not config.semantic_provider:
-        return None
-    from kvgraft.integrations.sglang.planning.semantic import SemanticSource, load_provider
-
-    provider = load_provider(config.semantic_provider, ctx.model_config)
-    return SemanticSource(provider, tree, page_size, config.lookup_deadline_ms / 1e3)
+def _stand_ins(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> StandIns | None:  # noqa: ANN401
+    substitutes = Substitutes.configured(config, ctx.model_config)
+    return None if substitutes is None else StandIns(substitutes, tree, page_size)
 
 
 def _fingerprint(ctx: Any, rope: Sequence[RopeSpec]) -> str:  # noqa: ANN401
+    """Digest how the model computes. Not where it lies: replicas share stores, whose spaces tell weights apart."""
     config = ctx.model_config
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (config.model_path, getattr(config, "revision", None), config.dtype, config.quantization):
-        digest.update(f"{part}\0".encode())
+    facts = {
+        "dtype": str(config.dtype),
+        "quantization": str(config.quantization),
+        "config": _without_names(config.hf_config.to_dict()),
+    }
+    digest = hashlib.blake2b(digest_size=16, person=b"kvgraft.sglang")
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     for spec in {id(spec): spec for spec in rope}.values():
         digest.update(spec.inv_freq.cpu().numpy().tobytes() + spec.pairing.value.encode())
     return digest.hexdigest()
+
+
+def _without_names(config: Any) -> Any:  # noqa: ANN401
+    """A config, and those inside of it, without what says nothing of how a model computes."""
+    if not isinstance(config, dict):
+        return config
+    return {str(name): _without_names(value) for name, value in config.items() if name not in _NAMES}
 
 
 def _announce(ctx: Any, config: SGLangConfig, reason: str | None) -> None:  # noqa: ANN401

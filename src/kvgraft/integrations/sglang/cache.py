@@ -22,6 +22,7 @@ from kvgraft.integrations.sglang.donors.tree import Resident
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvgraft.integrations.sglang.donor_events import DonorEvents
     from kvgraft.integrations.sglang.donors.texts import TreeText
     from kvgraft.integrations.sglang.requests import RequestReuse
 
@@ -31,6 +32,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def __init__(self, params: Any) -> None:  # noqa: ANN401 - SGLang's CacheInitParams
         self.reuse: RequestReuse | None = None
+        self.donor_events: DonorEvents | None = None
         self._freed_by_eviction: list[Tensor] = []
         self._req_of_row: dict[int, Any] = {}
         super().__init__(params)
@@ -78,6 +80,10 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             indices: Tensor = super().prefix_device_indices(req)
             return indices
         return torch.cat([self.path_device_indices(req.last_node), *private])[: req.prefix_len]
+
+    def awaits_store(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
+        """Whether `req`, just matched, keeps its place in the queue until K/V that are being read for it have come."""
+        return self.reuse is not None and self.reuse.awaits(req, may_nap=may_nap)
 
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
         """Tokens to compute from `position` until the next region; None up to the end."""
@@ -151,6 +157,20 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         result = super().evict_for_alloc(params, **kwargs)
         self._hand_evicted_over()
         return result
+
+    # Events
+
+    def take_events(self) -> list[Any]:
+        """SGLang's KV events, without text that lies under names of our own: it is not what a listener takes its tokens for.
+
+        Removals stay: nobody was told of these hashes, and nobody can compute them. Donors are told of behind them.
+        """
+        events: list[Any] = super().take_events()
+        reuse = self.reuse
+        if reuse is None:
+            return events
+        public = [event for event in events if not reuse.registrar.is_private(getattr(event, "cache_salt", None))]
+        return public if self.donor_events is None else [*public, *self.donor_events.take()]
 
     def reset(self) -> None:
         """Flush."""

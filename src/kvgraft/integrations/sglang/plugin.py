@@ -7,7 +7,7 @@ from typing import Any
 
 from kvgraft.config.sglang import BACKEND
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.sglang.versions import HOOKED, installed_version, unsupported_version
+from kvgraft.integrations.sglang.versions import HOOKED, WEIGHT_CHANGES, installed_version, unsupported_version
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def install() -> None:
     register_radix_cache_backend(BACKEND, _factory)
     for path in HOOKED:
         name = path.rpartition(".")[2]
-        hook, when = (_RESULTS[name], HookType.AFTER) if name in _RESULTS else (_weights_change, HookType.BEFORE)
+        hook, when = (_RESULTS[name], HookType.AFTER) if name in _RESULTS else (_CALLS[name], HookType.BEFORE)
         HookRegistry.register(path.replace(":", "."), hook, when)
 
 
@@ -60,9 +60,26 @@ def _streamer_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
 
 
 def _weights_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-    """Called before the weights change, or may have changed by hands that SGLang does not see."""
+    """Called before the weights change, or may have changed."""
     if _grafts(updater.scheduler):
         updater.scheduler.tree_cache.reuse.weights_change()
+
+
+def _weights_begin_to_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    """Called before hands that SGLang does not see may change the weights, until they say that they are through."""
+    if _grafts(updater.scheduler):
+        updater.scheduler.tree_cache.reuse.weights_change(is_between=True)
+
+
+def _weights_have_changed(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    """Called before these hands are through."""
+    if _grafts(updater.scheduler):
+        updater.scheduler.tree_cache.reuse.weights_change(is_between=False)
+
+
+def _idle(scheduler: Any) -> None:  # noqa: ANN401
+    if _grafts(scheduler):
+        scheduler.tree_cache.reuse.idle()
 
 
 def _grafts(scheduler: Any) -> bool:  # noqa: ANN401
@@ -71,3 +88,10 @@ def _grafts(scheduler: Any) -> bool:  # noqa: ANN401
 
 _RESULTS = {"get_prefill_adder_class": _adder_class, "get_output_streamer_class": _streamer_class}
 """Hooks that exchange what a method returns."""
+_CALLS = {
+    **dict.fromkeys(WEIGHT_CHANGES, _weights_change),
+    "begin_weight_update": _weights_begin_to_change,
+    "end_weight_update": _weights_have_changed,
+    "on_idle": _idle,
+}
+"""Hooks that are called in front of a method."""

@@ -59,7 +59,7 @@ def _refused_tree(ctx: Any) -> str | None:  # noqa: ANN401
     if ctx.disable_radix_cache:
         return "--disable-radix-cache"
     if ctx.is_hybrid_swa:
-        return "sliding-window layers"
+        return "sliding-window or chunked layers"
     if ctx.is_hybrid_ssm:
         return "Mamba or linear-attention layers"
     if ctx.is_dsa:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.sglang.planning.spans import Span
-    from kvgraft.types import Miss, Namespace, SpanReport
+    from kvgraft.integrations.sglang.stored.reads import SpanReads
+    from kvgraft.types import Miss, Namespace, SpanReport, Substitution
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +34,18 @@ class RequestState:
         num_tokens: Length of the prompt, with output that was generated before a retraction.
         planned_for: What the plan depends on: version of the donors, length of the prompt, end, exact length.
         spans: Still to be loaded, ascending.
+        reads: Of stored donors, under way; the request waits for them.
+        has_read: Whether it has waited for stores, which it does once.
+        read_miss: Why what it has waited for did not come, or None.
+        read_ms: How long it has waited.
+        matched_at: When it was last matched, in seconds of some clock.
+        is_timed: Whether its prefill has told how long prefills take.
         sources: By span of the lineage, who computed it and from which tier it was copied.
         private: Slots that were loaded before the request had a row.
         registered_len: Tokens from the start that are donors already.
         adopted: Ranges of the row that the tree took over under names of our own.
         miss: Why nothing was planned or loaded.
+        substitution: What was planned last to stand in, or None.
         policy: What chose tokens to compute again; empty if nothing did.
         num_taken: Spans of the lineage of which the policy has had its choice.
         num_corrected: Reused tokens that were corrected for drift and not computed again.
@@ -53,11 +61,18 @@ class RequestState:
     num_tokens: int = 0
     planned_for: tuple[int, int, int, int] | None = None
     spans: list[Span] = field(default_factory=list)
+    reads: SpanReads | None = None
+    has_read: bool = False
+    read_miss: Miss | None = None
+    read_ms: float = 0.0
+    matched_at: float = 0.0
+    is_timed: bool = False
     sources: list[dict[str, object]] = field(default_factory=list)
     private: list[Tensor] = field(default_factory=list)
     registered_len: int = 0
     adopted: list[tuple[int, int]] = field(default_factory=list)
     miss: Miss | None = None
+    substitution: Substitution | None = None
     policy: str = ""
     num_taken: int = 0
     num_corrected: int = 0
@@ -76,9 +91,16 @@ class RequestState:
         self.lineage.recompute(sum(span.recomputed for span in spans), inside=False)
         self.sources += sources
 
+    def withdraw(self) -> None:
+        """Note that everything that was copied has been computed since, and all that had attended to it."""
+        self.lineage.withdraw()
+        self.sources, self.num_taken, self.num_corrected = [], 0, 0
+
     def attempt(self, policy: str) -> Attempt:
         """Sum up where the request stands."""
         timings_ms = {"lookup": self.lookup_ms, "graft": self.graft_ms}
+        if self.has_read or self.reads is not None:
+            timings_ms["read"] = self.read_ms
         report = request_report(
             self.lineage,
             self.num_tokens,
@@ -86,6 +108,7 @@ class RequestState:
             timings_ms=timings_ms,
             miss=self.miss,
             corrected_tokens=self.num_corrected,
+            substitution=self.substitution,
         )
         return Attempt(report, tuple(self.sources), self.num_steps)
 

@@ -5,6 +5,7 @@ miss, and the request is computed; nothing raises into the scheduler.
 
 What a request owns and for how long:
 
+    reading     nothing; it keeps its place in the queue until K/V of stored donors are in host memory, or for a while
     promised    nothing; matching runs again in every scheduling round
     loading     donors are pinned in the tree, for the time of the copy only
     loaded      private slots, which leave with the request's row
@@ -22,15 +23,19 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kvgraft.errors import PolicyError
+from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.ranks import Decision, Ranks
 from kvgraft.integrations.sglang.recompute.recomputer import looks
 from kvgraft.integrations.sglang.refusals import refused_request
 from kvgraft.integrations.sglang.request_state import RequestState
-from kvgraft.types import Fidelity, Miss, MissReason
+from kvgraft.reuse.asked import PARAMETER, asked_mode
+from kvgraft.types import Fidelity, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -38,14 +43,20 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.loader import Loader
     from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
     from kvgraft.integrations.sglang.planning.planner import LoadPlanner
-    from kvgraft.integrations.sglang.planning.semantic import SemanticSource
     from kvgraft.integrations.sglang.planning.spans import Span
+    from kvgraft.integrations.sglang.planning.stand_ins import StandIns
     from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
+    from kvgraft.integrations.sglang.stored.link import StoreLink
 
 logger = logging.getLogger(__name__)
 
 _STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
+
+_WITHOUT_STORES = "stores are not used any more, until SGLang's cache is emptied with /flush_cache"
+
+_SHOWN_EVERY_S = 1.0
+"""How often an idle scheduler shows what stores have done; the last writes come behind the last request."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,8 +75,10 @@ class RequestReuse:
         log: Hears what became of every request.
         fingerprint: Of the model, for namespaces.
         min_run: Shortest run that is loaded.
-        semantic: Asked where nothing else is found; None for nobody.
+        stand_ins: Lets other texts stand in for requests that ask for it; None where nobody can name one.
         recomputer: Computes chosen tokens of what was loaded again; None where nobody does.
+        stores: What outlives this process; None for nothing.
+        clock: Seconds.
         is_stale: Whether SGLang's cache may hold K/V of other weights, so that nothing is copied or registered.
     """
 
@@ -77,10 +90,15 @@ class RequestReuse:
     log: RequestLog
     fingerprint: str
     min_run: int
-    semantic: SemanticSource | None = None
+    stand_ins: StandIns | None = None
     recomputer: Recomputer | None = None
+    stores: StoreLink | None = None
+    clock: Callable[[], float] = time.monotonic
     is_stale: bool = field(default=False, init=False)
     _is_empty: bool = field(default=True, init=False)
+    _is_between: bool = field(default=False, init=False)
+    _have_stores_failed: bool = field(default=False, init=False)
+    _shown_at: float = field(default=float("-inf"), init=False)
     _states: WeakKeyDictionary[Any, RequestState] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
@@ -102,18 +120,26 @@ class RequestReuse:
             exact_len: Length of the exact prefix.
         """
         self._is_empty = False
+        self.settle()
         state = self._states.get(req)
         if state is None:
             namespace = request_namespace(self.fingerprint, req.lora_id, req.extra_key, req.cache_salt)
             state = self._states[req] = RequestState(req.rid, namespace)
+            self._look_after_stores(req.rid, len(tokens))
         state.matched(len(tokens), exact_len)
-        refused = self._refused(req)
+        state.matched_at = self.clock()
+        mode, wrong = self._asked(req)
+        refused = self._refused(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
         if refused is not None:
             state.spans, state.miss = [], refused
+            return 0
+        if self._reads(state):
             return 0
         decision = self.ranks.decide(lambda: self._decide(state, req, tokens, end, exact_len))
         if decision.spans is not None:
             state.spans = list(decision.spans)
+        if self._begins_to_read(state):
+            return 0
         return sum(span.length for span in state.adjoining(exact_len))
 
     def promised(self, req: Any, exact_len: int) -> int:  # noqa: ANN401
@@ -123,30 +149,148 @@ class RequestReuse:
             return 0
         return sum(span.length for span in state.adjoining(exact_len))
 
+    # Stores
+
+    def idle(self) -> None:
+        """The scheduler has nothing to compute right now."""
+        self.settle()
+        if self.stores is None:
+            return
+        try:
+            self.stores.tick(is_idle=True)
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self._stores_failed("-", error)
+        if self.clock() - self._shown_at >= _SHOWN_EVERY_S:
+            self._shown_at = self.clock()
+            self.log.show_stores(self.stores)
+
+    def awaits(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
+        """Tell whether a request that was just matched is not to be admitted yet.
+
+        Args:
+            req: SGLang's `Req`.
+            may_nap: Wait a moment for that to change.
+        """
+        state = self._states.get(req)
+        if self.stores is None or state is None or state.reads is None:
+            return False
+        if may_nap:
+            self.stores.nap(state.reads)
+        return True
+
+    def open_stores(self) -> None:
+        """Begin to use the stores now, where the first request would do it otherwise: reading all weights takes a while."""
+        self._look_after_stores("-", 0)
+
+    def _look_after_stores(self, rid: str, num_tokens: int) -> None:
+        if self.stores is None or self.is_stale or self._is_between or self._have_stores_failed:
+            return
+        try:
+            if not self.stores.is_open:
+                self.stores.open()
+            self.stores.tick(num_tokens)
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self._stores_failed(rid, error)
+
+    def _stores_failed(self, rid: str, error: Exception) -> Miss:
+        """Do without stores from now on. It is not a store that failed, which is its own affair, but what we do with them."""
+        assert self.stores is not None
+        self.stores.close(weights_change=False)
+        self._have_stores_failed = True
+        logger.warning(_WITHOUT_STORES)
+        return self.log.failed("use of stores", rid, error)
+
+    def _reads(self, state: RequestState) -> bool:
+        """Whether stored K/V are still on their way; what has arrived is at hand from now on."""
+        if self.stores is None or state.reads is None:
+            return False
+        reads = state.reads
+        try:
+            is_over = self.stores.settle(reads)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
+            is_over, reads.miss = True, self._stores_failed(state.rid, error)
+            reads.cancel()
+        state.read_ms = 1e3 * (self.clock() - reads.begun)
+        if not is_over:
+            return True
+        state.read_miss, state.reads, state.has_read, state.planned_for = reads.miss, None, True, None
+        return False
+
+    def _begins_to_read(self, state: RequestState) -> bool:
+        """Begin to read what a store alone has of what was planned; the rest is planned again when it is there."""
+        stored = [span for span in state.spans if span.is_stored]
+        if not stored or self.stores is None:
+            return False
+        state.spans = []
+        try:
+            state.reads = self.stores.begin(stored)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
+            state.miss = state.read_miss = self._stores_failed(state.rid, error)
+            state.has_read = True
+            return False
+        return True
+
     def _refused(self, req: Any) -> Miss | None:  # noqa: ANN401
         reason = refused_request(req)
         if reason is not None:
             return Miss(MissReason.MODEL_REFUSED, reason)
         return Miss(MissReason.REUSE_OFF, _STALE) if self.is_stale else None
 
+    @staticmethod
+    def _asked(req: Any) -> tuple[ReuseMode, str]:  # noqa: ANN401
+        """What the request asks for in SGLang's field for parameters of plug-ins; the same on all ranks."""
+        given = getattr(req.sampling_params, "custom_params", None)
+        mode = given.get(PARAMETER, ReuseMode.GRAFT) if isinstance(given, dict) else ReuseMode.GRAFT
+        return asked_mode(mode, "custom_params")
+
     def _decide(self, state: RequestState, req: Any, tokens: array[int], end: int, exact_len: int) -> Decision:  # noqa: ANN401
         try:
-            planned_for = (self.library.version, len(tokens), end, exact_len)
+            planned_for = (self._version, len(tokens), end, exact_len)
             if planned_for == state.planned_for and all(map(self._is_there, state.adjoining(exact_len))):
                 return Decision(None)
-            plan = self.planner.plan(state.namespace, tokens, exact_len, end)
+            # Adapters are told apart by names, which may come to mean other weights: K/V of theirs are in no store.
+            may_read = self.stores is not None and not state.has_read and not state.namespace.adapter
+            plan = self.planner.plan(state.namespace, tokens, exact_len, end, may_read=may_read)
             # A lookup corrects donors that it finds shorter than they were.
-            state.planned_for = (self.library.version, *planned_for[1:])
-            spans, state.miss, state.lookup_ms = plan.spans, plan.miss, plan.lookup_ms
-            if plan.miss is not None and plan.miss.reason is MissReason.ERROR:
+            state.planned_for = (self._version, *planned_for[1:])
+            spans, state.miss, state.lookup_ms = (
+                plan.spans,
+                plan.miss and (state.read_miss or plan.miss),
+                plan.lookup_ms,
+            )
+            if plan.miss is not None and plan.miss.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
                 self.log.count_error()
-            if not spans and not exact_len and self.semantic is not None:
-                spans = self.semantic.spans(req, state.namespace, tokens, end)
-                state.miss = None if spans else state.miss
+            if self.stand_ins is not None and self._asked(req)[0] is ReuseMode.SUBSTITUTE:
+                # Of a retracted request that has generated tokens, these are its own: no other text stands in for them.
+                prompt = tokens[: min(end + 1, len(req.origin_input_ids))]
+                spans = self._substituted(self.stand_ins, state, req, prompt, spans)
             return Decision(spans)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
             state.miss = self.log.failed("lookup", state.rid, error)
             return Decision(())
+
+    @property
+    def _version(self) -> int:
+        """Changes with the donors."""
+        return self.library.version + (0 if self.stores is None else self.stores.cold.version)
+
+    def _substituted(
+        self,
+        stand_ins: StandIns,
+        state: RequestState,
+        req: Any,  # noqa: ANN401
+        tokens: array[int],
+        spans: tuple[Span, ...],
+    ) -> tuple[Span, ...]:
+        """Return the span of another text if it gains more than `spans`."""
+        reused_len = sum(span.length for span in spans)
+        found = stand_ins.find(req, state.namespace, tokens, exact_len=state.lineage.given_len, reused_len=reused_len)
+        for _ in range(stand_ins.substitutes.take_errors()):
+            self.log.count_error()
+        if found is None:
+            return spans
+        state.miss, state.substitution = None, found.source
+        return (found.span,)
 
     def _is_there(self, span: Span) -> bool:
         return span.donor is not None and self.library.has(span.donor, span.donor_start, span.length)
@@ -215,7 +359,12 @@ class RequestReuse:
         state, recomputer = self._states.get(req), self.recomputer
         if state is None or recomputer is None or not state.lineage.spans:
             return
-        policy = recomputer.policy_for(*state.extent())
+        try:
+            policy = recomputer.policy_for(*state.extent())
+        except PolicyError as error:
+            state.take_loaded()
+            self._compute_copied(recomputer, state, req, slots, error)
+            return
         if policy is None or (looks(policy) and state.spans):
             return  # nobody looks before the last region is there
         spans = state.take_loaded()
@@ -228,9 +377,36 @@ class RequestReuse:
             state.policy = policy.name
             state.lineage.recompute(found.computed, inside=True)
             state.num_corrected += found.corrected
+        except PolicyError as error:
+            self._compute_copied(recomputer, state, req, slots, error)
         except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
             self.log.failed("recompute", state.rid, error)
+            state.policy = NoRecompute.name
         state.graft_ms += 1e3 * (time.perf_counter() - started)
+
+    def _compute_copied(
+        self,
+        recomputer: Recomputer,
+        state: RequestState,
+        req: Any,  # noqa: ANN401
+        slots: Tensor,
+        error: PolicyError,
+    ) -> None:
+        """The policy failed: everything from the first copy on is computed, and nothing more is loaded.
+
+        Where that fails, too, the request goes on with what was copied, as behind any pass that fails. It stays
+        approximate: nothing of it is published, its donors have a generation, its report names its spans and policy `none`.
+        """
+        state.spans = []
+        state.miss = self.log.failed("selection policy", state.rid, error)
+        start = min(span.target_start for span in state.lineage.spans)
+        try:
+            recomputer.run_all(np.frombuffer(req.full_untruncated_fill_ids[:], np.int64), slots, start)
+        except Exception as failure:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
+            self.log.failed("recompute", state.rid, failure)
+            state.policy = NoRecompute.name
+        else:
+            state.withdraw()
 
     # Publishing
 
@@ -241,12 +417,38 @@ class RequestReuse:
             return
         if not req.finished() and not self.registrar.is_complete(req):
             return
+        self._time_prefill(state)
         try:
             self.registrar.register_exact(req, state, node)
-            if req.finished() and self.semantic is not None:
-                self.semantic.cached(req.rid, req.full_untruncated_fill_ids[: req.kv.cache_protected_len])
+            if req.finished() and self.stand_ins is not None:
+                stored = req.full_untruncated_fill_ids[: req.kv.cache_protected_len]
+                self.stand_ins.heard(req, stored, state.lineage)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
+
+    def settle(self) -> None:
+        """Register what was published. Called behind a step's output, and before anyone asks what donors there are.
+
+        So no first token waits for it: milliseconds mostly, but 200 where the anchor table of a new server takes memory.
+        Whatever comes in between, a flush or new weights, drops what is not registered yet.
+        """
+        if not self.library.num_published:
+            return
+        while self.library.num_published:
+            try:
+                self.library.settle()
+            except Exception as error:  # noqa: BLE001 - logged and counted; one text is nobody's donor
+                self.log.failed("register", "-", error)
+        self.log.show_donors(self.library)
+
+    def _time_prefill(self, state: RequestState) -> None:
+        """A prompt that was computed behind an exact prefix alone tells how long computing takes."""
+        if self.stores is None or state.is_timed:
+            return
+        state.is_timed = True
+        first = state.lineage.given_len
+        cost = self.stores.costs.compute_cost(first, state.num_tokens)
+        self.stores.prefill.observe(state.num_tokens - first, cost, self.clock() - state.matched_at)
 
     def adopt_computed(self, req: Any, row: Tensor, node: object) -> None:  # noqa: ANN401
         """Keep what a finished request computed behind copies, and the exact head in front of them, as donors.
@@ -262,6 +464,7 @@ class RequestReuse:
         try:
             req.refresh_fill_ids()
             self.registrar.register_exact(req, state, node)
+            self.settle()  # what is known by now is not adopted a second time
             self.registrar.adopt_computed(req, state, row)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
@@ -281,6 +484,8 @@ class RequestReuse:
         if req.finished():
             self.log.finished(req, state, self.planner.policy.name)
             self.log.show_donors(self.library)
+            if self.stores is not None:
+                self.log.show_stores(self.stores)
         else:
             attempts = (*state.attempts, state.attempt(self.planner.policy.name))
             self._states[req] = RequestState(state.rid, state.namespace, attempts)
@@ -293,10 +498,13 @@ class RequestReuse:
         for req, state in list(self._states.items()):
             if req.cache_request_handle is handle:
                 del self._states[req]
+                if state.reads is not None:
+                    state.reads.cancel()
                 self.log.aborted(state, self.planner.policy.name)
 
     def evicted(self, freed: list[Tensor]) -> None:
         """Keep donors whose slots the tree has given up in host memory."""
+        self.settle()
         try:
             self.library.capture(freed)
         except Exception as error:  # noqa: BLE001 - logged and counted; the donors are lost
@@ -308,13 +516,23 @@ class RequestReuse:
         """The cache was flushed, which SGLang does only while no request has K/V: what comes now is of today's weights."""
         self._forget()
         self._is_empty, self.is_stale = True, False
+        if self.stores is not None:
+            self.stores.close(weights_change=False)
 
-    def weights_change(self) -> None:
+    def weights_change(self, *, is_between: bool | None = None) -> None:
         """Whatever was computed so far, by a request that still runs too, was computed by other weights.
 
         SGLang's tree may keep such K/V, and requests may attend to them: nothing is copied or registered until it is flushed.
+
+        Args:
+            is_between: Whether from now on weights may change without our being told, so that nobody can say whose K/V there
+                are: nothing goes to a store or comes from one. None for no change of that.
         """
         self._forget()
+        if is_between is not None:
+            self._is_between = is_between
+        if self.stores is not None:
+            self.stores.close(weights_change=True)
         if not self._is_empty and not self.is_stale:
             self.is_stale = True
             logger.warning("weights change: %s", _STALE)
@@ -322,5 +540,6 @@ class RequestReuse:
     def _forget(self) -> None:
         """Forget all donors, and what was promised of them."""
         self.library.clear()
+        self._have_stores_failed = False
         for state in self._states.values():
-            state.spans = []
+            state.spans, state.reads = [], None

@@ -42,12 +42,14 @@ WEIGHT_CHANGES = (
     "update_weights_from_ipc",
     "begin_weight_update",
     "end_weight_update",
+    "resume_memory_occupation",
 )
 """Methods of the scheduler's weight updater; each may leave other weights behind, also where it fails."""
 
 HOOKED = (
     "sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class",
     "sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class",
+    "sglang.srt.managers.scheduler:Scheduler.on_idle",
     *(f"{_WEIGHTS}.{name}" for name in WEIGHT_CHANGES),
 )
 """What hooks are put on. SGLang only logs a hook that it cannot apply."""
@@ -59,6 +61,7 @@ FUNCTIONS = (
     Relied("sglang.srt.plugins.hook_registry:HookRegistry.register", ("target", "hook", "hook_type")),
     Relied("sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class", ("self",)),
     Relied("sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class", ("self",)),
+    Relied("sglang.srt.managers.scheduler:Scheduler.on_idle", ("self",)),
     Relied(f"{_CACHE}.match_prefix", ("self", "params")),
     Relied(f"{_CACHE}.init_load_back", ("self", "params")),
     Relied(f"{_CACHE}.load_back_is_cache_owned", ("self",)),
@@ -75,11 +78,13 @@ FUNCTIONS = (
     Relied(f"{_CACHE}.lock", ("self", "node_id")),
     Relied(f"{_CACHE}.unlock", ("self", "lock")),
     Relied(f"{_CACHE}.reset", ("self",)),
+    Relied(f"{_CACHE}.take_events", ("self",)),
     Relied(f"{_CACHE}._free_values", ("self", "device_frees", "host_frees")),
     Relied(f"{_ADDER}.add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size")),
     Relied(f"{_ADDER}.add_chunked_req", ("self", "req")),
     Relied(f"{_ADDER}.budget_state", ("self",)),
     Relied(f"{_ADDER}.ceil_paged_tokens", ("self", "tokens")),
+    Relied(f"{_STREAMER}.stream_output", ("self", "reqs", "return_logprob")),
     Relied(f"{_STREAMER}.build_additional_customized_info", ("self", "reqs")),
     Relied(f"{_STREAMER}.should_build_additional_customized_info", ("self",)),
     *(Relied(f"{_WEIGHTS}.{name}", ("self", "recv_req")) for name in WEIGHT_CHANGES),

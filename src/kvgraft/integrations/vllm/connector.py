@@ -18,18 +18,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvgraft.config import VLLMConfig, ignored_variables
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.contract import drift
+from kvgraft.integrations.vllm.donor_events import announce
 from kvgraft.integrations.vllm.engine_facts import read_facts
 from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
 from kvgraft.integrations.vllm.scheduler import GraftScheduler
+from kvgraft.integrations.vllm.scheduler.public_events import public_events
 from kvgraft.integrations.vllm.versions import installed_versions, untested
 from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -74,6 +79,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: GraftScheduler | None = None
         self._worker: GraftWorker | None = None
         self._block_pool: BlockPool | None = None
+        self._told_events: BlockPool | KVCacheManager | None = None
+        self._events: list[KVCacheEvent] = []
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._build_scheduler(config, vllm_config, kv_cache_config)
         else:
@@ -102,7 +109,10 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM reads this behind us. A failure of reuse must never be a failed request.
             logger.info("kvgraft sets kv_load_failure_policy to recompute")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        return GraftScheduler(config, facts)
+        scheduler = GraftScheduler(config, facts)
+        if config.announce_donors and not facts.refusal:
+            announce(scheduler.registry.catalogue, facts.fingerprint, vllm_config, self._tell)
+        return scheduler
 
     @property
     def scheduler(self) -> GraftScheduler:
@@ -126,8 +136,16 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the request's blocks."""
         self.scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """Where the tokens of a graft come from; those that it computes have no source."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        sources = self.scheduler.sources(request.request_id, num_external_tokens)
+        return {CacheHitSource(name): count for name, count in sources.items() if count}
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Commands of the step."""
+        self._keep_public_events()
         return StepMetadata(self.scheduler.commands(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -158,8 +176,27 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take vLLM's pool, to see whether a reset reached it."""
+        """Take vLLM's pool, to see whether a reset reached it, and to tell of no block that is a request's own."""
         self._block_pool = gpu_block_pool
+        self._told_events = self._told_events or gpu_block_pool
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Take vLLM's manager, whose events say more than the pool's."""
+        self._told_events = kv_cache_manager
+        super().bind_kv_cache_manager(kv_cache_manager)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """KV events of vLLM's own prefix cache, but for blocks behind a graft (`public_events.py`), and of donors."""
+        self._keep_public_events()
+        events, self._events = self._events, []
+        return events
+
+    def _tell(self, event: KVCacheEvent) -> None:
+        self._events.append(event)
+
+    def _keep_public_events(self) -> None:
+        if self._told_events is not None:
+            self._events += public_events(self._told_events.take_events())
 
     # ---- worker
 
@@ -167,12 +204,13 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the paged caches.
 
         Raises:
-            IntegrationError: Another connector stands around this one.
+            IntegrationError: A connector stands around this one that shows others what grafts computed.
         """
-        if get_kv_transfer_group() is not self:
+        group = get_kv_transfer_group()
+        if group is not self and self not in getattr(group, "withholds_for", ()):
             raise IntegrationError(
-                "GraftConnector must be vLLM's only KV connector: another one, keyed by tokens, would keep what grafts "
-                "computed and serve it as exact; take it out of MultiConnector"
+                "GraftConnector cannot stand in MultiConnector: a store beside it would keep what grafts computed and serve "
+                "it as exact; use GraftMultiConnector of kvgraft.integrations.vllm, with the same connectors"
             )
         self.worker.register(kv_caches)
 
@@ -215,9 +253,11 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         return None if report is None else WorkerMetadata(report)
 
     def shutdown(self) -> None:
-        """Let go of the model."""
+        """Let go of the model, or of a semantic provider."""
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     def _commands(self) -> StepCommands:
         told = self._get_connector_metadata()
@@ -230,9 +270,14 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Counts since the last call; the scheduler knows them all."""
         if self._scheduler is None:
             return None
+        self._keep_public_events()  # vLLM asks for statistics in front of the events of a step
         scheduler, catalogue = self._scheduler, self._scheduler.registry.catalogue
+        scheduler.step_ended()
         taken = scheduler.counts.take(
-            donors=len(catalogue), donor_tokens=catalogue.num_tokens, host_bytes=scheduler.host_bytes
+            donors=len(catalogue),
+            donor_tokens=catalogue.num_tokens,
+            host_bytes=scheduler.host_bytes,
+            cold_donors=scheduler.registry.num_cold,
         )
         return None if taken is None else GraftStats(taken)
 

@@ -12,6 +12,7 @@ from kvgraft.donors import GRAM_TOKENS
 from kvgraft.integrations.vllm.refusals import refused_engine
 from kvgraft.integrations.vllm.scheduler import EngineFacts
 from kvgraft.integrations.vllm.scheduler.namespaces import model_fingerprint
+from kvgraft.memory.store import HOST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +29,9 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
     refusal = refused_engine(config, vllm_config, kv_cache_config)
     groups = kv_cache_config.kv_cache_groups
     windows = [int(getattr(group.kv_cache_spec, "sliding_window", 0) or 0) for group in groups]
-    capacity = 0 if refusal else min(config.donor_tokens, config.host_bytes // bytes_per_token(kv_cache_config))
-    if not refusal and capacity < GRAM_TOKENS:
+    host_tokens = 0 if refusal else config.host_bytes // bytes_per_token(kv_cache_config)
+    capacity = config.donor_tokens if _is_stored(config) else min(config.donor_tokens, host_tokens)
+    if not refusal and min(capacity, host_tokens) < GRAM_TOKENS:
         refusal = f"host_bytes={config.host_bytes} hold no donor; raise it"
     return EngineFacts(
         model_fingerprint(vllm_config),
@@ -41,7 +43,15 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         min([_OUTPUT_CHUNK, *(window for window in windows if window)]),
         hasattr(base, "KVConnectorTransferResults"),
         refusal,
+        vllm_config.model_config,
+        host_tokens=max(min(host_tokens, capacity), GRAM_TOKENS),
+        num_ranks=vllm_config.parallel_config.tensor_parallel_size,
     )
+
+
+def _is_stored(config: VLLMConfig) -> bool:
+    """Whether donors outlive host memory."""
+    return any(url.strip() not in ("", HOST) for url in config.store.split(","))
 
 
 def bytes_per_token(kv_cache_config: KVCacheConfig) -> int:

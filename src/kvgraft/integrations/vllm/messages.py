@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvgraft.donors.record import DonorRecord
     from kvgraft.types import DonorId, GraftPlan, Match
 
 TextId = int
@@ -40,6 +44,29 @@ class Seal:
     donor_id: DonorId
 
 
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Put a donor into the stores, behind the captures of this step."""
+
+    donor_id: DonorId
+    record: DonorRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ColdDonor:
+    """A donor whose K/V are in a store alone.
+
+    Attributes:
+        key: Name of its object.
+        num_tokens: Of its text.
+        is_promoted: All of it is read and kept in host memory from then on; there is room.
+    """
+
+    key: str
+    num_tokens: int
+    is_promoted: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Graft:
     """Make positions `[plan.exact_len, end)` of a request computed.
@@ -55,6 +82,10 @@ class Graft:
         captures: Texts `(text_id, start, stop)` of computed text to keep.
         tail: CapturedText that the engine computes behind the graft; worth nothing if the graft fails.
         asynchronous: The request waits until `WorkerReport.loaded` names it.
+        is_substituted: What is read of donors is other text: no policy chooses from it and nothing is corrected.
+        cold: Of its donors those whose K/V are read from a store.
+        deadline_s: Seconds that these reads may take.
+        void: Why nothing may be grafted though vLLM was promised it, or empty: the graft fails at once.
     """
 
     request_id: str
@@ -67,6 +98,10 @@ class Graft:
     captures: tuple[tuple[TextId, int, int], ...]
     tail: TextId | None
     asynchronous: bool
+    is_substituted: bool = False
+    cold: Mapping[DonorId, ColdDonor] = field(default_factory=dict)
+    deadline_s: float = math.inf
+    void: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +116,10 @@ class StepCommands:
         discards: Texts that will not become donors.
         drops: Donors to forget.
         captures: After the forward pass of this step.
+        writes: Donors to store, behind the captures.
+        is_idle: The engine computes nothing in this step: it may wait a moment for a store.
+        known_changes: How many changes of the weights in place the scheduler has heard of. Workers that know of more
+            capture nothing: the texts may begin with K/V of vLLM's prefix cache that are of the weights of before.
     """
 
     reset: bool = False
@@ -90,6 +129,9 @@ class StepCommands:
     discards: tuple[TextId, ...] = ()
     drops: tuple[DonorId, ...] = ()
     captures: tuple[Capture, ...] = ()
+    writes: tuple[Write, ...] = ()
+    is_idle: bool = False
+    known_changes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +145,9 @@ class GraftOutcome:
         fell_back: The reused tokens were computed instead; why, in one line.
         failed: Nothing was made; vLLM computes the positions.
         corrected_tokens: Reused tokens that were not computed again, and were corrected by the drift of those that were.
+        read_ms: Milliseconds until stores had given what is read of them.
+        is_store_miss: It failed because a store did not give what was to be read from it, or not in time.
+        is_policy_error: It failed, or fell back, because the selection policy did.
     """
 
     recomputed_tokens: int
@@ -111,6 +156,9 @@ class GraftOutcome:
     fell_back: str = ""
     failed: bool = False
     corrected_tokens: int = 0
+    read_ms: float = 0.0
+    is_store_miss: bool = False
+    is_policy_error: bool = False
 
     def worst(self, other: GraftOutcome) -> GraftOutcome:
         """Join two ranks' outcomes: a failure of one is a failure of all, times are those of the slowest."""
@@ -121,7 +169,66 @@ class GraftOutcome:
             self.fell_back or other.fell_back,
             self.failed or other.failed,
             max(self.corrected_tokens, other.corrected_tokens),
+            max(self.read_ms, other.read_ms),
+            self.is_store_miss or other.is_store_miss,
+            self.is_policy_error or other.is_policy_error,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What a rank expects of reads from its stores, as it has measured them; infinite while none answers.
+
+    Attributes:
+        per_span_s: Seconds of a read, whatever its length.
+        per_token_s: Seconds of every token.
+    """
+
+    per_span_s: float
+    per_token_s: float
+
+    def worst(self, other: ReadCost) -> ReadCost:
+        """Join two ranks' costs: all wait for the slowest."""
+        return ReadCost(max(self.per_span_s, other.per_span_s), max(self.per_token_s, other.per_token_s))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What a rank tells of its stores.
+
+    Attributes:
+        spaces: By rank the name of its space; empty if it has not changed.
+        cost: Of reads; None if it has not changed.
+        promoted: Donors that are in host memory now, on all ranks.
+        unpromoted: Donors that were to be and are not, on any.
+        unreadable: Keys of objects that are gone or damaged.
+        counts: What happened to reads and writes since the last report, by the key of its metric.
+    """
+
+    spaces: Mapping[int, str] = field(default_factory=dict)
+    cost: ReadCost | None = None
+    promoted: frozenset[DonorId] = frozenset()
+    unpromoted: frozenset[DonorId] = frozenset()
+    unreadable: frozenset[str] = frozenset()
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    def joined(self, other: StoreReport) -> StoreReport:
+        """Join the reports of two ranks."""
+        costs = [cost for cost in (self.cost, other.cost) if cost is not None]
+        counts = dict(self.counts)
+        for name, value in other.counts.items():
+            counts[name] = counts.get(name, 0) + value
+        return StoreReport(
+            {**self.spaces, **other.spaces},
+            costs[0].worst(costs[-1]) if costs else None,
+            self.promoted | other.promoted,
+            self.unpromoted | other.unpromoted,
+            self.unreadable | other.unreadable,
+            counts,
+        )
+
+
+NOTHING_OF_STORES = StoreReport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +241,10 @@ class WorkerReport:
         lost_donors: Donors whose K/V could not be kept.
         refusal: Why this rank grafts nothing, or empty.
         host_bytes: Host memory of donors and texts, on the fullest rank.
-        weights_changed: The model is another one: everything that was captured before is forgotten.
+        num_weight_changes: How often the weights were changed in place so far: where it is more than was heard before,
+            the model is another one, and everything that was captured before is forgotten. Told in every report, so that
+            none is missed with a report that is lost.
+        store: What happened in stores.
     """
 
     outcomes: dict[str, GraftOutcome] = field(default_factory=dict)
@@ -142,7 +252,8 @@ class WorkerReport:
     lost_donors: frozenset[DonorId] = frozenset()
     refusal: str = ""
     host_bytes: int = 0
-    weights_changed: bool = False
+    num_weight_changes: int = 0
+    store: StoreReport = NOTHING_OF_STORES
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Join the reports of two ranks."""
@@ -156,5 +267,6 @@ class WorkerReport:
             self.lost_donors | other.lost_donors,
             self.refusal or other.refusal,
             max(self.host_bytes, other.host_bytes),
-            self.weights_changed or other.weights_changed,
+            max(self.num_weight_changes, other.num_weight_changes),
+            self.store.joined(other.store),
         )

@@ -45,13 +45,17 @@ class GraftStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """One line of the log."""
-        tokens = {kind: self._sum(f"{PROMPT_TOKENS.name}/{kind}/") for kind in ("prefix", "segment", "recomputed")}
+        tokens = {
+            kind: self._sum(f"{PROMPT_TOKENS.name}/{kind}/")
+            for kind in ("prefix", "segment", "substituted", "recomputed")
+        }
         prompt = self._sum(f"{PROMPT_TOKENS.name}/")
         return {
             "kvgraft prompt tokens": prompt,
-            "reused %": round(100 * (tokens["prefix"] + tokens["segment"]) / max(1, prompt), 1),
+            "reused %": round(100 * (sum(tokens.values()) - tokens["recomputed"]) / max(1, prompt), 1),
             "grafted requests": self.data.get(GRAFTED_REQUESTS.name, 0),
             "grafted tokens": tokens["segment"],
+            "substituted tokens": tokens["substituted"],
             "recomputed tokens": tokens["recomputed"],
             "errors": self.data.get(GRAFT_ERRORS.name, 0),
             "donors": self.data.get(DONORS.name, 0),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvgraft.graft.rope_proof import refused_rope_parameters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from kvgraft.config.vllm import VLLMConfig
 
@@ -39,6 +39,21 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
     return "; ".join(told) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)
 
 
+def refused_spec(spec: KVCacheSpec) -> str | None:
+    """Say why K/V of layers like this may not be grafted, or return None.
+
+    By exact type: vLLM derives layers from these two that attend otherwise (R-SWA, static sinks, MLA with a window). With its
+    hybrid allocator off, layers of chunked attention (Llama 4) come as full ones that say so.
+    """
+    if type(spec) not in {FullAttentionSpec, SlidingWindowSpec}:
+        return f"layers of kind {type(spec).__name__} are not supported"
+    if getattr(spec, "attention_chunk_size", None):
+        return "layers with chunked attention are not supported"
+    if getattr(spec, "non_causal", False):
+        return "layers that attend to what stands behind a token are not supported"
+    return None
+
+
 def _refused_rope(vllm_config: VllmConfig) -> str:
     config = vllm_config.model_config.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -50,8 +65,8 @@ def _refused_groups(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> str:
     for group in groups:
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
         for spec in specs:
-            if isinstance(spec, MLAAttentionSpec) or not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
-                return f"layers of kind {type(spec).__name__} are not supported"
+            if (reason := refused_spec(spec)) is not None:
+                return reason
     windowed = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
     if config.selection == "kv_deviation" and (windowed or len(groups) > 1):
         return "selection 'kv_deviation' is not supported on models with sliding windows; use 'first_k'"

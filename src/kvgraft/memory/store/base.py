@@ -1,4 +1,4 @@
-"""What every KV store offers. A store keeps blocks; which of them are worth keeping is decided elsewhere."""
+"""What every store of donors offers: named, immutable objects that processes share. Knows bytes, not K/V."""
 
 from __future__ import annotations
 
@@ -6,71 +6,80 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvgraft.memory.block import KVBlock
-
-StoreKey = int | str | bytes
-"""Names one block; a `DonorId` is one."""
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 class KVStore(ABC):
-    """Keeps KV blocks under keys, within a budget of bytes. Evicts nothing by itself. Blocks are never replaced.
+    """Keeps objects, each a `head` and a `body` of bytes, under a space and a key: both lower-case hexadecimal.
 
-    A store belongs to one process and begins empty: each rank of an engine makes its own, and their keys are the same.
+    Many processes use a store at once, and it may be far away. It may lose any object at any time, when it is full, restarted
+    or cleaned up; what it gives back must be what was put or an error, and whoever reads verifies that (`RowLayout`). An
+    object never changes: two that are put under the same key are alike, and the first stays.
+
+    All methods block, for a bounded time that is the store's to choose, and may be called from several threads at once.
+    Whatever goes wrong is a `StoreError` of one line.
+
+    Attributes:
+        name: Short, for metrics and messages: `file`, `redis`.
     """
 
-    @property
-    @abstractmethod
-    def budget_bytes(self) -> int:
-        """Upper bound of `used_bytes`; 0 keeps nothing."""
-
-    @property
-    @abstractmethod
-    def used_bytes(self) -> int:
-        """Bytes of the blocks kept, each counted as its `num_bytes`."""
+    name: str = "store"
 
     @abstractmethod
-    def fits(self, num_bytes: int) -> bool:
-        """Whether a block of `num_bytes` can be put without removing another."""
+    def put(self, space: str, key: str, head: bytes, body: memoryview) -> bool:
+        """Keep an object; readers see all of it or none, also if this process dies meanwhile.
 
-    @abstractmethod
-    def put(self, key: StoreKey, block: KVBlock) -> None:
-        """Keep `block`, of CPU tensors, under `key`; the tensors are the store's from now on.
-
-        Raises:
-            CapacityError: It does not fit; nothing has changed.
-            StoreError: There is a block under `key` already.
-        """
-
-    @abstractmethod
-    def get(self, key: StoreKey, start: int = 0, length: int | None = None) -> KVBlock:
-        """Read `length` tokens from `start` of a block, all behind `start` by default.
+        Args:
+            space: What belongs together: K/V of one model state, in one layout.
+            key: Name of the object in its space.
+            head: What `heads` gives back.
+            body: What `read` gives back, one-dimensional bytes; not kept alive.
 
         Returns:
-            CPU tensors with what was put, bit for bit. Not to be written to; they stay good after `remove`.
+            False if there is such an object already.
 
         Raises:
-            ConfigError: The block has fewer tokens.
-            StoreError: There is no block under `key`.
+            CapacityError: It does not fit, also not by removing others.
+            StoreError: It is not kept for another reason.
         """
 
     @abstractmethod
-    def remove(self, key: StoreKey) -> None:
-        """Forget a block.
+    def keys(self, space: str) -> frozenset[str]:
+        """Names of the objects in a space, as far as the store knows.
 
         Raises:
-            StoreError: There is no block under `key`.
+            StoreError: The store cannot be asked.
         """
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __contains__(self, key: StoreKey) -> bool: ...
-
-    @abstractmethod
-    def check(self) -> None:
-        """Verify every invariant; for tests and idle time.
+    def heads(self, space: str, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
+        """Yield every one of `keys` with the head of its object, or None if it is gone.
 
         Raises:
-            CorruptCacheError: The first one that does not hold.
+            StoreError: The store cannot be asked.
         """
+
+    @abstractmethod
+    def read(self, space: str, key: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the body's bytes from `offset` on, in one request where the medium allows it.
+
+        Raises:
+            StoreMissError: There is no such object, or it has fewer bytes.
+            StoreError: It cannot be read.
+        """
+
+    @abstractmethod
+    def remove(self, space: str, key: str) -> None:
+        """Forget an object; one that is gone is ignored.
+
+        Raises:
+            StoreError: It cannot be removed.
+        """
+
+    @abstractmethod
+    def touch(self, space: str, keys: Iterable[str]) -> None:
+        """Note that objects were of use, where the store decides by that what leaves first."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back connections and threads; nothing is called behind it."""

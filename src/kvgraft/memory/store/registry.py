@@ -1,81 +1,122 @@
-"""Which KV store an engine gets: stores by name, and third parties through entry points."""
+"""Which stores an engine has behind host memory: by URL, and third parties through entry points."""
 
 from __future__ import annotations
 
-import difflib
-from importlib.metadata import entry_points
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import parse_qsl
 
+from kvgraft.config.setting import without_password
 from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.factories import NamedFactories
 from kvgraft.memory.store.base import KVStore
-from kvgraft.memory.store.host import HostKVStore
+from kvgraft.memory.store.options import refuse_options
 
-ENTRY_POINT_GROUP = "kvgraft.stores"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HOST = "host"
+"""The setting of an engine that has no store: what leaves host memory is gone."""
 
 
 class StoreFactory(Protocol):
-    """Makes an empty store that nothing else writes to. A class with this constructor is one."""
+    """Opens a store that other processes may use at the same time."""
 
-    def __call__(self, *, budget_bytes: int, pin_memory: bool) -> KVStore:
-        """Make a store.
+    def __call__(self, where: str, options: Mapping[str, str]) -> KVStore:
+        """Open it.
 
         Args:
-            budget_bytes: Upper bound of `used_bytes`.
-            pin_memory: Whether blocks go to a GPU, so that page-locked host memory is worth having; may be ignored.
+            where: What follows the name and its colon in the setting, without options.
+            options: What follows the question mark: `max_bytes=20GiB&...`.
 
         Raises:
-            ConfigError: The store cannot be made with these settings; names the remedy.
+            ConfigError: There is no such place or option; names the remedy.
+            ImportError: A package is missing; names the extra.
         """
         ...
 
 
-_FACTORIES: dict[str, StoreFactory] = {"host": HostKVStore}
+def _file(where: str, options: Mapping[str, str]) -> KVStore:
+    from kvgraft.memory.store.file import open_file_store
+
+    return open_file_store(where, options)
+
+
+def _redis(name: str, where: str, options: Mapping[str, str]) -> KVStore:
+    from kvgraft.memory.store.redis_url import open_redis_store
+
+    return open_redis_store(name, where, options)
+
+
+def _mooncake(where: str, options: Mapping[str, str]) -> KVStore:
+    from kvgraft.memory.store.mooncake import open_mooncake_store
+
+    return open_mooncake_store(where, options)
+
+
+_BUILT_IN: dict[str, StoreFactory] = {
+    "file": _file,
+    **{name: partial(_redis, name) for name in ("redis", "rediss", "valkey", "valkeys", "unix")},
+    "mooncake": _mooncake,
+}
+_FACTORIES: NamedFactories[StoreFactory] = NamedFactories("KV store", "kvgraft.stores", "register_store", _BUILT_IN)
 
 
 def register_store(name: str, factory: StoreFactory) -> None:
-    """Make `factory` known under `name`.
+    """Make `factory` known as `NAME:...`.
 
     Raises:
         ConfigError: The name is empty, blank or taken.
     """
-    if not name.strip():
-        raise ConfigError("a KV store needs a name that is not empty")
-    if name in _FACTORIES:
-        raise ConfigError(f"KV store {name!r} is registered already; choose another name")
-    _FACTORIES[name] = factory
+    _FACTORIES.register(name, factory)
 
 
-def create_store(name: str, *, budget_bytes: int, pin_memory: bool = False) -> KVStore:
-    """Make the store registered under `name`, or offered under it by an installed package (group `kvgraft.stores`).
+def open_store(url: str) -> KVStore:
+    """Open the store that `NAME:WHERE[?OPTION=VALUE&...]` names.
 
     Raises:
-        ConfigError: There is no such store, or it cannot be made with these settings.
+        ConfigError: There is no such store, or it cannot be opened with these options.
+        ImportError: A package is missing; names the extra.
         IntegrationError: Its entry point cannot be imported, or what it makes is no `KVStore`.
     """
-    store: object = _factory(name)(budget_bytes=budget_bytes, pin_memory=pin_memory)
+    name, colon, rest = url.partition(":")
+    shown = without_password(url)
+    if not colon:
+        raise ConfigError(
+            f"store {shown!r} says not where it is; write host, file:DIR, redis://HOST:PORT or NAME:WHERE"
+        )
+    where, _, query = rest.partition("?")
+    try:
+        options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) if query else {}
+    except ValueError:
+        # The message of urllib may hold what follows a question mark in a password.
+        raise ConfigError(f"options of store {shown!r} cannot be read; write NAME:WHERE?OPTION=VALUE&...") from None
+    store: object = _FACTORIES.find(name)(where, options)
     if not isinstance(store, KVStore):
         raise IntegrationError(f"KV store {name!r} is a {type(store).__name__}; its factory must return a KVStore")
     return store
 
 
-def _factory(name: str) -> StoreFactory:
-    if name not in _FACTORIES:
-        _load_entry_point(name)
-    return _FACTORIES[name]
+def open_stores(setting: str) -> tuple[KVStore, ...]:
+    """Open the stores of the setting `store`, joined by commas, in the order in which they are asked; none for `host`.
 
-
-def _load_entry_point(name: str) -> None:
-    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in offered:
-        known = sorted({*_FACTORIES, *offered})
-        closest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {closest[0]!r}?" if closest else f"known are {', '.join(known)};"
-        raise ConfigError(
-            f"unknown store {name!r}; {hint} Others come from register_store or an entry point in the group "
-            f"{ENTRY_POINT_GROUP}"
-        )
+    Raises:
+        ConfigError: One is unknown or cannot be opened, or is named twice.
+        ImportError: A package is missing; names the extra.
+        IntegrationError: One of another package cannot be loaded.
+    """
+    urls = [url.strip() for url in setting.split(",") if url.strip() not in ("", HOST)]
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"store={without_password(setting)!r} names a store twice; name it once")
+    opened: list[KVStore] = []
     try:
-        factory = offered[name].load()
-    except Exception as error:
-        raise IntegrationError(f"KV store {name!r} ({offered[name].value}) cannot be loaded: {error}") from error
-    register_store(name, factory)
+        for url in urls:
+            opened.append(open_store(url))  # noqa: PERF401 - those opened before a failure are closed
+    except BaseException:
+        for store in opened:
+            store.close()
+        raise
+    return tuple(opened)
+
+
+__all__ = ["HOST", "StoreFactory", "open_store", "open_stores", "refuse_options", "register_store"]

@@ -17,11 +17,14 @@ from kvgraft.prefix.key import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from kvgraft.prefix.events.event import KVEvent
+    from kvgraft.prefix.events.event import BlockHash, KVEvent
     from kvgraft.prefix.key import KeyNamespace
     from kvgraft.types import TokenArray
 
 DIGEST_BYTES = 32
+
+NAMESPACE_SALT = "kvgraft-namespace:"
+"""Begins what stands for a salt in events of pages whose namespace is known by its key alone, which follows as hex."""
 
 
 class Pages(Protocol):
@@ -82,7 +85,7 @@ class _RemovedRun:
 
     def __init__(self, medium: str | None) -> None:
         self.medium = medium
-        self.hashes: list[int] = []
+        self.hashes: list[BlockHash] = []
 
     def close(self) -> BlockRemoved:
         """Return the run as one event."""
@@ -96,13 +99,16 @@ class EventLog:
     split divides them. The log itself keeps only what has not been fetched yet. Not thread-safe.
     """
 
-    def __init__(self, *, key: bytes = b"", medium: str | None = "GPU") -> None:
+    def __init__(self, *, key: bytes = b"", medium: str | None = "GPU", common_key: bytes | None = None) -> None:
         """Make an empty log.
 
         Args:
             key: Secret of up to 64 bytes that seeds every hash; empty for hashes that anyone can compute.
             medium: Named in each event.
+            common_key: `Namespace.key` of text that is everyone's. Pages under keys of other namespaces say so in place of a
+                salt, so that no reader takes one tenant's text for everyone's; may be set later.
         """
+        self.common_key = common_key
         self._key = key
         self._medium = medium
         self._events: list[KVEvent] = []
@@ -132,7 +138,7 @@ class EventLog:
                 token_ids=tuple(node.token_ids[: len(node)].tolist()),
                 block_size=page_size,
                 medium=medium or self._medium,
-                cache_salt=None if salt is None else str(salt),
+                cache_salt=self._salt(extra_key, salt),
                 lora_name=extra_key if isinstance(extra_key, str) else None,
             )
         )
@@ -150,6 +156,11 @@ class EventLog:
         """Record that everything goes."""
         self._close_run()
         self._events.append(AllBlocksCleared())
+
+    def announce(self, event: KVEvent) -> None:
+        """Record an event about something else than pages of the cache, behind what was recorded so far."""
+        self._close_run()
+        self._events.append(event)
 
     def _append_stored(self, event: BlockStored) -> None:
         """Record pages; they join the run in progress if they continue it and all else is equal."""
@@ -173,6 +184,15 @@ class EventLog:
             previous = hashlib.sha256(previous + tokens[start : start + width]).digest()
             digests.append(previous)
         return b"".join(digests)
+
+    def _salt(self, extra_key: Hashable, salt: Hashable) -> str | None:
+        """What keeps readers from sharing text that is not everyone's."""
+        if isinstance(extra_key, bytes) and extra_key != self.common_key:
+            return NAMESPACE_SALT + extra_key.hex() + ("" if salt is None else f":{salt}")
+        if salt is not None and str(salt).startswith(NAMESPACE_SALT):
+            # A client's word must not pass for the namespace of another.
+            return "kvgraft-salt:" + hashlib.sha256(str(salt).encode("utf-8", "surrogatepass")).hexdigest()
+        return None if salt is None else str(salt)
 
     def _seed(self, namespace: tuple[Hashable, ...]) -> bytes:
         """Digest that starts the chains of a namespace: fields with a presence byte and a length cannot run together.

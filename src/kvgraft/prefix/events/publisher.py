@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.prefix.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch
+from kvgraft.prefix.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch, require_msgpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class PublisherConfig:
         endpoint: Bound if it names all interfaces (`tcp://*:5557`) or a path (`ipc://`, `inproc://`), else connected.
         replay_endpoint: Answers readers that missed something; None answers nobody.
         topic: Prefix by which readers subscribe.
-        buffer_steps: Batches kept for replay.
+        buffer_steps: Batches kept for replay, where there is a replay endpoint.
         hwm: Messages that ZMQ holds for a slow reader.
         max_queue_size: Batches that wait to be sent; more are dropped and counted.
         dp_rank: Data-parallel rank named in each batch.
@@ -62,8 +62,12 @@ class PublisherConfig:
 class ZmqEventPublisher:
     """Sends batches from a thread of its own; `publish` never waits. `close` sends what is queued.
 
+    A batch has its number from the moment it is published: readers see a gap where one was dropped or could not be sent,
+    at the latest when the queue is empty.
+
     Attributes:
         num_dropped: Batches that were dropped because the queue was full.
+        num_failed: Batches that could not be sent.
     """
 
     def __init__(self, config: PublisherConfig | None = None) -> None:
@@ -71,30 +75,33 @@ class ZmqEventPublisher:
 
         Raises:
             IntegrationError: An endpoint cannot be opened.
+            ImportError: pyzmq or msgspec is not installed.
         """
         self.config = config or PublisherConfig()
-        self.num_dropped = 0
-        self._queue: queue.Queue[EventBatch | None] = queue.Queue(self.config.max_queue_size)
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=self.config.buffer_steps)
-        self._num_sent = 0
-        self._zmq = _zmq()
+        self.num_dropped = self.num_failed = 0
+        self._queue: queue.Queue[tuple[int, EventBatch] | None] = queue.Queue(self.config.max_queue_size)
+        self._numbering = threading.Lock()
+        self._num_published = 0
+        self._has_lost = False
+        kept = 0 if self.config.replay_endpoint is None else self.config.buffer_steps
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._zmq = load_zmq()
+        require_msgpack()
         context = self._zmq.Context.instance()
         self._publisher = _open(context, self._zmq.PUB, self.config.endpoint, self.config.hwm)
         replay = self.config.replay_endpoint
-        self._replay = None if replay is None else _open(context, self._zmq.ROUTER, replay, self.config.hwm)
+        try:
+            self._replay = None if replay is None else _open(context, self._zmq.ROUTER, replay, self.config.hwm)
+        except IntegrationError:
+            self._publisher.close(linger=0)
+            raise
         self._thread = threading.Thread(target=self._run, name="kvgraft-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Queue the events of one step; nothing if there are none."""
-        if not events:
-            return
-        try:
-            self._queue.put_nowait(EventBatch(time.time(), tuple(events), self.config.dp_rank))
-        except queue.Full:
-            self.num_dropped += 1
-            if self.num_dropped == 1:
-                logger.warning("KV events are dropped: %d batches wait to be sent", self.config.max_queue_size)
+        if events:
+            self._enqueue(tuple(events))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is queued and close the sockets."""
@@ -104,12 +111,23 @@ class ZmqEventPublisher:
             logger.warning("KV event publisher does not keep up; what is queued is lost")
         self._thread.join(timeout_s)
 
+    def _enqueue(self, events: tuple[KVEvent, ...]) -> None:
+        with self._numbering:
+            number, self._num_published = self._num_published, self._num_published + 1
+            try:
+                self._queue.put_nowait((number, EventBatch(time.time(), events, self.config.dp_rank)))
+            except queue.Full:
+                self.num_dropped += 1
+                self._has_lost = True
+                if self.num_dropped == 1:
+                    logger.warning("KV events are dropped: %d batches wait to be sent", self.config.max_queue_size)
+
     def _run(self) -> None:
         try:
-            while self._send_next():
+            goes_on = True
+            while goes_on:
+                goes_on = self._send_next()
                 self._answer_replays()
-        except Exception:
-            logger.exception("KV event publisher stopped")
         finally:
             for socket in (self._publisher, self._replay):
                 if socket is not None:
@@ -118,34 +136,48 @@ class ZmqEventPublisher:
     def _send_next(self) -> bool:
         """Send one batch if there is one soon; False at the end."""
         try:
-            batch = self._queue.get(timeout=_POLL_MS / 1e3)
+            item = self._queue.get(timeout=_POLL_MS / 1e3)
         except queue.Empty:
+            if self._has_lost:
+                self._has_lost = False
+                self._enqueue(())  # says nothing, but its number shows the gap in front of it
             return True
-        if batch is None:
+        if item is None:
             return False
-        payload = encode_batch(batch, as_arrays=self.config.as_arrays)
-        number = self._num_sent.to_bytes(SEQUENCE_BYTES, "big")
-        self._publisher.send_multipart((self.config.topic.encode(), number, payload))
-        self._sent.append((self._num_sent, payload))
-        self._num_sent += 1
+        try:
+            self._send(*item)
+        except Exception:
+            self.num_failed += 1
+            self._has_lost = True
+            if self.num_failed == 1:
+                logger.exception("a batch of KV events cannot be sent; readers see a gap")
         return True
 
+    def _send(self, number: int, batch: EventBatch) -> None:
+        payload = encode_batch(batch, as_arrays=self.config.as_arrays)
+        self._publisher.send_multipart((self.config.topic.encode(), number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+        self._sent.append((number, payload))
+
     def _answer_replays(self) -> None:
-        """Send each asker what it missed, as far as it is kept, and the end mark."""
-        if self._replay is None:
+        """Answer everyone who has asked."""
+        try:
+            while self._replay is not None and self._replay.poll(0):
+                self._answer_replay(self._replay)
+        except Exception:
+            logger.exception("a replay of KV events failed; the next ones are tried")
+
+    def _answer_replay(self, socket: Any) -> None:  # noqa: ANN401 (pyzmq sockets)
+        """Send an asker what it missed, as far as it is kept, and the end mark."""
+        frames = socket.recv_multipart()
+        if len(frames) != 3:
+            logger.warning("replay request of %d frames ignored; three are expected", len(frames))
             return
-        while self._replay.poll(0):
-            frames = self._replay.recv_multipart()
-            if len(frames) != 3:
-                logger.warning("replay request of %d frames ignored; three are expected", len(frames))
-                continue
-            client, _, first = frames
-            start = int.from_bytes(first, "big")
-            for number, payload in self._sent:
-                if number >= start:
-                    number_bytes = number.to_bytes(SEQUENCE_BYTES, "big")
-                    self._replay.send_multipart((client, b"", number_bytes, payload))
-            self._replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+        client, _, first = frames
+        start = int.from_bytes(first, "big")
+        for number, payload in self._sent:
+            if number >= start:
+                socket.send_multipart((client, b"", number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+        socket.send_multipart((client, b"", END_OF_REPLAY, b""))
 
 
 class ZmqEventSubscriber:
@@ -159,7 +191,7 @@ class ZmqEventSubscriber:
         self, endpoint: str, *, topic: str = "", replay_endpoint: str | None = None, hwm: int = 100_000
     ) -> None:
         self.num_missed = 0
-        self._zmq = _zmq()
+        self._zmq = load_zmq()
         self._context = self._zmq.Context.instance()
         self._replay_endpoint = replay_endpoint
         self._next: int | None = None if replay_endpoint is None else 0
@@ -208,7 +240,7 @@ class ZmqEventSubscriber:
             socket.connect(endpoint)
             socket.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
             while socket.poll(1000):
-                _, number, payload = socket.recv_multipart()
+                *_, number, payload = socket.recv_multipart()  # vLLM puts the topic in front
                 if number == END_OF_REPLAY:
                     return
                 yield int.from_bytes(number, "big"), payload
@@ -231,9 +263,10 @@ def _open(context: Any, kind: int, endpoint: str, hwm: int) -> Any:  # noqa: ANN
     return socket
 
 
-def _zmq() -> ModuleType:
+def load_zmq() -> ModuleType:
+    """Return pyzmq, or raise `ImportError` that names the extra."""
     try:
         import zmq
     except ImportError as error:
-        raise ImportError("publishing KV events needs pyzmq: pip install 'kvgraft[router]'", name="zmq") from error
+        raise ImportError("KV events over ZMQ need pyzmq: pip install 'kvgraft[router]'", name="zmq") from error
     return zmq

@@ -7,7 +7,7 @@ newer engines are understood as far as they are known here.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import IntegrationError
@@ -24,11 +24,26 @@ _ALWAYS_WRITTEN = frozenset({"parent_block_hash", "lora_id", "medium", "lora_nam
 """Fields without a default in a reader of vLLM or SGLang; others are left out where they are None."""
 
 _ARRAY_FIELDS: dict[str, tuple[str, ...]] = {
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockStored": (
+        *(
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "extra_keys",
+        ),
+        *("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality", "ownership"),
     "AllBlocksCleared": (),
 }
-"""Fields of an event in array form, in order behind the tag."""
+"""Fields of an event in array form, in order behind the tag: vLLM's, of which older versions have the first few."""
+
+_NUM_ALWAYS_IN_ARRAY = {"BlockStored": 6, "BlockRemoved": 2, "AllBlocksCleared": 0}
+"""Fields that every reader of arrays wants; those behind are left off from the last one that says something."""
 
 _TYPES: dict[str, Callable[..., KVEvent]] = {cls.__name__: cls for cls in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
@@ -57,7 +72,7 @@ def encode_batch(batch: EventBatch, *, as_arrays: bool = False) -> bytes:
 
     Complexity: O(tokens).
     """
-    encode: Callable[[KVEvent], Any] = _to_array if as_arrays else _to_map
+    encode: Callable[[KVEvent], Any] = _to_array if as_arrays else as_map
     payload: bytes = _msgpack().encode([batch.timestamp, [encode(event) for event in batch.events], batch.dp_rank])
     return payload
 
@@ -76,14 +91,33 @@ def decode_batch(payload: bytes) -> EventBatch:
         raise IntegrationError(f"not a batch of KV events: {error}") from error
 
 
-def _to_map(event: KVEvent) -> dict[str, object]:
-    values = {name: value for name, value in asdict(event).items() if value is not None or name in _ALWAYS_WRITTEN}
-    return {"type": type(event).__name__, **values}
+def as_map(event: KVEvent) -> dict[str, object]:
+    """Return an event as it stands in a batch in the form of maps, for engines that encode batches themselves."""
+    # Not `asdict`, which copies every token one by one: the interpreter is the engine's, too.
+    values = ((field.name, getattr(event, field.name)) for field in fields(event))
+    kept = {name: value for name, value in values if value is not None or name in _ALWAYS_WRITTEN}
+    return {"type": type(event).__name__, **kept}
 
 
 def _to_array(event: KVEvent) -> list[object]:
     name = type(event).__name__
-    return [name, *(getattr(event, field) for field in _ARRAY_FIELDS[name])]
+    if isinstance(event, BlockStored) and event.cache_salt is not None:
+        event = _with_salt_among_keys(event, event.cache_salt)
+    values = [getattr(event, field) for field in _ARRAY_FIELDS[name]]
+    while len(values) > _NUM_ALWAYS_IN_ARRAY[name] and values[-1] is None:
+        values.pop()
+    return [name, *values]
+
+
+def _with_salt_among_keys(event: BlockStored, salt: str) -> BlockStored:
+    """Arrays have no place for the salt: as in vLLM's, it stands among the keys of the first page of a prompt.
+
+    Pages behind it are whose the page in front of them is.
+    """
+    keys = list(event.extra_keys or (None,) * len(event.block_hashes))
+    if event.parent_block_hash is None and keys:
+        keys[0] = (*(keys[0] or ()), salt)
+    return replace(event, extra_keys=tuple(keys))
 
 
 def _from_map(event: dict[str, Any]) -> KVEvent | None:
@@ -102,6 +136,11 @@ def _build(name: str, values: dict[str, Any]) -> KVEvent | None:
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
     return cls(**kept)
+
+
+def require_msgpack() -> None:
+    """Raise `ImportError` that names the extra if batches can be neither written nor read."""
+    _msgpack()
 
 
 def _msgpack() -> ModuleType:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvgraft.errors import CorruptCacheError
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 NOT_QUEUED = -1
 """`queue_index` of what waits in no eviction queue."""
 
+_IN_RUN = sys.maxsize
+"""`queue_index` of what waits in the run of a queue; indices of its heap are smaller."""
+
 
 class Queueable(Protocol):
     """What an eviction queue holds: it stores its place there."""
@@ -25,62 +31,93 @@ Item = TypeVar("Item", bound=Queueable)
 
 
 class EvictionQueue(Generic[Item]):
-    """Candidates for eviction in an indexed binary heap; each of them knows its place in it.
+    """Candidates for eviction, in two parts; each of them knows where it waits.
 
-    Chosen over a lazy heap, which pays for all nodes touched since the last eviction at once, in the middle of a
-    request, and over an intrusive list, which cannot take back an old node (a parent that became a leaf, a lock given
-    back) at its place, nor sort by anything but the time of insertion.
+    What arrives with the largest key so far joins the *run*, a linked list with an index (`OrderedDict`): there a change
+    costs the same however many wait. With LRU that is whatever was just made or used. The others (a parent that became
+    a leaf, a lock given back, policies whose keys do not grow with time) wait in an indexed binary *heap*.
+
+    Chosen over a heap alone, whose sifting was most of what a bulk eviction cost; over a lazy heap, which pays for all
+    nodes touched since the last eviction at once, in the middle of a request; and over a list alone, which cannot take
+    back an old node at its place, nor sort by anything but the time of insertion.
 
     Invariants:
-        - `keys[i] == policy(items[i])`, and no key is smaller than its parent's in the heap.
-        - `items[i].queue_index == i`; what is outside has `NOT_QUEUED`.
+        - `run[item]` and `keys[i]` are what the policy says of `item` and of `items[i]`.
+        - Keys of the run never fall, and none is larger than `highest`; no key of the heap is smaller than its parent's.
+        - `items[i].queue_index == i`; in the run it is `_IN_RUN`, outside `NOT_QUEUED`.
 
-    Complexity: every change is O(log n) at worst; `add` and `update` of the largest key, which is what LRU does, cost
-    O(1) on average.
+    Complexity: O(1) in the run, O(log n) at worst in the heap.
     """
 
     def __init__(self, policy: Callable[[Item], EvictionKey]) -> None:
         self._policy = policy
+        self._run: OrderedDict[Item, Any] = OrderedDict()
+        self._highest: Any = None
         self._keys: list[Any] = []
         self._items: list[Item] = []
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._run) + len(self._items)
 
     def __iter__(self) -> Iterator[Item]:
-        return iter(self._items)
+        return chain(self._run, self._items)
 
     def add(self, item: Item) -> None:
         """Make an item that is not queued a candidate."""
-        self._keys.append(self._policy(item))
-        self._items.append(item)
-        item.queue_index = len(self._items) - 1
-        self._sift_up(item.queue_index)
+        key = self._policy(item)
+        if self._run and key < self._highest:
+            self._keys.append(key)
+            self._items.append(item)
+            item.queue_index = len(self._items) - 1
+            self._sift_up(item.queue_index)
+        else:
+            self._run[item] = self._highest = key
+            item.queue_index = _IN_RUN
 
     def update(self, item: Item) -> None:
         """Restore the order after the policy's key of a queued item changed."""
-        self._keys[item.queue_index] = self._policy(item)
-        self._restore(item.queue_index)
+        key, run = self._policy(item), self._run
+        if item.queue_index == _IN_RUN and not key < self._highest:
+            run.move_to_end(item)
+            run[item] = self._highest = key
+        elif item.queue_index == _IN_RUN and run[item] == key:
+            return
+        elif item.queue_index == _IN_RUN or (run and not key < self._highest):
+            self.remove(item)
+            self.add(item)
+        else:
+            self._keys[item.queue_index] = key
+            self._restore(item.queue_index)
 
     def remove(self, item: Item) -> None:
         """Withdraw a queued item."""
-        hole = item.queue_index
+        hole, item.queue_index = item.queue_index, NOT_QUEUED
+        if hole == _IN_RUN:
+            del self._run[item]
+            return
         last_key, last = self._keys.pop(), self._items.pop()
         if last is not item:
             self._place(hole, last_key, last)
             self._restore(hole)
-        item.queue_index = NOT_QUEUED
+
+    def first(self) -> Item:
+        """The item with the smallest key; the queue is not empty."""
+        if not self._run:
+            return self._items[0]
+        oldest = next(iter(self._run))
+        return self._items[0] if self._items and self._keys[0] < self._run[oldest] else oldest
 
     def pop(self) -> Item:
         """Withdraw and return the item with the smallest key; the queue is not empty."""
-        item = self._items[0]
+        item = self.first()
         self.remove(item)
         return item
 
     def clear(self) -> None:
         """Withdraw all candidates; each may be added again."""
-        for item in self._items:
+        for item in self:
             item.queue_index = NOT_QUEUED
+        self._run.clear()
         self._keys.clear()
         self._items.clear()
 
@@ -93,12 +130,21 @@ class EvictionQueue(Generic[Item]):
         if len(self._keys) != len(self._items):
             raise CorruptCacheError(f"{len(self._keys)} keys for {len(self._items)} nodes in the eviction queue")
         for index, (key, item) in enumerate(zip(self._keys, self._items, strict=True)):
-            if item.queue_index != index:
-                raise CorruptCacheError(f"node at {index} of the eviction queue believes to be at {item.queue_index}")
-            if key != self._policy(item):
-                raise CorruptCacheError(f"key {key} in the eviction queue is not the policy's {self._policy(item)}")
+            self._check_item(item, index, key)
             if index and key < self._keys[(index - 1) // 2]:
                 raise CorruptCacheError(f"the eviction queue is out of order at {index}")
+        previous = None
+        for item, key in self._run.items():
+            self._check_item(item, _IN_RUN, key)
+            if (previous is not None and key < previous) or self._highest < key:
+                raise CorruptCacheError(f"the run of the eviction queue is out of order at key {key}")
+            previous = key
+
+    def _check_item(self, item: Item, index: int, key: EvictionKey) -> None:
+        if item.queue_index != index:
+            raise CorruptCacheError(f"node at {index} of the eviction queue believes to be at {item.queue_index}")
+        if key != self._policy(item):
+            raise CorruptCacheError(f"key {key} in the eviction queue is not the policy's {self._policy(item)}")
 
     def _place(self, index: int, key: EvictionKey, item: Item) -> None:
         self._keys[index] = key

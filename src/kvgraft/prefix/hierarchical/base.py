@@ -84,6 +84,11 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         self._host_size = 0
 
     @property
+    def transfer(self) -> TierTransfer:
+        """Who moves KV between the tiers."""
+        return self._transfer
+
+    @property
     def host_size(self) -> int:
         """Tokens that have a copy on the host."""
         return self._host_size
@@ -161,12 +166,15 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
     def _walk(self, key: RadixKey, start: HierNode, length: int) -> tuple[list[HierNode], HierNode]:
         path, last = super()._walk(key, start, length)
         for node in path:  # candidates have children here, those that lie on the host only
+            node.last_access = last.last_access
             self._requeue(node)
         return path, last
 
     def _credit(self, start: HierNode, path: list[HierNode], total_len: int, priority: int, counted_len: int) -> None:
         super()._credit(start, path, total_len, priority, counted_len)
         for node in path:
+            node.priority = max(node.priority, priority)
+            node.reach = max(node.reach, total_len)
             self._requeue(node)
 
     def _requeue(self, node: HierNode) -> None:

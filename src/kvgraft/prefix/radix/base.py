@@ -138,7 +138,9 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         return MatchResult([step.kv_indices for step in path], node.end, node)
 
     def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
-        """Follow `key` from `start` as far as it is stored, split where it ends and mark all of it as used now.
+        """Follow `key` from `start` as far as it is stored, split where it ends and mark the last node as used now.
+
+        The nodes above it learn that when it goes: until then they have a child and compete with nobody.
 
         Returns the nodes behind `start` and the last one.
         """
@@ -147,16 +149,14 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         path, partial, run = tree.descend(key, start, length)
         if partial is not None:
             path.append(self._divide(partial, run))
-        if not path:
-            start.last_access = now
-            return path, start
-        for node in path:
-            node.last_access = now
-        self._requeue(path[-1])
-        return path, path[-1]
+        node = path[-1] if path else start
+        node.last_access = now
+        if node.queue_index >= 0:
+            self._requeue(node)
+        return path, node
 
     def _requeue(self, node: Node) -> None:
-        """Restore the order of eviction after the facts about a node changed."""
+        """Restore the order of eviction after the facts about a node changed, if it is queued."""
         if node.queue_index >= 0:
             self._queue.update(node)
 
@@ -213,15 +213,14 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         return key.token_ids[: len(key)]
 
     def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
-        """Count hits, raise priorities and remember the length of the sequence along the path of an insert.
+        """Count hits along the path of an insert, those of a request once, and tell its end priority and length.
 
-        In front of `start` only hits are counted, and those of a request once; the rest is learnt when a leaf goes.
+        What is above learns the latter two when a leaf goes.
         """
-        for node in path:
-            node.priority = max(node.priority, priority)
-            node.reach = max(node.reach, total_len)
         last = step = path[-1] if path else start
         last.priority = max(last.priority, priority)
+        if path:
+            last.reach = max(last.reach, total_len)
         while step.end > counted_len and step.parent is not None:
             step.hit_count += 1
             step = step.parent
@@ -257,13 +256,11 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if node.parent is None:
             return handle
         node.handle_locks += 1
-        step: Node = node
-        while True:
-            step.lock_ref += 1
-            if step.lock_ref > 1 or step.parent is None:
-                break
-            self._protect(step)
-            step = step.parent
+        num_tokens = node.protect()
+        self._evictable_size -= num_tokens
+        self._protected_size += num_tokens
+        if node.queue_index >= 0:  # nodes above have a child and wait nowhere
+            self._queue.remove(node)
         return handle
 
     def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
@@ -280,27 +277,11 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if not node.handle_locks:
             raise CorruptCacheError("dec_lock_ref without inc_lock_ref on the same handle")
         node.handle_locks -= 1
-        step: Node = node
-        while True:
-            step.lock_ref -= 1
-            if step.lock_ref or step.parent is None:
-                break
-            self._unprotect(step)
-            step = step.parent
-        return NOTHING_FREED
-
-    def _protect(self, node: Node) -> None:
-        num_tokens = len(node.kv_indices)
-        self._evictable_size -= num_tokens
-        self._protected_size += num_tokens
-        if node.queue_index >= 0:
-            self._queue.remove(node)
-
-    def _unprotect(self, node: Node) -> None:
-        num_tokens = len(node.kv_indices)
+        num_tokens = node.unprotect()
         self._evictable_size += num_tokens
         self._protected_size -= num_tokens
         self._queue_if_candidate(node)
+        return NOTHING_FREED
 
     def _queue_if_candidate(self, node: Node) -> None:
         if not node.children and not node.lock_ref:
@@ -322,14 +303,20 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         num_freed = 0
         while num_freed < num_tokens and self._queue:
             leaf = self._queue.pop()
-            wanted = -(-(num_tokens - num_freed) // self._page_size) * self._page_size
-            if trim and wanted < len(leaf):
-                self._divide(leaf, len(leaf) - wanted)
-            num_freed += len(leaf)
-            dropped.append(leaf.kv_indices)
+            if trim:
+                self._trim(leaf, num_tokens - num_freed)
+            slots = leaf.kv_indices
+            num_freed += len(slots)
+            dropped.append(slots)
             self._drop_leaf(leaf)
         self._evictable_size -= num_freed
         return EvictResult(np.concatenate(dropped) if dropped else NO_SLOTS)
+
+    def _trim(self, leaf: Node, num_tokens: int) -> None:
+        """Cut off what a leaf has in front of its last `num_tokens`, in whole pages."""
+        wanted = -(-num_tokens // self._page_size) * self._page_size
+        if wanted < len(leaf):
+            self._divide(leaf, len(leaf) - wanted)
 
     def _drop_leaf(self, leaf: Node) -> None:
         """Take an unqueued leaf out of the tree; its parent may become a candidate."""

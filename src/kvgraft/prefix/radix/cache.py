@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.node import RadixNode
-from kvgraft.prefix.semantic import SemanticFallback, SemanticPrefixProvider, SlotCopier
+from kvgraft.prefix.semantic import GuardedProvider, SemanticFallback, SemanticPrefixProvider, SlotCopier
 
 if TYPE_CHECKING:
     from kvgraft.prefix.request import RequestRow
@@ -22,11 +22,11 @@ class SemanticRadixCache(BaseRadixCache[Node]):
     _semantic: SemanticFallback | None = None
 
     def match_prefix(self, params: MatchPrefixParams | RadixKey) -> MatchResult:
-        """Match as `BaseRadixCache`; on a miss on behalf of a request the provider is asked, if one is set."""
+        """Match as `BaseRadixCache`; on behalf of a request the provider, if one is set, is asked about what is left."""
         if isinstance(params, RadixKey):
             return self._match_prefix_exact(params)
         result = self._match_prefix_exact(params.key)
-        if self._semantic is None or params.req is None or result.prefix_len or result.host_hit_len:
+        if self._semantic is None or params.req is None:
             return result
         return self._semantic.on_miss(self, params.key, params.req.rid, result)
 
@@ -36,7 +36,7 @@ class SemanticRadixCache(BaseRadixCache[Node]):
         token_ids = req.token_ids[: req.committed_len]
         result = super().cache_finished_req(req, is_insert=is_insert)
         if announce and self._semantic is not None:
-            self._semantic.on_cached(req.rid, token_ids)
+            self._semantic.guard.cached(req.rid, token_ids)
         return result
 
     @property
@@ -46,7 +46,7 @@ class SemanticRadixCache(BaseRadixCache[Node]):
 
     @property
     def _semantic_provider(self) -> SemanticPrefixProvider | None:
-        return None if self._semantic is None else self._semantic.provider
+        return None if self._semantic is None else self._semantic.guard.provider
 
     def set_semantic_provider(
         self,
@@ -54,22 +54,26 @@ class SemanticRadixCache(BaseRadixCache[Node]):
         *,
         copy_slots: SlotCopier | None = None,
         deadline_s: float | None = None,
+        min_semantic_gain: int = 1,
     ) -> None:
-        """Ask `provider` where an exact lookup on behalf of a request finds nothing; None asks nobody any more.
+        """Ask `provider` where an exact lookup on behalf of a request leaves much to compute; None asks nobody any more.
 
         Args:
-            provider: Its `on_init` is called once, here.
+            provider: Its `on_init` is called once, here; its `on_shutdown` is its owner's to call.
             copy_slots: Copies the KV of given slots into new ones and returns those, or None if there is no room. A
                 hit then hands out slots that the caller owns. Without it a hit refers to the donor's slots, read-only
                 and under the donor's lock.
             deadline_s: Seconds that a call may take; a call that raises or takes longer is a counted miss. None calls
                 directly and lets exceptions through.
+            min_semantic_gain: Least tokens that a proposal must give behind the exact prefix. Nobody is asked where fewer
+                are left to compute: a first token or a system prompt that is stored does not silence the provider.
         """
         if self._semantic is not None:
-            self._semantic.close()
+            self._semantic.guard.close()
         self._semantic = None
         if provider is not None:
-            self._semantic = SemanticFallback(provider, copy_slots=copy_slots, deadline_s=deadline_s)
+            guard = GuardedProvider(provider, deadline_s)
+            self._semantic = SemanticFallback(guard, copy_slots=copy_slots, min_semantic_gain=min_semantic_gain)
             provider.on_init()
 
 

@@ -47,22 +47,25 @@ class RadixTree(Generic[Node]):
 
         Complexity: O(nodes on the path) plus O(matched) at the speed of `memcmp`.
         """
-        page_size, is_root = self.page_size, node is self.root
         path: list[Node] = []
-        matched = node.end
-        edge: Hashable
-        while matched < length:
-            edge = bytes(key.slice_bytes(matched, matched + page_size))
-            if is_root:
-                edge, is_root = (key.namespace, edge), False
-            child = node.children.get(edge)
-            if child is None:
-                break
+        start = node.end
+        if start >= length:
+            return path, None, 0
+        view, shared_bytes = key.view, TOKEN_BYTES * key.is_bigram  # in place of `slice_bytes`: a call per node less
+        edge_bytes = TOKEN_BYTES * self.page_size + shared_bytes
+        at = TOKEN_BYTES * start
+        page = view[at : at + edge_bytes].tobytes()
+        child = node.children.get((key.namespace, page) if node is self.root else page)
+        while child is not None:
             stop = child.end
-            if stop > length or not child.tokens.startswith(key.slice_bytes(matched, stop)):
-                return path, child, self._common(key, child, matched, min(length, stop))
+            after = TOKEN_BYTES * stop
+            if stop > length or not child.tokens.startswith(view[at : after + shared_bytes]):
+                return path, child, self._common(key, child, at // TOKEN_BYTES, min(length, stop))
             path.append(child)
-            node, matched = child, stop
+            if stop == length:
+                break
+            at = after
+            child = child.children.get(view[at : at + edge_bytes].tobytes())
         return path, None, 0
 
     def _common(self, key: RadixKey, child: Node, start: int, stop: int) -> int:
@@ -86,8 +89,8 @@ class RadixTree(Generic[Node]):
         priority: int = 0,
         hit_count: int = 0,
     ) -> Node:
-        """Hang copies of elements `[start, stop)` of the key below `parent`, which ends at `start`."""
-        tokens = bytes(key.slice_bytes(start, stop))
+        """Hang elements `[start, stop)` of the key below `parent`, which ends at `start`."""
+        tokens = key.own_bytes(start, stop)
         edge: Hashable = tokens[: (self.page_size + key.is_bigram) * TOKEN_BYTES]
         namespace = parent.namespace
         if namespace is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.errors import CorruptCacheError
 from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.results import (
@@ -21,6 +21,7 @@ from kvgraft.prefix.results import (
 from kvgraft.prefix.swa.node import SWALock, SWANode
 from kvgraft.prefix.swa.results import SWAMatchResult
 from kvgraft.prefix.swa.windows import TreeWindows
+from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:
     from kvgraft.prefix.events.log import EventLog
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 class BaseSWACache(BaseRadixCache[SWANode]):
     """What `SWARadixCache` is without inserts and requests.
+
+    Attributes:
+        window: What rows of window layers read.
 
     Invariants (verified by `check`), besides those of a radix tree:
         - A window has one slot per element of its node; no slot of either pool is stored twice.
@@ -43,7 +47,8 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         self,
         page_size: int = 1,
         *,
-        sliding_window_size: int,
+        sliding_window_size: int | None = None,
+        attention_chunk_size: int | None = None,
         leaf_cap: bool = False,
         policy: EvictionPolicy | str = "lru",
         policy_config: dict[str, int] | None = None,
@@ -56,6 +61,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         Args:
             page_size: Tokens per page.
             sliding_window_size: Tokens that a window layer reads, the current one included.
+            attention_chunk_size: Instead, for layers that read the tokens of their own chunk (Llama 4): its size.
             leaf_cap: Cut a new leaf so that its tail is one window in whole pages; a lock then covers that tail instead
                 of a whole prefill chunk.
             policy: Order of eviction of full-attention leaves, by name or as a policy. Windows leave least recently
@@ -65,8 +71,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
             disabled: Store and match nothing.
             simulated: Without pools: an insert without slots takes the token ids as slots.
         """
-        if sliding_window_size < 1:
-            raise ConfigError(f"sliding_window_size must be at least 1, not {sliding_window_size}")
+        window = window_kind(sliding_window_size, attention_chunk_size)
         super().__init__(
             page_size,
             policy=policy,
@@ -75,9 +80,14 @@ class BaseSWACache(BaseRadixCache[SWANode]):
             disabled=disabled,
             simulated=simulated,
         )
-        self.sliding_window_size = sliding_window_size
-        self._cap = -(-sliding_window_size // page_size) * page_size if leaf_cap else 0
-        self._windows = TreeWindows(sliding_window_size)
+        self.window = window
+        self._leaf_cap = leaf_cap
+        self._windows = TreeWindows(window)
+
+    @property
+    def sliding_window_size(self) -> int:
+        """Tokens that a window layer reads at most: of chunks their size."""
+        return self.window.size
 
     @property
     def swa_evictable_size(self) -> int:
@@ -99,8 +109,9 @@ class BaseSWACache(BaseRadixCache[SWANode]):
     def match_prefix(self, params: MatchPrefixParams | RadixKey) -> SWAMatchResult:
         """Find the deepest page boundary behind which a model can go on.
 
-        That is the deepest one whose run of live windows, going up, is at least `sliding_window_size` or reaches the
-        root. Marks the accepted path as used now; windows only as deep as one window reaches, so that dead ones age.
+        That is the deepest one whose run of live windows, going up, covers what the kind of window needs or reaches the
+        root; at the border of a chunk that is nothing. Marks the accepted path as used now; windows only as deep as one
+        window reaches, so that dead ones age.
         """
         return self._match_prefix_exact(params if isinstance(params, RadixKey) else params.key)
 
@@ -120,21 +131,24 @@ class BaseSWACache(BaseRadixCache[SWANode]):
 
     def _accepted_path(self, key: RadixKey) -> list[SWANode]:
         path, partial, run = self._tree.descend(key, self._tree.root, key.aligned_len(self._page_size))
-        window = self.sliding_window_size
-        live, num_accepted = float("inf"), 0
-        for index, node in enumerate(path):
-            if node.window is not None:
-                live += len(node)
-                continue
-            if live >= window:
-                num_accepted = index
-            live = 0
-        if live >= window:
-            num_accepted = len(path)
-        if partial is not None and partial.window is not None and live + run >= window:
-            path.append(self._divide(partial, run))
-            num_accepted = len(path)
-        return path[:num_accepted]
+        if partial is not None:
+            path.append(partial)
+        live_start = accepted = 0
+        for node in path:
+            stop = node.start + run if node is partial else node.end
+            if node.window is None:
+                live_start = stop
+                accepted = max(accepted, self.window.boundary(stop, self._page_size))
+            elif self.window.first_needed(stop) >= live_start:
+                accepted = stop
+        return self._cut_path(path, accepted)
+
+    def _cut_path(self, path: list[SWANode], length: int) -> list[SWANode]:
+        """The nodes of `path` up to position `length`, the last one cut there."""
+        kept = [node for node in path if node.start < length]
+        if kept and kept[-1].end > length:
+            kept[-1] = self._divide(kept[-1], length - kept[-1].start)
+        return kept
 
     def _divide(self, node: SWANode, length: int) -> SWANode:
         upper = super()._divide(node, length)
@@ -151,16 +165,14 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         """
         node = self._tree.resolve(handle)
         covered = self._windows.reach(node)
-        if node.end and (
-            not covered or (covered[-1].start and node.end - covered[-1].start < self.sliding_window_size)
-        ):
+        if _start_of(covered, node) > self.window.first_needed(node.end):
             raise CorruptCacheError("the window of this prefix was evicted: match again")
         return self._lock(node, covered)
 
     def _lock(self, node: SWANode, covered: list[SWANode]) -> SWALock:
         super().inc_lock_ref(node)
         self._windows.cover(covered)
-        return SWALock(node, covered[-1].start if covered else node.end)
+        return SWALock(node, _start_of(covered, node))
 
     def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
         """Give back a lock; returns the slots of tombstone leaves that only the lock kept.
@@ -284,3 +296,8 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         """
         super().check()
         self._windows.check(self._tree.root, unique_slots=not self._simulated)
+
+
+def _start_of(covered: list[SWANode], node: SWANode) -> int:
+    """Where windows begin that a lock on `node` covers, nodes upwards; its end if there are none."""
+    return covered[-1].start if covered else node.end

@@ -1,8 +1,8 @@
 """Prefix cache for hybrid models: full and sliding-window attention over one radix tree, with a slot pool for each.
 
 A node always has its full-attention slots. Its sliding-window slots may be freed on their own (a tombstone), because
-a window layer only reads the last `sliding_window_size` tokens: behind a gap, a prefix is usable again once a whole
-window of live KV follows, or not at all if it is shorter.
+a window layer only reads the tokens of its window (`kvgraft.windows`): behind a gap, a prefix is usable again once a
+whole sliding window of live KV follows, or from the next border of a chunk on.
 
 Source: the behaviour follows SGLang's SWARadixCache (pull request #7367 and its fixes up to 0.5.20). Departures, with
 reasons in docs/design/prefix-cache.md: nodes hold the slots of both pools, so that healing a tombstone never touches
@@ -17,7 +17,6 @@ from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray, join_slots
 from kvgraft.prefix.swa.base import BaseSWACache
-from kvgraft.prefix.swa.frontier import swa_frontier
 from kvgraft.prefix.swa.node import SWALock, SWANode
 from kvgraft.prefix.swa.results import SWAInsertResult
 
@@ -145,8 +144,9 @@ class SWARadixCache(BaseSWACache):
             parent = self._add_node(parent, key, slots, evicted, priority, hit_count=int(evicted > counted_len))
         leaf = self._add_node(parent, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
         self._windows.attach(leaf, windows[leaf.start : leaf.end], self._tree.now)
-        if self._cap and len(leaf) > self._cap:
-            self._divide(leaf, len(leaf) - self._cap)
+        cut = self.window.first_needed(total_len) // self._page_size * self._page_size
+        if self._leaf_cap and leaf.start < cut < leaf.end:
+            self._divide(leaf, cut - leaf.start)
         self._queue.add(leaf)
         return leaf
 
@@ -201,9 +201,9 @@ class SWARadixCache(BaseSWACache):
         To be called at intervals during prefill and decode. The frontier only advances. Complexity: O(tokens freed).
         """
         _check_row(req)
-        freed = [req.leave_windows(swa_frontier(len(req.key()), self.sliding_window_size, self.page_size))]
+        freed = [req.leave_windows(self.window.frontier(len(req.key()), self.page_size))]
         lock = req.handle
-        past_prefix = req.committed_len - req.protected_len >= self.sliding_window_size
+        past_prefix = self.window.first_needed(req.committed_len) >= req.protected_len
         if past_prefix and isinstance(lock, SWALock) and not lock.swa_released:
             freed.append(self.dec_swa_lock_only(lock).swa_freed)
             req.swa_indices[: req.protected_len] = -1

@@ -73,7 +73,7 @@ class SWANode(RadixNode):
 class SWALock(PrefixHandle):
     """Receipt of a lock on a hybrid tree.
 
-    The window lock covers whole nodes upwards until `sliding_window_size` tokens are covered. Its upper border is kept
+    The window lock covers whole nodes upwards until all that the prefix needs is covered. Its upper border is kept
     as a position in the sequence, which no split can move; a border kept as a node would have to follow splits.
 
     Attributes:

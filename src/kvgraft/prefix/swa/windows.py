@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvgraft.prefix.eviction.policies import EvictionKey
     from kvgraft.prefix.results import SlotArray
+    from kvgraft.windows import WindowKind
 
 
 def _window_order(window: Window) -> EvictionKey:
@@ -37,10 +38,10 @@ class TreeWindows:
         protected_size: Tokens of windows under at least one lock.
     """
 
-    def __init__(self, sliding_window_size: int) -> None:
+    def __init__(self, kind: WindowKind) -> None:
         self.evictable_size = 0
         self.protected_size = 0
-        self._window_size = sliding_window_size
+        self._kind = kind
         self._queue: EvictionQueue[Window] = EvictionQueue(_window_order)
 
     def __len__(self) -> int:
@@ -49,7 +50,7 @@ class TreeWindows:
 
     def oldest(self) -> Window:
         """The window that leaves next; there is one."""
-        return next(iter(self._queue))
+        return self._queue.first()
 
     def attach(self, node: SWANode, swa_indices: SlotArray, now: int) -> None:
         """Give a node a window, used now and covered by nobody; the slots are copied."""
@@ -64,23 +65,20 @@ class TreeWindows:
             self._queue.update(lower.window)
 
     def touch(self, node: SWANode, now: int) -> None:
-        """Mark windows as used now, upwards from `node`, until a whole window is covered."""
-        covered = 0
-        step: SWANode | None = node
-        while step is not None and step.window is not None and covered < self._window_size:
-            step.window.last_access = now
-            if step.window.queue_index >= 0:
-                self._queue.update(step.window)
-            covered += len(step)
-            step = step.parent
+        """Mark windows as used now, upwards from `node`, until all that a prefix needs is covered."""
+        for step in self.reach(node):
+            window = step.window
+            assert window is not None, "only live windows are reached"
+            window.last_access = now
+            if window.queue_index >= 0:
+                self._queue.update(window)
 
     def reach(self, node: SWANode) -> list[SWANode]:
         """Nodes whose windows a lock on `node` covers, upwards, ending in front of a tombstone."""
         reached: list[SWANode] = []
-        step, missing = node, self._window_size
-        while missing > 0 and step.window is not None and step.parent is not None:
+        step, first = node, self._kind.first_needed(node.end)
+        while step.end > first and step.window is not None and step.parent is not None:
             reached.append(step)
-            missing -= len(step)
             step = step.parent
         return reached
 

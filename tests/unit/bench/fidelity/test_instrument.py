@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvgraft.bench.fidelity.deviation import deviation
-from kvgraft.bench.fidelity.journal import Journal
 from kvgraft.bench.fidelity.measure import CONTINUATION_TOKENS, Instrument
 from kvgraft.bench.fidelity.noise import NoiseFloor
 from kvgraft.bench.fidelity.request import FidelityRequest, Part
@@ -16,6 +15,7 @@ from kvgraft.bench.fidelity.sample import Step
 from kvgraft.bench.fidelity.settings import parse_settings
 from kvgraft.bench.fidelity.subject import Subject
 from kvgraft.bench.fidelity.suites import Suite, load_suite
+from kvgraft.bench.journal import Journal
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.attention import sequence
 from kvgraft.errors import ConfigError
@@ -165,17 +165,20 @@ class TestWouldHaveCaught:
     def test_a_mask_that_lets_recomputed_tokens_see_the_future(self, llm, subject, pairs, records, monkeypatch):
         instrument = make_instrument(llm, subject, "none", "query_seam:0.3")
         right = mean_kl(records[:1], "query_seam:0.3")
-        scattered_part = sequence.SequenceAttention._scattered_part
+        visible, formed = sequence.SequenceAttention._visible, sequence.SequenceAttention._formed_mask
 
-        def without_future(self, rows, window):
-            part = scattered_part(self, rows, window)
-            is_query = int(self.positions[rows.start]) >= self.num_keys - 64  # what is computed anyway stays right
-            if is_query:
-                return part
-            hidden = torch.zeros(rows.stop - rows.start, 1, 0, dtype=torch.bool)
-            return sequence._ScatteredPart(rows, slice(0, self.num_keys), self.num_keys, hidden)
+        def is_query(self, rows):  # what is computed anyway stays right
+            return int(self.positions[rows.start]) >= self.num_keys - 64
 
-        monkeypatch.setattr(sequence.SequenceAttention, "_scattered_part", without_future)
+        def all_of_it(self, rows, window):
+            return visible(self, rows, window) if is_query(self, rows) else slice(0, self.num_keys)
+
+        def without_future(self, rows, keys, layer):
+            mask = formed(self, rows, keys, layer)
+            return mask if is_query(self, rows) else torch.zeros_like(mask)
+
+        monkeypatch.setattr(sequence.SequenceAttention, "_visible", all_of_it)
+        monkeypatch.setattr(sequence.SequenceAttention, "_formed_mask", without_future)
         wrong = measured(instrument, llm, pairs[:1])
         assert mean_kl(wrong, "query_seam:0.3") > 3 * right
 
@@ -205,7 +208,7 @@ class TestRun:
         return SuiteRunner(llm, subject, settings, num_controls=num_controls, seed=0)
 
     def figures(self, journal):
-        records = [dict(record) for record in journal.of_suite("toy")]
+        records = [dict(record) for record in journal.under("toy")]
         for record in records:
             for outcome in record["settings"].values():
                 del outcome["seconds"]
@@ -229,7 +232,7 @@ class TestRun:
         assert len(resumed) == 3
         self.make_runner(llm, subject).run(plan, resumed, lambda: None)
         assert self.figures(Journal(path, {})) == self.figures(whole)
-        shifted = [record["settings"]["none"]["shifted_tokens"] for record in whole.of_suite("toy")]
+        shifted = [record["settings"]["none"]["shifted_tokens"] for record in whole.under("toy")]
         assert max(shifted[::2]) < 100  # those behind the first begin and end like it
         assert min(shifted[1::2]) > 200
 
@@ -246,7 +249,7 @@ class TestRun:
     def test_controls_of_the_first_requests(self, llm, subject, plan):
         journal = Journal(None, {})
         self.make_runner(llm, subject, num_controls=1).run(plan, journal, lambda: None)
-        first, *others = journal.of_suite("toy")
+        first, *others = journal.under("toy")
         assert set(first["controls"]) == {"exact", "negative", "noise"}
         assert not first["controls"]["negative"]["is_grafted"]
         assert first["controls"]["negative"]["mean_kl"] < 1e-9

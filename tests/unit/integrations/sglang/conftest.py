@@ -21,6 +21,8 @@ from kvgraft.integrations.sglang.planning.planner import LoadPlanner
 from kvgraft.integrations.sglang.planning.ranks import OneRank
 from kvgraft.integrations.sglang.reporting.reports import RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
+from kvgraft.integrations.sglang.stored.cold import ColdDonors
+from kvgraft.integrations.sglang.stored.link import StoreLink
 
 SLOTS, LAYERS, HEADS, DIM = 1024, 2, 2, 8
 INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
@@ -100,6 +102,7 @@ class FakeRequest:
     lora_id: str | None = None
     output_ids: array = field(default_factory=lambda: array("q"))
     cache_request_handle: SimpleNamespace = field(default_factory=SimpleNamespace)
+    sampling_params: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(custom_params=None))
     session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
     skip_radix_cache_insert: bool = False
     prefix_len: int = 0
@@ -136,11 +139,14 @@ class CountedReports:
     def show_donors(self, num_donors, num_tokens, host_bytes):
         self.donors = (num_donors, num_tokens, host_bytes)
 
+    def show_stores(self, counts, num_cold):
+        self.stores = (tuple(counts), num_cold)
+
 
 class World:
     """All parts of one scheduler's reuse on fakes."""
 
-    def __init__(self, tmp_path, page_size=1, **settings):
+    def __init__(self, tmp_path, page_size=1, stores=(), weights="of today", ranks=None, **settings):
         generator = torch.Generator().manual_seed(0)
         self.keys = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
         self.values = [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)]
@@ -151,12 +157,12 @@ class World:
         self.tree = FakeTree(page_size)
         self.pool = KVBuffers(self.keys, self.values, [spec] * LAYERS)
         self.library = DonorLibrary(self.tree, self.pool, self.config, secret=bytes(32))
-        self.tree.on_evicted = self.library.capture
-        self.planner = LoadPlanner(
-            self.library, self.config, CostModel.of_width(64, per_phase=1, recompute_ratio=0.0), page_size
-        )
+        costs = CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+        self.weights, self.now = weights, 0.0
+        ranks = OneRank() if ranks is None else ranks
+        self.link = self.make_link(stores, ranks, costs) if stores else None
+        self.planner = LoadPlanner(self.library, self.config, costs, page_size, stores=self.link)
         self.log = RequestLog(CountedReports(), str(tmp_path / "reports.jsonl"))
-        ranks = OneRank()
         self.reuse = RequestReuse(
             library=self.library,
             planner=self.planner,
@@ -166,7 +172,27 @@ class World:
             log=self.log,
             fingerprint="model",
             min_run=self.config.min_run,
+            stores=self.link,
+            clock=lambda: self.now,
         )
+        self.tree.on_evicted = self.reuse.evicted
+
+    def make_link(self, stores, ranks, costs):
+        cold = ColdDonors(self.config, bytes(32))
+        layout, room = self.pool.row_layout(), self.config.host_bytes
+        link = StoreLink(
+            stores,
+            self.library,
+            cold,
+            ranks,
+            layout=layout,
+            costs=costs,
+            weights=lambda: self.weights,
+            host_bytes=room,
+            clock=lambda: self.now,
+        )
+        link.open()
+        return link
 
     def publish(self, rid, tokens, **names):
         """A request that computed everything itself and finished."""
@@ -177,8 +203,10 @@ class World:
         slots = self.tree.allocate(req.kv.cache_protected_len)
         node = self.tree.insert(tokens[: req.kv.cache_protected_len], slots, **names)
         req.is_finished = True
+        self.now += 1.0
         self.reuse.published(req, node)
         self.reuse.released(req)
+        self.reuse.settle()  # its answer was sent
         return node
 
     def conserved(self, private=0):

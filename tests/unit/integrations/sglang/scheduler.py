@@ -31,6 +31,8 @@ from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.recompute.slot_attention import Recomputation
 from kvgraft.integrations.sglang.reporting.reports import RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
+from kvgraft.integrations.sglang.stored.cold import ColdDonors
+from kvgraft.integrations.sglang.stored.link import StoreLink
 
 SLOTS = 900
 STEP = 1 / 128
@@ -181,8 +183,10 @@ class Running:
 class Scheduler:
     """Drives `RequestReuse` as `GraftRadixCache` does, request by request, and keeps an account of its own."""
 
-    def __init__(self, page_size=1, recomputes=False, **settings):
-        self.page_size = page_size
+    def __init__(self, page_size=1, recomputes=False, shelf=None, contents=None, weights=0, **settings):
+        self.page_size, self.shelf, self.now = page_size, shelf, 0.0
+        self.contents, self.weights = [None] if contents is None else contents, weights
+        self.settings = settings
         self.config = SGLangConfig(
             **{
                 "selection": "first_k",
@@ -199,9 +203,10 @@ class Scheduler:
         self.log = RequestLog(CountedReports())
         ranks, costs = OneRank(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
         recomputer = self.recomputer(ranks) if recomputes else None
+        self.link = None if shelf is None else self.make_link(shelf, ranks, costs)
         self.reuse = RequestReuse(
             library=self.library,
-            planner=LoadPlanner(self.library, self.config, costs, page_size, recomputer=recomputer),
+            planner=LoadPlanner(self.library, self.config, costs, page_size, recomputer=recomputer, stores=self.link),
             loader=Loader(self.tree, self.buffers, self.library, ranks=ranks, log=self.log),
             registrar=DonorRegistrar(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
             ranks=ranks,
@@ -209,9 +214,11 @@ class Scheduler:
             fingerprint="model",
             min_run=self.config.min_run,
             recomputer=recomputer,
+            stores=self.link,
+            clock=lambda: self.now,
         )
         self.tree.on_evicted = self.reuse.evicted
-        self.contents, self.weights, self.is_stale, self.number = [None], 0, False, 0
+        self.is_stale, self.number = False, 0
         self.waiting, self.running, self.copied_tokens, self.recomputed_tokens = [], [], 0, 0
 
     # What SGLang does
@@ -227,7 +234,15 @@ class Scheduler:
         name = (entry.req.extra_key, entry.req.cache_salt)
         entry.exact_len, entry.node = self.tree.match(name, tokens, end)
         entry.req.prefix_len = entry.exact_len
-        return self.reuse.promise(entry.req, tokens, end, entry.exact_len)
+        promised = self.reuse.promise(entry.req, tokens, end, entry.exact_len)
+        if not self.reuse.awaits(entry.req, may_nap=False):
+            return promised
+        assert promised == 0
+        for read in self.reuse._states[entry.req].reads.reads:
+            assert read.fetch.wait(60)
+        promised = self.reuse.promise(entry.req, tokens, end, entry.exact_len)
+        assert not self.reuse.awaits(entry.req, may_nap=False), "a request waits once"
+        return promised
 
     def admit(self, entry, chunk):
         """Match, load what was promised and compute the first chunk; False where there is no room."""
@@ -306,7 +321,38 @@ class Scheduler:
         self.reuse.weights_change()
         self.weights += 1
 
+    def rest(self):
+        """Nothing is computed for so long that everything is written and told of that is to be."""
+        while not self.link._behind.is_idle:
+            self.reuse.idle()
+        assert all(opened.writer.flush(60) for opened in self.link._used)
+        assert all(opened.feed.look(60) for opened in self.link._used)
+        for _ in range(4):
+            self.reuse.idle()
+
+    def restarted(self, weights):
+        """Another process of the same server; what this one has not written is gone."""
+        self.link.close(weights_change=True)
+        passes = self.reuse.recomputer is not None
+        return Scheduler(self.page_size, passes, self.shelf, self.contents, weights, **self.settings)
+
     # Its parts
+
+    def make_link(self, shelf, ranks, costs):
+        cold = ColdDonors(self.config, bytes(32))
+        link = StoreLink(
+            (shelf,),
+            self.library,
+            cold,
+            ranks,
+            layout=self.buffers.row_layout(),
+            costs=costs,
+            weights=lambda: str(self.weights),
+            host_bytes=self.config.host_bytes,
+            clock=lambda: self.now,
+        )
+        link.open()
+        return link
 
     def recomputer(self, ranks):
         model, policy = SimpleNamespace(run=self.run_rows), chosen_policy(self.config)
@@ -415,6 +461,8 @@ class Scheduler:
         self.check_rows()
         self.check_donors()
         self.library.check()
+        if self.link is not None:
+            self.link.cold.check()
         held = sum(len(page.slots) for page in self.tree.pages())
         private = sum(len(entry.row) - entry.req.kv.cache_protected_len + len(entry.wanted) for entry in self.running)
         assert sorted({*self.tree.free_slots}) == sorted(self.tree.free_slots), "a slot was freed twice"
@@ -476,5 +524,4 @@ class Scheduler:
             assert attempt["recomputed_tokens"] == 0 or attempt["spans"]
             sums = attempt["exact_tokens"] + attempt["shifted_tokens"] + attempt["computed_tokens"]
             assert sums == attempt["num_tokens"]
-        same = [attempt for attempt in found["attempts"] if attempt["shifted_tokens"] == report["shifted_tokens"]]
-        assert report["exact_tokens"] == min(attempt["exact_tokens"] for attempt in same)
+        assert report["exact_tokens"] == min(attempt["exact_tokens"] for attempt in found["attempts"])

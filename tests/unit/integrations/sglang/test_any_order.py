@@ -9,6 +9,9 @@ import pytest
 from hypothesis import assume, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.unit.integrations.sglang.scheduler import Scheduler
+from tests.unit.integrations.sglang.shelf import Shelf
+
+from kvgraft.integrations.sglang.donors.texts import STORE, HostKV
 
 DOCUMENTS = [[1000 * number + index for index in range(70)] for number in range(1, 4)]
 PIECES = strategies.lists(
@@ -163,6 +166,7 @@ class Walk:
 
     def step(self):
         rng, scheduler = self.rng, self.scheduler
+        scheduler.now += 1.0
         if len(scheduler.waiting) + len(scheduler.running) < 5:
             self.submit()
         if not scheduler.running or (scheduler.waiting and rng.random() < 0.2):
@@ -177,10 +181,28 @@ class Walk:
                 for entry in list(scheduler.running):
                     scheduler.retract(entry)
         scheduler.flush() if scheduler.reuse.is_stale or rng.random() < 0.01 else None
-        for donor in scheduler.library.catalogue:
+        if scheduler.link is not None:
+            self.step_of_stores()
+        for donor in self.scheduler.library.catalogue:
+            self.seen["from a store"] += isinstance(donor.kv, HostKV) and donor.kv.origin.request == STORE
             self.seen[f"generation {donor.generation}"] += 1
             self.seen[type(donor.kv).__name__] += 1
-        scheduler.check()
+        self.scheduler.check()
+
+    def step_of_stores(self):
+        rng, scheduler = self.rng, self.scheduler
+        if rng.random() < 0.1 and scheduler.link.is_open:
+            scheduler.rest()
+        elif rng.random() < 0.02:
+            weights = rng.choice([scheduler.weights, scheduler.weights, scheduler.weights + 1])
+            self.seen["restarted"] += 1
+            self.scheduler = scheduler.restarted(weights)
+        elif rng.random() < 0.03 and scheduler.shelf.objects:
+            self.seen["damaged"] += 1
+            _, body = scheduler.shelf.objects[rng.choice(sorted(scheduler.shelf.objects))]
+            body[rng.randrange(len(body))] ^= 1
+        elif rng.random() < 0.03:
+            scheduler.shelf.trouble = rng.choice([None, "no route to host"])
 
     def step_of_waiting(self, entry):
         if self.rng.random() < 0.05:
@@ -219,3 +241,14 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
     assert (walk.scheduler.recomputed_tokens > 50) == recomputes
+
+
+@pytest.mark.parametrize(("page_size", "selection"), [(1, "none"), (4, "first_k")])
+def test_long_walk_with_a_store_brings_nothing_of_other_weights_or_tenants_back(page_size, selection):
+    shelf = Shelf()
+    walk = Walk(Scheduler(page_size, shelf=shelf, selection=selection, first_k=4), page_size)
+    for _ in range(500):
+        walk.step()
+    wanted = ["copied between chunks", "generation 1", "HostKV", "from a store", "restarted", "damaged"]
+    assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
+    assert len(shelf.spaces) > 1

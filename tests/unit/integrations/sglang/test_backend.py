@@ -6,10 +6,12 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvgraft.config import SGLangConfig, resolve
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.backend import _possible
+from kvgraft.graft.rope import RopePairing, RopeSpec
+from kvgraft.integrations.sglang.backend import _fingerprint, _possible, _weights
 from kvgraft.integrations.sglang.refusals import refused_recomputation
 
 
@@ -55,3 +57,53 @@ def test_settings_that_need_no_pass_stay(caplog):
     assert config == settings(selection="none").config
     assert not caplog.records
     assert _possible(settings(), None) == settings().config
+
+
+ROPE = [RopeSpec(torch.ones(4), RopePairing.HALF)]
+CONFIG = {
+    "_name_or_path": "/models/a",
+    "transformers_version": "5.0",
+    "rms_norm_eps": 1e-6,
+    "id2label": {0: "a"},
+    "text_config": {"_name_or_path": "/models/a/text", "sliding_window": None},
+}
+
+
+def model(dtype="bfloat16", quantization=None, **changed):
+    config = SimpleNamespace(to_dict=lambda: {**CONFIG, **changed})
+    weights = {"weight": torch.ones(2)}
+    runner = SimpleNamespace(model=SimpleNamespace(state_dict=lambda: weights))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, dtype=dtype, quantization=quantization),
+        tp_worker=SimpleNamespace(model_runner=runner),
+    )
+
+
+def names(ctx, rope=ROPE):
+    """The namespaces' part and the space's, of the same weights."""
+    fingerprint = _fingerprint(ctx, rope)
+    return fingerprint, _weights(ctx, fingerprint)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rms_norm_eps": 1e-5},
+        {"text_config": {"sliding_window": 512}},
+        {"attention_multiplier": 0.1},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+    ],
+)
+def test_same_weights_that_compute_otherwise_share_nothing(other):
+    assert all(mine != others for mine, others in zip(names(model()), names(model(**other)), strict=True))
+
+
+def test_same_weights_with_other_angles_share_nothing():
+    turned = [RopeSpec(torch.full((4,), 0.5), RopePairing.HALF)]
+    assert all(mine != others for mine, others in zip(names(model()), names(model(), turned), strict=True))
+
+
+def test_where_a_model_lies_does_not_count():
+    moved = {"_name_or_path": "/b", "transformers_version": "5.1", "text_config": {"sliding_window": None}}
+    assert names(model(**moved)) == names(model())

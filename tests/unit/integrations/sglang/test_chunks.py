@@ -21,6 +21,7 @@ class FakeAdder:
         self.slots = slots
         self.memory_budget = SimpleNamespace(total_offset=0, current_offset=0)
         self.can_run_list, self.new_chunked_req, self.chunked_req_limit = [], None, None
+        self.running_batch = SimpleNamespace(is_empty=lambda: True)
 
     @property
     def rem_total_tokens(self):
@@ -71,7 +72,11 @@ class FakeCache:
 
     def __init__(self, regions=None):
         self.regions = regions or {}
-        self.rooms, self.loads_first_only = [], []
+        self.rooms, self.loads_first_only, self.naps, self.reading = [], [], [], set()
+
+    def awaits_store(self, req, *, may_nap):
+        self.naps.append(may_nap)
+        return req.rid in self.reading
 
     def load_nothing_between_chunks(self, req):
         self.loads_first_only.append(req)
@@ -193,3 +198,26 @@ def test_without_chunks_or_with_aligned_cuts_nothing_is_phased():
         adder.add_one_req(request, False, align)
         assert request.extend_end == 200
         assert cache.loads_first_only.pop() is request
+
+
+def test_prompt_whose_text_is_being_read_keeps_its_place_and_lets_others_pass():
+    cache = FakeCache()
+    cache.reading = {"reads"}
+    adder, reads, whole = Adder(cache), make_request("reads", 100), make_request("whole", 50)
+    assert adder.add_one_req(reads, False, None) == CONTINUE
+    assert adder.add_one_req(whole, False, None) == CONTINUE
+    assert adder.can_run_list == [whole]
+    cache.reading = set()
+    assert adder.add_one_req(reads, False, None) == CONTINUE
+    assert adder.can_run_list == [whole, reads]
+    assert cache.naps == [True, True, False], "whoever has something to compute does not wait a moment"
+
+
+@pytest.mark.parametrize("busy", ["running", "chunked"])
+def test_scheduler_that_has_something_to_compute_waits_for_no_read(busy):
+    cache = FakeCache()
+    cache.reading = {"reads"}
+    adder = Adder(cache)
+    adder.running_batch = SimpleNamespace(is_empty=lambda: busy != "running")
+    adder.add_one_req(make_request("reads", 100), busy == "chunked", None)
+    assert cache.naps == [False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -56,6 +58,24 @@ def test_copy_to_the_same_position_is_bit_equal():
     assert torch.equal(values[100:150], torch.cat([values[10:50], values[60:70]]))
 
 
+@pytest.mark.parametrize("pairing", list(RopePairing))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("extra", [0, 4])  # channels that do not rotate
+def test_spans_come_out_the_same_wherever_their_slots_lie(pairing, dtype, extra):
+    """Slots in a row are written to without a detour; every bit is that of the detour."""
+    kept = torch.randn(2, SLOTS, HEADS, DIM + extra).to(dtype)
+    spans = ((torch.arange(10, 700), 7, 900), (torch.arange(2000, 1500, -1), 40, 1590), (torch.arange(800, 810), 9, 9))
+    copied = []
+    for targets in (torch.arange(2500, 3700), torch.arange(3700, 2500, -1)):
+        buffers = kept.clone()
+        pool = KVBuffers([buffers[0]], [buffers[1]], [RopeSpec(INV_FREQ, pairing)])
+        pool.copy([SpanCopy(pool.source(slots), at, to, len(slots)) for slots, at, to in spans], targets)
+        copied.append(buffers[:, targets])
+        untouched = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, targets, value=False)
+        assert torch.equal(buffers[:, untouched], kept[:, untouched])
+    assert torch.equal(*copied)
+
+
 def test_bytes_are_those_of_all_layers():
     buffers = [torch.zeros(8, HEADS, DIM, dtype=torch.bfloat16) for _ in range(6)]
     pool = KVBuffers(buffers[:3], buffers[3:], [RopeSpec(INV_FREQ, RopePairing.HALF)] * 3)
@@ -96,3 +116,40 @@ def test_work_is_queued_on_the_forward_stream_behind_the_schedulers(monkeypatch)
     pool.export(torch.arange(1, 9))
     assert stream.waited == ["scheduler"] * 2
     assert entered == [stream, None] * 2
+
+
+def test_export_that_is_not_waited_for_is_queued_and_recorded_behind(monkeypatch):
+    stream, recorded = FakeStream(), []
+
+    class Event:
+        def record(self, on):
+            recorded.append(on)
+
+        def query(self):
+            return len(recorded) > 1
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "scheduler")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    keys, values = torch.randn(64, HEADS, DIM), torch.randn(64, HEADS, DIM)
+    rope = [RopeSpec(INV_FREQ, RopePairing.HALF)]
+    export = KVBuffers([keys], [values], rope, stream).begin_export(torch.arange(1, 9))
+    assert (stream.waited, recorded, export.num_tokens) == (["scheduler"], [stream], 8)
+    assert not export.is_ready
+    recorded.append("the copy has run")
+    assert export.is_ready
+    now = KVBuffers([keys], [values], rope).begin_export(torch.arange(1, 9))
+    assert now.is_ready
+    keys[1:9] = 0
+    assert torch.equal(now.block.keys[0], export.block.keys[0]), "a copy, whatever becomes of the slots"
+
+
+def test_rows_of_a_store_are_named_by_shapes_types_and_rotations():
+    def layout(dtype=torch.float32, pairing=RopePairing.HALF, base=1.0, heads=HEADS):
+        buffers = [torch.zeros(8, heads, DIM, dtype=dtype) for _ in range(4)]
+        return KVBuffers(buffers[:2], buffers[2:], [RopeSpec(base * INV_FREQ, pairing)] * 2).row_layout()
+
+    assert layout().bytes_per_token == 4 * HEADS * DIM * 4
+    assert layout() == layout()
+    others = [layout(torch.bfloat16), layout(pairing=RopePairing.INTERLEAVED), layout(base=2.0), layout(heads=1)]
+    assert len({each.description for each in (layout(), *others)}) == 5

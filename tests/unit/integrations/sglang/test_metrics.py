@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.reuse.metrics import METRICS
-from kvgraft.types import GraftReport, Miss, MissReason
+from kvgraft.types import GraftReport, Miss, MissReason, StoreCounts
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -41,3 +41,15 @@ def test_reports_errors_and_donors_are_shown(sample):
 def test_every_metric_of_all_engines_is_made(sample):
     metrics, _ = sample
     assert set(metrics._metrics) == set(METRICS)
+
+
+def test_stores_are_shown_as_totals(sample):
+    metrics, value = sample
+    for hits in (2, 5):
+        counts = [StoreCounts("file", {"hit": hits}, 100 * hits, {"stored": 1}, 700, is_resting=hits == 5)]
+        metrics.show_stores(counts, 9)
+    assert value("kvgraft:store_reads_total", store="file", outcome="hit") == 5
+    assert value("kvgraft:store_read_bytes_total", store="file") == 500
+    assert value("kvgraft:store_writes_total", store="file", outcome="stored") == 1
+    assert value("kvgraft:store_resting", store="file") == 1
+    assert value("kvgraft:store_cold_donors") == 9

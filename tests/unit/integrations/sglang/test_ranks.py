@@ -49,6 +49,10 @@ def worker(rank, path, results):
             "secret": shared_secret(dist.group.WORLD),
             "same": ranks.confirm(36),
             "different": ranks.confirm(36 if rank else 0),
+            "place": (ranks.rank, ranks.size),
+            "lowest": ranks.lowest([rank, 5 - rank, 7]),
+            "shared": ranks.shared(lambda: f"of rank {rank}"),
+            "gathered": ranks.gathered(f"of rank {rank}"),
         }
     )
     dist.destroy_process_group()
@@ -76,12 +80,19 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
         assert entry["kept"] is None
         assert entry["empty"] == ()
         assert (entry["same"], entry["different"]) == (36, -1)
+        assert entry["place"] == (entry["rank"], 2)
+        assert entry["lowest"] == [0, 4, 7]
+        assert entry["shared"] == "of rank 0"
+        assert entry["gathered"] == ["of rank 0", "of rank 1"]
 
 
 def test_one_rank_agrees_with_itself():
     decision = Decision(())
     assert OneRank().decide(lambda: decision) is decision
     assert OneRank().confirm(12) == 12
+    assert OneRank().lowest([3, 1]) == [3, 1]
+    assert OneRank().shared(lambda: "made here") == "made here"
+    assert OneRank().gathered("alone") == ["alone"]
 
 
 def test_disagreement_frees_what_was_loaded(make_world, make_tokens):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvgraft.errors import PolicyError
 from kvgraft.graft.drift import DriftCorrection, DriftRun, RunLayout, drift_correction
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
 from kvgraft.graft.select import FirstK, QuerySeam, RandomShare
@@ -40,7 +41,7 @@ class Decoder:
             )
             for _ in range(LAYERS)
         ]
-        self.runs, self.fail_at = [], None
+        self.runs, self.fail_at, self.sinks = [], None, torch.linspace(-1, 3, HEADS)
 
     def run(self, token_ids, rows, attention):
         self.runs.append(rows)
@@ -51,7 +52,7 @@ class Decoder:
             )
             broken = number == self.fail_at
             return attention.forward(
-                query.flatten(1), None if broken else keys, values, layer, None, save_kv_cache=True
+                query.flatten(1), None if broken else keys, values, layer, None, save_kv_cache=True, sinks=self.sinks
             )
 
         self._forward(token_ids, rows, attend)
@@ -67,7 +68,8 @@ class Decoder:
             group = HEADS // KV_HEADS
             scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * DIM**-0.5
             hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            sinks = self.sinks[:, None, None].expand(-1, len(query), 1)
+            weights = torch.cat([scores.masked_fill(hidden, -torch.inf), sinks], -1).softmax(-1)[..., :-1]
             mass.add_(weights.sum(0))
             return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).flatten(1)
 
@@ -188,7 +190,8 @@ def test_a_look_writes_nothing_and_sees_what_attention_is():
 
     class Watching(OneRank):
         def total(self, numbers):
-            seen.append(numbers.clone())
+            if len(numbers) > 1:  # not a vote on whether the policy has failed
+                seen.append(numbers.clone())
             return numbers
 
     before = case.snapshot()
@@ -258,10 +261,45 @@ def test_a_failure_is_raised_behind_the_pass_and_later_layers_are_as_they_were(c
     assert all(not case.changed(later) for later in range(layer, LAYERS))
 
 
+class Failing(FirstK):
+    """Chooses, then fails."""
+
+    def steps(self, context):
+        yield from super().steps(context)
+        raise ValueError("no second step")
+
+
+def test_behind_a_policy_that_fails_everything_can_be_computed(case):
+    policy = Failing(4)
+    with pytest.raises(PolicyError, match="no second step"):
+        case.run(policy)
+    assert max(case.error()) > 0.1
+    made = Recomputer(case.decoder, case.buffers, policy, None, OneRank(), max_rows=50)
+    made.run_all(case.tokens, case.slots, case.runs[0][0])
+    for layer, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        for found, due in ((keys, case.full[layer][0]), (values, case.full[layer][1])):
+            assert torch.allclose(found[case.slots], due[: case.front], atol=1e-5)
+
+
+def test_a_policy_that_fails_on_one_rank_fails_on_all(case):
+    class Other(OneRank):
+        def total(self, numbers):
+            return numbers + 1
+
+    with pytest.raises(PolicyError, match="another rank"):
+        case.run(FirstK(4), ranks=Other())
+    assert not case.changed(1)
+
+
 def test_one_rank_that_cannot_look_keeps_all_from_computing(case):
     class Other(OneRank):
         def total(self, numbers):
-            return numbers + torch.nn.functional.one_hot(torch.tensor(len(numbers) - 1), len(numbers))
+            is_vote = len(numbers) == 1  # on whether the policy has failed
+            return (
+                numbers
+                if is_vote
+                else numbers + torch.nn.functional.one_hot(torch.tensor(len(numbers) - 1), len(numbers))
+            )
 
     with pytest.raises(RuntimeError, match="another rank"):
         case.run(QuerySeam(ratio=0.1), ranks=Other())

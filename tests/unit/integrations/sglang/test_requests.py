@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from tests.conformance.file_store import FileStore
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
-from kvgraft.errors import ConfigError, StoreError
-from kvgraft.memory import register_store
-from kvgraft.memory.store import registry
+from kvgraft.errors import PolicyError, StoreError
+from kvgraft.graft.select import FirstK
+from kvgraft.integrations.sglang.donors import library
+from kvgraft.memory import HostKVStore
 from kvgraft.types import MissReason
 
 
@@ -126,33 +126,14 @@ def test_host_memory_keeps_within_its_budget_and_drops_the_oldest(make_world, ma
     assert promise(world, FakeRequest("new", texts[2] + make_tokens(5))) == 60
 
 
-def test_evicted_text_goes_to_the_store_that_is_set(make_world, make_tokens, monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-    register_store("toy", FileStore)
-    world, document = make_world(store="toy"), make_tokens(100)
-    world.tree.evict(world.publish("donor", document), 0)
-    world.library.check()
-    assert type(world.library._host) is FileStore
-    assert world.library.host_bytes > 0
-    req = FakeRequest("query", document[10:90] + make_tokens(10))
-    assert promise(world, req) == 80
-    assert world.reuse.load_first(req, 80) == 80
-    assert [source["tier"] for source in report(world, req)["sources"]] == ["host"]
-    world.library.clear()
-    assert world.library.host_bytes == 0
-    with pytest.raises(ConfigError, match="unknown store 'disk'"):
-        make_world(store="disk")
-
-
-class FullStore(FileStore):
+class FullStore(HostKVStore):
     def put(self, key, block):
         raise StoreError("no space left")
 
 
 def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_tokens, monkeypatch):
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-    register_store("full", FullStore)
-    world, first, second = make_world(store="full", donor_tokens=150), make_tokens(100), make_tokens(100)
+    monkeypatch.setattr(library, "HostKVStore", FullStore)
+    world, first, second = make_world(donor_tokens=150), make_tokens(100), make_tokens(100)
     world.tree.on_evicted = world.reuse.evicted
     world.tree.evict(world.publish("first", first), 0)
     assert world.library.host_bytes == 0
@@ -235,6 +216,53 @@ def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
 
 
+class FailingRecomputer:
+    """Stands in for one whose policy fails when it is asked, or when it says what it costs."""
+
+    def __init__(self, where):
+        self.where, self.starts = where, []
+
+    def policy_for(self, num_reused, tail):
+        if self.where == "ratio":
+            raise PolicyError("selection policy broken: no ratio")
+        return FirstK(4)
+
+    def run(self, token_ids, plan, slots, policy):
+        raise PolicyError("selection policy broken: no step")
+
+    def run_all(self, token_ids, slots, start):
+        if self.where == "pass":
+            raise RuntimeError("no memory")
+        self.starts.append((start, len(slots)))
+
+
+@pytest.mark.parametrize("where", ["ratio", "steps", "pass"])
+def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_world, make_tokens, where):
+    world, document = make_world(selection="none"), make_tokens(200)
+    world.publish("donor", document)
+    head = make_tokens(40)
+    req = FakeRequest("query", document[10:90] + head + document[100:190] + make_tokens(10))
+    promised = promise(world, req)
+    assert promised == 80
+    world.reuse.load_first(req, promised)
+    world.reuse.recomputer = made = FailingRecomputer(where)
+    world.reuse.recompute(req, torch.arange(80))
+    assert world.reuse.next_gap(req, 80) is None
+    state = world.reuse._states[req]
+    assert state.lineage.is_approximate is (where == "pass")
+    assert req.skip_radix_cache_insert
+    assert made.starts == ([] if where == "pass" else [(0, 80)])
+    assert world.log.num_errors == (2 if where == "pass" else 1)
+    told = report(world, req)
+    if where == "pass":
+        assert told["policy"] == "none", "nothing was chosen"
+    else:
+        assert told["miss"]["reason"] == MissReason.POLICY_ERROR.value
+    # Where nothing could be computed over copies, the report says so, and none of it passes for exact.
+    assert told["shifted_tokens"] == sum(span["length"] for span in told["spans"]) == (80 if where == "pass" else 0)
+    assert told["recomputed_tokens"] == 0
+
+
 def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
@@ -284,6 +312,7 @@ def finish_grafted(world, make_tokens, document, tail):
     row[20:80] = world.reuse.load_next(req, room=500)
     req.owned, req.is_finished = len(req.origin_input_ids), True
     world.reuse.adopt_computed(req, row.int(), head)
+    world.reuse.settle()
     return req
 
 
@@ -301,6 +330,41 @@ def test_text_computed_behind_a_copy_becomes_a_donor_of_the_next_generation(make
     # No exact request can ask for it: its path has a name that nobody knows.
     assert all(key[0] is not None for key, (tokens, _) in world.tree.paths.items() if tokens == tail)
     assert report(world, req)["shifted_tokens"] == 60
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_text_that_is_computed_exactly_replaces_its_approximate_donor(make_world, make_tokens, is_evicted):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    finish_grafted(world, make_tokens, document, tail)
+    (old,) = [donor for donor in world.library.catalogue if donor.generation]
+    if is_evicted:
+        world.tree.evict(next(key for key, (tokens, _) in world.tree.paths.items() if tokens == tail), 0)
+        world.library.find(old.namespace, old.token_ids)  # whereupon the library knows it
+        assert world.library.host_bytes
+    world.publish("healed", tail)
+    assert not any(donor.generation for donor in world.library.catalogue)
+    assert not world.library.host_bytes
+    world.library.check()
+    other = FakeRequest("other", make_tokens(5) + tail + make_tokens(5))
+    promise(world, other)
+    other.prefix_len = 5
+    assert len(world.reuse.load_next(other, room=500)) == 40
+    (span,) = report(world, other)["spans"]
+    assert (span["generation"], span["position_delta"]) == (0, 5)
+
+
+def test_a_copy_that_was_promised_of_a_replaced_donor_is_made_or_computed(make_world, make_tokens):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    finish_grafted(world, make_tokens, document, tail)
+    other = FakeRequest("other", tail + make_tokens(5))
+    assert promise(world, other) == 40
+    world.publish("healed", tail)
+    assert promise(world, other) == 40
+    assert world.reuse.load_first(other, 40) == 40
+    (span,) = report(world, other)["spans"]
+    assert span["generation"] == 0
 
 
 def test_generations_are_bounded(make_world, make_tokens):
@@ -458,3 +522,108 @@ def test_weights_that_change_while_the_cache_is_empty_change_nothing(make_world,
     world.reuse.weights_change()
     world.publish("donor", document)
     assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100
+
+
+def compute(world, rid, tokens):
+    """A request whose prompt has been computed, and whose first token has not been sent."""
+    req = FakeRequest(rid, tokens)
+    promise(world, req)
+    return req, publish(world, req)
+
+
+def publish(world, req):
+    tokens = req.origin_input_ids
+    req.kv.cache_protected_len = len(tokens)
+    node = world.tree.insert(tokens, world.tree.allocate(len(tokens)))
+    world.reuse.published(req, node)
+    return node
+
+
+def test_first_token_does_not_wait_for_its_text_to_become_a_donor(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    compute(world, "donor", document)
+    assert len(world.library) == 0
+    world.reuse.settle()
+    assert len(world.library) == 1
+    assert world.log.metrics.donors[:2] == (1, 100)
+
+
+def test_text_is_found_by_whoever_asks_before_its_answer_is_sent(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    compute(world, "donor", document)
+    assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 80
+
+
+@pytest.mark.parametrize("end", ["flush", "weights change"])
+def test_text_is_no_donor_if_everything_was_forgotten_before_its_answer_was_sent(make_world, make_tokens, end):
+    world, document = make_world(), make_tokens(100)
+    compute(world, "donor", document)
+    if end == "flush":
+        world.tree.paths.clear()
+        world.reuse.clear()
+    else:
+        world.reuse.weights_change()
+    world.reuse.settle()
+    assert len(world.library) == 0
+    assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 0
+
+
+def test_text_that_is_evicted_before_its_answer_is_sent_is_kept_as_it_was(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req, node = compute(world, "donor", document)
+    values = [buffer[world.tree.slots(node)].clone() for buffer in world.values]
+    req.is_finished = True
+    world.reuse.released(req)
+    world.tree.evict(node, 0)
+    for buffer in world.values:
+        buffer.zero_()  # somebody else has the slots
+    query = FakeRequest("query", document[:90] + make_tokens(5))
+    assert world.reuse.load_first(query, promise(world, query)) == 90
+    slots = torch.cat(world.reuse.private_slots(query))
+    for buffer, expected in zip(world.values, values, strict=True):
+        assert torch.equal(buffer[slots], expected[:90])
+
+
+def test_aborted_request_leaves_the_text_that_the_tree_has(make_world, make_tokens):
+    """Its prompt was computed exactly and is in the tree, whoever waits for the answer; what it would answer is nobody's."""
+    world, document = make_world(), make_tokens(100)
+    req, _ = compute(world, "donor", document)
+    world.reuse.aborted(req.cache_request_handle)
+    world.reuse.settle()
+    assert world.reuse.num_requests == 0
+    assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 80
+    world.library.check()
+
+
+def test_text_computed_behind_a_copy_is_read_from_its_row_before_the_row_is_given_away(make_world, make_tokens):
+    world, document, tail = make_world(), make_tokens(100), make_tokens(40)
+    world.publish("donor", document)
+    req = FakeRequest("grafted", document[:60] + tail)
+    loaded = world.reuse.load_first(req, promise(world, req))
+    row = torch.cat([*world.reuse.private_slots(req), world.tree.allocate(40)])
+    req.owned, req.is_finished = loaded + 40, True
+    world.reuse.adopt_computed(req, row, None)
+    world.reuse.released(req)
+    row.zero_()  # the next request's
+    world.tree.evict(next(key for key, (tokens, _) in world.tree.paths.items() if tokens == tail), 0)
+    assert world.library.host_bytes == 40 * world.pool.bytes_per_token
+
+
+def test_text_that_cannot_be_registered_costs_no_other(make_world, make_tokens, monkeypatch, caplog):
+    world, first, second = make_world(), make_tokens(100), make_tokens(100)
+    requests = [FakeRequest(name, text) for name, text in (("first", first), ("second", second))]
+    for req in requests:
+        promise(world, req)
+    register = world.library.register
+
+    def fails_once(*args):
+        monkeypatch.setattr(world.library, "register", register)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(world.library, "register", fails_once)
+    for req in requests:
+        publish(world, req)
+    world.reuse.settle()
+    assert (len(world.library), world.log.num_errors, world.library.num_published) == (1, 1, 0)
+    assert "register" in caplog.text
+    assert promise(world, FakeRequest("query", second[10:90] + make_tokens(5))) == 80

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.donors.record import StoreNews
+from kvgraft.integrations.vllm.messages import GraftOutcome, ReadCost, StoreReport, WorkerReport
 
 BLOCK = 48
 """Longer than the shortest reused run, so that a graft may begin in a prompt's last, partial block."""
@@ -78,6 +79,48 @@ def public_hashes(tokens):
     return hashes[1:]
 
 
+class Shelf:
+    """A store that processes share: per space, which is an epoch, records and truths by key."""
+
+    name = "shelf"
+
+    def __init__(self):
+        self.spaces = {}
+        self.touched = []
+
+    def put(self, epoch, record, truths):
+        self.spaces.setdefault(f"{epoch:02x}", {}).setdefault(record.key, (record, truths))
+
+    def get(self, epoch, key):
+        return self.spaces.get(f"{epoch:02x}", {}).get(key, (None, None))[1]
+
+    def touch(self, space, keys):
+        self.touched += [(space, key) for key in keys]
+
+    def close(self):
+        pass
+
+
+class ShelfFeed:
+    """What `StoreFeed` tells, without a thread."""
+
+    def __init__(self, shelf, spaces):
+        self.shelf, (self.space,), self.told = shelf, spaces, set()
+
+    def news(self):
+        present = self.shelf.spaces.get(self.space, {})
+        added = tuple(present[key][0] for key in present.keys() - self.told)
+        removed = tuple(self.told - present.keys())
+        self.told = set(present)
+        return StoreNews(added, removed)
+
+    def forget(self, keys):
+        self.told -= set(keys)
+
+    def close(self):
+        pass
+
+
 class Workers:
     """Carries commands out on truths. `fate` says what becomes of the next grafts and captures."""
 
@@ -86,26 +129,32 @@ class Workers:
         self.epoch = 0
         self.texts, self.donors, self.dead = {}, {}, set()
         self.jobs = {}
+        self.kept = {}  # texts that grafts under way will capture
         self.outcomes, self.lost_texts, self.lost_donors = {}, set(), set()
-        self.weights_changed = False
+        self.num_changes = 0
+        self.promoted, self.unpromoted, self.unreadable = set(), set(), set()
+        self.told_space = None
 
     def load(self, commands):
         engine = self.engine
         if commands.reset:
             self.forget()
-            self.epoch = engine.epoch
-        if (commands.grafts or commands.seals or commands.captures) and self.epoch != engine.epoch:
+            self.epoch, self.told_space = engine.epoch, None
+        if (commands.grafts or commands.seals or commands.captures or self.jobs) and self.epoch != engine.epoch:
             self.forget()
-            self.epoch, self.weights_changed = engine.epoch, True
+            self.epoch = engine.epoch
+            self.num_changes += 1
         for request_id in commands.cancels:
             self.jobs.pop(request_id, None)
         for seal in commands.seals:
             self.seal(seal.text_id, seal.donor_id)
         for graft in commands.grafts:
             self.jobs[graft.request_id] = graft, [self.donors.get(span.donor_id) for span in graft.spans]
+            self.kept |= dict.fromkeys((text_id for text_id, _, _ in graft.captures), True)
         for text_id in commands.discards:
             self.texts.pop(text_id, None)
             self.dead.discard(text_id)
+            self.kept.pop(text_id, None)
         for donor_id in commands.drops:
             self.donors.pop(donor_id, None)
         for graft, donors in list(self.jobs.values()):
@@ -117,9 +166,16 @@ class Workers:
         engine, request = self.engine, self.engine.requests[graft.request_id]
         start = graft.plan.exact_len
         fate = engine.fate
-        if fate == "fails":
+        read = {donor_id: engine.shelf.get(self.epoch, cold.key) for donor_id, cold in graft.cold.items()}
+        self.unreadable |= {graft.cold[donor_id].key for donor_id, truths in read.items() if truths is None}
+        if fate == "fails" or graft.void or None in read.values():
             self.fail(graft)
             return
+        for donor_id, cold in graft.cold.items():
+            if cold.is_promoted:
+                self.donors[donor_id] = read[donor_id]
+                self.promoted.add(donor_id)
+        donors = [read.get(span.donor_id, donor) for span, donor in zip(graft.spans, donors, strict=True)]
         if fate == "falls back" or any(donor is None for donor in donors):
             engine.compute(request, start, graft.end)
             self.outcomes[graft.request_id] = GraftOutcome(0, 0.0, 0.0, "a donor is gone")
@@ -134,9 +190,11 @@ class Workers:
             engine.compute(request, position, graft.end)
             self.outcomes[graft.request_id] = GraftOutcome(0, 1.0, 1.0)
         for text_id, first, stop in graft.captures:
-            self.texts[text_id] = request.kv[first:stop]
+            if self.kept.pop(text_id, None):
+                self.texts[text_id] = request.kv[first:stop]
 
     def fail(self, graft):
+        self.unpromoted |= {donor_id for donor_id, cold in graft.cold.items() if cold.is_promoted}
         self.outcomes[graft.request_id] = GraftOutcome(0, 0.0, 0.0, "injected", failed=True)
         for text_id in (*(text_id for text_id, _, _ in graft.captures), graft.tail):
             if text_id is not None:
@@ -145,12 +203,17 @@ class Workers:
     def save(self, commands):
         for capture in commands.captures:
             request = self.engine.of_capture[capture.text_id]
-            if self.engine.fate == "loses text":
+            if self.engine.fate == "loses text" or commands.known_changes < self.num_changes:
                 self.lose(capture.text_id)
             elif capture.text_id not in self.dead:
                 self.texts.setdefault(capture.text_id, []).extend(request.kv[capture.start : capture.stop])
             if capture.donor_id is not None:
                 self.seal(capture.text_id, capture.donor_id)
+        for write in commands.writes:
+            if write.donor_id in self.donors:
+                truths = self.donors[write.donor_id]
+                assert len(truths) == write.record.num_tokens
+                self.engine.shelf.put(self.epoch, write.record, truths)
 
     def seal(self, text_id, donor_id):
         if text_id in self.texts:
@@ -178,17 +241,29 @@ class Workers:
             frozenset(self.lost_donors),
             "",
             len(self.donors),
-            self.weights_changed,
+            self.num_changes,
+            StoreReport(
+                {0: f"{self.epoch:02x}"} if self.told_space != self.epoch else {},
+                ReadCost(0.0, 0.0),
+                frozenset(self.promoted),
+                frozenset(self.unpromoted),
+                frozenset(self.unreadable),
+            ),
         )
-        self.outcomes, self.lost_texts, self.lost_donors, self.weights_changed = {}, set(), set(), False
+        self.told_space = self.epoch
+        self.promoted, self.unpromoted, self.unreadable = set(), set(), set()
+        self.outcomes, self.lost_texts, self.lost_donors = {}, set(), set()
         return told
 
 
 class Engine:
     """vLLM's scheduler, as far as the connector sees it."""
 
-    def __init__(self, graft):
+    def __init__(self, graft, shelf=None):
         self.graft = graft
+        self.shelf = shelf or Shelf()
+        self.defers = False
+        self.deferred = []
         self.epoch = 0
         self.fate = ""
         self.requests, self.running, self.waiting = {}, [], []
@@ -229,6 +304,8 @@ class Engine:
 
     def step(self, *, room, chunk):
         """Schedule, run workers, take their report, sample."""
+        if not self.defers:
+            self._drain()
         scheduled = {}
         cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
         new = []
@@ -278,12 +355,22 @@ class Engine:
             self.waiting.remove(request)
             request.kv = local
             blocks = (list(range(1, 200)),)
-            self.graft.admit(request, blocks, external)
+            if waits and self.defers:  # vLLM 0.33 with steps in flight
+                self.deferred.append((request, blocks, external))
+            else:
+                self.graft.admit(request, blocks, external)
             request.computed, request.waits = len(local) + external, waits
             self.running.append(request)
             if not waits:
                 scheduled[request.request_id] = min(chunk, request.num_tokens - request.computed)
                 self._list(request, new, cached, blocks)
+
+    def _drain(self):
+        """`update_state_after_alloc` in a later step than the lookup; never for requests that ended meanwhile."""
+        deferred, self.deferred = self.deferred, []
+        for request, blocks, external in deferred:
+            if request in self.running:
+                self.graft.admit(request, blocks, external)
 
     def _list(self, request, new, cached, blocks):
         if request.is_new:

@@ -9,10 +9,13 @@ import pytest
 
 from kvgraft.config import VLLMConfig
 from kvgraft.donors import DonorCatalogue, plan_graft
+from kvgraft.errors import PolicyError
 from kvgraft.graft.select import FirstK, KVDeviation, NoRecompute, QuerySeam
+from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.scheduler import EngineFacts
 from kvgraft.integrations.vllm.scheduler.claims import Claim, Claims
-from kvgraft.types import GraftPlan, Namespace
+from kvgraft.reuse.failures import miss_of
+from kvgraft.types import GraftPlan, MissReason, Namespace
 
 NAMESPACE = Namespace("model")
 DOCUMENT = random.Random(1).choices(range(1000), k=200)
@@ -52,3 +55,25 @@ def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
         assert isinstance(claim, Claim)
         assert claim.end == 230
         assert claim.asynchronous is waits
+
+
+class Failing(FirstK):
+    def steps(self, context):
+        raise ValueError("no steps")
+
+
+def test_a_policy_that_fails_is_no_claim():
+    catalogue = DonorCatalogue(1000)
+    catalogue.add(NAMESPACE, np.array(DOCUMENT), None)
+    prompt = np.array(FRONT + DOCUMENT + TAIL)
+    matches = catalogue.find(NAMESPACE, prompt)
+    plan = plan_graft(len(prompt), 0, matches)
+    with pytest.raises(PolicyError, match="no steps") as caught:
+        Claims(VLLMConfig(), FACTS, Failing(), catalogue).of(plan, matches)
+    assert miss_of(caught.value).reason is MissReason.POLICY_ERROR
+
+
+def test_the_outcome_of_a_policy_that_failed_on_one_rank_is_that_of_all():
+    mine, other = GraftOutcome(3, 1.0, 1.0), GraftOutcome(0, 0.0, 0.0, "no", failed=True, is_policy_error=True)
+    assert mine.worst(other).is_policy_error
+    assert other.worst(mine).failed

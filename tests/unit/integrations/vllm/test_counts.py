@@ -29,3 +29,15 @@ def test_a_gauge_that_moved_is_told_on_a_server_that_only_captures():
     assert counts.take(**NOTHING) == {"donors": 0, "donor_tokens": 0, "donor_host_bytes": 0}
     assert counts.take(**NOTHING) is None
     assert counts.take(donors=0, donor_tokens=0, host_bytes=7)["donor_host_bytes"] == 7
+
+
+def test_a_store_rests_as_long_as_it_does_on_any_rank():
+    counts, key = Counts(), "store_resting/file"
+    counts.stores({key: 2, "store_reads/file/failed": 3})
+    told = counts.take(**NOTHING)
+    assert (told[key], told["store_reads/file/failed"]) == (1, 3)
+    counts.stores({key: -1})
+    assert counts.take(**NOTHING) is None
+    counts.stores({key: -1})
+    assert counts.take(**NOTHING)[key] == 0
+    assert counts.take(**NOTHING) is None

@@ -23,6 +23,7 @@ class Registry(RuleBasedStateMachine):
         self.texts = {}
         self.held_texts = {}
         self.held_donors = {}
+        self.copies = {}
         self.seed = 0
 
     def tokens(self, count):
@@ -60,6 +61,26 @@ class Registry(RuleBasedStateMachine):
         text = self.texts.pop(data.draw(st.sampled_from(sorted(self.texts))))
         self.registry.seal(NAMESPACE, self.tokens(text.start + max(0, text.next - text.start)), text)
 
+    @precondition(lambda self: any(donor.generation for donor in self.registry.catalogue))
+    @rule(data=st.data(), front=st.integers(0, 20), behind=st.integers(0, 20), is_pinned=st.booleans())
+    def heal(self, data, front, behind, is_pinned):
+        """The text of a donor, or more, is computed behind nothing copied."""
+        old = data.draw(st.sampled_from([donor for donor in self.registry.catalogue if donor.generation]))
+        tokens = np.concatenate([self.tokens(front), old.token_ids, self.tokens(behind)])
+        text = self.registry.open(0, len(tokens), 0)
+        if text is None:
+            return
+        was_there = self.registry.catalogue.get(old.donor_id) is not None  # room may have been made at its cost
+        if was_there and is_pinned:
+            self.registry.catalogue.pin(old.donor_id)
+        self.held_texts[text.text_id] = text.next = text.stop
+        self.registry.seal(NAMESPACE, tokens, text)
+        if self.copies.get(old.donor_id, 0) < 2:  # of more donors with a text the two newest are found
+            assert (self.registry.catalogue.get(old.donor_id) is not None) == (was_there and is_pinned)
+        self.copies[old.donor_id] = self.copies.get(old.donor_id, 0) + 1
+        if was_there and is_pinned:
+            self.registry.catalogue.unpin(old.donor_id)
+
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def abandon(self, data):
@@ -92,3 +113,16 @@ class Registry(RuleBasedStateMachine):
 
 TestRegistry = Registry.TestCase
 TestRegistry.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_text_that_is_further_from_exact_replaces_nothing():
+    registry = DonorRegistry(CAPACITY, min_run=MIN_RUN, max_generation=MAX_GENERATION)
+    tokens = np.arange(100, dtype=np.int32)
+    for generation in (0, 1):
+        text = registry.open(0, 100, generation)
+        text.next = text.stop
+        registry.seal(NAMESPACE, tokens, text)
+    assert [donor.generation for donor in registry.catalogue] == [0, 1]
+    assert registry.num_replaced == 0
+    (match,) = registry.catalogue.find(NAMESPACE, tokens)
+    assert registry.catalogue.get(match.donor_id).generation == 0

@@ -1,20 +1,19 @@
-"""Donors of one rank in whatever store is set, and texts that grow beside it."""
+"""Donors of one rank in host memory, and texts that grow beside it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.conformance.file_store import FileStore
+from tests.unit.memory.test_host_store_contract import BYTES_PER_TOKEN, assert_same, make_block
 
 from kvgraft.errors import CapacityError, CorruptCacheError, StoreError
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.memory import HostKVStore
-from kvgraft.testing.store_suite import BYTES_PER_TOKEN, assert_same, make_block
 
 
-@pytest.fixture(params=[HostKVStore, FileStore])
-def store(request):
-    return request.param(budget_bytes=10 * BYTES_PER_TOKEN)
+@pytest.fixture
+def store():
+    return HostKVStore(10 * BYTES_PER_TOKEN)
 
 
 def keep(donors, donor_id, *parts):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from stand_ins import BLOCK, Engine, Request
+from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 
 from kvgraft.config import VLLMConfig
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
+from kvgraft.integrations.vllm.scheduler.stores import is_cold
 
+SCHEDULER = "kvgraft.integrations.vllm.scheduler"
 DOCUMENTS = [random.Random(seed).choices(range(1000), k=70) for seed in range(3)]
-CAPACITY = 1200
+CAPACITY, HOST_TOKENS = 1200, 400
 
 
-def make_graft(load):
+def make_graft(load, shelf=None, host_tokens=None):
     config = VLLMConfig(
         load=load, selection="none", min_run=16, min_saved_tokens=0, max_generation=2, lookup_deadline_ms=1e9
     )
@@ -30,16 +33,23 @@ def make_graft(load):
         output_chunk=8,
         reports_failed_loads=True,
         refusal="",
+        host_tokens=host_tokens,
     )
-    return GraftScheduler(config, facts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{SCHEDULER}.graft_scheduler.open_stores", lambda _: () if shelf is None else (shelf,))
+        return GraftScheduler(config, facts)
 
 
 class Machine(RuleBasedStateMachine):
     load = "sync"
+    has_store = False
 
     def __init__(self):
         super().__init__()
-        self.engine = Engine(make_graft(self.load))
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(f"{SCHEDULER}.stores.StoreFeed", ShelfFeed)
+        shelf = Shelf() if self.has_store else None
+        self.engine = Engine(make_graft(self.load, shelf, HOST_TOKENS if shelf else None), shelf)
         self.names = iter(range(10**6))
         for document in range(len(DOCUMENTS)):
             self.add(head=0, order=[(document, 0, 70)], tail=5, mode="exact", answer=1)
@@ -66,10 +76,11 @@ class Machine(RuleBasedStateMachine):
         room=st.sampled_from([True] * 5 + [False]),
         chunk=st.sampled_from([16, 60, 400]),
         fate=st.sampled_from([""] * 8 + ["slow", "fails", "falls back", "loses text"]),
+        defers=st.sampled_from([False, False, True]),
     )
-    def run(self, steps, room, chunk, fate):
+    def run(self, steps, room, chunk, fate, defers=False):
         for _ in range(steps):
-            self.engine.fate = fate
+            self.engine.fate, self.engine.defers = fate, defers
             self.engine.step(room=room, chunk=chunk)
             self.engine.graft.check()
 
@@ -114,12 +125,21 @@ class Machine(RuleBasedStateMachine):
         engine.graft.reset(prefixes_are_gone=not engine.running)
         assert len(engine.graft.registry.catalogue) == 0
 
+    @precondition(lambda self: self.engine.shelf.spaces)
+    @rule(data=st.data())
+    def lose_what_is_stored(self, data):
+        space = self.engine.shelf.spaces[data.draw(st.sampled_from(sorted(self.engine.shelf.spaces)))]
+        for key in data.draw(st.sets(st.sampled_from(sorted(space)), max_size=3)) if space else ():
+            del space[key]
+
     @invariant()
     def books_agree(self):
         engine, registry = self.engine, self.engine.graft.registry
         engine.graft.check()
         for donor in registry.catalogue:
             held = engine.workers.donors.get(donor.donor_id)
+            if is_cold(donor):
+                assert self.has_store
             if held is None:
                 continue  # it is told to workers with the next step, or they lost it
             assert len(held) == donor.num_tokens
@@ -131,9 +151,11 @@ class Machine(RuleBasedStateMachine):
         engine = self.engine
         for request in [*engine.running, *engine.waiting]:
             engine.end(request)
-        engine.fate = ""
+        engine.fate, engine.defers = "", False
         engine.step(room=True, chunk=400)
         assert engine.graft.num_states == 0
+        assert not engine.graft.registry._promoting
+        self.patch.undo()
         assert engine.graft.registry.reserved_tokens == 0
         engine.graft.check()
         assert not engine.workers.texts
@@ -143,7 +165,23 @@ class AsynchronousMachine(Machine):
     load = "async"
 
 
+class StoreMachine(Machine):
+    load = "auto"
+    has_store = True
+
+    @rule()
+    def restart(self):
+        """All requests end, and another process begins with the same weights and the same store."""
+        old = self.engine
+        for request in [*old.running, *old.waiting]:
+            old.end(request)
+        self.engine = Engine(make_graft(self.load, old.shelf, HOST_TOKENS), old.shelf)
+        self.engine.epoch = self.engine.workers.epoch = old.epoch
+        self.run(steps=2, room=True, chunk=400, fate="")
+
+
 TestSynchronous = Machine.TestCase
 TestAsynchronous = AsynchronousMachine.TestCase
-for case in (TestSynchronous, TestAsynchronous):
+TestWithStore = StoreMachine.TestCase
+for case in (TestSynchronous, TestAsynchronous, TestWithStore):
     case.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

@@ -41,3 +41,40 @@ def test_a_parameter_that_is_replaced_is_noticed(model):
 
 def test_a_model_without_parameters_has_nothing_to_change():
     assert not WeightsWitness(nn.ReLU()).has_changed()
+
+
+@pytest.fixture
+def large():
+    """As many parameters as a model of some layers has, of several types."""
+    torch.manual_seed(0)
+    types = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+    weights = [torch.randn(16, 16).to(types[number % 3]) for number in range(290)]
+    return nn.ModuleList(_Weight(weight) for weight in weights)
+
+
+class _Weight(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+@torch.no_grad()
+def test_one_parameter_of_many_that_is_replaced_is_noticed(large):
+    witness = WeightsWitness(large)
+    for module in large:
+        module.weight.data = (module.weight.float() + 1).to(module.weight.dtype)
+        assert witness.has_changed()
+    assert not witness.has_changed()
+
+
+@torch.no_grad()
+def test_rows_that_were_added_to_a_vocabulary_are_seen():
+    """They stand at an embedding's end."""
+    model = nn.Embedding(1000, 64)
+    witness = WeightsWitness(model)
+    model.weight[990:] += 1.0
+    assert witness.has_changed()
+
+
+def test_parameters_without_elements_are_nothing():
+    assert not WeightsWitness(_Weight(torch.empty(0, 4))).has_changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import torch
 
 from kvgraft.graft.executor import BlockSource, RotatedSpans, copy_spans
 from kvgraft.memory.block import KVBlock
+from kvgraft.memory.store.layout import Field, RowLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +51,12 @@ class KVBuffers:
         """Bytes of one token's K/V in all layers."""
         return sum(buffer[0].nbytes for buffer in (*self.keys, *self.values))
 
+    def row_layout(self) -> RowLayout:
+        """Say how a token's K/V lie in a row of a store."""
+        pairs = zip(self.keys, self.values, strict=True)
+        fields = tuple(Field(buffer.shape[1], buffer.shape[2], buffer.dtype) for pair in pairs for buffer in pair)
+        return RowLayout(fields, "; ".join(map(_described, dict.fromkeys(self.rope))))
+
     def source(self, kv: Tensor | KVBlock) -> KVSource:
         """Return where the K/V of slots (int64), or of a block in host memory, are read from."""
         return BlockSource(kv, self.device) if isinstance(kv, KVBlock) else self.place(kv)
@@ -60,10 +68,17 @@ class KVBuffers:
     def copy(self, copies: Sequence[SpanCopy], targets: Tensor) -> None:
         """Write `copies`, one behind the other, into the slots `targets` (int64).
 
+        The targets are nobody's yet, so that none of them is a source.
+
         Complexity: O(layers * tokens).
         """
         with self.on_forward_stream():
-            copy_spans(RotatedSpans(copies, self.rope, self.device), self.place(targets), range(len(self.keys)))
+            spans, place = RotatedSpans(copies, self.rope, self.device), self.place(targets)
+            if isinstance(place.index, slice):
+                for layer in range(len(self.keys)):
+                    spans.read_into(layer, self.keys[layer][place.index], self.values[layer][place.index])
+            else:
+                copy_spans(spans, place, range(len(self.keys)))
 
     def export(self, slots: Tensor) -> KVBlock:
         """Copy the K/V of `slots` (int64) to host memory; waits until they are there."""
@@ -72,6 +87,17 @@ class KVBuffers:
             values = tuple(buffer.index_select(0, slots).cpu() for buffer in self.values)
         return KVBlock(keys, values)
 
+    def begin_export(self, slots: Tensor) -> Export:
+        """Copy the K/V of `slots` (int64) to host memory without waiting; whoever reuses the slots writes behind the copy."""
+        with self.on_forward_stream():
+            keys = tuple(buffer.index_select(0, slots).to("cpu", non_blocking=True) for buffer in self.keys)
+            values = tuple(buffer.index_select(0, slots).to("cpu", non_blocking=True) for buffer in self.values)
+            if self._stream is None:
+                return Export(KVBlock(keys, values))
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return Export(KVBlock(keys, values), copied)
+
     def on_forward_stream(self) -> AbstractContextManager[object]:
         """Queue the block's work on the stream that runs the model."""
         if self._stream is None:
@@ -79,6 +105,29 @@ class KVBuffers:
         # Slot numbers were computed on the scheduler's stream.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """K/V on their way to host memory.
+
+    Attributes:
+        block: To be read once `is_ready`.
+        copied: Recorded behind the copy; None if nothing is under way.
+    """
+
+    block: KVBlock
+    copied: torch.cuda.Event | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return self.block.num_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they are there."""
+        return self.copied is None or bool(self.copied.query())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,3 +164,9 @@ def _contiguous(slots: Tensor) -> slice | Tensor:
     if last - first + 1 != len(slots) or not bool((slots[1:] - slots[:-1] == 1).all()):
         return slots
     return slice(first, last + 1)
+
+
+def _described(rope: RopeSpec) -> str:
+    """Name a rotation; layers that rotate otherwise have other names."""
+    digest = hashlib.blake2b(rope.inv_freq.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+    return f"{rope.pairing.value} {rope.rotary_dim} {digest}"

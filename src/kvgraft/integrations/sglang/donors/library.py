@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict, deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvgraft.donors import DonorCatalogue, new_secret
 from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.integrations.sglang.donors.kv_buffers import Export
 from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts, TextPart
-from kvgraft.integrations.sglang.donors.texts import HostKV, TreeKV, TreeText
-from kvgraft.memory.store import create_store
+from kvgraft.integrations.sglang.donors.texts import STORE, HostKV, Origin, TreeKV, TreeText
+from kvgraft.memory import HostKVStore
 from kvgraft.reuse.registration import Registration
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -28,12 +30,30 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.memory.block import KVBlock
-    from kvgraft.types import Match, Namespace, TokenArray
+    from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
 
 _MAX_REPAIRS = 8
 """Lookups per call that may find donors shorter than registered; matches that still are get left out."""
+
+
+class _Kept(NamedTuple):
+    """A text that host memory is to keep."""
+
+    namespace: Namespace | KeyedNamespace
+    tokens: TokenArray
+    generation: int
+    start_position: int
+    origin: Origin
+
+
+class _Published(NamedTuple):
+    """A text that lies in the tree and is not registered yet; its slots on the device."""
+
+    text: TreeText
+    start: int
+    slots: Tensor
 
 
 class DonorLibrary:
@@ -59,38 +79,64 @@ class DonorLibrary:
         self.rules = Registration(
             self.catalogue, min_run=config.min_run, max_generation=config.max_generation, finder=self
         )
-        self._host = create_store(config.store, budget_bytes=config.host_bytes)
+        self._host = HostKVStore(config.host_bytes)
         self._host_order: OrderedDict[int, Donor] = OrderedDict()
         self._next_store_key = 0
         self._slot_texts = SlotTexts(buffers.num_slots)
+        self._published: deque[_Published] = deque()
 
     @property
     def host_bytes(self) -> int:
         """Bytes of donors in host memory."""
         return self._host.used_bytes
 
+    @property
+    def num_published(self) -> int:
+        """Texts that are not registered yet."""
+        return len(self._published)
+
     def __len__(self) -> int:
         return len(self.catalogue)
 
     def find(
         self,
-        namespace: Namespace,
+        namespace: Namespace | KeyedNamespace,
         token_ids: NDArray[np.integer[Any]],
         *,
         start: int = 0,
         max_generation: int | None = None,
+        proposed: Collection[DonorId] = (),
     ) -> list[Match]:
         """Find runs at or behind `start` whose K/V are there right now.
 
         Complexity: of `DonorCatalogue.find`, plus one walk in the tree per match.
         """
         for _ in range(_MAX_REPAIRS):
-            matches = self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation)
+            matches = self.catalogue.find(
+                namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed
+            )
             # All stale donors are corrected before the next lookup; one lookup for each would be too many.
             stale = [match for match in matches if not self._verify(match)]
             if not stale:
                 return matches
         return [match for match in matches if self._verify(match)]
+
+    def publish(self, text: TreeText, start: int, slots: Tensor) -> None:
+        """Have `text.tokens[start : start + len(slots)]`, which lie in `slots` (int64) of the tree, registered by `settle`.
+
+        Nothing is waited for here. The caller settles before anything is found, or captured of what the tree gives up.
+        """
+        self._published.append(_Published(text, start, slots))
+
+    def settle(self) -> None:
+        """Register what was published, in its order.
+
+        Raises:
+            Exception: One could not be registered. It is lost, those behind it still wait.
+        """
+        while self._published:
+            text, start, slots = self._published.popleft()
+            self.register(text, start, slots.cpu().numpy())
 
     def register(self, text: TreeText, start: int, slots: NDArray[np.int64]) -> None:
         """Make `text.tokens[start : start + len(slots)]`, which lie in `slots`, a donor unless they are one already."""
@@ -146,12 +192,40 @@ class DonorLibrary:
         self._host_order.move_to_end(kv.store_key)
         return self._host.get(kv.store_key, start, length)
 
+    def export(self, donor: Donor, start: int, length: int) -> Export | None:
+        """Begin to copy K/V of a donor to host memory; None if it is not all there."""
+        kv = donor.kv
+        if isinstance(kv, HostKV):
+            return Export(self._host.get(kv.store_key, start, length)) if kv.store_key in self._host else None
+        # As in `_available`: a question for a part would split a node.
+        found = self.on_device(donor, 0, donor.num_tokens)
+        if found is None:
+            return None
+        slots, pin = found
+        try:
+            return self._buffers.begin_export(slots[start : start + length])
+        finally:
+            self._tree.unpin(pin)
+
+    def keep(self, donor: Donor, start: int, block: KVBlock) -> bool:
+        """Make `donor.token_ids[start : start + block.num_tokens]` a donor in host memory; `donor` may be another's.
+
+        Returns:
+            Whether the text is at hand now; it may have been before.
+        """
+        tokens = donor.token_ids[start : start + block.num_tokens].astype(np.int64)
+        if self.rules.is_known(donor.namespace, tokens, donor.generation):
+            return True
+        position = donor.start_position + start
+        return self._keep(_Kept(donor.namespace, tokens, donor.generation, position, Origin(STORE)), lambda: block)
+
     def record_hit(self, donor: Donor, num_tokens: int) -> None:
         """Count tokens that a donor saved."""
         self.catalogue.record_hit(donor.donor_id, num_tokens)
 
     def clear(self) -> None:
         """Forget everything; for a flushed cache."""
+        self._published.clear()
         self.catalogue.reset()
         self._slot_texts.clear()
         for store_key in self._host_order:
@@ -197,8 +271,14 @@ class DonorLibrary:
         return max(0, min(length, live - start))
 
     def _add(
-        self, namespace: Namespace, tokens: TokenArray, kv: TreeKV | HostKV, generation: int, position: int
+        self,
+        namespace: Namespace | KeyedNamespace,
+        tokens: TokenArray,
+        kv: TreeKV | HostKV,
+        generation: int,
+        position: int,
     ) -> Donor | None:
+        replaced = self.rules.replaced(namespace, tokens, generation)
         try:
             added = self.catalogue.add(namespace, tokens, kv, generation=generation, start_position=position)
         except CapacityError as error:
@@ -207,8 +287,21 @@ class DonorLibrary:
         for donor in added.evicted:
             if isinstance(donor.kv, HostKV):
                 self._drop_block(donor.kv.store_key)
+        if added.donor is not None:
+            for donor in replaced:
+                self._replace(donor.donor_id, added.donor.donor_id)
         self.version += 1
         return added.donor
+
+    def _replace(self, donor_id: DonorId, heir: DonorId) -> None:
+        """Drop a donor of a higher generation for a better one of its text; what the tree has of it is evicted in time."""
+        donor = self.catalogue.get(donor_id)
+        if donor is None:
+            return
+        self.catalogue.inherit(heir, donor_id)
+        self.catalogue.remove(donor_id)
+        if isinstance(donor.kv, HostKV):
+            self._drop_block(donor.kv.store_key)
 
     def _capture(self, part: TextPart, slots: Tensor) -> None:
         if part.length < self._min_run or not self._host.budget_bytes:
@@ -217,16 +310,23 @@ class DonorLibrary:
         tokens = np.frombuffer(text.tokens[part.start : stop], np.int64)
         if self.rules.is_known(text.namespace, tokens, text.generation):
             return
-        if not self._make_room(part.length * self._buffers.bytes_per_token):
-            return
+        kept = _Kept(text.namespace, tokens, text.generation, text.base + part.start, text.origin)
+        self._keep(kept, partial(self._buffers.export, slots[part.first : part.first + part.length]))
+
+    def _keep(self, text: _Kept, block: Callable[[], KVBlock]) -> bool:
+        """Make a donor of K/V in host memory; False where there is no room."""
+        if not self._make_room(len(text.tokens) * self._buffers.bytes_per_token):
+            return False
         store_key = self._next_store_key
-        handle = HostKV(store_key, text.origin)
-        donor = self._add(text.namespace, tokens, handle, text.generation, text.base + part.start)
+        donor = self._add(
+            text.namespace, text.tokens, HostKV(store_key, text.origin), text.generation, text.start_position
+        )
         if donor is None:
-            return
+            return False
         self._next_store_key += 1
-        self._host.put(store_key, self._buffers.export(slots[part.first : part.first + part.length]))
+        self._host.put(store_key, block())
         self._host_order[store_key] = donor
+        return True
 
     def _make_room(self, num_bytes: int) -> bool:
         """Drop least recently used blocks until `num_bytes` fit."""

@@ -1,4 +1,7 @@
-"""Make donors of what requests compute: exact text as SGLang publishes it, the rest under names of our own."""
+"""Make donors of what requests compute: exact text as SGLang publishes it, the rest under names of our own.
+
+Clients wait for their first tokens meanwhile: texts are handed over here and registered behind these (`DonorLibrary.settle`).
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,10 @@ class DonorRegistrar:
         start = max(state.registered_len, state.lineage.given_len - self._min_run, 0)
         if stop - start < self._min_run:
             return
-        slots = self._tree.slots(node)[start:stop].cpu().numpy()
+        slots = self._tree.slots(node)[start:stop]
         tokens = req.full_untruncated_fill_ids[:stop]
         text = TreeText(tokens, state.namespace, req.extra_key, req.cache_salt, 0, 0, _origin(state))
-        self._library.register(text, start, slots)
+        self._library.publish(text, start, slots)
         state.registered_len = stop
 
     def adopt_computed(self, req: Any, state: RequestState, row: Tensor) -> None:  # noqa: ANN401
@@ -68,16 +71,21 @@ class DonorRegistrar:
             )
             if self._library.wants(state.namespace, tokens[start:end], run.generation):
                 text = self._private_text(state, tokens[start:end], start, run.generation)
-                slots = row[start:end].long()
+                slots = row[start:end].long().clone()  # the row is another request's before they are registered
                 self._tree.adopt(text, slots)
                 state.adopted.append((start, end))
-                self._library.register(text, 0, slots.cpu().numpy())
+                self._library.publish(text, 0, slots)
 
     def _private_text(self, state: RequestState, tokens: array[int], start: int, generation: int) -> TreeText:
         """Name a text so that nothing else shares its path: two of equal tokens may differ in what they attended to."""
         self._num_private += 1
         name = f"{self._secret}-{self._num_private}"
-        return TreeText(tokens, state.namespace, name, None, start, generation, _origin(state))
+        # As a salt too: SGLang's events know a node by that, and its hashes in them are of tokens and salt alone.
+        return TreeText(tokens, state.namespace, name, name, start, generation, _origin(state))
+
+    def is_private(self, cache_salt: str | None) -> bool:
+        """Whether a salt is a name of our own, under which text lies that exact requests must never hit."""
+        return cache_salt is not None and cache_salt.startswith(self._secret)
 
 
 def _origin(state: RequestState) -> Origin:

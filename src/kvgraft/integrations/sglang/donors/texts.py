@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from kvgraft.types import Namespace
 
 
+STORE = "a store"
+"""Stands for the request that computed a text where that is not known: it was read from a store."""
+
+
 class Origin(NamedTuple):
     """What computed a text.
 
     Attributes:
-        request: SGLang's id of the request.
+        request: SGLang's id of the request, or `STORE`.
         attempt: How often the request had been retracted before.
     """
 

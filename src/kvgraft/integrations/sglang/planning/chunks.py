@@ -5,6 +5,7 @@ stock scheduling never does, so this adder also decides who may use it. The queu
 
 - One prompt is computed in pieces at a time, phased or merely long. The slots of its rest are reserved in every step.
 - Prompts that fit whole into what is left, even if nothing could be loaded for them, join its steps.
+- A prompt whose K/V are being read from a store keeps its place until they have come, or for a while.
 - All others keep their place in the queue; those behind them are looked at too. The head of the queue is taken up as soon as
   the piecewise prompt has its last piece, so nobody waits for more than the prompts in front.
 """
@@ -36,6 +37,7 @@ class RegionAdmission:
     most_output_tokens: ClassVar[int]
     tree_cache: Any
     memory_budget: Any
+    running_batch: Any
     can_run_list: list[Any]
     new_chunked_req: Any
     rem_chunk_tokens: int | None
@@ -44,6 +46,9 @@ class RegionAdmission:
 
     def add_one_req(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:  # noqa: ANN401
         """Admit a request; its first chunk ends where its next region begins."""
+        is_idle = not self.can_run_list and self.new_chunked_req is None and self.running_batch.is_empty()
+        if self.tree_cache.awaits_store(req, may_nap=is_idle and not has_chunked_req):
+            return self.passed_over
         budget = self.rem_chunk_tokens
         gap = None
         if budget is not None and truncation_align_size is None:

@@ -6,13 +6,15 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.graft.select import NoRecompute
+from kvgraft.graft.select import NoRecompute, Observable
 from kvgraft.integrations.sglang.planning.regions import loadable
 from kvgraft.integrations.sglang.planning.spans import Span
+from kvgraft.integrations.sglang.stored.cold import AllDonors, is_cold
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import GraftPlan, Match, Miss, MissReason, Namespace
@@ -22,10 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgraft.config.sglang import SGLangConfig
-    from kvgraft.donors import CostModel
+    from kvgraft.donors import CostModel, Donor
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.sglang.donors.library import DonorLibrary
     from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
+    from kvgraft.integrations.sglang.stored.link import StoreLink
+    from kvgraft.reuse.lookup import DonorFinder
+    from kvgraft.types import DonorId
+
+
+SHOWN = frozenset({Observable.QUERY_ATTENTION})
+"""What a policy can be shown here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,9 @@ def request_namespace(
 
 def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
     """Return the policy that settings name."""
-    return configured_policy(config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio)
+    return configured_policy(
+        config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio, shown=SHOWN
+    )
 
 
 def extent(plan: GraftPlan) -> tuple[int, int]:
@@ -71,6 +82,7 @@ class LoadPlanner:
         page_size: int,
         *,
         recomputer: Recomputer | None = None,
+        stores: StoreLink | None = None,
         has_deadline: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,27 +95,33 @@ class LoadPlanner:
             page_size: Tokens of a page.
             recomputer: Computes again what the policy chooses once it is loaded; None where nobody does, and what the policy
                 chooses must be left to SGLang.
+            stores: Where more donors are; None for nowhere.
             has_deadline: Without one plans depend on nothing but their arguments and the donors.
             clock: Seconds.
         """
         self.policy = chosen_policy(config)
         self._recomputer = recomputer
         self._left_out: SelectionPolicy = self.policy if recomputer is None else NoRecompute()
-        self._catalogue = library.catalogue
+        self._catalogue, self._cold = library.catalogue, None if stores is None else stores.cold
         self._costs = costs
         self._page_size = page_size
         self._min_run = config.min_run
         self._recomputed: dict[int, int] = {}
-        self._lookup = Lookup(
-            library,
+        lookup = partial(
+            Lookup,
             min_run=config.min_run,
             max_generation=config.max_generation,
             deadline_ms=config.lookup_deadline_ms if has_deadline else math.inf,
             cut=self._cut,
             clock=clock,
         )
+        self._at_hand = lookup(library)
+        everywhere: DonorFinder = library if stores is None else AllDonors(library, stores.cold, stores, config.min_run)
+        self._everywhere = lookup(everywhere)
 
-    def plan(self, namespace: Namespace, tokens: array[int], exact_len: int, end: int) -> LoadPlan:
+    def plan(
+        self, namespace: Namespace, tokens: array[int], exact_len: int, end: int, *, may_read: bool = False
+    ) -> LoadPlan:
         """Plan the positions `[exact_len, end)` of a prompt.
 
         Args:
@@ -111,9 +129,11 @@ class LoadPlanner:
             tokens: The prompt.
             exact_len: Tokens that the exact prefix cache gives.
             end: Positions from it on are computed.
+            may_read: Whether donors in stores count.
         """
         token_ids = np.frombuffer(tokens[: end + 1], np.int64)
-        found = self._lookup.find(namespace, token_ids, exact_len, self._costs)
+        lookup = self._everywhere if may_read else self._at_hand
+        found = lookup.find(namespace, token_ids, exact_len, self._costs)
         if isinstance(found.planned, Miss):
             return LoadPlan((), found.planned, found.lookup_ms)
         if self._recomputer is not None and self._recomputer.policy_for(*extent(found.planned)) is None:
@@ -133,7 +153,13 @@ class LoadPlanner:
         return regions
 
     def _span(self, region: Match) -> Span:
-        donor = self._catalogue.get(region.donor_id)
-        return Span(
-            region.target_start, region.length, donor, region.donor_start, self._recomputed[region.target_start]
-        )
+        is_stored = is_cold(region.donor_id)
+        donor = self.donor_of(region.donor_id)
+        recomputed = self._recomputed[region.target_start]
+        return Span(region.target_start, region.length, donor, region.donor_start, recomputed, is_stored=is_stored)
+
+    def donor_of(self, donor_id: DonorId) -> Donor | None:
+        """Return a donor at hand or in a store, or None if it is gone."""
+        if not is_cold(donor_id):
+            return self._catalogue.get(donor_id)
+        return None if self._cold is None else self._cold.get(donor_id)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from kvgraft.donors import new_secret
 from kvgraft.integrations.sglang.planning.spans import Span
+from kvgraft.integrations.sglang.stored.cold import is_cold
 from kvgraft.types import DonorId, Fidelity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvgraft.donors import Donor
 
+_Shared = TypeVar("_Shared")
 _KEEP, _REPLACE = 0, 1
 _FIELDS = 6
 
@@ -36,6 +38,14 @@ class Decision:
 class Ranks(Protocol):
     """The ranks that serve one request together. Every rank makes the same calls in the same order."""
 
+    @property
+    def rank(self) -> int:
+        """Number of this one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
     def decide(self, make: Callable[[], Decision]) -> Decision:
         """Call `make` on every rank, and return what it returned on rank 0. `make` must not raise."""
 
@@ -44,6 +54,15 @@ class Ranks(Protocol):
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of `numbers`, float32 on the CPU; the same on all of them."""
+
+    def lowest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the lowest of each of `numbers`, as many on every rank."""
+
+    def shared(self, make: Callable[[], _Shared]) -> _Shared:
+        """Call `make` on rank 0 alone, and return on every rank what it returned. `make` must not raise."""
+
+    def gathered(self, part: str) -> list[str]:
+        """Return what every rank gave, in order of ranks."""
 
 
 def shared_secret(group: dist.ProcessGroup) -> bytes:
@@ -55,6 +74,8 @@ def shared_secret(group: dist.ProcessGroup) -> bytes:
 
 class OneRank:
     """No tensor parallelism."""
+
+    rank, size = 0, 1
 
     def decide(self, make: Callable[[], Decision]) -> Decision:
         """Decide here."""
@@ -68,6 +89,18 @@ class OneRank:
         """Be the sum."""
         return numbers
 
+    def lowest(self, numbers: Sequence[int]) -> list[int]:
+        """Be the lowest."""
+        return list(numbers)
+
+    def shared(self, make: Callable[[], _Shared]) -> _Shared:
+        """Make it here."""
+        return make()
+
+    def gathered(self, part: str) -> list[str]:
+        """Be the only one."""
+        return [part]
+
 
 class TensorParallelRanks:
     """Ranks of a CPU process group; each call costs a broadcast or a reduction of a few numbers."""
@@ -75,16 +108,16 @@ class TensorParallelRanks:
     def __init__(self, group: dist.ProcessGroup, donor_of: Callable[[DonorId], Donor | None]) -> None:
         self._group = group
         self._donor_of = donor_of
-        self._is_first = dist.get_rank(group) == 0
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def decide(self, make: Callable[[], Decision]) -> Decision:
         """Broadcast the spans, donors by id and digest."""
         mine = make()
-        numbers = self._encoded(mine) if self._is_first else []
+        numbers = self._encoded(mine) if self.rank == 0 else []
         header = torch.tensor([len(numbers)], dtype=torch.int64)
         dist.broadcast(header, group=self._group, group_src=0)
         payload = (
-            torch.tensor(numbers, dtype=torch.int64) if self._is_first else torch.empty(int(header), dtype=torch.int64)
+            torch.tensor(numbers, dtype=torch.int64) if self.rank == 0 else torch.empty(int(header), dtype=torch.int64)
         )
         dist.broadcast(payload, group=self._group, group_src=0)
         return self._decoded(payload.tolist())
@@ -100,6 +133,25 @@ class TensorParallelRanks:
         """Reduce."""
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM, group=self._group)
         return numbers
+
+    def lowest(self, numbers: Sequence[int]) -> list[int]:
+        """Reduce."""
+        reduced = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(number) for number in reduced]
+
+    def shared(self, make: Callable[[], _Shared]) -> _Shared:
+        """Broadcast what rank 0 makes."""
+        made: list[Any] = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(made, group=self._group, group_src=0)
+        result: _Shared = made[0]
+        return result
+
+    def gathered(self, part: str) -> list[str]:
+        """Gather."""
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, part, group=self._group)
+        return parts
 
     def _encoded(self, decision: Decision) -> list[int]:
         if decision.spans is None:
@@ -123,7 +175,7 @@ class TensorParallelRanks:
         donor = self._donor_of(DonorId(donor_id))
         if donor is not None and _digest(donor, donor_start, length) != digest:
             donor = None
-        return Span(start, length, donor, donor_start, recomputed)
+        return Span(start, length, donor, donor_start, recomputed, is_stored=is_cold(DonorId(donor_id)))
 
 
 def _digest(donor: Donor, start: int, length: int) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.graft.select.base import SelectionContext
+from kvgraft.graft.select.guard import PolicySteps
 from kvgraft.types import Match
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _kept(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> Ite
     reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in matches])
     distance = np.concatenate([np.arange(match.length) for match in matches])
     live = np.setdiff1d(np.arange(num_tokens), reused, assume_unique=True)
-    step = next(policy.steps(SelectionContext(num_tokens, reused, distance, live)))
+    step = PolicySteps(policy, SelectionContext(num_tokens, reused, distance, live)).first()
     keep = np.ones(num_tokens, np.bool_)
     keep[step.positions] = False
     for match in matches:

@@ -24,6 +24,7 @@ class Span:
         donor_start: Index of the first token in the donor.
         recomputed: Tokens in front of it that the donor had and that the selection policy has computed again.
         fidelity: `shifted`, or `substituted` if a semantic provider chose the donor.
+        is_stored: Whether a store alone has the K/V; it is read before it can be loaded.
     """
 
     start: int
@@ -32,6 +33,7 @@ class Span:
     donor_start: int
     recomputed: int = 0
     fidelity: Fidelity = Fidelity.SHIFTED
+    is_stored: bool = False
 
     @property
     def end(self) -> int:

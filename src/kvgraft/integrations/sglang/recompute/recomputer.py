@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from kvgraft.errors import PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
-from kvgraft.graft.select import FirstK, Observable, Observation
+from kvgraft.graft.select import FirstK, Observable, Observation, PolicySteps, expected_share
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -76,7 +80,7 @@ class Recomputer:
         """
         for policy in (self.policy, self.instead):
             cost = self.per_pass + (self.per_pass + min(tail, MAX_LOOK_ROWS) if looks(policy) else 0)
-            if (1 - policy.recompute_ratio) * num_reused > cost:
+            if (1 - expected_share(policy)) * num_reused > cost:
                 return policy
         return None
 
@@ -90,6 +94,7 @@ class Recomputer:
             policy: One of those that `policy_for` gives.
 
         Raises:
+            PolicyError: The policy failed; what was copied is still there.
             Exception: A pass failed on this rank. Layers that it had reached hold new K/V, the others what was copied.
 
         On a GPU everything is queued on the stream that runs the model; where the policy looks, the scheduler waits for it.
@@ -104,16 +109,41 @@ class Recomputer:
     def _run(self, prompt: _Prompt, policy: SelectionPolicy) -> Recomputed:
         token_ids, plan = prompt.token_ids, prompt.plan
         context = selection_context(plan, token_ids)
-        steps = policy.steps(context)
-        step = next(steps)
+        steps = PolicySteps(policy, context)
+        step = self._agreed(steps.first)
         computed, corrected = np.zeros(plan.num_tokens, np.bool_), np.zeros(plan.num_tokens, np.bool_)
-        while True:
+        while step is not None:
             self._compute(prompt, context, step, computed, corrected)
-            mass = self._look(prompt) if step.observe_query else None
-            try:
-                step = steps.send(Observation(None, mass))
-            except StopIteration:
-                return Recomputed(int(computed[context.reused].sum()), int((corrected & ~computed).sum()))
+            observation = Observation(None, self._look(prompt) if step.observe_query else None)
+            step = self._agreed(partial(steps.send, observation))
+        return Recomputed(int(computed[context.reused].sum()), int((corrected & ~computed).sum()))
+
+    def _agreed(self, ask: Callable[[], Recompute | None]) -> Recompute | None:
+        """Ask the policy; where it fails on one rank it has failed on all, which then run the same passes."""
+        step, failure = None, None
+        try:
+            step = ask()
+        except PolicyError as error:
+            failure = error
+        if self.ranks.total(torch.tensor([float(failure is not None)])).any():
+            raise failure or PolicyError("the selection policy failed on another rank")
+        return step
+
+    def run_all(self, token_ids: NDArray[np.int64], slots: Tensor, start: int) -> None:
+        """Compute every position from `start`, the first one copied, up to the end of `slots`: nothing copied is left then.
+
+        What was computed in gaps is computed again: it has attended to copies. Arguments as for `run`.
+
+        Raises:
+            Exception: A pass failed on this rank; what was copied may still be there.
+        """
+        with self.buffers.on_forward_stream():
+            if slots.is_cuda:
+                slots.record_stream(torch.cuda.current_stream(slots.device))
+            kv = PromptKV(self.buffers, slots)
+            for first in range(start, len(kv), self.max_rows):
+                rows = np.arange(first, min(first + self.max_rows, len(kv)))
+                self.model.run(token_ids[rows], rows, Recomputation(kv, rows, None))
 
     def _compute(
         self,

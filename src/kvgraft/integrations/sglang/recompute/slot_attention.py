@@ -64,6 +64,7 @@ class SlotAttention(ABC):
         values: Tensor,
         layer: Any,  # noqa: ANN401 - SGLang's RadixAttention
         *_: object,
+        sinks: Tensor | None = None,
         **__: object,
     ) -> Tensor:
         """Attend for one layer.
@@ -73,6 +74,7 @@ class SlotAttention(ABC):
             keys: (num_rows, num_kv_heads, head_dim), rotated.
             values: Likewise.
             layer: Says how.
+            sinks: (num_heads,), per head the score of one more key whose value is 0; None for none.
 
         Returns:
             Like `query`.
@@ -80,7 +82,7 @@ class SlotAttention(ABC):
         if self.failure is None:
             try:
                 rows = QueryRows(self._rows, query.view(-1, layer.tp_q_head_num, layer.head_dim))
-                rule = AttentionRule(float(layer.scaling), softcap=float(layer.logit_cap or 0))
+                rule = AttentionRule(float(layer.scaling), softcap=float(layer.logit_cap or 0), sinks=sinks)
                 return self._attend(int(layer.layer_id), rule, rows, keys, values).view(query.shape)
             except Exception as error:  # noqa: BLE001 - raised by whoever runs the pass
                 self.failure = error

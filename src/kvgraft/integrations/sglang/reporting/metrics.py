@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvgraft.reuse.metrics import DONOR_HOST_BYTES, DONOR_TOKENS, DONORS, GRAFT_ERRORS, METRICS, MetricKind, samples
+from kvgraft.reuse.metrics import (
+    DONOR_HOST_BYTES,
+    DONOR_TOKENS,
+    DONORS,
+    GRAFT_ERRORS,
+    METRICS,
+    MetricKind,
+    StoreSamples,
+    samples,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvgraft.reuse.metrics import Metric
-    from kvgraft.types import GraftReport
+    from kvgraft.types import GraftReport, StoreCounts
 
 _LIVE = "kvgraft:live"
 
@@ -24,6 +35,7 @@ class SGLangMetrics:
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
+        self._stores = StoreSamples()
         self._metrics = {metric: _made(metric) for metric in METRICS}
         live = Gauge(_LIVE, "1 while the backend serves in the scheduler", ("model_name",), multiprocess_mode="livemax")
         live.labels(model_name).set(1)
@@ -42,6 +54,12 @@ class SGLangMetrics:
         """Take over how many donors there are."""
         for metric, value in ((DONORS, num_donors), (DONOR_TOKENS, num_tokens), (DONOR_HOST_BYTES, host_bytes)):
             self._metrics[metric].labels(self._model_name).set(value)
+
+    def show_stores(self, counts: Iterable[StoreCounts], num_cold: int) -> None:
+        """Take over what stores have done so far."""
+        for metric, labels, value in self._stores.changes(counts, num_cold):
+            family = self._metrics[metric].labels(*labels, self._model_name)
+            family.set(value) if metric.kind is MetricKind.GAUGE else family.inc(value)
 
 
 def _made(metric: Metric) -> Any:  # noqa: ANN401 - a counter, a gauge or a histogram

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.report import report_as_dict, worst_report
-from kvgraft.types import GraftReport, Miss, MissReason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvgraft.integrations.sglang.donors.library import DonorLibrary
     from kvgraft.integrations.sglang.request_state import RequestState
+    from kvgraft.integrations.sglang.stored.link import StoreLink
+    from kvgraft.types import GraftReport, Miss, StoreCounts
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,9 @@ class Metrics(Protocol):
 
     def show_donors(self, num_donors: int, num_tokens: int, host_bytes: int) -> None:
         """How many donors there are."""
+
+    def show_stores(self, counts: Iterable[StoreCounts], num_cold: int) -> None:
+        """What stores have done so far, and how many donors they have."""
 
 
 class RequestLog:
@@ -67,7 +74,7 @@ class RequestLog:
         """Log and count an exception that was caught; returns the miss that it becomes."""
         logger.error("%s for request %s failed; it goes on without", stage, rid, exc_info=error)
         self.count_error()
-        return Miss(MissReason.ERROR, f"{type(error).__name__}: {error}")
+        return miss_of(error)
 
     def count_error(self) -> None:
         """Count something that went wrong and became a miss."""
@@ -79,6 +86,11 @@ class RequestLog:
         """Show how many donors there are."""
         if self.metrics is not None:
             self.metrics.show_donors(len(library), library.catalogue.num_tokens, library.host_bytes)
+
+    def show_stores(self, stores: StoreLink) -> None:
+        """Show what stores have done so far."""
+        if self.metrics is not None:
+            self.metrics.show_stores(stores.counts(), len(stores.cold))
 
     def take(self, req: Any) -> dict[str, object] | None:  # noqa: ANN401 - SGLang's Req
         """Return a request's report once, for its response."""

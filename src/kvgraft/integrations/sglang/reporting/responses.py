@@ -1,4 +1,4 @@
-"""The report in `meta_info["kvgraft"]` of `/generate`, the one place where SGLang lets a plug-in add to an answer."""
+"""Where answers leave SGLang: the report in `meta_info["kvgraft"]` of `/generate`, and what is done once they are sent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ if TYPE_CHECKING:
 
 @cache
 def reporting(streamer_class: type[Any]) -> type[Any]:
-    """Derive an output streamer that adds a request's report to its last piece of output."""
+    """Derive an output streamer that adds a request's report to its last piece of output, and registers donors behind it."""
 
     class ReportingOutputStreamer(streamer_class):  # type: ignore[misc]
         """Needs a `GraftRadixCache` as `tree_cache`."""
 
         __slots__ = ()
         has_additional_customized_info = True
+
+        def stream_output(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            """Send what a step gave; only then is its text made a donor."""
+            super().stream_output(*args, **kwargs)
+            reuse = getattr(self.tree_cache, "reuse", None)
+            if reuse is not None:
+                reuse.settle()
 
         def should_build_additional_customized_info(self) -> bool:
             """Only where a request has ended; tokens on the way carry nothing more than before."""

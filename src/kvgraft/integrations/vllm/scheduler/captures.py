@@ -34,10 +34,13 @@ class Captures:
 
     def open_behind_prefix(self, state: RequestState, matches: Sequence[Match]) -> None:
         """Begin to capture the text of a request that is computed, where no donor has it."""
-        num_tokens, exact_len = len(state.token_ids), state.exact_len
+        num_tokens, exact_len = len(state.token_ids), state.given_len
         if exact_len and not self.trusts_prefixes:
             return
-        *_, tail = state.lineage.computed_runs(exact_len, num_tokens)
+        runs = list(state.lineage.computed_runs(exact_len, num_tokens))
+        if not runs:  # all of it attends to other text
+            return
+        tail = runs[-1]
         known = self._registry.rules.as_good(matches, tail.generation)
         if not self._registry.rules.admits(num_tokens - sum(match.length for match in known), tail.generation):
             return
@@ -55,7 +58,10 @@ class Captures:
         if not state.captures or (state.exact_len and not self.trusts_prefixes):
             return
         num_tokens = len(state.token_ids)
-        *gaps, tail = state.lineage.computed_runs(claim.plan.exact_len, num_tokens)
+        runs = list(state.lineage.computed_runs(claim.plan.exact_len, num_tokens))
+        if not runs:  # all of it attends to other text
+            return
+        *gaps, tail = runs
         opened = [self._registry.open(*gap) for gap in gaps]
         state.gaps = [text for text in opened if text is not None]
         state.prompt = self._registry.open(*tail)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.graft.select import Observable
+from kvgraft.graft.select import Observable, PolicySteps, expected_share
 from kvgraft.graft.sparse_prefill import selection_context
+from kvgraft.integrations.vllm.scheduler.stores import is_cold
 from kvgraft.types import GraftPlan, Match, Miss, MissReason
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Claims:
         if len(donors) != len(spans):
             return Miss(MissReason.NO_DONORS, "a donor left during the lookup")
         asynchronous = {"sync": False, "async": True}.get(self._load, self._num_rows(plan, end) > self._max_rows)
+        # A store is never waited for in a step that others share.
+        asynchronous = asynchronous or any(is_cold(donor) for donor in donors)
         if len(facts.block_sizes) > 1:
             # On models with several KV groups only a waiting request can be told to start again, should its graft fail.
             asynchronous = facts.reports_failed_loads
@@ -100,9 +103,9 @@ class Claims:
             return end - plan.exact_len
         context, num_gap_rows = selection_context(plan), int(np.searchsorted(plan.compute, end))
         if Observable.QUERY_ATTENTION in observes:
-            num_chosen = math.ceil(self._policy.recompute_ratio * len(context.reused))
+            num_chosen = math.ceil(expected_share(self._policy) * len(context.reused))
             return num_gap_rows + num_chosen + plan.num_tokens - end  # rows behind the graft are run to look
-        return num_gap_rows + len(next(self._policy.steps(context)).positions)
+        return num_gap_rows + len(PolicySteps(self._policy, context).first().positions)
 
 
 def covering(matches: Sequence[Match], start: int, stop: int) -> tuple[Match, ...] | None:

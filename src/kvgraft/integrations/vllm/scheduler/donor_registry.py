@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import CorruptCacheError, KVGraftError
 from kvgraft.integrations.vllm.messages import Seal
+from kvgraft.integrations.vllm.scheduler.stores import Stores, is_cold
 from kvgraft.reuse.registration import Registration
+from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvgraft.integrations.vllm.messages import TextId
+    from kvgraft.donors import Donor
+    from kvgraft.integrations.vllm.messages import TextId, Write
+    from kvgraft.memory.store import KVStore
     from kvgraft.types import DonorId, Namespace
 
 
@@ -46,25 +52,59 @@ class CapturedText:
 class DonorRegistry:
     """Decides what workers keep in host memory. Their budgets hold because every token is counted before it is captured.
 
-    Invariant: tokens of donors and of texts are together at most `catalogue.capacity_tokens`.
+    Donors that a store has leave host memory by being forgotten there, and stay in the catalogue as cold ones.
+
+    Invariants: tokens of donors and of texts are together at most `catalogue.capacity_tokens`; tokens of texts and of donors
+    in host memory, or on their way there, at most `host_tokens`.
     """
 
-    def __init__(self, capacity_tokens: int, *, min_run: int, max_generation: int) -> None:
+    def __init__(
+        self,
+        capacity_tokens: int,
+        *,
+        min_run: int,
+        max_generation: int,
+        host_tokens: int | None = None,
+        stores: Sequence[KVStore] = (),
+        num_ranks: int = 1,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            capacity_tokens: Of the catalogue.
+            min_run: Shortest text that becomes a donor.
+            max_generation: Highest generation of a donor.
+            host_tokens: Tokens that fit into the host memory of each worker; None for as many as the catalogue's.
+            stores: Behind host memory.
+            num_ranks: Workers, each with spaces of its own in these.
+        """
         self.catalogue = DonorCatalogue(capacity_tokens, min_run=min_run)
         self.rules = Registration(self.catalogue, min_run=min_run, max_generation=max_generation)
-        self.num_refused_texts = 0
+        self.stores = Stores(
+            stores, self.catalogue, num_ranks=num_ranks, min_run=min_run, max_generation=max_generation
+        )
+        self.num_refused_texts = self.num_replaced = 0
         self._min_run = min_run
+        self._host_tokens = capacity_tokens if host_tokens is None else host_tokens
+        self._kept_tokens = self._num_kept = 0
+        self._promoting: dict[DonorId, int] = {}
         self._text_ids = count()
         self._reserved: dict[TextId, int] = {}
         self._reserved_tokens = 0
         self._drops: list[DonorId] = []
         self._discards: list[TextId] = []
         self._seals: list[Seal] = []
+        self._writes: list[Write] = []
 
     @property
     def reserved_tokens(self) -> int:
         """Tokens of texts."""
         return self._reserved_tokens
+
+    @property
+    def num_cold(self) -> int:
+        """Donors whose K/V lie in stores alone."""
+        return len(self.catalogue) - self._num_kept
 
     def open(self, start: int, stop: int, generation: int) -> CapturedText | None:
         """Make room for the text of positions `[start, stop)`; None if it is too short, too derived or does not fit."""
@@ -84,11 +124,7 @@ class DonorRegistry:
     def extend(self, text: CapturedText, stop: int) -> bool:
         """Make room for the text to reach `stop`, dropping donors of least value; False if that does not do."""
         wanted = stop - text.start - self._reserved[text.text_id]
-        catalogue = self.catalogue
-        short = catalogue.num_tokens + self._reserved_tokens + wanted - catalogue.capacity_tokens
-        if short > 0:
-            self._drops += [donor.donor_id for donor in catalogue.evict(short)]
-        if catalogue.num_tokens + self._reserved_tokens + wanted > catalogue.capacity_tokens:
+        if not self._make_room(wanted):
             return False
         text.stop = stop
         self._reserved[text.text_id] += wanted
@@ -96,12 +132,17 @@ class DonorRegistry:
         return True
 
     def register(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> DonorId | None:
-        """Turn a complete text into a donor; the caller tells workers. None if it cannot become one."""
+        """Turn a complete text into a donor; the caller tells workers. None if it cannot become one.
+
+        Donors of a higher generation that have no other text leave for it.
+        """
         self._release(text)
+        tokens = token_ids[text.start : text.next]
+        replaced = self.rules.replaced(namespace, tokens, text.generation)
         try:
             added = self.catalogue.add(
                 namespace,
-                token_ids[text.start : text.next],
+                tokens,
                 None,
                 generation=text.generation,
                 start_position=text.start,
@@ -109,10 +150,18 @@ class DonorRegistry:
         except KVGraftError:
             self._discards.append(text.text_id)
             return None
-        self._drops += [donor.donor_id for donor in added.evicted]
+        for donor in added.evicted:
+            self._gone(donor)
         if added.donor is None:
             self._discards.append(text.text_id)
             return None
+        self._kept_tokens += added.donor.num_tokens
+        self._num_kept += 1
+        for donor in replaced:
+            self._replace(donor.donor_id, added.donor.donor_id)
+        write = self.stores.write_of(added.donor)
+        if write is not None:
+            self._writes.append(write)
         return added.donor.donor_id
 
     def seal(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> None:
@@ -131,16 +180,56 @@ class DonorRegistry:
             self._discards.append(text.text_id)
 
     def forget(self, donor_id: DonorId) -> None:
-        """Drop a donor; one that is gone is ignored."""
+        """Drop a donor; one that is gone is ignored. A store keeps it."""
         if self.catalogue.get(donor_id) is not None:
-            self.catalogue.remove(donor_id)
-            self._drops.append(donor_id)
+            self._gone(self.catalogue.remove(donor_id))
+
+    def promote(self, donor_id: DonorId) -> bool:
+        """Make room in host memory for a cold donor, on its way there until `promoted`; False if there is none.
+
+        Other donors leave host memory for it only if a store has them.
+        """
+        donor = self.catalogue.get(donor_id)
+        if donor is None or not is_cold(donor) or donor_id in self._promoting:
+            return False
+        short = self._used_tokens + donor.num_tokens - self._host_tokens
+        if short > 0:
+            self._leave_host(short, only_stored=True)
+        if self._used_tokens + donor.num_tokens > self._host_tokens:
+            return False
+        self._promoting[donor_id] = donor.num_tokens
+        return True
+
+    def promoted(self, donor_id: DonorId, *, is_kept: bool) -> None:
+        """Note what became of a donor that was on its way into host memory."""
+        num_tokens = self._promoting.pop(donor_id, None)
+        if num_tokens is None:
+            return
+        if is_kept and self.catalogue.get(donor_id) is not None:
+            self.catalogue.rebind(donor_id, None)
+            self._kept_tokens += num_tokens
+            self._num_kept += 1
+        else:
+            self._drops.append(donor_id)  # some ranks may have kept it
 
     def take_news(self) -> tuple[tuple[Seal, ...], tuple[TextId, ...], tuple[DonorId, ...]]:
         """Seals, discards and drops since the last call."""
         news = tuple(self._seals), tuple(self._discards), tuple(self._drops)
         self._seals, self._discards, self._drops = [], [], []
         return news
+
+    def follow_stores(self) -> None:
+        """Take over what stores have got and lost; costs nothing if nothing has changed."""
+        catalogue = self.catalogue
+        self.stores.news(catalogue.capacity_tokens - catalogue.num_tokens - self._reserved_tokens)
+        over = catalogue.num_tokens + self._reserved_tokens - catalogue.capacity_tokens
+        for donor in catalogue.evict(over):
+            self._gone(donor)
+
+    def take_writes(self) -> tuple[Write, ...]:
+        """Donors to store since the last call."""
+        writes, self._writes = tuple(self._writes), []
+        return writes
 
     def check(self, open_texts: set[TextId]) -> None:
         """Verify the invariant and the catalogue's.
@@ -157,6 +246,64 @@ class DonorRegistry:
         total = self.catalogue.num_tokens + self._reserved_tokens
         if self._reserved_tokens != sum(self._reserved.values()) or total > self.catalogue.capacity_tokens:
             raise CorruptCacheError(f"{total} tokens of donors and texts, {self._reserved_tokens} of texts")
+        kept = [donor.num_tokens for donor in self.catalogue if not is_cold(donor)]
+        if (len(kept), sum(kept)) != (self._num_kept, self._kept_tokens) or self._used_tokens > self._host_tokens:
+            raise CorruptCacheError(f"{sum(kept)} tokens of donors in host memory, {self._kept_tokens} counted")
+
+    @property
+    def _used_tokens(self) -> int:
+        """Tokens of host memory that are taken or spoken for."""
+        return self._kept_tokens + self._reserved_tokens + sum(self._promoting.values())
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Make room for text, in host memory and in the catalogue, at the cost of donors of least value."""
+        catalogue = self.catalogue
+        short = self._used_tokens + num_tokens - self._host_tokens
+        if short > 0:
+            self._leave_host(short)
+        short = catalogue.num_tokens + self._reserved_tokens + num_tokens - catalogue.capacity_tokens
+        if short > 0:
+            for donor in catalogue.evict(short):
+                self._gone(donor)
+        fits = self._used_tokens + num_tokens <= self._host_tokens
+        return fits and catalogue.num_tokens + self._reserved_tokens + num_tokens <= catalogue.capacity_tokens
+
+    def _leave_host(self, num_tokens: int, *, only_stored: bool = False) -> None:
+        """Take donors of least value out of host memory: those that a store has become cold, others are lost."""
+        leaving = []
+        for donor in self.catalogue.victims():
+            if num_tokens <= 0:
+                break
+            if not is_cold(donor) and (not only_stored or self.stores.donors.key_of(donor.donor_id) is not None):
+                leaving.append(donor)
+                num_tokens -= donor.num_tokens
+        for donor in leaving:
+            key = self.stores.donors.key_of(donor.donor_id)
+            if key is None:
+                self.forget(donor.donor_id)
+            else:
+                self.catalogue.rebind(donor.donor_id, StoredKV(key), is_far=True)
+                self._leaves(donor)
+
+    def _replace(self, donor_id: DonorId, heir: DonorId) -> None:
+        """Drop a donor for a better one of its text, if it is still there; what stores have of it is not taken back."""
+        if self.catalogue.get(donor_id) is not None:
+            self.catalogue.inherit(heir, donor_id)
+            self._gone(self.catalogue.remove(donor_id), comes_back=False)
+            self.num_replaced += 1
+
+    def _gone(self, donor: Donor, *, comes_back: bool = True) -> None:
+        """A donor has left the catalogue; `comes_back` once there is room, if a store has it."""
+        self.stores.gone(donor, comes_back=comes_back)
+        if not is_cold(donor):
+            self._leaves(donor)
+        elif donor.donor_id in self._promoting:
+            self._drops.append(donor.donor_id)  # workers give up what is on its way, and say so
+
+    def _leaves(self, donor: Donor) -> None:
+        self._kept_tokens -= donor.num_tokens
+        self._num_kept -= 1
+        self._drops.append(donor.donor_id)
 
     def _opened(self, start: int, generation: int) -> CapturedText:
         text = CapturedText(next(self._text_ids), start, start, generation, start)

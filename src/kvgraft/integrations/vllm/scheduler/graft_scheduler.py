@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors import CostModel
 from kvgraft.errors import CorruptCacheError
-from kvgraft.graft.select import Observable
-from kvgraft.integrations.vllm.messages import Graft, StepCommands
-from kvgraft.integrations.vllm.scheduler.asked import PARAMETER, asked_mode, refused_request
+from kvgraft.integrations.vllm.messages import StepCommands
 from kvgraft.integrations.vllm.scheduler.captures import Captures
-from kvgraft.integrations.vllm.scheduler.claims import Claims
 from kvgraft.integrations.vllm.scheduler.counts import Counts
+from kvgraft.integrations.vllm.scheduler.decisions import Decisions, lookup_of
 from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
+from kvgraft.integrations.vllm.scheduler.grafts import graft_of
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.private_hashes import make_private
 from kvgraft.integrations.vllm.scheduler.requests import RequestState
+from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED
+from kvgraft.integrations.vllm.selection import chosen_policy
+from kvgraft.memory.store import open_stores
+from kvgraft.reuse.asked import PARAMETER
+from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage, reused_span
-from kvgraft.reuse.lookup import Lookup
-from kvgraft.reuse.policy import configured_policy
 from kvgraft.reuse.report import report_as_dict
-from kvgraft.types import GraftPlan, Miss, MissReason, ReuseMode
+from kvgraft.types import Fidelity, Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import Capture, GraftOutcome, WorkerReport
+    from kvgraft.integrations.vllm.messages import Capture, Graft, GraftOutcome, StoreReport, WorkerReport
+    from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
+    from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
 
 logger = logging.getLogger(__name__)
 
@@ -48,37 +51,38 @@ class GraftScheduler:
         self.counts = Counts()
         self.host_bytes = 0
         self.registry = DonorRegistry(
-            facts.capacity_tokens, min_run=config.min_run, max_generation=config.max_generation
-        )
-        self._mode = config.mode
-        self._facts = facts
-        self._refusal = facts.refusal
-        self._policy = configured_policy(
-            config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
-        )
-        self._lookup = Lookup(
-            self.registry.catalogue,
+            facts.capacity_tokens,
             min_run=config.min_run,
             max_generation=config.max_generation,
-            min_saved_tokens=config.min_saved_tokens,
-            deadline_ms=config.lookup_deadline_ms,
+            host_tokens=facts.host_tokens,
+            stores=() if facts.refusal else open_stores(config.store),
+            num_ranks=facts.num_ranks,
         )
-        looks = Observable.QUERY_ATTENTION in self._policy.observes
-        self._costs = CostModel.of_width(
-            facts.hidden_size, recompute_ratio=self._policy.recompute_ratio, tail_passes=float(looks)
+        self._facts = facts
+        self._refusal = facts.refusal
+        self._policy = chosen_policy(config)
+        self._lookup = lookup_of(config, self.registry)
+        self._decisions = Decisions(
+            config, facts, self._policy, registry=self.registry, counts=self.counts, lookup=self._lookup
         )
-        self._claims = Claims(config, facts, self._policy, self.registry.catalogue)
+        self._stand_ins = self._decisions.stand_ins
         self._captures = Captures(self.registry, facts)
         self._states: dict[str, RequestState] = {}
         self._ended: dict[str, RequestState] = {}
         self._grafts: list[Graft] = []
         self._cancels: list[str] = []
         self._is_reset = False
+        self._known_changes = 0
 
     @property
     def refusal(self) -> str:
         """Why nothing is grafted on this engine, or empty."""
         return self._refusal
+
+    @property
+    def trusts_prefixes(self) -> bool:
+        """Whether what vLLM's prefix cache holds was computed by the model as it is now."""
+        return self._captures.trusts_prefixes
 
     @property
     def num_states(self) -> int:
@@ -87,35 +91,52 @@ class GraftScheduler:
 
     # ---- what vLLM asks and tells
 
-    def match(self, request: Request, exact_len: int) -> tuple[int, bool]:
-        """Decide how many tokens behind vLLM's own `exact_len` are made here, and whether the request waits for them."""
+    def match(self, request: Request, exact_len: int, stored: StoredPrefix = NOTHING_STORED) -> tuple[int, bool]:
+        """Decide how many tokens behind vLLM's own `exact_len` are made here, and whether the request waits for them.
+
+        None are unless a graft reuses `min_saved_tokens` more than a store beside us has exact ones.
+        """
         known = self._states.get(request.request_id)
-        if known is not None and known.waits_for_room(exact_len, request.num_tokens):
+        if known is not None and known.stored == stored and known.waits_for_room(exact_len, request.num_tokens):
             return _promised(known)
         try:
-            self._decide(self._begin(request, exact_len, known), request)
+            self._decide(self._begin(request, exact_len, known), request, stored)
         except Exception as error:
             self.counts.error()
             logger.exception("lookup for request %s failed; it is computed", request.request_id)
-            self._compute(request.request_id, Miss(MissReason.ERROR, f"{type(error).__name__}: {error}"))
+            self._compute(request.request_id, miss_of(error))
         return _promised(self._states.get(request.request_id))
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Take the blocks of a request; vLLM calls this a second time with 0 tokens for asynchronous claims."""
+        """Take the blocks of a request; vLLM calls this a second time with 0 tokens for asynchronous claims.
+
+        It may come steps behind `match`, or never. What was found may be gone then: vLLM waits for a load all the same, which
+        fails at once.
+        """
         state = self._states.get(request.request_id)
         if state is None or (state.is_admitted and not num_tokens):
             return
         state.is_admitted = True
-        claim = state.claim
-        if claim is not None and not num_tokens:
-            self._unpin(state)
-            state.claim = claim = None
-            state.miss = Miss(MissReason.NO_ROOM, "vLLM admitted the request without its graft")
-        if claim is None:
+        if not num_tokens:
+            if state.claim is not None:
+                self._unpin(state)
+                state.claim = None
+                state.miss = Miss(MissReason.NO_ROOM, "vLLM admitted the request without its graft")
+            return
+        if state.claim is None and state.void is None:
             return
         state.block_ids = [list(ids) for ids in block_ids]
+        if state.claim is None or state.claim.num_tokens != num_tokens:
+            self._send_void(state)
+        else:
+            self._send(state, state.claim)
+
+    def _send(self, state: RequestState, claim: Claim) -> None:
+        """Have a claim carried out."""
         spans = zip(claim.plan.spans, claim.donors[len(claim.reached_back) :], strict=True)
-        state.lineage.copy(reused_span(span, donor) for span, donor in spans)
+        fidelity = Fidelity.SHIFTED if state.substitution is None else Fidelity.SUBSTITUTED
+        tier_of = self.registry.stores.tier_of
+        state.lineage.copy(reused_span(span, donor, fidelity, tier_of(donor.donor_id)) for span, donor in spans)
         if claim.reached_back:
             state.lineage.expose(claim.plan.exact_len, max(donor.generation for donor in claim.reached_back))
         try:
@@ -124,25 +145,40 @@ class GraftScheduler:
             # The graft itself must go out: vLLM counts its tokens as computed.
             self.counts.error()
             logger.exception("text of request %s is not kept for others", state.request_id)
-        self._grafts.append(
-            Graft(
-                state.request_id,
-                state.token_ids[: claim.plan.num_tokens],
-                claim.plan,
-                claim.spans,
-                claim.source_starts,
-                claim.end,
-                state.blocks_to(claim.end, self._facts.block_sizes),
-                tuple((text.text_id, text.start, text.stop) for text in state.gaps),
-                state.prompt.text_id if state.prompt is not None else None,
-                claim.asynchronous,
-            )
-        )
+        deadline_s = self._decisions.deadline_s(claim)
+        graft = graft_of(state, claim, self.registry, self._facts.block_sizes, deadline_s=deadline_s)
+        self._grafts.append(graft)
+        state.cold_tokens = sum(span.length for span in claim.plan.spans if span.donor_id in graft.cold)
         for span in claim.plan.spans:
             self.registry.catalogue.record_hit(span.donor_id, span.length)
+        self.registry.stores.touch(donor.donor_id for donor in claim.donors)
+
+    def _send_void(self, state: RequestState) -> None:
+        """Let a load fail that vLLM waits for: what was found is gone, or vLLM takes less than it was promised."""
+        self._unpin(state)
+        reason = (
+            "donors were forgotten before the request was admitted" if state.claim is None else "vLLM cut the graft"
+        )
+        state.claim = state.claim or state.void
+        assert state.claim is not None
+        self._grafts.append(
+            graft_of(state, state.claim, self.registry, self._facts.block_sizes, deadline_s=0.0, void=reason)
+        )
+
+    def sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
+        """Where the tokens promised for a request come from, under vLLM's names."""
+        state = self._states.get(request_id)
+        claim = None if state is None else state.claim
+        if state is None or claim is None or claim.num_tokens != num_tokens:
+            return {"external_unspecified": num_tokens}
+        spans = sum(span.length for span in claim.plan.spans)
+        far = "disk" if self.registry.stores.are_files else "external_unspecified"
+        sources = {"host": spans - state.cold_tokens, "external_unspecified": num_tokens - spans}
+        return {**sources, far: sources.get(far, 0) + state.cold_tokens}
 
     def commands(self, output: SchedulerOutput) -> StepCommands:
         """What workers do in this step."""
+        self.registry.follow_stores()
         for req_id in output.preempted_req_ids or ():
             preempted = self._states.get(req_id)
             if preempted is not None and preempted.hashes is not None:
@@ -169,7 +205,25 @@ class GraftScheduler:
         cancels, self._cancels = tuple(self._cancels), []
         reset, self._is_reset = self._is_reset, False
         seals, discards, drops = self.registry.take_news()
-        return StepCommands(reset, cancels, seals, grafts, discards, drops, tuple(captures))
+        num_tokens = sum(output.num_scheduled_tokens.values())
+        is_prefill_alone = not any(state.waits_for_graft for state in self._states.values())
+        self._decisions.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
+        return StepCommands(
+            reset,
+            cancels,
+            seals,
+            grafts,
+            discards,
+            drops,
+            tuple(captures),
+            self.registry.take_writes(),
+            is_idle=not num_tokens,
+            known_changes=self._known_changes,
+        )
+
+    def step_ended(self) -> None:
+        """The result of a step has come back."""
+        self._decisions.speed.step_ends()
 
     def receive(self, report: WorkerReport) -> None:
         """Take what workers told."""
@@ -177,7 +231,8 @@ class GraftScheduler:
         if report.refusal and not self._refusal:
             self._refusal = report.refusal
             logger.error("workers refuse to graft: %s", report.refusal)
-        if report.weights_changed:
+        if report.num_weight_changes > self._known_changes:
+            self._known_changes = report.num_weight_changes
             self._captures.trusts_prefixes = False
             self._forget_everything()
             logger.warning(
@@ -193,6 +248,7 @@ class GraftScheduler:
             ended = self._ended.pop(request_id, None) or self._states.get(request_id)
             if ended is not None:
                 self._complete(ended, outcome)
+        self._follow_stores(report.store)
 
     def finish(self, request: Request) -> dict[str, object] | None:
         """Forget a request that ended, however; returns what the client is told."""
@@ -205,6 +261,8 @@ class GraftScheduler:
         try:
             self._unpin(state)
             self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
+            if self._stand_ins is not None and state.captures:
+                self._stand_ins.heard(state, request.all_token_ids[: request.num_computed_tokens])
         except Exception:
             self.counts.error()
             logger.exception("text of request %s is not kept for others", state.request_id)
@@ -230,6 +288,12 @@ class GraftScheduler:
         self._is_reset = True
         self._captures.trusts_prefixes = prefixes_are_gone
         self._forget_everything()
+
+    def close(self) -> None:
+        """Let stores and a semantic provider give back their resources."""
+        self.registry.stores.close()
+        if self._stand_ins is not None:
+            self._stand_ins.substitutes.close()
 
     def check(self) -> None:
         """Verify what must hold between two calls of vLLM; for tests.
@@ -265,7 +329,7 @@ class GraftScheduler:
         if known is not None:
             self._unpin(known)
             self._captures.give_up(known)
-            state.has_failed, state.hashes = known.has_failed, known.hashes
+            state.failure, state.hashes = known.failure, known.hashes
             state.before = known.report(self._policy.name) if known.is_admitted else known.before
             if state.before is not None:
                 state.lineage = known.lineage
@@ -273,32 +337,14 @@ class GraftScheduler:
         self._states[request.request_id] = state
         return state
 
-    def _decide(self, state: RequestState, request: Request) -> None:
+    def _decide(self, state: RequestState, request: Request, stored: StoredPrefix) -> None:
         """Claim a graft, or begin to capture the text."""
-        mode, wrong = asked_mode(request, self._mode)
-        refusal = self._refusal or refused_request(request)
-        if mode is ReuseMode.OFF:
-            state.miss = Miss(MissReason.REUSE_OFF, wrong)
-            return
-        if refusal:
-            state.miss = Miss(MissReason.MODEL_REFUSED, refusal)
-            return
-        state.captures = True
-        prompt = state.token_ids[: state.num_prompt_tokens]
-        exact_len = min(state.exact_len, len(prompt))  # of a request that begins again, an answer may be cached too
-        found = self._lookup.find(state.namespace, prompt, exact_len, self._costs, start=0)
-        state.lookup_ms = found.lookup_ms
-        planned = found.planned
-        if isinstance(planned, Miss) and planned.reason is MissReason.ERROR:
-            self.counts.error()
-        if mode is ReuseMode.EXACT:
-            planned = Miss(MissReason.REUSE_OFF)
-        elif state.has_failed:
-            planned = Miss(MissReason.ERROR, "a graft of this request failed")
-        claim = self._claims.of(planned, found.matches) if isinstance(planned, GraftPlan) else planned
+        claim, matches = self._decisions.claim_of(state, request, stored, self._refusal)
         if isinstance(claim, Miss):
             state.miss = claim
-            self._captures.open_behind_prefix(state, found.matches)
+            state.take_stored(stored)
+            if state.captures:
+                self._captures.open_behind_prefix(state, matches)
             return
         state.hashes = make_private(request, claim.first_approximate // self._facts.hash_block_size)
         state.claim = claim
@@ -331,13 +377,15 @@ class GraftScheduler:
         self._unpin(state)
         state.outcome = outcome
         if outcome.fell_back:
-            self.counts.error()
-            state.miss = Miss(MissReason.ERROR, outcome.fell_back)
+            if not outcome.is_store_miss:
+                self.counts.error()
+            state.miss = Miss(_reason(outcome), outcome.fell_back)
             if state.claim is not None:
                 state.lineage.withdraw(state.claim.plan.exact_len)
         else:
             state.lineage.recompute(outcome.recomputed_tokens, inside=True)
-        state.has_failed |= outcome.failed
+        if outcome.failed:
+            state.failure = state.failure or state.miss
         self._captures.graft_ended(state, failed=outcome.failed)
 
     def _forget_everything(self) -> None:
@@ -346,9 +394,20 @@ class GraftScheduler:
             state.captures = False
             if not state.is_admitted:
                 self._unpin(state)
+                state.void = state.void or state.claim
                 state.claim, state.is_stale = None, True
         for donor in list(self.registry.catalogue):
             self.registry.forget(donor.donor_id)
+        self.registry.stores.reset()
+
+    def _follow_stores(self, report: StoreReport) -> None:
+        """Take what workers told of stores."""
+        for donor_id in report.unpromoted:
+            self.registry.promoted(donor_id, is_kept=False)
+        for donor_id in report.promoted:
+            self.registry.promoted(donor_id, is_kept=True)
+        self.registry.stores.receive(report)
+        self.counts.stores(report.counts)
 
     def _unpin(self, state: RequestState) -> None:
         if state.is_pinned and state.claim is not None:
@@ -356,6 +415,13 @@ class GraftScheduler:
                 if self.registry.catalogue.get(donor.donor_id) is not None:
                     self.registry.catalogue.unpin(donor.donor_id)
         state.is_pinned = False
+
+
+def _reason(outcome: GraftOutcome) -> MissReason:
+    """Why nothing of a graft that fell back or failed is left."""
+    if outcome.is_policy_error:
+        return MissReason.POLICY_ERROR
+    return MissReason.STORE if outcome.is_store_miss else MissReason.ERROR
 
 
 def _promised(state: RequestState | None) -> tuple[int, bool]:

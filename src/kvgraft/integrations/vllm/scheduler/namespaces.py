@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 
 def model_fingerprint(vllm_config: VllmConfig) -> str:
-    """Digest what decides K/V. Donors never leave the engine that loaded the weights, so these need no digest."""
+    """Digest the architecture, as any replica sees it: where the model lies on this machine is left out.
+
+    Weights need no digest here. In host memory donors never leave the engine that loaded them, and in stores they lie in a
+    space that is named by the weights (`worker/space.py`).
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name != "_name_or_path"}
     facts = {
-        "model": str(model.model),
-        "revision": str(model.revision),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cache.cache_dtype),
-        "config": model.hf_config.to_dict(),
+        "config": config,
     }
     raw = json.dumps(facts, sort_keys=True, default=str).encode()
     return hashlib.blake2b(raw, digest_size=16, person=b"kvgraft.vllm").hexdigest()

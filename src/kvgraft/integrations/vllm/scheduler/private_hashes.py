@@ -5,6 +5,9 @@ fill up later, those of the answer included, get theirs appended. The connector 
 allocation: the last moment at which a request can be given a list whose entries from one block on are its own secret,
 whenever they are written. The attribute is no documented interface, so its form is checked where it is read; that vLLM goes
 on with the list that it finds there is tried out on its own class at start (`contract.py`).
+
+The last eight bytes of a private hash, which are all that vLLM's events tell of it unless it is told otherwise, are marked
+under a key of this process: `is_private` knows them again, of whatever request and however long ago.
 """
 
 from __future__ import annotations
@@ -23,6 +26,24 @@ if TYPE_CHECKING:
         """What is needed of vLLM's `Request`."""
 
         block_hashes: list[bytes]
+
+
+_MARK_KEY = secrets.token_bytes(32)
+_MARK_BYTES = 4
+
+
+def is_private(block_hash: bytes | int) -> bool:
+    """Whether a hash of a block, or its last 64 bits as a number, is a request's secret.
+
+    Complexity: O(1), of nothing that is remembered. A public hash is taken for a private one with probability 2**-32.
+    """
+    tail = block_hash.to_bytes(8, "big") if isinstance(block_hash, int) else block_hash[-2 * _MARK_BYTES :]
+    return _mark(tail[:_MARK_BYTES]) == tail[_MARK_BYTES:]
+
+
+def is_tainted(request: HashedRequest) -> bool:
+    """Whether blocks of the request are kept to itself, because they hold approximate K/V or were to hold them."""
+    return isinstance(request.block_hashes, PrivateBlockHashes)
 
 
 class PrivateBlockHashes(list[bytes]):
@@ -65,7 +86,12 @@ class PrivateBlockHashes(list[bytes]):
     def _private(self, index: int, value: bytes) -> bytes:
         if index < self.first_private:
             return value
-        return hashlib.blake2b(value, key=self._secret, person=b"kvgraft.priv").digest()[: len(value)]
+        secret = hashlib.blake2b(value, key=self._secret, person=b"kvgraft.priv").digest()[: len(value) - _MARK_BYTES]
+        return secret + _mark(secret[-_MARK_BYTES:])
+
+
+def _mark(value: bytes) -> bytes:
+    return hashlib.blake2b(value, key=_MARK_KEY, person=b"kvgraft.mark", digest_size=_MARK_BYTES).digest()
 
 
 def make_private(request: HashedRequest, first_block: int) -> PrivateBlockHashes:

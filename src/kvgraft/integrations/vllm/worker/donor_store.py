@@ -9,17 +9,17 @@ from kvgraft.memory.block import KVBlock
 
 if TYPE_CHECKING:
     from kvgraft.integrations.vllm.messages import TextId
-    from kvgraft.memory import KVStore
+    from kvgraft.memory import HostKVStore
     from kvgraft.types import DonorId
 
 
 class DonorStore:
-    """Donors in a KV store that nobody else uses, growing texts in host memory. Not thread-safe.
+    """Donors in a host store that nobody else uses, growing texts in host memory. Not thread-safe.
 
     The scheduler decides what stays; this only keeps.
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: HostKVStore) -> None:
         self._store = store
         self._donor_ids: set[DonorId] = set()
         self._texts: dict[TextId, list[KVBlock]] = {}
@@ -40,8 +40,20 @@ class DonorStore:
             StoreError, CapacityError: It cannot be kept; the text is gone.
             KeyError: There is no such text.
         """
-        self._store.put(donor_id, KVBlock.join(self._texts.pop(text_id)))
+        self.keep(donor_id, KVBlock.join(self._texts.pop(text_id)))
+
+    def keep(self, donor_id: DonorId, block: KVBlock) -> None:
+        """Keep a donor that was read elsewhere; tensors in host memory, which are the store's from now on.
+
+        Raises:
+            StoreError, CapacityError: It cannot be kept.
+        """
+        self._store.put(donor_id, block)
         self._donor_ids.add(donor_id)
+
+    def whole(self, donor_id: DonorId) -> KVBlock | None:
+        """View a donor's K/V; None if it is not there. The view stays good after `drop`."""
+        return self._store.get(donor_id) if donor_id in self._donor_ids else None
 
     def discard(self, text_id: TextId) -> None:
         """Forget a text; one that is not there is ignored, its capture may have failed."""

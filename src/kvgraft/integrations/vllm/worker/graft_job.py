@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.errors import IntegrationError
+from kvgraft.errors import IntegrationError, PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
-from kvgraft.graft.select import NoRecompute, Observation, Recompute
+from kvgraft.graft.select import NoRecompute, Observation, PolicySteps, Recompute
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
 from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
@@ -27,6 +27,8 @@ from kvgraft.integrations.vllm.worker.spans import DonorSpans
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
 from kvgraft.memory.block import KVBlock
+from kvgraft.reuse.failures import miss_of
+from kvgraft.types import MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.integrations.vllm.messages import Graft
+    from kvgraft.integrations.vllm.messages import Graft, TextId
     from kvgraft.integrations.vllm.worker.donor_store import DonorStore
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
     from kvgraft.types import Match
@@ -47,8 +49,8 @@ class GraftJob:
     """Takes one graft to its outcome: `begin`, then `step` until `outcome` is set.
 
     All ranks take the same steps: these follow from the command and, where keys or attention are observed, from sums over
-    ranks. A rank that cannot read a donor makes all of them compute the positions instead, which gives what a full prefill
-    would.
+    ranks; K/V from a store are handed in (`arrive`) when all ranks have them. A rank that cannot read a donor makes all of
+    them compute the positions instead, which gives what a full prefill would.
     """
 
     def __init__(
@@ -67,50 +69,103 @@ class GraftJob:
         self._donors = donors
         self._homes = _homes(command, rank, max_rows)
         self._max_rows = max_rows
-        self._policy = policy
-        self._correction = correction
+        self._policy = NoRecompute() if command.is_substituted else policy
+        self._correction = None if command.is_substituted else correction
         self._context = selection_context(command.plan, command.token_ids)
         self._num_recomputed = 0
         self._computed = np.zeros(command.end, np.bool_)
         self._corrected = np.zeros(command.end, np.bool_)
         self._has_begun = False
+        self._awaited = frozenset(command.cold)
+        self.is_blocked = False
+        self._kept_texts = {text_id: (start, stop) for text_id, start, stop in command.captures}
         self._passes: list[GraftPass] = []
         self._captured: GraftPass | None = None
         self._look: QueryLook | None = None
         self._fell_back = ""
+        self._is_policy_error = False
         self._inject_s = self._compute_s = 0.0
 
     def begin(self) -> None:
-        """Read the donors and decide the first pass; every rank must come here in the same step."""
+        """Read the donors and decide the first pass; every rank must come here in the same step.
+
+        Where a rank cannot, or the policy fails, all of them compute everything.
+        """
         started = time.perf_counter()
         command = self.command
-        spans, policy = self._spans((), ()), self._policy
+        steps = PolicySteps(self._policy, self._context)
         try:
             spans = self._spans(command.spans, command.source_starts)
+            first = steps.first()
         except Exception as error:
-            logger.exception("graft of request %s: donors cannot be read; it is computed", command.request_id)
-            self._fell_back = f"{type(error).__name__}: {error}"
-        if not all_ranks(not self._fell_back):
-            self._fell_back = self._fell_back or "another rank could not read its donors"
-            if command.plan.exact_len and any(home.group.window for home in self._homes):
-                # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
-                raise IntegrationError(self._fell_back)
-            spans, policy = self._spans((), ()), NoRecompute()
-        self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
-        self._steps = policy.steps(self._context)
-        self._begin_step(next(self._steps))
+            logger.exception("graft of request %s cannot begin; it is computed", command.request_id)
+            miss = miss_of(error)
+            self._fell_back, self._is_policy_error = miss.detail, miss.reason is MissReason.POLICY_ERROR
+        if all_ranks(not self._fell_back):
+            self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
+            self._steps = steps
+            self._begin_step(first)
+        else:
+            self._compute_everything(self._fell_back or "another rank could not begin")
         self._inject_s += time.perf_counter() - started
 
+    def _compute_everything(self, reason: str) -> None:
+        """Begin afresh and copy nothing: every position is computed, over whatever lies there."""
+        command = self.command
+        self._fell_back = reason
+        if command.plan.exact_len and any(home.group.window for home in self._homes):
+            # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
+            raise IntegrationError(reason)
+        self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, self._spans((), ()))
+        self._steps = PolicySteps(NoRecompute(), self._context)
+        self._begin_step(self._steps.first())
+
+    def _give_up_reuse(self, failure: PolicyError | None) -> None:
+        """The policy failed behind its first step, on this rank or another: what passes have computed counts for nothing."""
+        logger.error("graft of request %s goes no further; it is computed", self.command.request_id, exc_info=failure)
+        for home in self._homes:
+            home.restart()
+        for text_id in self._kept_texts:
+            self._donors.discard(text_id)  # what was kept of it had attended to copies
+        self._computed[:], self._corrected[:] = False, False
+        self._num_recomputed, self._has_begun, self._is_policy_error = 0, False, True
+        self._compute_everything(str(failure or "the selection policy failed on another rank"))
+
+    @property
+    def computes_everything(self) -> bool:
+        """Whether donors could not be read, so that nothing is copied."""
+        return bool(self._fell_back)
+
+    def arrive(self, parts: Sequence[tuple[int, KVBlock]]) -> int:
+        """Take K/V of spans by number, which all ranks have now, into the request's blocks. Returns 0 computed rows."""
+        started = time.perf_counter()
+        for index, block in parts:
+            self._prompt.spans.arrive(index, block)
+        for home in self._homes:
+            home.inject_early(self._prompt.spans)
+        self._inject_s += time.perf_counter() - started
+        return 0
+
+    def discard(self, text_id: TextId) -> None:
+        """Keep nothing of a text of which no donor is to be made any more; others are ignored."""
+        self._kept_texts.pop(text_id, None)
+
     def step(self, max_rows: int) -> int:
-        """Compute up to `max_rows` rows and return how many; sets `outcome` behind the last of all."""
+        """Compute up to `max_rows` rows and return how many; sets `outcome` behind the last of all.
+
+        `is_blocked` says that the next rows attend to K/V that are on their way.
+        """
         started = time.perf_counter()
         current = self._passes[0]
-        rows = current.advance(min(max_rows, self._max_rows)) if not current.is_done else np.empty(0, np.int64)
+        rows = np.empty(0, np.int64) if current.is_done else current.advance(min(max_rows, self._max_rows))
         if current is self._captured:
             self._keep(rows)
         done, current.inject_s = current.inject_s, 0.0
         self._inject_s += done
-        if current.is_done:
+        # What follows the last row of a pass may look at all that is reused.
+        is_ended = current.is_done and self._prompt.spans.is_complete
+        self.is_blocked = not (is_ended or len(rows))
+        if is_ended:
             del self._passes[0]
             for positions in current.corrected:
                 self._corrected[positions] = True
@@ -170,15 +225,21 @@ class GraftJob:
         return np.union1d(new, query[(query > new[0]) & (query < end)])
 
     def _next_step(self, last: GraftPass) -> bool:
-        """Ask the policy for more; False if there is no more."""
+        """Ask the policy for more; False if there is no more. Where it fails on one rank, all of them compute everything."""
         observed = last if isinstance(last, KeyDeviationPass) else None
         deviation = None if observed is None else observed.deviation()
         mass = None if self._look is None else summed_over_ranks(self._look.mass).numpy()
+        step, failure = None, None
         try:
             step = self._steps.send(Observation(None, mass, deviation))
-        except StopIteration:
+        except PolicyError as error:
+            failure = error
+        if not all_ranks(failure is None):
+            self._give_up_reuse(failure)
+        elif step is None:
             return False
-        self._begin_step(step, observed)
+        else:
+            self._begin_step(step, observed)
         return True
 
     def _finish(self) -> None:
@@ -192,14 +253,15 @@ class GraftJob:
             self._compute_s * 1e3,
             self._fell_back,
             corrected_tokens=int((self._corrected & ~self._computed).sum()),
+            is_policy_error=self._is_policy_error,
         )
 
     def _spans(self, spans: Sequence[Match], source_starts: Sequence[int]) -> DonorSpans:
-        return DonorSpans(self._donors, spans, source_starts, self._rank.rope, self._rank.device)
+        return DonorSpans(self._donors, spans, source_starts, self._rank.rope, self._rank.device, awaited=self._awaited)
 
     def _keep(self, rows: NDArray[np.int64]) -> None:
         """Copy computed text that shall become donors."""
-        for text_id, start, stop in self.command.captures:
+        for text_id, (start, stop) in self._kept_texts.items():
             kept = rows[(rows >= start) & (rows < stop)]
             if len(kept):
                 self._donors.append(text_id, read_block(self._homes, kept))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import drift_correction
-from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, GraftOutcome, StoreReport, WorkerReport
+from kvgraft.integrations.vllm.selection import chosen_policy
+from kvgraft.integrations.vllm.worker.cold_reads import ColdReads
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
@@ -19,13 +24,16 @@ from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
 from kvgraft.integrations.vllm.worker.self_check import checked
 from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+from kvgraft.integrations.vllm.worker.stores import RankStores
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
-from kvgraft.memory import create_store
-from kvgraft.reuse.policy import configured_policy
+from kvgraft.memory import HostKVStore
+from kvgraft.memory.store import open_stores
+from kvgraft.reuse.failures import miss_of
+from kvgraft.types import MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from vllm.config import VllmConfig
@@ -36,6 +44,9 @@ if TYPE_CHECKING:
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
+
+_LEAST_QUEUE_BYTES = 64 << 20
+"""K/V that may be under way to stores, or from them, whatever `host_bytes`; beyond that a quarter of these."""
 
 
 class GraftWorker:
@@ -49,13 +60,11 @@ class GraftWorker:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._policy = configured_policy(
-            config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio
-        )
+        self._policy = chosen_policy(config)
         self._correction = drift_correction(config.correction)
-        self._donors = DonorStore(
-            create_store(config.store, budget_bytes=config.host_bytes, pin_memory=torch.cuda.is_available())
-        )
+        self._donors = DonorStore(HostKVStore(config.host_bytes, pin_memory=torch.cuda.is_available()))
+        self._stores = RankStores(open_stores(config.store), max_queued_bytes=_under_way(config))
+        self._reads = ColdReads(self._stores, self._donors)
         self._handle: ModelHandle | None = None
         self._rank: RankModel | None = None
         self._refusal = ""
@@ -68,9 +77,10 @@ class GraftWorker:
         self._dead_texts: set[TextId] = set()
         self._lost_donors: set[DonorId] = set()
         self._told_refusal = False
+        self._is_proved_anew = False
         self._told_bytes = 0
         self._witness: WeightsWitness | None = None
-        self._weights_changed = False
+        self._num_changes = self._told_changes = 0
 
     @property
     def refusal(self) -> str:
@@ -113,9 +123,11 @@ class GraftWorker:
         if commands.reset:
             self._forget_everything("the caches were reset")
             self._weights_differ()  # whatever was loaded since is what runs from now on
-        if commands.grafts or commands.seals or commands.captures:
-            self._look_at_weights()
+            self._prove_weights()
+        if commands.grafts or commands.seals or commands.captures or self._jobs:
+            self._look_at_weights()  # a graft that takes several steps may have begun under other weights
         for request_id in commands.cancels:
+            self._reads.give_up(request_id)
             if self._jobs.pop(request_id, None) is not None:
                 self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
         for seal in commands.seals:
@@ -125,20 +137,29 @@ class GraftWorker:
         for text_id in commands.discards:
             self._donors.discard(text_id)
             self._dead_texts.discard(text_id)
+            for job in self._jobs.values():
+                job.discard(text_id)
         for donor_id in commands.drops:
             self._donors.drop(donor_id)
+            self._reads.drop(donor_id)
+        self._take_arrivals(is_idle=commands.is_idle)
         self._work()
 
     def save(self, commands: StepCommands) -> None:
         """Capture what the step's forward pass has computed."""
         self._prepare()
+        is_outdated = commands.known_changes < self._num_changes
         for capture in commands.captures:
-            if self._rank is None:
+            if self._rank is None or is_outdated:
                 self._lose(capture.text_id)
             elif capture.text_id not in self._dead_texts:
                 self._capture(self._rank, capture)
             if capture.donor_id is not None:
                 self._seal(capture.text_id, capture.donor_id)
+        for write in commands.writes:
+            block = self._donors.whole(write.donor_id)
+            if block is not None:
+                self._stores.write(write.record, block)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Asynchronous grafts that ended since the last call, and those among them that failed."""
@@ -155,8 +176,9 @@ class GraftWorker:
         """What happened since the last call; None for nothing worth telling."""
         used_bytes = self._donors.used_bytes
         is_refused = bool(self._refusal and not self._told_refusal)
-        lost = self._lost_texts or self._lost_donors or self._weights_changed
-        if not (self._outcomes or lost or is_refused or used_bytes != self._told_bytes):
+        lost = self._lost_texts or self._lost_donors or self._told_changes < self._num_changes
+        stored = self._take_store_report()
+        if not (self._outcomes or lost or is_refused or used_bytes != self._told_bytes or stored != NOTHING_OF_STORES):
             return None
         report = WorkerReport(
             self._outcomes,
@@ -164,15 +186,32 @@ class GraftWorker:
             frozenset(self._lost_donors),
             self._refusal,
             used_bytes,
-            self._weights_changed,
+            self._num_changes,
+            stored,
         )
-        self._told_bytes, self._weights_changed = used_bytes, False
+        self._told_bytes, self._told_changes = used_bytes, self._num_changes
         self._outcomes, self._lost_texts, self._lost_donors = {}, set(), set()
         self._told_refusal = bool(self._refusal)
         return report
 
+    def _take_store_report(self) -> StoreReport:
+        if not self._stores:
+            return NOTHING_OF_STORES
+        is_new, self._is_proved_anew = self._is_proved_anew, False
+        promoted, unpromoted, unreadable = self._reads.take_news()
+        return StoreReport(
+            {get_tp_group().rank_in_group: self._stores.space} if is_new else {},
+            self._stores.take_cost(),
+            promoted,
+            unpromoted,
+            unreadable,
+            self._stores.take_counts(),
+        )
+
     def close(self) -> None:
-        """Stop waiting for the model."""
+        """Stop waiting for the model, and let stores finish what they write."""
+        self._reads.close()
+        self._stores.close()
         if self._handle is not None:
             self._handle.close()
 
@@ -188,12 +227,27 @@ class GraftWorker:
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
             self._refuse(error)
+            return
+        self._prove_weights()
+
+    def _prove_weights(self) -> None:
+        """Name the space in stores that is of the weights as they are; without a name nothing is stored or read."""
+        if not self._stores or self._rank is None:
+            return
+        rank = self._rank
+        try:
+            together(lambda: self._stores.prove(rank))
+            self._is_proved_anew = True
+        except Exception:
+            logger.exception("donors are neither stored nor read from stores")
+            self._stores.forget_space()
 
     def _look_at_weights(self) -> None:
         """Forget what the model computed before its weights were changed in place; all ranks notice together."""
         if self._rank is not None and not all_ranks(not self._weights_differ()):
             self._forget_everything("the model's weights were changed in place")
-            self._weights_changed = True
+            self._prove_weights()
+            self._num_changes += 1
 
     def _weights_differ(self) -> bool:
         try:
@@ -207,7 +261,8 @@ class GraftWorker:
         logger.warning("all donors are forgotten: %s", reason)
         for job in list(self._jobs.values()):
             del self._jobs[job.command.request_id]
-            self._fail(job.command, reason)
+            self._fail(job.command, _not_made(reason))
+        self._reads.clear()
         self._dead_texts |= self._donors.text_ids
         self._donors.clear()
 
@@ -218,8 +273,9 @@ class GraftWorker:
         )
 
     def _begin(self, command: Graft) -> None:
-        if self._rank is None:
-            self._fail(command, "the self-check has not passed")
+        self._reads.begin(command)
+        if self._rank is None or command.void:
+            self._fail(command, _not_made(command.void or "the self-check has not passed"))
             return
         try:
             rows, rank = self._config.max_recompute_tokens_per_step, self._rank
@@ -229,9 +285,26 @@ class GraftWorker:
             together(job.begin)
         except Exception as error:
             logger.exception("graft of request %s failed; vLLM computes it", command.request_id)
-            self._fail(command, f"{type(error).__name__}: {error}")
+            self._fail(command, _failed(error))
             return
         self._jobs[command.request_id] = job
+        if job.computes_everything:
+            self._reads.give_up(command.request_id)
+
+    def _take_arrivals(self, *, is_idle: bool) -> None:
+        """Hand K/V that stores gave to their grafts; all ranks together. A store that fails costs the graft."""
+        if is_idle:
+            self._reads.wait()
+        arrived, failed = self._reads.poll()
+        for request_id, reason in failed.items():
+            job = self._jobs.pop(request_id, None)
+            if job is not None:
+                logger.warning("graft of request %s: %s; vLLM computes it", request_id, reason)
+                self._fail(job.command, _not_made(reason, is_store_miss=True))
+        for request_id, parts in arrived.items():
+            job = self._jobs.get(request_id)
+            if job is not None and job.outcome is None:
+                self._guarded(job, partial(job.arrive, parts))
 
     def _work(self) -> None:
         """Synchronous grafts to their end, then asynchronous ones with what is left of the budget, oldest first."""
@@ -241,31 +314,36 @@ class GraftWorker:
             is_asynchronous = job.command.asynchronous
             while job.outcome is None and (budget > 0 or not is_asynchronous):
                 limit = budget if is_asynchronous else self._config.max_recompute_tokens_per_step
-                budget -= self._step(job, limit)
+                budget -= self._guarded(job, partial(job.step, limit))
+                if job.is_blocked:
+                    break
             if job.outcome is not None:
                 self._end(job, job.outcome)
 
-    def _step(self, job: GraftJob, limit: int) -> int:
+    def _guarded(self, job: GraftJob, work: Callable[[], int]) -> int:
+        """Do what every rank does for a graft now; if it fails on one, the graft has failed on all."""
         try:
             with torch.inference_mode():
-                return together(lambda: job.step(limit))
+                return together(work)
         except Exception as error:
             logger.exception("graft of request %s failed; vLLM computes it", job.command.request_id)
-            job.outcome = GraftOutcome(0, 0.0, 0.0, f"{type(error).__name__}: {error}", failed=True)
+            job.outcome = _failed(error)
             return 0
 
     def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
         del self._jobs[job.command.request_id]
         if outcome.failed:
-            self._fail(job.command, outcome.fell_back)
+            self._fail(job.command, outcome)
             return
-        self._outcomes[job.command.request_id] = outcome
+        read_ms = self._reads.take_waited_ms(job.command.request_id)
+        self._outcomes[job.command.request_id] = replace(outcome, read_ms=read_ms)
         if job.command.asynchronous:
             self._loaded.add(job.command.request_id)
 
-    def _fail(self, command: Graft, reason: str) -> None:
+    def _fail(self, command: Graft, outcome: GraftOutcome) -> None:
         """Let vLLM compute the positions: by blocks where their numbers tell the request, by request otherwise."""
-        self._outcomes[command.request_id] = GraftOutcome(0, 0.0, 0.0, reason, failed=True)
+        self._reads.give_up(command.request_id)
+        self._outcomes[command.request_id] = outcome
         for text_id in (*(text_id for text_id, _, _ in command.captures), command.tail):
             if text_id is not None:
                 self._lose(text_id)
@@ -276,7 +354,7 @@ class GraftWorker:
             self._failed.add(command.request_id)
         else:
             raise IntegrationError(
-                f"graft of request {command.request_id} failed and vLLM cannot take it back: {reason}"
+                f"graft of request {command.request_id} failed and vLLM cannot take it back: {outcome.fell_back}"
             )
         if command.asynchronous:
             self._loaded.add(command.request_id)
@@ -306,3 +384,17 @@ class GraftWorker:
         except Exception:
             logger.exception("capture of computed text failed; it becomes no donor")
             self._lose(capture.text_id)
+
+
+def _not_made(reason: str, *, is_store_miss: bool = False) -> GraftOutcome:
+    return GraftOutcome(0, 0.0, 0.0, reason, failed=True, is_store_miss=is_store_miss)
+
+
+def _failed(error: Exception) -> GraftOutcome:
+    """What became of a graft that raised."""
+    miss = miss_of(error)
+    return replace(_not_made(miss.detail), is_policy_error=miss.reason is MissReason.POLICY_ERROR)
+
+
+def _under_way(config: VLLMConfig) -> int:
+    return max(_LEAST_QUEUE_BYTES, config.host_bytes // 4)

@@ -65,6 +65,10 @@ class GroupKV(ABC):
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Bring in the reused K/V that rows in `[first_row, stop)` may attend to; ascending calls."""
 
+    def inject_early(self, spans: DonorSpans) -> None:
+        """Bring in reused K/V that have just arrived, where they have a place already; nothing otherwise."""
+        del spans
+
     @abstractmethod
     def first_seen(self, row: int) -> int:
         """First position that the row at position `row` attends to; what lies in front of it may be gone."""
@@ -105,8 +109,7 @@ class PagedKV(GroupKV):
         self, group: LayerGroup, first_layer: int, table: BlockTable, caches: Sequence[Tensor], *, start: int
     ) -> None:
         super().__init__(group, first_layer, table, caches)
-        self._start = start
-        self._is_injected = False
+        self._injected = start
 
     def row_limit(self, first_row: int) -> int:
         """No limit."""
@@ -114,11 +117,16 @@ class PagedKV(GroupKV):
         return np.iinfo(np.int64).max
 
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
-        """Inject everything, the first time."""
+        """Inject everything that is there, once."""
         del first_row, stop
-        if not self._is_injected:
-            self._is_injected = True
-            self._inject(spans, self._start, np.iinfo(np.int64).max)
+        end = spans.ready_end
+        if end > self._injected:
+            self._inject(spans, self._injected, end)
+            self._injected = end
+
+    def inject_early(self, spans: DonorSpans) -> None:
+        """Inject them."""
+        self.prepare(spans, 0, 0)
 
     def first_seen(self, row: int) -> int:
         """All of them."""

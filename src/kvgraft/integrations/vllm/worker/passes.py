@@ -91,9 +91,16 @@ class GraftPass(ABC):
         return ()
 
     def advance(self, max_rows: int) -> NDArray[np.int64]:
-        """Compute the next rows and return them: at most `max_rows`, unless what is computed in one piece has more."""
+        """Compute the next rows and return them: at most `max_rows`, unless what is computed in one piece has more.
+
+        None as long as they attend to K/V that are on their way.
+        """
         stop = self._cut(max_rows)
+        if stop > self._done and self._reach(stop) > self._prompt.spans.ready_end:
+            stop = self._done
         rows = self._rows[self._done : stop]
+        if not len(rows):
+            return rows
         started = time.perf_counter()
         self._prompt.prepare(int(rows[0]), self._reach(stop))
         self.inject_s += time.perf_counter() - started
@@ -103,7 +110,8 @@ class GraftPass(ABC):
 
     def _cut(self, max_rows: int) -> int:
         """Where the next piece ends."""
-        within = int(np.searchsorted(self._rows, self._row_limit(int(self._rows[self._done]))))
+        limit = min(self._row_limit(int(self._rows[self._done])), self._prompt.spans.ready_end)
+        within = int(np.searchsorted(self._rows, limit))
         return min(self._done + max_rows, within, len(self._rows))
 
     def _reach(self, stop: int) -> int:
@@ -141,7 +149,7 @@ class AllLayersPass(GraftPass):
     def _cut(self, max_rows: int) -> int:
         """A run is corrected in one piece: all its rows are in it, and all its tokens lie in every home."""
         stop = super()._cut(max_rows)
-        if self._drift is None:
+        if self._drift is None or stop == self._done:
             return stop
         stop = self._drift.cut(self._done, stop)
         runs = self._drift.between(self._done, stop)

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from kvgraft.errors import IntegrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -66,3 +66,25 @@ def summed_over_ranks(values: Tensor) -> Tensor:
         together(lambda: None)
         torch.distributed.all_reduce(values, group=group.cpu_group)
     return values
+
+
+def gathered(told: str) -> list[str]:
+    """What every rank tells, in their order; every rank must ask."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [told]
+    together(lambda: None)
+    everything: list[str] = [""] * group.world_size
+    torch.distributed.all_gather_object(everything, told, group=group.cpu_group)
+    return everything
+
+
+def lowest(values: Sequence[int]) -> list[int]:
+    """The lowest of each value over all ranks; every rank must ask, with as many."""
+    group = get_tp_group()
+    if group.world_size == 1 or not values:
+        return list(values)
+    joint = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(joint, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    found: list[int] = joint.tolist()
+    return found

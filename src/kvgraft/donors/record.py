@@ -1,0 +1,213 @@
+"""What a stored donor is besides its K/V, and how that is written: the head of a safetensors file.
+
+Layout of an object: 8 bytes with the length of the JSON that follows, then tensors `checksums` (uint64, one per page of
+tokens), `tokens` (int32) and `kv` (uint8, a row per token). Everything in front of `kv` is the head; head and body together
+are a safetensors file that other tools open (https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvgraft.errors import StoreError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FORMAT_VERSION = 1
+PAGE_TOKENS = 256
+"""Tokens that share a checksum; reads are rounded out to whole pages."""
+
+_LENGTH = struct.Struct("<Q")
+_LONGEST_JSON = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class DonorRecord:
+    """A donor as stores know it.
+
+    Attributes:
+        namespace_key: `Namespace.key` of who may reuse it; the salt itself is not written.
+        token_ids: Read-only int32 `(num_tokens,)`.
+        generation: See `Donor`.
+        start_position: See `Donor`.
+    """
+
+    namespace_key: bytes
+    token_ids: NDArray[np.int32]
+    generation: int
+    start_position: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the text."""
+        return len(self.token_ids)
+
+    @property
+    def num_pages(self) -> int:
+        """Checksums that its K/V have."""
+        return -(-self.num_tokens // PAGE_TOKENS)
+
+    @cached_property
+    def key(self) -> str:
+        """Name of its object: 32 hexadecimal digits, a hash of everything here, keyed by the namespace."""
+        digest = hashlib.blake2b(digest_size=16, key=self.namespace_key, person=b"kvgraft.donor")
+        digest.update(struct.pack("<qqq", self.generation, self.start_position, self.num_tokens))
+        digest.update(np.ascontiguousarray(self.token_ids, "<i4").tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """A decoded head.
+
+    Attributes:
+        record: Whose K/V the body has.
+        layout: Description of a row, see `RowLayout.description`.
+        bytes_per_token: Length of a row.
+        checksums: uint64 `(num_pages,)`.
+        num_bytes: Length of the head.
+    """
+
+    record: DonorRecord
+    layout: str
+    bytes_per_token: int
+    checksums: NDArray[np.uint64]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreNews:
+    """What has changed in a store.
+
+    Attributes:
+        added: Donors that it has, in no order; those of this process, too.
+        removed: Keys that it has no more.
+    """
+
+    added: tuple[DonorRecord, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+def space_name(*parts: str) -> str:
+    """Name the space of those who can use one another's K/V.
+
+    Args:
+        *parts: Everything that K/V depend on besides the text: weights, dtype, rotation, layout, engine, rank and world size.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"kvgraft.space")
+    for part in (str(FORMAT_VERSION), str(PAGE_TOKENS), *parts):
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()
+
+
+def encode_head(
+    record: DonorRecord, space: str, layout: str, bytes_per_token: int, checksums: NDArray[np.uint64]
+) -> bytes:
+    """Write a head. Complexity: O(tokens)."""
+    tokens = np.ascontiguousarray(record.token_ids, "<i4").tobytes()
+    sums = np.ascontiguousarray(checksums, "<u8").tobytes()
+    ends = np.cumsum([0, len(sums), len(tokens), record.num_tokens * bytes_per_token]).tolist()
+    described = {
+        "__metadata__": {
+            "kvgraft": str(FORMAT_VERSION),
+            "space": space,
+            "namespace": record.namespace_key.hex(),
+            "generation": str(record.generation),
+            "start_position": str(record.start_position),
+            "page_tokens": str(PAGE_TOKENS),
+            "layout": layout,
+        },
+        "checksums": {"dtype": "U64", "shape": [len(checksums)], "data_offsets": ends[0:2]},
+        "tokens": {"dtype": "I32", "shape": [record.num_tokens], "data_offsets": ends[1:3]},
+        "kv": {"dtype": "U8", "shape": [record.num_tokens, bytes_per_token], "data_offsets": ends[2:4]},
+    }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin aligned
+    return _LENGTH.pack(len(text)) + text + sums + tokens
+
+
+def head_size(beginning: bytes) -> int:
+    """Length of a head of which at least the JSON is given, or how many bytes must be given first.
+
+    Raises:
+        StoreError: This is no head.
+    """
+    if len(beginning) < _LENGTH.size:
+        return _LENGTH.size
+    behind_json = _json_end(beginning)
+    if len(beginning) < behind_json:
+        return behind_json
+    try:
+        return behind_json + int(_described(beginning)["kv"]["data_offsets"][0])
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise StoreError(f"this is no head of a stored donor: {error!r}") from error
+
+
+def object_size(head: bytes) -> int:
+    """Length that head and body have together, as the head says.
+
+    Raises:
+        StoreError: This is no head.
+    """
+    try:
+        return _json_end(head) + int(_described(head)["kv"]["data_offsets"][1])
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise StoreError(f"this is no head of a stored donor: {error!r}") from error
+
+
+def decode_head(raw: bytes, space: str, key: str) -> Head:
+    """Read a head and prove that it is the one of `key`: its name is recomputed, and every byte is what `encode_head` writes.
+
+    Raises:
+        StoreError: It is damaged, foreign, or of another format.
+
+    Complexity: O(tokens).
+    """
+    try:
+        described = _described(raw)
+        meta, (num_tokens, bytes_per_token) = described["__metadata__"], described["kv"]["shape"]
+        start = _json_end(raw)
+        middle = start + int(described["tokens"]["data_offsets"][0])
+        checksums = np.frombuffer(raw[start:middle], "<u8").astype(np.uint64)
+        tokens = np.frombuffer(raw[middle:], "<i4").astype(np.int32)
+        tokens.flags.writeable = False
+        record = DonorRecord(
+            bytes.fromhex(meta["namespace"]), tokens, int(meta["generation"]), int(meta["start_position"])
+        )
+        is_whole = len(tokens) == num_tokens and len(checksums) == record.num_pages and record.key == key
+        is_whole = is_whole and raw == encode_head(record, space, meta["layout"], bytes_per_token, checksums)
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"the head of {key} cannot be read: {type(error).__name__}: {error}") from error
+    if not is_whole:
+        raise StoreError(f"the head of {key} is damaged or of another format")
+    return Head(record, meta["layout"], bytes_per_token, checksums, len(raw))
+
+
+def _json_end(raw: bytes) -> int:
+    if len(raw) < _LENGTH.size:
+        raise StoreError(f"this is no head of a stored donor: it has {len(raw)} bytes")
+    (length,) = _LENGTH.unpack_from(raw)
+    if not 0 < length <= _LONGEST_JSON:
+        raise StoreError(f"this is no head of a stored donor: it claims {length} bytes of JSON")
+    return _LENGTH.size + int(length)
+
+
+def _described(raw: bytes) -> dict[str, Any]:
+    try:
+        described = json.loads(raw[_LENGTH.size : _json_end(raw)])
+    except ValueError as error:
+        raise StoreError(f"this is no head of a stored donor: {error}") from error
+    if not isinstance(described, dict):
+        raise StoreError("this is no head of a stored donor: its JSON is no object")
+    return described

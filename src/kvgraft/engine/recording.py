@@ -1,0 +1,82 @@
+"""What a recorder is told of an engine: every step, and every request that ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvgraft.observability import RequestRecord, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgraft.engine.active import ActiveRequest
+    from kvgraft.engine.kv_space import KVSpace
+    from kvgraft.engine.scheduler import Scheduler, Step
+    from kvgraft.engine.sessions import Sessions
+    from kvgraft.observability import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class Recording:
+    """Tells the recorder, which is not ours: its failures harm nobody, and the first is logged."""
+
+    def __init__(self, recorder: Recorder, space: KVSpace, scheduler: Scheduler, sessions: Sessions) -> None:
+        self._recorder = recorder
+        self._space = space
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._has_failed = False
+
+    def step(self, step: Step, seconds: float) -> None:
+        """Tell of a step that took `seconds`, and of what it leaves behind."""
+        self._tell(lambda: self._recorder.record_step(self._step_record(step, seconds)))
+
+    def request(self, active: ActiveRequest, outcome: str) -> None:
+        """Tell of a request that has ended: with its finish reason, `abort` or `error`."""
+        self._tell(lambda: self._recorder.record_request(_request_record(active, outcome)))
+
+    def _tell(self, record: Callable[[], None]) -> None:
+        try:
+            record()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("a recorder failed; further failures of it are not logged")
+            self._has_failed = True
+
+    def _step_record(self, step: Step, seconds: float) -> StepRecord:
+        space, usage = self._space, self._space.usage()
+        return StepRecord(
+            seconds=seconds,
+            prefill_rows=step.prefill_rows,
+            decode_rows=step.num_streams,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            slots_free=usage.free,
+            slots_request=usage.request,
+            slots_cached=usage.cached,
+            slots_donor=usage.donor,
+            num_donors=len(space.donors),
+            donor_tokens=space.donors.num_tokens,
+            host_bytes=space.host.used_bytes,
+            prefix_host_tokens=space.prefix_host_tokens,
+            num_sessions=len(self._sessions),
+            slots_kept=space.kept.num_slots,
+        )
+
+
+def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:
+    arrival = active.request.arrival
+    return RequestRecord(
+        request_id=active.request.request_id,
+        outcome=outcome,
+        prompt_tokens=len(active.request.token_ids),
+        output_tokens=len(active.output_ids),
+        report=active.report,
+        queue_s=None if active.admitted_at is None else active.admitted_at - arrival,
+        ttft_s=None if active.first_token_at is None else active.first_token_at - arrival,
+        total_s=time.perf_counter() - arrival,
+        num_preemptions=active.num_preemptions,
+    )

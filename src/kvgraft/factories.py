@@ -1,0 +1,120 @@
+"""Factories by name: built-in ones, registered ones, and those of installed packages through entry points."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import threading
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvgraft.errors import ConfigError, IntegrationError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Factory = TypeVar("Factory")
+
+_TABLES: dict[str, NamedFactories[Any]] = {}
+"""By group."""
+
+
+class NamedFactories(Generic[Factory]):
+    """A table that outsiders add to. Thread-safe.
+
+    Attributes:
+        by_name: The factories known so far.
+    """
+
+    def __init__(self, what: str, group: str, register: str, built_in: Mapping[str, Factory]) -> None:
+        """Begin with those that are built in.
+
+        Args:
+            what: What the factories make, for messages: `KV store`.
+            group: Entry points of installed packages.
+            register: The function that outsiders call, for messages.
+            built_in: By name.
+        """
+        self.by_name: dict[str, Factory] = dict(built_in)
+        self._built_in = frozenset(built_in)
+        self._what = what
+        self._group = group
+        self._register = register
+        self._lock = threading.Lock()
+        _TABLES[group] = self
+
+    @property
+    def added(self) -> set[str]:
+        """Names that are known by now and not built in."""
+        return {*list(self.by_name)} - self._built_in
+
+    def register(self, name: str, factory: Factory) -> None:
+        """Make `factory` known under `name`.
+
+        Raises:
+            ConfigError: The name is empty, blank or taken.
+        """
+        if not name.strip():
+            raise ConfigError(f"{self._what} needs a name that is not empty; choose one")
+        with self._lock:
+            if name in self.by_name:
+                raise ConfigError(f"{self._what} {name!r} is registered already; choose another name")
+            self.by_name[name] = factory
+
+    def find(self, name: str) -> Factory:
+        """Return the factory of that name, from an installed package if nobody has registered it.
+
+        Raises:
+            ConfigError: There is none; names the closest.
+            IntegrationError: Its entry point cannot be imported.
+        """
+        if name not in self.by_name:
+            self._load_entry_point(name)
+        return self.by_name[name]
+
+    def _load_entry_point(self, name: str) -> None:
+        offered = {entry.name: entry for entry in entry_points(group=self._group)}
+        if name not in offered:
+            known = sorted({*list(self.by_name), *offered})
+            closest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {closest[0]!r}?" if closest else f"known are {', '.join(known)};"
+            raise ConfigError(
+                f"unknown {self._what} {name!r}; {hint} Others come from {self._register} or an entry point in the group "
+                f"{self._group}"
+            )
+        try:
+            factory = offered[name].load()
+        except Exception as error:
+            raise IntegrationError(
+                f"{self._what} {name!r} ({offered[name].value}) cannot be loaded: {error}"
+            ) from error
+        # Whoever was first wins. The lock is not held while a module is imported: that may wait for another thread's import,
+        # which may look up a name here.
+        with self._lock:
+            self.by_name.setdefault(name, factory)
+
+
+def imported(what: str, name: str) -> object:
+    """Import what `module:attribute` names.
+
+    Args:
+        what: What it is to be, for messages: `selection policy`.
+        name: Module and attribute.
+
+    Raises:
+        IntegrationError: The module cannot be imported, or has no such attribute.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise IntegrationError(
+            f"{what} {name!r} cannot be loaded: {one_line(error)}; write module:Class, of a module on PYTHONPATH or installed"
+        ) from error
+    return found
+
+
+def added_names(group: str) -> set[str]:
+    """Return what is known besides the built-in names of a group: what was registered, and what installed packages offer."""
+    registered = _TABLES[group].added if group in _TABLES else set()
+    return registered | {entry.name for entry in entry_points(group=group)}

@@ -1,0 +1,55 @@
+"""Donors as vLLM's KV events, for routers that know donors; others take none of them for a prefix.
+
+How they tell them apart is said in `kvgraft.prefix.events.donors`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed import kv_events
+
+from kvgraft.errors import ConfigError
+from kvgraft.prefix import BlockStored
+from kvgraft.reuse import DonorAnnouncer
+from kvgraft.types import Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+
+    from kvgraft.donors import DonorCatalogue
+    from kvgraft.prefix import KVEvent
+
+
+def announce(
+    catalogue: DonorCatalogue, fingerprint: str, vllm_config: VllmConfig, tell: Callable[[KVCacheEvent], None]
+) -> None:
+    """Tell of all donors that come and go from now on.
+
+    Raises:
+        ConfigError: vLLM publishes no events.
+    """
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        raise ConfigError(
+            "announce_donors tells of donors among vLLM's KV events; start it with "
+            '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq"}\''
+        )
+    catalogue.watch(DonorAnnouncer(lambda event: tell(as_vllms(event)), Namespace(fingerprint)))
+
+
+def as_vllms(event: KVEvent) -> KVCacheEvent:
+    """The same event as an object of vLLM's; what this vLLM has no field for is left out."""
+    kind: Any = getattr(kv_events, type(event).__name__)
+    told: dict[str, Any] = {"medium": None}
+    for name in kind.__struct_fields__:
+        if hasattr(event, name):
+            value = getattr(event, name)
+            told[name] = list(value) if isinstance(value, tuple) else value
+    if isinstance(event, BlockStored):
+        told.setdefault("lora_id", None)
+    made: KVCacheEvent = kind(**{name: value for name, value in told.items() if name in kind.__struct_fields__})
+    return made

@@ -1,0 +1,105 @@
+"""How much memory a checkpoint on this machine takes when it is loaded, told from its files without loading it."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.errors import ModelError
+from kvgraft.models.weight_files import weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvgraft.models.checkpoint import Checkpoint
+
+_LARGEST_HEADER = 100 << 20
+"""What the safetensors format allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a model takes, as far as its files tell.
+
+    Attributes:
+        num_weights: Elements of all weights; 0 where it cannot be told.
+        file_bytes: Of the files that hold them.
+        kv_per_token: Elements of K/V per token; 0 where it cannot be told.
+    """
+
+    num_weights: int = 0
+    file_bytes: int = 0
+    kv_per_token: int = 0
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of the weights in a precision of `itemsize` bytes; 0 is that of the files."""
+        return self.num_weights * itemsize or self.file_bytes
+
+
+def footprint_of(checkpoint: Checkpoint) -> Footprint | None:
+    """Tell what a model on this machine takes; None for one of the hub.
+
+    Raises:
+        ModelError: Its directory has no weights, or a configuration that is no JSON object.
+    """
+    if checkpoint.gguf is not None:
+        return Footprint(file_bytes=checkpoint.gguf.stat().st_size)
+    folder = Path(checkpoint.source)
+    if not folder.is_dir():
+        return None
+    config = _configuration(checkpoint.name, folder / "config.json")
+    files = weight_files(folder)
+    if not files:
+        raise ModelError(
+            f"model {checkpoint.name} has no weights; fetch its *.safetensors or *.bin files into the directory"
+        )
+    return Footprint(sum(map(_num_elements, files)), sum(file.stat().st_size for file in files), _kv_per_token(config))
+
+
+def _configuration(name: str, file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"cannot load model {name}: config.json is not valid JSON ({error}); fetch it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"cannot load model {name}: config.json is no JSON object; fetch it again")
+    return config
+
+
+def _num_elements(file: Path) -> int:
+    """Elements of the tensors in a safetensors file, told by its header; 0 where it has none that can be read."""
+    try:
+        return sum(_sizes(file))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, struct.error):
+        return 0  # what is wrong with it is said by who loads it
+
+
+def _sizes(file: Path) -> Iterator[int]:
+    if file.suffix != ".safetensors":
+        return
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > _LARGEST_HEADER:
+            return
+        header = json.loads(stream.read(length))
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield math.prod(tensor["shape"])
+
+
+def _kv_per_token(config: dict[str, Any]) -> int:
+    """Elements of keys and values of one token, by the names that configurations of decoders share."""
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    try:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        return int(2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return 0

@@ -1,0 +1,106 @@
+"""What all endpoints of the router share."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from kvgraft.router.metrics import RouterMetrics
+from kvgraft.router.monitor import Monitor
+from kvgraft.router.policy import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.requests import Request
+
+    from kvgraft.router.core import Router
+    from kvgraft.router.gateway import Gateway
+    from kvgraft.router.prompts import PromptReader
+
+MAX_BODY_BYTES = 16 << 20
+_KEEPALIVE_S = 30
+
+
+class RouterContext:
+    """One router; lives on the event loop from `start` to `close`.
+
+    Attributes:
+        router: Scores and chooses.
+        prompts: Reads the tokens of requests.
+        gateway: Where everything is sent, with a header that names the worker; None to send it to the worker itself.
+        metrics: What is counted.
+        draining: No more requests are taken.
+        session: HTTP to the workers.
+        monitor: Asks the workers how they are.
+    """
+
+    session: aiohttp.ClientSession
+    monitor: Monitor
+
+    def __init__(self, router: Router, prompts: PromptReader, gateway: Gateway | None = None) -> None:
+        self.router = router
+        self.prompts = prompts
+        self.gateway = gateway
+        self.metrics = RouterMetrics(router)
+        self.draining = False
+        self._closing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Connect, and learn which workers answer."""
+        # Bodies are passed on as they are, compressed or not; how many connections there may be is said by the router's
+        # limit.
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)
+        # Cookies, encodings and names of software are the clients' own: nothing is kept, added or asked for.
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+        )
+        self.monitor = Monitor(self.router.loads.values(), self.session)
+        await self.monitor.start()
+
+    async def close(self, grace_s: float) -> None:
+        """Take no more requests, let running ones go on for `grace_s`. Later calls wait for the first."""
+        self.draining = True
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(grace_s))
+        await asyncio.shield(self._closing)
+
+    def prompt(self, path: str, body: Mapping[str, object], raw: bytes) -> Prompt:
+        """Return what is known of a request."""
+        model, salt = body.get("model"), body.get("cache_salt")
+        scope = self.router.scope_of(model if isinstance(model, str) else "", salt if isinstance(salt, str) else "")
+        return Prompt(self.prompts.tokens(path, body), scope, raw)
+
+    async def _close(self, grace_s: float) -> None:
+        until = time.monotonic() + grace_s
+        while time.monotonic() < until and any(load.num_in_flight for load in self.router.loads.values()):
+            await asyncio.sleep(0.05)
+        await self.monitor.close()
+        await self.session.close()
+        await asyncio.to_thread(self.router.close)
+
+
+def context_of(request: Request) -> RouterContext:
+    """Return the context of the app that handles `request`."""
+    context = request.app.state.context
+    assert isinstance(context, RouterContext)
+    return context
+
+
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose other end is asked for a sign of life when nothing comes: a host that vanishes says no farewell."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    return made

@@ -1,0 +1,133 @@
+"""Which worker holds which text, and what that is worth for a prompt. Thread-safe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvgraft.errors import ConfigError
+from kvgraft.router.held_text import Held, HeldText
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvgraft.prefix import KVEvent
+    from kvgraft.router.worker import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+SHIFTED_WORTH = 0.85
+"""What a shifted token saves of the time that computing it takes: a tenth of them is computed again by default, and
+copying and rotating take a while. A router need not know better: workers differ by thousands of tokens where it matters."""
+
+
+class HeldSize(NamedTuple):
+    """How much text of a worker is known."""
+
+    exact_tokens: int
+    shifted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerScore:
+    """What a worker would not have to compute of a prompt.
+
+    Attributes:
+        exact_tokens: Tokens at its beginning that the worker holds.
+        shifted_tokens: Tokens behind these that it holds at any offset, if it reuses such.
+        seconds_saved: Prefill time that this saves there; None as long as its speed is unknown.
+        held_tokens: Tokens of all text that the worker is known to hold, of this prompt or not.
+        is_full: What it takes in displaces other text.
+    """
+
+    exact_tokens: int
+    shifted_tokens: int
+    seconds_saved: float | None = None
+    held_tokens: int = 0
+    is_full: bool = False
+
+    @property
+    def tokens_saved(self) -> float:
+        """Tokens whose computation is saved, shifted ones for what they are worth."""
+        return self.exact_tokens + SHIFTED_WORTH * self.shifted_tokens
+
+
+class Directory:
+    """The text of all workers, in a lock: one thread reads events while others score."""
+
+    def __init__(self, workers: Iterable[WorkerSpec], *, max_tokens: int) -> None:
+        """Know nothing of any worker yet; remember at most `max_tokens` of each, prefixes and donors apart."""
+        self._lock = threading.Lock()
+        self._held = {spec.name: HeldText(grafts=spec.graft, max_tokens=max_tokens) for spec in workers}
+
+    def apply(self, worker: str, events: Sequence[KVEvent], *, forget: bool = False) -> None:
+        """Take over what a worker says; with `forget`, instead of all that was known. A failure forgets it all, too."""
+        with self._lock:
+            held = self._held[worker]
+            if forget:
+                held.clear()
+            try:
+                held.apply(events)
+            except Exception:
+                logger.exception("events of worker %s cannot be applied; what is known of it is forgotten", worker)
+                held.clear()
+
+    def score(self, token_ids: Sequence[int] | np.ndarray, scope: str) -> dict[str, WorkerScore]:
+        """Tell what each worker holds of a prompt.
+
+        Args:
+            token_ids: The prompt, `(n,)`.
+            scope: `kvgraft.prefix.scope_of` of the request's adapter and salt; text of others is not looked at.
+
+        Raises:
+            ConfigError: The prompt is no sequence of 32-bit token ids.
+
+        Complexity: O(workers * n log n).
+        """
+        tokens = as_tokens(token_ids)
+        with self._lock:
+            return {name: _scored(held, held.held(scope, tokens)) for name, held in self._held.items()}
+
+    def names_adapter(self, name: str) -> bool:
+        """Whether a worker has told of pages of an adapter of that name."""
+        return any(name in held.adapters for held in self._held.values())
+
+    def sizes(self) -> dict[str, HeldSize]:
+        """Return how much text of each worker is known."""
+        with self._lock:
+            return {name: HeldSize(held.num_exact_tokens, held.num_shifted_tokens) for name, held in self._held.items()}
+
+    def check(self) -> None:
+        """Verify the invariants; for tests."""
+        with self._lock:
+            for held in self._held.values():
+                held.check()
+
+
+def _scored(held: HeldText, found: Held) -> WorkerScore:
+    return WorkerScore(found.exact, found.shifted, held_tokens=held.num_tokens, is_full=held.is_full)
+
+
+def as_tokens(token_ids: object) -> np.ndarray:
+    """Return int32 tokens.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    try:
+        given = np.asarray(token_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ConfigError("token ids must be a list of whole numbers")
+        tokens = given.astype(np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError("token ids must be a list of whole numbers") from error
+    if (tokens != given).any():
+        raise ConfigError("token ids must fit into 32 bits")
+    return tokens
+
+
+__all__ = ["Directory", "Held", "HeldSize", "WorkerScore"]

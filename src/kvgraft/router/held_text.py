@@ -1,0 +1,261 @@
+"""What one worker holds: pages as exact prefixes, and text that it can reuse at any offset."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvgraft.donors import DonorCatalogue
+from kvgraft.errors import CapacityError
+from kvgraft.prefix import AllBlocksCleared, BlockStored, donor_scope, is_donor
+from kvgraft.prefix.events.log import NAMESPACE_SALT
+from kvgraft.router.chains import BlockChains, Run
+from kvgraft.router.turnover import Turnover
+from kvgraft.types import KeyedNamespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from kvgraft.donors import Donor
+    from kvgraft.prefix import BlockHash, BlockRemoved, KVEvent
+    from kvgraft.types import DonorId, Match, Namespace
+
+    Tokens = NDArray[np.int32]
+
+_CHAIN_BYTES_PER_TOKEN = 32
+"""Memory for chains of pages per token of the limit: all of the text in pages of 16 tokens, an eighth in pages of one."""
+_MAX_KEYS_PER_SCOPE = 64
+"""Namespaces that one scope may have at a worker: models differ by weights, and by RoPE where it depends on the length."""
+
+_MAX_SCOPES = 65_536
+"""Scopes whose namespaces are remembered; the oldest are forgotten, and their text counts for nothing then."""
+
+
+class Held(NamedTuple):
+    """What of a prompt a worker holds.
+
+    Attributes:
+        exact: Tokens at its beginning.
+        shifted: Tokens behind these that it holds somewhere else, verified one by one.
+    """
+
+    exact: int
+    shifted: int
+
+
+class HeldText:
+    """The text of one worker, learned from its KV events. Not thread-safe.
+
+    A worker that announces donors is believed about these alone: its pages may lie where its grafts cannot read them.
+    One that is only said to graft is believed to reuse any text of its pages. Of any other worker nothing but prefixes
+    counts.
+    """
+
+    def __init__(self, *, grafts: bool, max_tokens: int) -> None:
+        """Prepare.
+
+        Args:
+            grafts: The worker reuses text at any offset, and may not announce donors.
+            max_tokens: Most text that is remembered, per kind; up to 225 bytes each.
+        """
+        self._grafts = grafts
+        self._chains = BlockChains(max_tokens * _CHAIN_BYTES_PER_TOKEN)
+        self._texts = DonorCatalogue(max_tokens)
+        self._announces = False
+        self._by_hash: dict[BlockHash, DonorId] = {}
+        self._of_run: dict[Run, DonorId] = {}
+        self._keys: dict[str, dict[KeyedNamespace, str]] = {}
+        self._windowed_groups: set[int] = set()
+        self._turnover = Turnover()
+        self.adapters: set[str] = set()
+
+    @property
+    def grafts(self) -> bool:
+        """Whether text at any offset is reused, as was said or shown."""
+        return self._grafts or self._announces
+
+    @property
+    def num_exact_tokens(self) -> int:
+        """Tokens of all pages that are remembered."""
+        return self._chains.num_tokens
+
+    @property
+    def num_shifted_tokens(self) -> int:
+        """Tokens of all text that is remembered for reuse at any offset."""
+        return self._texts.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text that counts: donors where the worker announces them, else pages."""
+        return self.num_shifted_tokens if self._announces else self.num_exact_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether text that came lately has displaced other text, there or in what is remembered of it here.
+
+        Text counts once, however many donors have it. Of a worker that holds more than is remembered, more is of no
+        use to who looks here: it is as full as far as is known.
+        """
+        return self._turnover.is_full
+
+    def apply(self, events: Iterable[KVEvent]) -> None:
+        """Take over what a batch says. Complexity: O(n log n) in the tokens of donors, O(n) in those of pages."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.clear()
+            elif isinstance(event, BlockStored):
+                self._stored(event)
+            else:
+                self._removed(event)
+
+    def clear(self) -> None:
+        """Forget everything but what kind of worker it is."""
+        self._chains.clear()
+        self._texts.reset()
+        self._by_hash.clear()
+        self._of_run.clear()
+        self._keys.clear()
+        self._turnover.clear()
+
+    def held(self, scope: str, token_ids: Tokens) -> Held:
+        """Find what the worker holds of a prompt. Its last token is always computed, and so counts as held by nobody.
+
+        Complexity: O(n log n).
+        """
+        token_ids = token_ids[:-1]
+        namespaces = self._keys.get(scope, {})
+        names = (scope, *(NAMESPACE_SALT + name for name in namespaces.values()))
+        exact = max(self._chains.match(name, token_ids) for name in names)
+        if not self.grafts:
+            return Held(exact, 0)
+        found = 0
+        for key in namespaces:
+            matches = self._texts.find(key, token_ids, start=exact)
+            found = max(found, sum(self._alive(match) for match in matches))
+        return Held(exact, found)
+
+    def check(self) -> None:
+        """Verify the invariants; for tests."""
+        self._chains.check()
+        self._texts.check()
+
+    def _stored(self, event: BlockStored) -> None:
+        if event.lora_name and len(self.adapters) < _MAX_SCOPES:
+            self.adapters.add(event.lora_name)
+        if is_donor(event):
+            self._donor_stored(event)
+        elif event.kv_cache_spec_sliding_window is not None:
+            # Window layers keep a part of what layers of full attention keep, under the same hashes.
+            self._windowed_groups.add(event.group_idx or 0)
+        else:
+            self._note_pages(event)
+            added, dropped = self._chains.stored(event)
+            self._forget_runs(dropped)
+            if not self._announces:
+                self._turnover.went(sum(len(run.tokens) for run in dropped))
+            if added is not None and self._grafts and not self._announces:
+                donor_id = self._add_text(added.scope, added.scope, added.tokens, added)
+                if donor_id is not None:
+                    self._of_run[added] = donor_id
+
+    def _removed(self, event: BlockRemoved) -> None:
+        donors = [donor_id for name in event.block_hashes if (donor_id := self._by_hash.pop(name, None)) is not None]
+        for donor_id in donors:
+            self._note_gone(self._texts.remove(donor_id))
+        if is_donor(event):
+            self._turnover.went_unknown(len(event.block_hashes) - len(donors))
+        elif not donors and event.group_idx not in self._windowed_groups:
+            self._pages_removed(event)
+
+    def _pages_removed(self, event: BlockRemoved) -> None:
+        before = self._chains.num_held_tokens(event.block_hashes)
+        num_unknown = sum(name not in self._chains for name in event.block_hashes)
+        self._forget_runs(self._chains.removed(event))
+        if not self._announces:
+            self._turnover.went(before - self._chains.num_held_tokens(event.block_hashes))
+            self._turnover.went_unknown(num_unknown)
+
+    def _note_pages(self, event: BlockStored) -> None:
+        """Pages have come, those that already lie in another place for nothing. Of who announces donors they do not count."""
+        if event.block_hashes and not self._announces:
+            num_tokens, num_held = len(event.token_ids), self._chains.num_held_tokens(event.block_hashes)
+            self._turnover.came(num_tokens, max(0, num_tokens - num_held), len(event.block_hashes))
+
+    def _note_gone(self, donor: Donor) -> None:
+        """A donor has gone: a loss as far as no other one has its text, as an exact one has that an approximate one had."""
+        self._turnover.went(self._num_new(donor.namespace, donor.token_ids))
+
+    def _num_new(self, key: Namespace | KeyedNamespace, token_ids: ArrayLike) -> int:
+        """Tokens of a text that no donor has."""
+        tokens = np.asarray(token_ids)
+        return len(tokens) - sum(match.length for match in self._texts.find(key, tokens))
+
+    def _donor_stored(self, event: BlockStored) -> None:
+        whose = donor_scope(event)
+        if whose is None or len(event.block_hashes) != 1 or event.block_hashes[0] in self._by_hash:
+            return
+        if not self._announces:
+            self._announces = True
+            self._forget_texts_of_pages()
+            self._turnover.clear()
+        name = event.block_hashes[0]
+        self._turnover.came(len(event.token_ids), self._num_new(_key_of(whose.namespace_key), event.token_ids))
+        donor_id = self._add_text(whose.namespace_key, whose.scope, event.token_ids, name)
+        if donor_id is not None:
+            self._by_hash[name] = donor_id
+
+    def _add_text(
+        self, namespace: str, scope: str | None, token_ids: ArrayLike, owner: BlockHash | Run
+    ) -> DonorId | None:
+        """Make text findable for everyone of a scope, which may have been told with another text of the namespace."""
+        key = _key_of(namespace)
+        if scope is not None:
+            self._note(scope, key, namespace)
+        try:
+            donor, evicted = self._texts.add(key, token_ids, owner)
+        except CapacityError:
+            return None
+        for gone in evicted:
+            if not isinstance(gone.kv, Run):
+                self._by_hash.pop(gone.kv, None)  # type: ignore[call-overload]
+                self._note_gone(gone)
+        return None if donor is None else donor.donor_id
+
+    def _note(self, scope: str, key: KeyedNamespace, namespace: str) -> None:
+        keys = self._keys.setdefault(scope, {})
+        if len(keys) < _MAX_KEYS_PER_SCOPE:
+            keys[key] = namespace
+        if len(self._keys) > _MAX_SCOPES:
+            del self._keys[next(iter(self._keys))]
+
+    def _alive(self, match: Match) -> int:
+        """Tokens of a match that are still held: of a run of pages some may be gone."""
+        donor = self._texts.get(match.donor_id)
+        if donor is None or not isinstance(donor.kv, Run):
+            return match.length
+        size, media = donor.kv.page_size, donor.kv.media
+        first, last = match.donor_start, match.donor_start + match.length
+        return sum(
+            min(last, (page + 1) * size) - max(first, page * size)
+            for page in range(first // size, -(-last // size))
+            if media[page]
+        )
+
+    def _forget_runs(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            donor_id = self._of_run.pop(run, None)
+            if donor_id is not None and self._texts.get(donor_id) is not None:
+                self._texts.remove(donor_id)
+
+    def _forget_texts_of_pages(self) -> None:
+        self._texts.reset()
+        self._of_run.clear()
+        self._keys.clear()
+
+
+def _key_of(namespace: str) -> KeyedNamespace:
+    return KeyedNamespace(hashlib.blake2b(namespace.encode(), digest_size=16, person=b"kvgraft.router").digest())

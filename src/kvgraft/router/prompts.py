@@ -1,0 +1,111 @@
+"""The tokens of a request, as the workers will make them: by the model's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvgraft.config import quoted
+from kvgraft.errors import ConfigError, one_line
+from kvgraft.models import BUNDLED_MODEL, SMOLLM2_MODEL, bundled_model_path, smollm2_path
+from kvgraft.server.chat_template import render_chat, template_of
+from kvgraft.server.errors import APIError
+from kvgraft.server.fields import Fields
+from kvgraft.server.messages import parse_messages, parse_tools
+from kvgraft.server.template_fields import parse_template_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+
+
+class PromptReader:
+    """Reads prompts out of request bodies. Thread-safe as far as the tokenizer is."""
+
+    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - transformers' tokenizer, or None
+        """Read with `tokenizer`; without one, prompts of token ids alone can be read."""
+        self._tokenizer = tokenizer
+        self._has_said = tokenizer is None
+
+    def tokens(self, path: str, body: Mapping[str, object]) -> NDArray[np.int32] | None:
+        """Return the tokens of a request `(n,)`, of its first prompt if it has several; None if that cannot be said.
+
+        What cannot be read here (images, a body that the worker will refuse) is the worker's to judge. Nothing is raised.
+        """
+        fields = Fields(dict(body))
+        try:
+            return self._chat(fields) if path == CHAT_PATH else self._completion(fields)
+        except (APIError, ConfigError, ValueError, OverflowError, TypeError) as error:
+            if not self._has_said:
+                self._has_said = True
+                logger.warning("a prompt cannot be read, so it goes to the least loaded worker: %s", one_line(error))
+            return None
+
+    def _chat(self, fields: Fields) -> NDArray[np.int32]:
+        tools = parse_tools(fields)
+        asked = parse_template_fields(fields, template_of(self._tokenizer, with_tools=bool(tools)))
+        prompt = render_chat(self._tokenizer, parse_messages(fields), tools, asked)
+        return self._encoded(prompt.text, add_special_tokens=prompt.add_special_tokens)
+
+    def _completion(self, fields: Fields) -> NDArray[np.int32] | None:
+        prompt = fields.values.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return self._encoded(prompt, add_special_tokens=True)
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            return np.array(prompt, np.int32)
+        return None
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        if self._tokenizer is None:
+            raise ConfigError("there is no tokenizer")
+        try:
+            token_ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        except Exception as error:  # a tokenizer is foreign code
+            raise ConfigError(f"the prompt cannot be tokenised: {one_line(error)}") from error
+        return np.array(token_ids, np.int32)
+
+
+def load_tokenizer(name: str) -> Any:  # noqa: ANN401 - transformers' tokenizer
+    """Load the tokenizer of a model: a directory, a hub id, a GGUF file or a name that `kvgraft serve` knows.
+
+    Raises:
+        ConfigError: There is none, or it cannot be loaded.
+        ImportError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise ImportError(
+            "tokenising prompts needs transformers: pip install 'kvgraft[router]'", name="transformers"
+        ) from error
+    transformers_logging.set_verbosity_error()
+    source, arguments = _source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, **arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"cannot load the tokenizer of model {quoted(name)}: {one_line(error)}; give --model the "
+            "directory or hub id that the workers serve"
+        ) from error
+
+
+def _source(name: str) -> tuple[str, dict[str, str]]:
+    from pathlib import Path
+
+    path: Path | None = bundled_model_path() if name == BUNDLED_MODEL else Path(name).expanduser()
+    if name == SMOLLM2_MODEL:
+        path = smollm2_path()
+    if path is not None and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    return (str(path), {}) if path is not None and path.is_dir() else (name, {})

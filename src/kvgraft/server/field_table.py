@@ -1,0 +1,87 @@
+"""What becomes of every field of a body: it is read, refused unless it asks for nothing, or ignored as it changes nothing.
+
+A field that is in no table is refused, too: what a client asks for is done, or it is told that it is not. The tables are
+in `body_fields`; `docs/server.md` holds what `field_tables` writes of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from kvgraft.server.body_fields import BODY_FIELDS, SHOWN, BodyField, Endpoint, Handling
+from kvgraft.server.errors import BadRequestError
+from kvgraft.server.fields import MAX_NAME_CHARS, closest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvgraft.server.fields import Fields
+
+
+def table_of(endpoint: Endpoint) -> Mapping[str, BodyField]:
+    """Return the fields of an endpoint by name."""
+    return _TABLES[endpoint]
+
+
+def check_fields(fields: Fields, endpoint: Endpoint) -> None:
+    """Refuse what an endpoint does not know, and what it knows and does not do.
+
+    Args:
+        fields: The whole body; null is absent.
+        endpoint: Whose body it is.
+
+    Raises:
+        BadRequestError: It names the field, and what was meant or what to do instead.
+    """
+    table = table_of(endpoint)
+    for name in fields.values:
+        if not fields.has(name):
+            continue
+        field = table.get(name)
+        if field is None:
+            raise _unknown(name, endpoint)
+        if field.handling is Handling.REFUSED and not field.asks_for_nothing(fields.values[name]):
+            raise fields.error(name, f"is not supported by this server; {field.text}")
+
+
+def field_tables() -> str:
+    """Return the Markdown tables of all fields of the endpoints that are served: what is read, refused and ignored."""
+    shown = [field for field in BODY_FIELDS if field.endpoints & SHOWN]
+    tables = []
+    for handling, head in _HEADS.items():
+        rows = [_row(field) for field in shown if field.handling is handling]
+        tables.append("\n".join([head, "|" + "---|" * (head.count("|") - 1), *rows]))
+    return "\n\n".join(tables) + "\n"
+
+
+def _unknown(name: str, endpoint: Endpoint) -> BadRequestError:
+    short = name[:MAX_NAME_CHARS]
+    elsewhere = [str(other) for other in Endpoint if other in SHOWN and name in table_of(other)]
+    if elsewhere:
+        hint = f"it is one of {', '.join(elsewhere)}"
+    else:
+        known = [field.name for field in table_of(endpoint).values() if field.handling is Handling.READ]
+        closest = closest_name(name, known)
+        hint = f"did you mean {closest!r}?" if closest else "docs/server.md lists the fields; leave it out"
+    return BadRequestError(f"{short!r} is no field of {endpoint}; {hint}", param=short, code="unknown_field")
+
+
+def _row(field: BodyField) -> str:
+    served = ", ".join(str(endpoint) for endpoint in Endpoint if endpoint in field.endpoints & SHOWN)
+    cells = [f"`{field.name}`", served, field.text]
+    if field.handling is Handling.READ:
+        cells.insert(2, field.default)
+    elif field.handling is Handling.REFUSED:
+        cells.insert(2, ", ".join(f"`{json.dumps(value)}`" for value in field.nothing))
+    return f"| {' | '.join(cells)} |"
+
+
+_HEADS = {
+    Handling.READ: "| field | of | default | |",
+    Handling.REFUSED: "| refused | of | unless it is | instead |",
+    Handling.IGNORED: "| ignored | of | because |",
+}
+_TABLES: Mapping[Endpoint, Mapping[str, BodyField]] = {
+    endpoint: {field.name: field for field in BODY_FIELDS if endpoint in field.endpoints} for endpoint in Endpoint
+}

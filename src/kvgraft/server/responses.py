@@ -1,0 +1,113 @@
+"""`POST /v1/responses`: OpenAI's newer form of a chat. Nothing is stored: a request brings the whole conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvgraft.server.access_log import access_of
+from kvgraft.server.arguments import body_error
+from kvgraft.server.body import read_object
+from kvgraft.server.body_fields import Endpoint
+from kvgraft.server.chat_form import ChatForm
+from kvgraft.server.chat_template import template_of
+from kvgraft.server.context import context_of
+from kvgraft.server.conversation import Conversation, prepare_chat
+from kvgraft.server.document_fields import chat_documents
+from kvgraft.server.field_table import check_fields
+from kvgraft.server.fields import Fields
+from kvgraft.server.options import check_model
+from kvgraft.server.response import GenerationResponse
+from kvgraft.server.responses_answer import ResponsesAnswer
+from kvgraft.server.responses_input import parse_input, parse_rendering, parse_response_options
+from kvgraft.server.tools import parse_tool_use
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+
+    from kvgraft.engine.document_names import DocumentLabel
+    from kvgraft.server.answer import Extras, JSONObject
+    from kvgraft.server.context import ServerContext
+    from kvgraft.server.conversation import PreparedChat
+    from kvgraft.server.generation import Choice
+    from kvgraft.server.logprobs import TokenTexts
+
+_ID_PREFIX = "resp_"
+
+
+async def create_response(request: Request) -> GenerationResponse:
+    """Answer a conversation of items, whole or in typed events."""
+    context = context_of(request)
+    fields = Fields(await read_object(request, context.config.max_body_bytes))
+    check_model(fields, context.model_id)
+    check_fields(fields, Endpoint.RESPONSES)
+    tokenizer = context.engine.loaded.tokenizer
+    tools = parse_tool_use(fields, is_flat=True)
+    template = template_of(tokenizer, with_tools=bool(tools.shown))
+    conversation = Conversation(parse_input(fields), tools, parse_rendering(fields, template))
+    options = parse_response_options(fields, context.config.reuse, tokenizer)
+    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config.tool_parser, conversation, options)
+    documents = await asyncio.to_thread(chat_documents, fields, chat.prompt.text)
+    answer_id = access_of(request.scope).answer_id = _ID_PREFIX + uuid.uuid4().hex
+    return ResponsesResponse(context, answer_id, chat, fields, documents)
+
+
+class ResponsesResponse(GenerationResponse):
+    """An ASGI app that computes one response and sends it."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        answer_id: str,
+        chat: PreparedChat,
+        fields: Fields,
+        documents: Sequence[DocumentLabel],
+    ) -> None:
+        """Take a request; `fields` are its body, and what `chat` was made of."""
+        special = chat.prompt.add_special_tokens
+        super().__init__(
+            context,
+            answer_id,
+            ChatForm(),
+            chat.options,
+            [chat.prompt.text],
+            blame=partial(body_error, fields=fields, endpoint=Endpoint.RESPONSES),
+            add_special_tokens=special,
+            documents=documents,
+        )
+        self._reading = chat.reading
+        self._said = _said(fields)
+
+    def _answer(
+        self, head: JSONObject, choices: Sequence[Choice], texts: TokenTexts, extras: Extras
+    ) -> ResponsesAnswer:
+        reader = None if self._reading is None else self._reading.reader()
+        return ResponsesAnswer(head, self._form, choices, texts, said=self._said, reader=reader)
+
+
+def _said(fields: Fields) -> JSONObject:
+    """What a response repeats of its request."""
+    values = fields.values
+    tools = [{"parameters": None, "strict": False, **tool.values} for tool in fields.sections("tools")]
+    text = values.get("text") or {}
+    assert isinstance(text, dict)
+    return {
+        "instructions": values.get("instructions"),
+        "max_output_tokens": values.get("max_output_tokens"),
+        "metadata": values.get("metadata") or {},
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None} | (fields.section("reasoning").values),
+        "store": False,
+        "temperature": fields.number("temperature", 1.0, 0, 2),
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": values.get("tool_choice") or "auto",
+        "tools": tools,
+        "top_logprobs": 0,
+        "top_p": fields.number("top_p", 1.0, 0, 1),
+        "truncation": "disabled",
+    }

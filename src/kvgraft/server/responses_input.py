@@ -1,0 +1,139 @@
+"""Bodies of `/v1/responses`: the conversation and how it is answered, in the terms of a chat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvgraft.server.completions import MAX_TOKENS
+from kvgraft.server.messages import MAX_MESSAGES, parsed_arguments
+from kvgraft.server.options import parse_options
+from kvgraft.server.structure_fields import structure_of_format
+from kvgraft.server.template_fields import parse_template_fields, reads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvgraft.server.fields import Fields
+    from kvgraft.server.messages import Message
+    from kvgraft.server.options import Options
+    from kvgraft.server.template_fields import TemplateFields
+
+DEFAULT_OUTPUT_TOKENS = 2048
+"""`max_output_tokens` of a body that says nothing, if so many fit."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_KEYS = frozenset({"format", "verbosity"})
+_REASONING_KEYS = frozenset({"effort", "summary", "generate_summary"})
+
+
+def parse_input(fields: Fields) -> list[Message]:
+    """Return the conversation of `instructions` and `input`, in the form that chat templates take.
+
+    Items of the type `reasoning` are left out: they are what another model thought, often enciphered.
+
+    Raises:
+        APIError: An item is wrong or of a type that is not supported; the error names it.
+    """
+    messages: list[Message] = []
+    if fields.has("instructions"):
+        messages.append({"role": "system", "content": fields.text("instructions")})
+    if isinstance(fields.values.get("input"), str):
+        return [*messages, {"role": "user", "content": fields.text("input")}]
+    items = fields.sections("input")
+    if not items:
+        raise fields.error("input", "is missing or empty; give a text or a list of items")
+    if len(items) > MAX_MESSAGES:
+        raise fields.error("input", f"must hold at most {MAX_MESSAGES} items")
+    for item in items:
+        _add_item(messages, item)
+    return messages
+
+
+def parse_response_options(fields: Fields, default_reuse: str, tokenizer: PreTrainedTokenizerBase | None) -> Options:
+    """Read how to answer; raises `APIError` naming the field that is wrong."""
+    options = parse_options(
+        fields,
+        max_tokens=fields.integer("max_output_tokens", DEFAULT_OUTPUT_TOKENS, 1, MAX_TOKENS),
+        logprobs=None,
+        default_reuse=default_reuse,
+        tokenizer=tokenizer,
+    )
+    if options.provisional:
+        raise fields.section("kvgraft").error("provisional", "has no events in /v1/responses; use /v1/chat/completions")
+    text = fields.section("text", known=_TEXT_KEYS)
+    if text.text("verbosity", "medium") != "medium":
+        raise text.error("verbosity", "is not supported by this server; ask for it in the input")
+    structure = structure_of_format(text.section("format")) if text.has("format") else None
+    if structure is None:
+        return options
+    if options.sampling.structure is not None:
+        raise text.error("format", "says what structured_outputs says, too; leave out one of them")
+    return replace(options, sampling=replace(options.sampling, structure=structure))
+
+
+def parse_rendering(fields: Fields, template: str) -> TemplateFields:
+    """Read what a body says to the chat template: `chat_template_kwargs`, and the effort of `reasoning`."""
+    asked = parse_template_fields(fields, template)
+    reasoning = fields.section("reasoning", known=_REASONING_KEYS)
+    for key in ("summary", "generate_summary"):
+        if reasoning.has(key):
+            raise reasoning.error(key, "is not supported by this server; leave it out")
+    if not reasoning.has("effort"):
+        return asked
+    if not reads(template, "reasoning_effort"):
+        raise reasoning.error("effort", "is not read by the model's chat template; say it in the input")
+    return replace(asked, variables={**asked.variables, "reasoning_effort": reasoning.text("effort", max_chars=64)})
+
+
+def _add_item(messages: list[Message], item: Fields) -> None:
+    match item.text("type", "message"):
+        case "message":
+            messages.append(_message(item))
+        case "function_call":
+            _add_call(messages, item)
+        case "function_call_output":
+            if not item.text("call_id"):
+                raise item.error("call_id", "is missing; it says which call this is the result of")
+            messages.append({"role": "tool", "content": _text(item, "output"), "tool_call_id": item.text("call_id")})
+        case "reasoning":
+            pass
+        case kind:
+            raise item.error(
+                "type", f"{kind[:60]!r} is not supported; items are messages, function calls and their outputs"
+            )
+
+
+def _message(item: Fields) -> Message:
+    role = item.text("role")
+    if role not in _ROLES:
+        raise item.error("role", f"must be one of {', '.join(_ROLES)}")
+    return {"role": _ROLES[role], "content": _text(item, "content")}
+
+
+def _add_call(messages: list[Message], item: Fields) -> None:
+    """Add a call to the turn of the assistant that it belongs to."""
+    if not item.text("name"):
+        raise item.error("name", "is missing")
+    function = {"name": item.text("name"), "arguments": parsed_arguments(item.text("arguments", "{}"))}
+    call: Message = {"id": item.text("call_id"), "type": "function", "function": function}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    calls = messages[-1].setdefault("tool_calls", [])
+    assert isinstance(calls, list)
+    calls.append(call)
+
+
+def _text(item: Fields, key: str) -> str:
+    if not isinstance(item.values.get(key), list):
+        if not item.has(key):
+            raise item.error(key, "is missing; give a string or a list of text parts")
+        return item.text(key)
+    return "\n".join(_part(part) for part in item.sections(key))
+
+
+def _part(part: Fields) -> str:
+    kind = part.text("type")
+    if kind not in _TEXT_PARTS:
+        raise part.error("type", "must be 'input_text' or 'output_text'; images, audio and files are not supported")
+    return part.text(_TEXT_PARTS[kind])

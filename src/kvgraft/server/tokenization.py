@@ -1,0 +1,54 @@
+"""`POST /tokenize`, `POST /detokenize`: what the model's tokenizer makes of a text, and of tokens; the forms are vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvgraft.server.body import read_object
+from kvgraft.server.body_fields import Endpoint
+from kvgraft.server.completions import parse_prompts, parse_token_ids
+from kvgraft.server.context import context_of
+from kvgraft.server.errors import BadRequestError
+from kvgraft.server.field_table import check_fields
+from kvgraft.server.fields import Fields
+from kvgraft.server.json_io import json_response
+from kvgraft.server.logprobs import TokenTexts
+from kvgraft.server.options import check_model
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of one prompt, and their texts if they are asked for."""
+    context = context_of(request)
+    fields = Fields(await read_object(request, context.config.max_body_bytes))
+    check_model(fields, context.model_id)
+    check_fields(fields, Endpoint.TOKENIZE)
+    prompts = parse_prompts(fields, context.engine.loaded.vocab_size)
+    if len(prompts) != 1:
+        raise fields.error("prompt", "must be one prompt")
+    prepared = await context.engine.prepare(
+        prompts[0], None, "off", add_special_tokens=fields.flag("add_special_tokens", default=True)
+    )
+    tokens = [int(token) for token in prepared.token_ids]
+    answer = {"count": len(tokens), "max_model_len": int(context.engine.max_model_len), "tokens": tokens}
+    if fields.flag("return_token_strs"):
+        texts = TokenTexts(context.engine.loaded.tokenizer)
+        answer["token_strs"] = await asyncio.to_thread(lambda: [texts[token] for token in tokens])
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """Return the text of token ids, special tokens included."""
+    context = context_of(request)
+    fields = Fields(await read_object(request, context.config.max_body_bytes))
+    check_model(fields, context.model_id)
+    check_fields(fields, Endpoint.DETOKENIZE)
+    tokenizer = context.engine.loaded.tokenizer
+    if tokenizer is None:
+        raise BadRequestError("this model has no tokenizer, so its tokens have no text", param="tokens")
+    tokens = parse_token_ids(fields, "tokens", fields.values.get("tokens"), context.engine.loaded.vocab_size)
+    return json_response({"prompt": str(await asyncio.to_thread(tokenizer.decode, tokens))})

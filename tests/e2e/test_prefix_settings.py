@@ -1,0 +1,347 @@
+"""What users can say about the prefix cache of the embedded engine: pages, eviction, back ends and what these are told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kvgraft.cli import main
+from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine.core import Engine
+from kvgraft.engine.loading import adopt_model
+from kvgraft.errors import ConfigError
+from kvgraft.prefix import EVICTION_POLICIES, RadixCache, TreeCacheBuildContext, register_radix_cache_backend
+from kvgraft.testing.kept_kv import assert_prefix_is_exact
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+PAGES = [1, 16, 64]
+FAMILIES = ["llama", "gemma2"]
+GREEDY = SamplingParams(8, ignore_eos=True)
+
+
+def make_llm(family="llama", **settings):
+    return LLM(adopt_model(family, tiny_model(family), None), **({"num_slots": 2_000, "selection": "none"} | settings))
+
+
+def random_prompt(rng, length):
+    return rng.integers(3, VOCABULARY, length)
+
+
+@torch.inference_mode()
+def stock_greedy(llm, prompt, count):
+    ids = torch.from_numpy(prompt)[None]
+    with llm.adapter.stock() as model:
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return tuple(ids[0, len(prompt) :].tolist())
+
+
+def in_pages(num_tokens, page_size):
+    return num_tokens // page_size * page_size
+
+
+# pages
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_chat_extends_its_prefix_in_whole_pages_and_is_exact(family, page_size, rng):
+    """Turns are longer than the window of 24, so that what is stored must end with a whole window."""
+    llm = make_llm(family, page_size=page_size)
+    history, stored = random_prompt(rng, 101), 0
+    for _ in range(4):
+        output = llm.generate(history, SamplingParams(40, ignore_eos=True), "exact")[0]
+        assert output.report.exact_tokens == in_pages(stored, page_size)
+        assert output.token_ids == stock_greedy(llm, history, 40)
+        llm.check()
+        stored = len(history) + 39
+        history = np.concatenate([history, output.token_ids, random_prompt(rng, 10)])
+    assert assert_prefix_is_exact(
+        llm.adapter, llm.space, llm._engine.builder.build(history).namespace, history
+    ) == in_pages(stored, page_size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_grafts_start_behind_the_whole_pages(family, page_size, rng):
+    """A prompt that was read, asked for again: the end of its last page is grafted from itself, at no shift."""
+    llm = make_llm(family, page_size=page_size)
+    prompt = random_prompt(rng, 200)
+    first, again = llm.generate([prompt, prompt], GREEDY)
+    assert again.token_ids == first.token_ids == stock_greedy(llm, prompt, 8)
+    exact_tokens = in_pages(199, page_size)
+    assert again.report.exact_tokens == exact_tokens
+    grafted = 199 - exact_tokens if 199 - exact_tokens >= llm.config.min_run else 0
+    assert again.report.shifted_tokens == grafted
+    assert all(span.target_start >= exact_tokens for span in again.report.spans)
+    llm.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_moved_text_is_stored_as_nobodys_prefix(family, page_size, rng):
+    llm = make_llm(family, page_size=page_size)
+    document, head = random_prompt(rng, 150), random_prompt(rng, 70)
+    prompt = np.concatenate([head, document, random_prompt(rng, 5)])
+    llm.generate([np.concatenate([head, random_prompt(rng, 5)]), document], GREEDY)
+    grafted = llm.generate(prompt, GREEDY)[0]
+    assert grafted.report.shifted_tokens >= 100
+    exact_tokens = grafted.report.exact_tokens
+    assert exact_tokens == in_pages(70, page_size)
+    again = llm.generate(prompt, GREEDY, "exact")[0]
+    assert again.report.exact_tokens <= exact_tokens, "nothing at or behind a graft is found as exact"
+    # The grafted request left the window of its prefix behind, and where nothing continues that it was the last to need it.
+    assert again.report.exact_tokens == exact_tokens or family == "gemma2"
+    assert again.token_ids == stock_greedy(llm, prompt, 8)
+    llm.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_preempted_and_reset_requests_are_exact(family, page_size, rng):
+    llm = make_llm(family, page_size=page_size, num_slots=420)
+    engine = llm._engine
+    assert isinstance(engine, Engine)
+    prompts = [random_prompt(rng, length) for length in (90, 33, 128)]
+    streams = [llm.stream(prompt, SamplingParams(60, ignore_eos=True), "exact") for prompt in prompts]
+    tokens = [[] for _ in prompts]
+    for number, parts in enumerate(zip(*streams, strict=True)):
+        for own, part in zip(tokens, parts, strict=True):
+            own.append(part.token_id)
+        if number in (10, 30) and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[0])
+        if number == 40:
+            llm.reset()
+        llm.check()
+    assert engine.scheduler.num_preemptions >= 2
+    assert [tuple(own) for own in tokens] == [stock_greedy(llm, prompt, 60) for prompt in prompts]
+    assert llm.num_errors == 0
+
+
+def test_text_below_a_page_is_never_stored(rng):
+    llm = make_llm(page_size=64)
+    _, again = llm.generate([random_prompt(rng, 50)] * 2, GREEDY, "exact")
+    assert (again.report.exact_tokens, llm.usage().cached) == (0, 0)
+
+
+def test_pages_larger_than_the_pool_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match="page_size=500 is more than the 200 K/V slots") as caught:
+        make_llm(page_size=500, num_slots=200)
+    assert "\n" not in str(caught.value)
+
+
+# eviction
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_each_policy_decides_in_the_engine(policy, rng):
+    llm = make_llm(eviction_policy=policy, num_slots=300, host_bytes=0)
+    assert type(llm.space.prefix.policy) is EVICTION_POLICIES[policy]
+    for _ in range(6):
+        prompt = random_prompt(rng, 120)
+        assert llm.generate(prompt, GREEDY, "exact")[0].token_ids == stock_greedy(llm, prompt, 8)
+        llm.check()
+
+
+def survivors(llm, prompts):
+    """Which prompts are still prefixes when a further one has needed room."""
+    return [llm.space.match(key).prefix_len > 100 for key in (key_of(llm, prompt) for prompt in prompts)]
+
+
+def key_of(llm, prompt):
+    from kvgraft.prefix import RadixKey
+
+    return RadixKey(prompt, llm._engine.builder.build(prompt).namespace.key)
+
+
+DONORS = [{}, {"host_bytes": 0}, {"donor_tokens": 16}]
+"""Donors share slots with prefixes: they spill, are dropped, or there are none. What leaves first is the policy's to say."""
+
+
+@pytest.mark.parametrize("donors", DONORS, ids=str)
+@pytest.mark.parametrize(("policy", "kept"), [("lru", [False, True]), ("mru", [True, False]), ("fifo", [False, True])])
+def test_policies_differ_in_what_they_keep(policy, kept, donors, rng):
+    llm = make_llm(eviction_policy=policy, num_slots=400, **donors)
+    prompts = [random_prompt(rng, 140) for _ in range(2)]
+    llm.generate(prompts, GREEDY, "exact")
+    llm.generate(random_prompt(rng, 140), GREEDY, "exact")
+    assert survivors(llm, prompts) == kept
+
+
+@pytest.mark.parametrize("donors", DONORS, ids=str)
+def test_higher_priority_stays_longer(donors, rng):
+    kept = {}
+    for first, second in ((0, 0), (1, 0)):
+        llm = make_llm(eviction_policy="priority", num_slots=400, **donors)
+        prompts = [random_prompt(rng, 140) for _ in range(2)]
+        llm.generate(prompts[0], GREEDY, "exact", priority=first)
+        llm.generate(prompts[1], GREEDY, "exact", priority=second)
+        llm.generate(random_prompt(rng, 140), GREEDY, "exact")
+        kept[first] = survivors(llm, prompts)
+    assert kept == {0: [False, True], 1: [True, False]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slru_protects_what_two_requests_used_and_not_what_one_stored_twice(family, rng):
+    """A request stores its prompt when it is computed and again, with its output, when it ends."""
+    llm = make_llm(family, eviction_policy="slru", eviction_policy_config='{"protected_threshold": 2}')
+    once, twice = random_prompt(rng, 140), random_prompt(rng, 140)
+    llm.generate([once, twice, twice], GREEDY, "exact")
+    hits = [max(node.hit_count for node in path_of(llm, prompt)) for prompt in (once, twice)]
+    assert hits == [1, 2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_preempted_request_uses_its_prefix_once(family, rng):
+    llm = make_llm(family, eviction_policy="lfu")
+    prompt = random_prompt(rng, 140)
+    stream = llm.stream(prompt, SamplingParams(20, ignore_eos=True), "exact")
+    tokens = [next(stream).token_id for _ in range(5)]
+    llm._engine.scheduler._preempt(llm._engine.scheduler.running[0])
+    tokens += [part.token_id for part in stream]
+    assert tuple(tokens) == stock_greedy(llm, prompt, 20)
+    assert max(node.hit_count for node in path_of(llm, prompt)) == 1
+
+
+def path_of(llm, prompt):
+    node = llm.space.prefix._tree.root
+    for _ in range(100):
+        found = [child for child in node.children.values() if child.token_ids[0] == prompt[node.end]]
+        if not found:
+            return
+        (node,) = found
+        yield node
+        if node.end >= 130:
+            return
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eviction_policy": "random"}, "unknown eviction_policy 'random'; choose fifo, filo, lfu, lru, mru, priority"),
+        (
+            {"eviction_policy": "slru", "eviction_policy_config": '{"threshold": 2}'},
+            "eviction_policy_config: eviction policy 'slru' has no parameter 'threshold'; it has protected_threshold",
+        ),
+        (
+            {"eviction_policy": "slru", "eviction_policy_config": '{"protected_threshold": 0}'},
+            "protected_threshold must be at least 1, not 0",
+        ),
+        ({"eviction_policy_config": "[1]"}, "eviction_policy_config must be a JSON object"),
+        ({"radix_cache_options": "{"}, "radix_cache_options must be a JSON object"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"kv_events": "5557"}, "unknown kv_events '5557'; choose tcp://*:PORT, ipc://PATH"),
+        ({"kv_events": '{"port": 1}'}, "kv_events has no field 'port'; it has endpoint, replay_endpoint, topic"),
+        ({"kv_events": '{"topic": 1}'}, "topic of kv_events must be of type str, not 1"),
+        ({"kv_events": "{1}"}, "kv_events is no valid JSON"),
+    ],
+)
+def test_wrong_values_are_told_in_one_line_before_a_model_is_loaded(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        LLM("no such model", **settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# what a factory of somebody else's is told
+
+
+def told(family, **settings):
+    contexts = []
+
+    def factory(context):
+        contexts.append(context)
+        return RadixCache(context.page_size, policy=context.eviction_policy, events=context.events)
+
+    register_radix_cache_backend("theirs", factory)
+    llm = make_llm(family, radix_cache_backend="theirs", **settings)
+    (context,) = contexts
+    return llm, context
+
+
+def test_a_factory_is_told_of_model_pools_and_settings():
+    llm, context = told(
+        "llama",
+        page_size=16,
+        eviction_policy="slru",
+        eviction_policy_config='{"protected_threshold": 3}',
+        radix_cache_options='{"depth": 3, "tiers": ["a"]}',
+        kv_events="inproc://told",
+        max_rows=512,
+    )
+    try:
+        pool = llm.adapter.pool
+        assert (context.pool.num_slots, context.pool.bytes_per_token) == (pool.num_slots, pool.bytes_per_token)
+        assert (context.pool.dtype, context.pool.device) == ("float32", "cpu")
+        assert (context.full_pool, context.swa_pool, context.sliding_window_size) == (None, None, None)
+        assert (context.is_hybrid_swa, context.is_all_swa, context.is_hybrid_ssm) == (False, False, False)
+        assert context.model_config is llm.loaded.model.config.get_text_config(decoder=True)
+        assert (context.model_name, context.num_layers) == (llm.loaded.name, llm.adapter.num_layers)
+        assert (context.tp_size, context.tp_rank) == (1, 0)
+        assert (context.page_size, context.backend) == (16, "theirs")
+        assert (context.eviction_policy, context.eviction_policy_config) == ("slru", {"protected_threshold": 3})
+        assert context.effective_chunked_prefill_size == 512
+        assert context.disable_radix_cache is False
+        assert context.options == {"depth": 3, "tiers": ["a"]}
+        assert context.events is not None
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(("family", "is_all"), [("gemma2", False), ("mistral", True), ("llama4_text", False)])
+def test_a_factory_is_told_of_both_pools_of_a_hybrid_model(family, is_all):
+    _, context = told(family)
+    default = make_llm(family).adapter.pool
+    assert (context.is_hybrid_swa, context.is_all_swa) == (not is_all, is_all)
+    sizes = (context.sliding_window_size, context.attention_chunk_size)
+    assert sizes == ((None, 24) if family == "llama4_text" else (24, None))
+    assert context.full_pool.num_slots == default.num_slots
+    assert context.full_pool.bytes_per_token == default.full_bytes_per_token
+    assert context.swa_pool.num_slots == default.num_window_slots
+    assert context.swa_pool.bytes_per_token == default.window.bytes_per_token
+    assert context.events is None
+
+
+def test_the_engine_says_something_about_every_field():
+    """A field that the engine leaves at its default is known here, with the reason."""
+    _, context = told("gemma2", page_size=8, eviction_policy="lfu", radix_cache_options="{}")
+    left = {
+        field.name
+        for field in dataclasses.fields(TreeCacheBuildContext)
+        if getattr(context, field.name) == getattr(TreeCacheBuildContext(), field.name)
+    }
+    one_rank, without_settings = {"tp_size", "tp_rank"}, {"eviction_policy_config", "options", "events"}
+    not_of_this_model = {"attention_chunk_size", "is_all_swa", "is_hybrid_ssm", "disable_radix_cache"}
+    nothing_to_ask_for = {"use_native_tree", "use_unified_tree", "external_backend"}
+    tiers = {"enable_hierarchical_cache", "tier_transfer", "host_write_policy", "enable_streaming_session"}
+    assert left <= one_rank | without_settings | not_of_this_model | nothing_to_ask_for | tiers
+
+
+# the command line
+
+
+def test_serve_knows_the_settings(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for flag in (
+        "--page-size",
+        "--eviction-policy",
+        "--eviction-policy-config",
+        "--kv-events",
+        "--radix-cache-options",
+    ):
+        assert flag in text
+
+
+def test_a_file_may_give_parameters_as_a_mapping(tmp_path, capsys):
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "eviction_policy: slru\neviction_policy_config: {protected_threshold: 3}\nkv_events: 'tcp://*:5557'\n"
+    )
+    assert main(["config", "validate", str(path)]) == 0
+    assert main(["config", "show", "--config", str(path)]) == 0
+    assert "protected_threshold" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""`kvgraft bench suite datasets` and `quality` from their arguments to what they print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvgraft.bench.suite import datasets_page, quality_page
+from kvgraft.cli import build_parser
+from kvgraft.errors import ConfigError
+
+SMALL = ("--limit", 1, "--max-prompt-tokens", 700, "--data", "nowhere", "--model", "graft-tiny", "--num-slots", 4000)
+
+
+def run(*argv):
+    args = build_parser().parse_args(["bench", "suite", *map(str, argv)])
+    return args.run(args)
+
+
+@pytest.mark.parametrize(
+    ("table", "page", "options"),
+    [
+        ("datasets", datasets_page, ("--only", "builtin", "tools", "--rounds", 1)),
+        ("quality", quality_page, ("--suites", "builtin", "tools", "--policy", "none", "--noise-floor", 0)),
+    ],
+)
+def test_json_is_a_table_that_the_page_can_lay_out(capsys, tmp_path, table, page, options):
+    journal = tmp_path / "journal.jsonl"
+    assert run(table, *options, *SMALL, "--journal", journal, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["table", "title", "settings", "rows"]
+    assert found["table"] == table
+    assert found["settings"]["absent"] == ["tools"]
+    assert found["settings"]["model"] == "graft-tiny"
+    assert {type(value) for row in found["rows"] for value in row.values()} <= {str, int, float, type(None)}
+    assert "left out: tools." in page.render({"result": found})
+    assert run(table, *options, *SMALL, "--journal", journal) == 0
+    assert "tools: not in nowhere, left out" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"other arguments \(seed\)"):
+        run(table, *options, *SMALL, "--journal", journal, "--seed", 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("datasets", "--limit", 0), "--limit must be at least 1, not 0"),
+        (("datasets", "--min-run", 8), "--min-run must be at least 16"),
+        (("quality", "--noise-floor", -1), "--noise-floor must be at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_told_before_a_model_is_loaded(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        run(*argv)

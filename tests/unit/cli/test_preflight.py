@@ -1,0 +1,217 @@
+"""What is refused before torch is imported, and what a start shows meanwhile."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kvgraft.cli import main, preflight
+from kvgraft.cli.stages import shown_stages
+from kvgraft.config import ServerConfig
+from kvgraft.errors import ConfigError, ModelError, RequestError, is_out_of_memory
+from kvgraft.models import Footprint, find_checkpoint, footprint_of
+from kvgraft.observability.stages import STAGES, stage
+
+GIB = 1 << 30
+
+WITHOUT_TORCH = """
+import sys
+from kvgraft.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+heavy = {"torch", "transformers", "tokenizers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch):
+    for name in [name for name in os.environ if name.upper().startswith("KVGRAFT_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+def run(*argv):
+    return subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("serve", "--model", "/nope"), "/nope does not exist"),
+        (("serve", "--port", "TAKEN"), "choose another --port"),
+        (("serve", "--reuse", "grfat"), "did you mean 'graft'"),
+        (("serve", "--selection", "query_seem"), "did you mean 'query_seam'"),
+        (("serve", "--selection", "nowhere:Policy"), "nowhere:Policy"),
+        (("serve", "--kv-bytes", "900TB"), "lower kv_bytes"),
+        (("serve", "--num-slots", "900000000000"), "lower num_slots"),
+        (("generate", "--model", "/nope", "x"), "/nope does not exist"),
+        (("demo", "--model", "/nope"), "/nope does not exist"),
+        (("doctor", "--model", "/nope"), "/nope does not exist"),
+        (("bench", "ttft", "--model", "/nope"), "/nope does not exist"),
+    ],
+)
+def test_a_wrong_start_ends_in_one_line_without_torch(argv, words, taken_port):
+    done = run(*(taken_port if word == "TAKEN" else word for word in argv))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("kvgraft: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def model(tmp_path, config='{"model_type": "llama"}', weights=b""):
+    (tmp_path / "config.json").write_text(config)
+    if weights is not None:
+        (tmp_path / "model.safetensors").write_bytes(weights)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "words"),
+    [("{", b"", "not valid JSON"), ("[]", b"", "no JSON object"), ("{}", None, "has no weights")],
+)
+def test_a_directory_that_is_no_model_is_refused(tmp_path, config, weights, words):
+    with pytest.raises(ModelError, match=words):
+        footprint_of(find_checkpoint(model(tmp_path, config, weights)))
+
+
+def test_weights_that_lie_there_twice_count_once(tmp_path):
+    header = json.dumps({"a": {"shape": [3, 5]}}).encode()
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model-1-of-1.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+    assert footprint_of(find_checkpoint(str(tmp_path))).num_weights == 15
+
+
+def test_a_footprint_is_told_by_headers_alone(tmp_path):
+    header = json.dumps({"__metadata__": {}, "a": {"shape": [3, 5]}, "b": {"shape": [7]}}).encode()
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    path = model(tmp_path, json.dumps(config), len(header).to_bytes(8, "little") + header)
+    found = footprint_of(find_checkpoint(path))
+    assert (found.num_weights, found.kv_per_token) == (22, 2 * 2 * 2 * 8)
+    assert found.weight_bytes(4) == 88
+
+
+def test_of_what_cannot_be_read_the_files_size_counts(tmp_path):
+    found = footprint_of(find_checkpoint(model(tmp_path, "{}", b"\xff" * 100)))
+    assert (found.num_weights, found.kv_per_token, found.weight_bytes(4)) == (0, 0, 100)
+
+
+FOUND = Footprint(num_weights=GIB, file_bytes=2 * GIB, kv_per_token=1024)
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "words"),
+    [
+        ({}, 3 * GIB, "choose a smaller model"),
+        ({"kv_bytes": 8 * GIB}, 10 * GIB, "lower kv_bytes"),
+        ({"num_slots": 1 << 21}, 10 * GIB, "lower num_slots"),
+        ({"prefix_host_bytes": 6 * GIB}, 10 * GIB, "or prefix_host_bytes"),
+        ({"dtype": "bfloat16"}, 3 * GIB, ""),
+    ],
+)
+def test_what_does_not_fit_into_free_memory_is_refused_by_the_settings_name(settings, free, words, capsys):
+    config = ServerConfig(**settings)
+    if not words:
+        preflight._check_memory(config, FOUND, free)
+        assert "host_bytes of 1.0 GiB may not fit" in capsys.readouterr().err
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        preflight._check_memory(config, FOUND, free)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: ..."), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_known_by_what_python_and_torch_say(error, is_it, monkeypatch, capsys):
+    assert is_out_of_memory(error) is is_it
+    outer = RequestError("outer")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer) is is_it
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("kvgraft.cli.config.resolve_settings", fail)
+    if not is_it:
+        with pytest.raises(type(error)):
+            main(["config", "show"])
+        return
+    if isinstance(error, OSError):
+        return
+    assert main(["config", "show"]) == 2
+    assert capsys.readouterr().err.startswith("kvgraft: out of memory; lower num_slots or kv_bytes")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def told(stderr, monkeypatch, is_shown=True):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with shown_stages(is_shown):
+        stage("loading it")
+        stage("checking it")
+    return stderr.getvalue()
+
+
+def test_stages_are_one_line_on_a_terminal_and_it_is_gone_at_the_end(monkeypatch):
+    shown = told(Terminal(), monkeypatch)
+    assert "\n" not in shown
+    assert "\x1b" not in shown
+    parts = shown.split("\r")
+    assert [part.strip() for part in parts] == ["", "kvgraft: loading it ...", "kvgraft: checking it ...", "", ""]
+    assert all(len(part) < 80 for part in parts)
+
+
+def test_stages_are_lines_elsewhere_and_nothing_for_programs(monkeypatch):
+    assert told(io.StringIO(), monkeypatch) == "kvgraft: loading it ...\nkvgraft: checking it ...\n"
+    assert told(io.StringIO(), monkeypatch, is_shown=False) == ""
+    assert told(Terminal(), monkeypatch, is_shown=False) == ""
+    assert STAGES.propagate
+    assert not STAGES.handlers
+
+
+def test_a_start_that_fails_leaves_a_clean_line(monkeypatch):
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+
+    def start():
+        with shown_stages():
+            stage("loading it")
+            raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        start()
+    assert stderr.getvalue().endswith("\r")
+    assert not STAGES.handlers
+
+
+def test_servers_get_stages_as_records_of_their_log(caplog):
+    with caplog.at_level(logging.INFO, "kvgraft"), shown_stages(False):
+        stage("loading it")
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [("kvgraft.start", "loading it ...")]

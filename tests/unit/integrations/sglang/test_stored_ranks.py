@@ -1,0 +1,246 @@
+"""Stores under tensor parallelism: every rank has its own part, and all of them use a donor or none does."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from tests.unit.integrations.sglang.conftest import FakeRequest, World
+from tests.unit.integrations.sglang.shelf import Shelf
+
+from kvgraft.integrations.sglang.planning.ranks import Decision
+from kvgraft.types import MissReason
+
+SOON = 60.0
+DOCUMENT = array("q", range(1000, 1300))
+QUERY = array("q", range(10)) + DOCUMENT + array("q", range(500, 505))
+
+
+class ThreadRanks:
+    """Ranks as threads of one process."""
+
+    def __init__(self, rank, slots, barrier):
+        self.rank, self.size, self._slots, self._barrier, self.world = rank, len(slots), slots, barrier, None
+
+    def gathered(self, part):
+        self._barrier.wait(SOON)
+        self._slots[self.rank] = part
+        self._barrier.wait(SOON)
+        return list(self._slots)
+
+    def shared(self, make):
+        return self.gathered(make() if self.rank == 0 else None)[0]
+
+    def lowest(self, numbers):
+        return [min(column) for column in zip(*self.gathered(list(numbers)), strict=True)]
+
+    def decide(self, make):
+        decision = self.gathered(make())[0]
+        if decision.spans is None:
+            return decision
+        donor_of = self.world.planner.donor_of
+        return Decision(tuple(replace(span, donor=donor_of(span.donor.donor_id)) for span in decision.spans))
+
+    def confirm(self, num_tokens):
+        return num_tokens if len(set(self.gathered(num_tokens))) == 1 else -1
+
+
+def on_ranks(tmp_path, shelf, program, weights=("a", "b")):
+    """Run a program on the ranks of one server; returns what each says."""
+    slots, barrier = [None] * len(weights), threading.Barrier(len(weights))
+
+    def run(rank):
+        try:
+            ranks = ThreadRanks(rank, slots, barrier)
+            folder = tmp_path / str(rank)
+            folder.mkdir(exist_ok=True)
+            # The link asks for its ranks while it is made.
+            ranks.world = World(folder, stores=(shelf,), weights=weights[rank], ranks=ranks)
+            return program(ranks.world, ranks)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(weights)) as pool:
+        return list(pool.map(run, range(len(weights))))
+
+
+def look(world, ranks):
+    for opened in world.link._used:
+        assert opened.feed is None or opened.feed.look(SOON)
+    ranks.gathered(None)
+    world.reuse.idle()
+    world.link.cold.check()
+    return len(world.link.cold)
+
+
+def store(world, ranks):
+    world.publish("donor", DOCUMENT)
+    while not world.link._behind.is_idle:
+        world.reuse.idle()
+    assert world.link._used[0].writer.flush(SOON)
+    ranks.gathered(None)
+    return look(world, ranks)
+
+
+def ask(world, ranks):
+    listed = look(world, ranks)
+    req = FakeRequest("query", QUERY, prefix_len=10)
+    promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+    while world.reuse.awaits(req, may_nap=True):
+        promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+    world.library.check()
+    loaded = world.reuse.load_first(req, promised) if promised else 0
+    return listed, promised, loaded
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    shelf = Shelf()
+    assert on_ranks(tmp_path, shelf, store) == [1, 1]
+    assert len(shelf.spaces) == 2
+    return shelf
+
+
+def test_all_ranks_read_their_parts(tmp_path, shelf):
+    assert on_ranks(tmp_path, shelf, ask) == [(1, 300, 300)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_part_that_one_rank_cannot_read_makes_all_compute(tmp_path, shelf, rank):
+    names = list(shelf.objects)
+
+    def ask_for_damaged(world, ranks):
+        mine = world.link._space
+        if ranks.rank == rank:
+            _, body = shelf.objects[next(name for name in names if name[0] == mine)]
+            body[1000] ^= 1
+        return ask(world, ranks)
+
+    assert on_ranks(tmp_path, shelf, ask_for_damaged) == [(1, 0, 0)] * 2
+    assert len(shelf.objects) == 1
+    assert on_ranks(tmp_path, shelf, ask) == [(0, 0, 0)] * 2, "a part alone is no donor"
+
+
+def test_part_that_goes_between_look_and_read_makes_all_compute(tmp_path, shelf):
+    def ask_for_lost(world, ranks):
+        look(world, ranks)
+        ranks.gathered(None)
+        if ranks.rank == 1:
+            shelf.remove(world.link._space, next(iter(shelf.objects))[1])
+        ranks.gathered(None)
+        req = FakeRequest("query", QUERY, prefix_len=10)
+        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        while world.reuse.awaits(req, may_nap=True):
+            promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        return promised, len(world.link.cold)
+
+    assert on_ranks(tmp_path, shelf, ask_for_lost) == [(0, 0)] * 2
+
+
+def test_rank_of_other_weights_finds_nothing_and_nor_do_the_others(tmp_path, shelf):
+    assert on_ranks(tmp_path, shelf, ask, weights=("a", "other")) == [(0, 0, 0)] * 2
+
+
+def test_more_ranks_find_nothing(tmp_path, shelf):
+    assert on_ranks(tmp_path, shelf, ask, weights=("a", "b", "c")) == [(0, 0, 0)] * 3
+
+
+def test_late_is_what_the_first_rank_calls_late(tmp_path, shelf):
+    def ask_in_vain(world, ranks):
+        look(world, ranks)
+        ranks.gathered(None)
+        shelf.gate.clear()
+        ranks.gathered(None)
+        req = FakeRequest("query", QUERY, prefix_len=10)
+        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        world.now += 100.0 if ranks.rank else 0.1
+        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        waits = world.reuse.awaits(req, may_nap=False)
+        world.now += 0.0 if ranks.rank else 100.0
+        promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        return waits, promised, world.reuse.awaits(req, may_nap=False), world.link.counts()[0].reads["late"]
+
+    assert on_ranks(tmp_path, shelf, ask_in_vain) == [(True, 0, False, 1)] * 2
+    shelf.gate.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_whose_store_hangs_holds_a_request_up_until_the_deadline(tmp_path, shelf, rank):
+    hangs, goes_on, read = [], threading.Event(), shelf.read
+
+    def read_some(space, *more):
+        if space in hangs:
+            goes_on.wait(SOON)
+        read(space, *more)
+
+    shelf.read = read_some
+
+    def ask_in_vain(world, ranks):
+        look(world, ranks)
+        if ranks.rank == rank:
+            hangs.append(world.link._space)
+        ranks.gathered(None)
+        req = FakeRequest("query", QUERY, prefix_len=10)
+        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        fetch = world.reuse._states[req].reads.reads[0].fetch
+        assert ranks.rank == rank or fetch.wait(SOON)
+        ranks.gathered(None)
+        waits = []
+        for seconds in (0.1, 100.0):
+            world.now += seconds
+            promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+            waits.append(world.reuse.awaits(req, may_nap=False))
+        miss = world.reuse._states[req].miss.reason
+        second = FakeRequest("second", QUERY, prefix_len=10)
+        world.reuse.promise(second, QUERY, len(QUERY) - 1, 10)
+        waits.append(world.reuse.awaits(second, may_nap=False))
+        ranks.gathered(None)
+        goes_on.set()
+        return waits, promised, miss, world.link.counts()[0].reads["late"]
+
+    expected = ([True, False, False], 0, MissReason.DEADLINE, 1)
+    assert on_ranks(tmp_path, shelf, ask_in_vain) == [expected] * 2
+
+
+def raises(*_):
+    raise MemoryError("no memory")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["digest", "export", "news", "begin", "keep"])
+def test_what_fails_on_one_rank_leaves_no_other_in_an_exchange(tmp_path, shelf, rank, place, monkeypatch):
+    def ask_and_fail(world, ranks):
+        listed = look(world, ranks)
+        if place == "digest":
+            world.reuse.weights_change()
+            world.reuse.clear()
+        parts = {
+            "digest": (world.link, "_weights"),
+            "export": (world.library, "export"),
+            "news": (world.link._used[0], "news"),
+            "begin": (world.link._used[0].reader, "fetch"),
+            "keep": (world.library, "keep"),
+        }
+        if ranks.rank == rank:
+            monkeypatch.setattr(*parts[place], raises)
+        if place == "export":
+            world.publish("donor", array("q", range(2000, 2100)))
+        world.reuse.idle()
+        req = FakeRequest("query", QUERY, prefix_len=10)
+        promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        while world.reuse.awaits(req, may_nap=True):
+            promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        loaded = world.reuse.load_first(req, promised) if promised else 0  # one rank alone may have kept it
+        errors = world.log.num_errors - (promised != loaded)
+        world.publish("donor", array("q", range(3000, 3100)))
+        world.reuse.idle()
+        ranks.gathered(None)
+        return listed, loaded, world.link.is_open, errors
+
+    is_asked = place != "news" or rank == 0  # the first rank alone listens
+    expected = (1, 0, False, 1) if is_asked else (1, 300, True, 0)
+    assert on_ranks(tmp_path, shelf, ask_and_fail) == [expected] * 2

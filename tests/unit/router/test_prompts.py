@@ -1,0 +1,83 @@
+"""Tokens of requests: those that `kvgraft serve` makes of them, or none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgraft.engine.loading import load_model
+from kvgraft.engine.request_builder import RequestBuilder
+from kvgraft.errors import ConfigError
+from kvgraft.models import BUNDLED_MODEL
+from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader, load_tokenizer
+from kvgraft.server.chat_template import render_chat
+
+CONVERSATION = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": "is this?"}]},
+]
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(BUNDLED_MODEL)
+
+
+@pytest.fixture
+def reader(tokenizer):
+    return PromptReader(tokenizer)
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_chats_are_rendered_as_the_server_does(tokenizer, template, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    tokens = PromptReader(tokenizer).tokens(CHAT_PATH, {"messages": CONVERSATION})
+    rendered = render_chat(
+        tokenizer, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What\nis this?"}], []
+    )
+    expected = tokenizer(rendered.text, add_special_tokens=rendered.add_special_tokens)["input_ids"]
+    assert tokens.tolist() == expected
+    assert tokenizer.decode(tokens).endswith("Assistant:" if template is None else "<|assistant|>")
+
+
+def test_completions_are_tokenised_as_the_engine_does(reader):
+    loaded = load_model(BUNDLED_MODEL)
+    builder = RequestBuilder.__new__(RequestBuilder)
+    builder._loaded = loaded
+    tokens = reader.tokens(COMPLETION_PATH, {"prompt": "def answer():\n    return 42"})
+    assert tokens.tolist() == builder.tokenize("def answer():\n    return 42").tolist()
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3], [4]]])
+def test_token_ids_are_taken_as_they_are(prompt):
+    assert PromptReader(None).tokens(COMPLETION_PATH, {"prompt": prompt}).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION_PATH, {}),
+        (COMPLETION_PATH, {"prompt": []}),
+        (COMPLETION_PATH, {"prompt": [1, "a"]}),
+        (COMPLETION_PATH, {"prompt": [1 << 40]}),
+        (COMPLETION_PATH, {"prompt": [True]}),
+        (CHAT_PATH, {"messages": "hello"}),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+        (CHAT_PATH, {"messages": [{"role": "nobody", "content": ""}]}),
+    ],
+)
+def test_what_cannot_be_read_is_none(reader, path, body):
+    assert reader.tokens(path, body) is None
+
+
+def test_text_without_a_tokenizer_is_none():
+    assert PromptReader(None).tokens(COMPLETION_PATH, {"prompt": "text"}) is None
+    assert PromptReader(None).tokens(CHAT_PATH, {"messages": CONVERSATION}) is None
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer of model .*give --model the directory or hub id"):
+        load_tokenizer(str(tmp_path))
