@@ -17,8 +17,8 @@ import psutil
 from engines import PATIENT
 from kvgraft.models import bundled_model_path
 
-PATIENCE_S = 1800
-"""Generous: where ranks wait for one another for ever, this ends it."""
+PATIENCE_S = 480
+"""Generous for a busy machine: where ranks wait for one another for ever, this ends it, and leaves CI time to say so."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from kvgraft.integrations.vllm.worker.passes import (
     QueryPass,
 )
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
-from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks
+from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks, together
 from kvgraft.integrations.vllm.worker.spans import DonorSpans
 from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
@@ -93,8 +93,8 @@ class GraftJob:
         """
         started = time.perf_counter()
         command = self.command
-        steps = PolicySteps(self._policy, self._context)
         try:
+            steps = PolicySteps(self._policy, self._context)
             spans = self._spans(command.spans, command.source_starts)
             first = steps.first()
         except Exception as error:
@@ -230,6 +230,9 @@ class GraftJob:
         deviation = None if observed is None else observed.deviation()
         mass = None if self._look is None else summed_over_ranks(self._look.mass).numpy()
         step, failure = None, None
+        together(
+            lambda: None
+        )  # a rank that failed since the last vote votes here: what follows is about the policy alone
         try:
             step = self._steps.send(Observation(None, mass, deviation))
         except PolicyError as error:
