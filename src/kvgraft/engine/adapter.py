@@ -232,6 +232,8 @@ def take_over(model: PreTrainedModel) -> ModelLayers:
         raise ModelError(f"{unsupported}; choose another model")
     model.eval()
     model.requires_grad_(False)
+    if model.config._attn_implementation == ATTENTION_NAME:  # another engine runs the model, too
+        model.set_attn_implementation("eager")
     shapes = layer_shapes(model)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:

@@ -95,3 +95,16 @@ def test_stages_are_told_in_order_and_memory_that_runs_out_while_serving_names_t
     assert "\n" not in str(caught.value)
     assert len(llm.generate(np.arange(3, 40), SamplingParams(2, ignore_eos=True))[0].token_ids) == 2
     llm.check()
+
+
+def test_two_engines_run_one_loaded_model():
+    """Each has slots and donors of its own."""
+    first = LLM("graft-tiny")
+    second = LLM(first.loaded)
+    prompt = np.arange(5, 205)
+    (cold,) = first.generate([prompt], SamplingParams(4))
+    (other,) = second.generate([prompt], SamplingParams(4))
+    assert other.report.exact_tokens == 0
+    (warm,) = first.generate([prompt], SamplingParams(4))
+    assert warm.report.exact_tokens == 199
+    assert cold.token_ids == other.token_ids == warm.token_ids
