@@ -22,8 +22,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "turns",
         help="T4: agents turn by turn",
-        description="Ask every turn of a scripted coding agent with reuse off, with exact prefixes and as by default, kind "
-        "by kind (see 'kvgraft bench pack agent').",
+        description="Ask every turn of a scripted coding agent with reuse off, with exact prefixes, as by default, and so "
+        "with time to heal between turns, kind by kind (see 'kvgraft bench pack agent').",
     )
     add = parser.add_argument
     add("--only", nargs="+", default=[], metavar="KIND", help="kinds of agents (default: all)")

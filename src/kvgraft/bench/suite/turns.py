@@ -1,7 +1,8 @@
 """Table T4: agents turn by turn: what is reused, and when the first token comes.
 
-Every turn is asked three times, in turns: with reuse off, with exact prefixes, and as the engine does by default. Each mode
-has a tenant of its own (`cache_salt`), so that none finds what another one left.
+Every turn is asked four times, in turns: with reuse off, with exact prefixes, as the engine does by default, and so in an
+engine that has time to heal behind every turn, as one has while an agent's tools run. That is an engine of its own, because
+healing takes what it finds; the other modes have a tenant each (`cache_salt`). So none finds what another one left.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from kvgraft.bench.packs import Session, Workload
 from kvgraft.bench.reuse import measure_reuse
 from kvgraft.bench.suite.statistics import mean, median, percentile, ratio_of_sums, with_interval
 from kvgraft.bench.ttft import ONE_TOKEN
+from kvgraft.engine import LLM
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgraft.bench.journal import Journal
-    from kvgraft.engine import LLM
 
     Row = dict[str, Any]
 
 TABLE, TITLE = "turns", "Conversations and agents, turn by turn"
 KEY = ("kind", "turn")
-MODES = {"off": ReuseMode.OFF, "exact": ReuseMode.EXACT, "graft": ReuseMode.GRAFT}
+MODES = {"off": ReuseMode.OFF, "exact": ReuseMode.EXACT, "graft": ReuseMode.GRAFT, "healed": ReuseMode.GRAFT}
 _EARLY_TURNS = 3
 """Turns that have rows of their own, as in the seed's table of conversations."""
 
@@ -65,13 +66,14 @@ class TurnsSettings:
 def measure(llm: LLM, settings: TurnsSettings, journal: Journal, advance: Callable[[], object]) -> list[Row]:
     """Return rows per kind: its first turns one by one, and the others together; `advance` is called once per turn."""
     agents = AgentSettings(settings.turns, 1, settings.files, settings.max_characters, settings.seed)
+    rested = LLM(llm.loaded, llm.config)
     rows: list[Row] = []
     for kind in settings.chosen:
         prompts = agent_prompts(kind, agents)
         for prompt in prompts:
             llm.validate(prompt.text, ONE_TOKEN)
         shares = _planned(llm, prompts, settings.min_run)
-        _ask(llm, kind, prompts, journal, advance)
+        _ask((llm, rested), kind, prompts, journal, advance)
         records = [record | shares[record["turn"]] for record in journal.under(kind) if record["turn"] < len(prompts)]
         rows += _rows(kind, records, settings)
     return rows
@@ -87,27 +89,36 @@ def _planned(llm: LLM, prompts: Sequence[AgentPrompt], min_run: int) -> list[Row
     ]
 
 
-def _ask(llm: LLM, kind: str, prompts: Sequence[AgentPrompt], journal: Journal, advance: Callable[[], object]) -> None:
+def _ask(
+    engines: tuple[LLM, LLM],
+    kind: str,
+    prompts: Sequence[AgentPrompt],
+    journal: Journal,
+    advance: Callable[[], object],
+) -> None:
     """Ask what the journal does not have; turns in front of it are asked, too, for they are what is reused."""
     pending = [prompt.turn for prompt in prompts if (kind, prompt.turn) not in journal]
-    llm.reset()
-    if pending:
-        llm.generate(prompts[0].text, ONE_TOKEN, ReuseMode.GRAFT, cache_salt="warm up")
+    for one in engines:
+        one.reset()
+        if pending:
+            one.generate(prompts[0].text, ONE_TOKEN, ReuseMode.GRAFT, cache_salt="warm up")
     for prompt in prompts:
         if pending and prompt.turn <= pending[-1]:
-            record = {"kind": kind, "turn": prompt.turn, **_turn(llm, prompt)}
+            record = {"kind": kind, "turn": prompt.turn, **_turn(engines, prompt)}
             if prompt.turn in pending:
                 journal.add(record)
         advance()
 
 
-def _turn(llm: LLM, prompt: AgentPrompt) -> Row:
+def _turn(engines: tuple[LLM, LLM], prompt: AgentPrompt) -> Row:
     """Times, reused tokens and first tokens of a prompt by mode; another mode comes first in every turn."""
     told: Row = {}
+    llm, rested = engines
     first = prompt.turn % len(MODES)
     for name, mode in [*MODES.items()][first:] + [*MODES.items()][:first]:
+        asked = rested if name == "healed" else llm
         began = time.process_time()
-        output = llm.generate(prompt.text, ONE_TOKEN, mode, cache_salt=name)[0]
+        output = asked.generate(prompt.text, ONE_TOKEN, mode, cache_salt=name)[0]
         report = output.report
         told |= {
             f"{name}_cpu_ms": round(1e3 * (time.process_time() - began), 3),
@@ -115,7 +126,7 @@ def _turn(llm: LLM, prompt: AgentPrompt) -> Row:
             f"{name}_tokens": int(report.exact_tokens + report.shifted_tokens),
             f"{name}_first": output.token_ids[0],
         }
-    return told
+    return told | {"healing_tokens": rested.heal()}
 
 
 def _rows(kind: str, records: Sequence[Row], settings: TurnsSettings) -> list[Row]:
@@ -142,10 +153,12 @@ def _row(kind: str, turns: str, records: Sequence[Row], settings: TurnsSettings)
         "bound_share": share("bound"),
         "exact_share": share("exact"),
         "graft_share": share("graft"),
+        "healed_share": share("healed"),
+        "mean_healing_tokens": mean([float(record["healing_tokens"]) for record in records]),
     }
     for name, values in times.items():
         row |= {f"{name}_ms": median(values), f"{name}_p95_ms": percentile(values, 95)}
-    for name in ("exact", "graft"):
+    for name in ("exact", "graft", "healed"):
         row |= with_interval(f"{name}_speedup_ratio", ratio_of_sums, [times["off"], times[name]], settings.seed)
     same = [float(record["graft_first"] == record["off_first"]) for record in records]
     return row | {"same_first_token_share": mean(same)}

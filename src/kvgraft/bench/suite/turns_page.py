@@ -21,8 +21,11 @@ _COLUMNS = (
     "off ms",
     "exact ms",
     "ours ms",
+    "healed ms",
     "exact: speed-up",
     "ours: speed-up",
+    "healed: speed-up",
+    "tokens healed",
     "same first token",
 )
 _CLOCKS = {"cpu": "processor time of the process, on a machine that did other work", "wall": "wall time"}
@@ -43,7 +46,9 @@ def render(record: Mapping[str, Any]) -> str:
             f"`{settings['correction']}`. *exact prefix* and *ours* are shares of prompt tokens that the engine reused, "
             "*bound* is what is found at any offset of an earlier turn, in runs of "
             f"{settings['min_run']} tokens. *growing* changes nothing between turns: an exact prefix is all that is needed "
-            f"there. Times are {_CLOCKS[settings['clock']]}, medians; a speed-up is that of all turns of a row together, "
+            "there. *healed* is ours with time between the turns, as an engine has while an agent's tools run: what was "
+            "reused approximately is computed again then (*tokens healed*, per turn), and the next turn's prefix is exact. "
+            f"Times are {_CLOCKS[settings['clock']]}, medians; a speed-up is that of all turns of a row together, "
             "with 95 % intervals over turns.",
             table(_COLUMNS, [_line(row) for row in rows]),
             "SemBlend says nothing of agents; its scripts for conversations number the tokens of every text from 0 on, so "
@@ -59,8 +64,18 @@ def render(record: Mapping[str, Any]) -> str:
 
 
 def _line(row: Row) -> list[str]:
-    times = [number(row[f"{name}_ms"], ",.0f") for name in ("off", "exact", "graft")]
+    times = [number(row[f"{name}_ms"], ",.0f") for name in ("off", "exact", "graft", "healed")]
     shares = [share(row[name]) for name in ("exact_share", "graft_share", "bound_share")]
-    speedups = [with_range(row, f"{name}_speedup_ratio", ".1f", "x") for name in ("exact", "graft")]
+    speedups = [with_range(row, f"{name}_speedup_ratio", ".1f", "x") for name in ("exact", "graft", "healed")]
     tokens = number(row["mean_tokens"], ",.0f")
-    return [row["kind"], row["turns"], tokens, *shares, *times, *speedups, share(row["same_first_token_share"])]
+    healing = number(row["mean_healing_tokens"], ",.0f")
+    return [
+        row["kind"],
+        row["turns"],
+        tokens,
+        *shares,
+        *times,
+        *speedups,
+        healing,
+        share(row["same_first_token_share"]),
+    ]

@@ -82,6 +82,8 @@ def test_turns_tell_what_each_mode_reused(capsys, tmp_path):
         assert clock["prefix_share"] == 0
         assert clock["exact_share"] < 0.05
         assert 0.6 < clock["graft_share"] <= clock["bound_share"] + 0.05
+        assert 0.6 < clock["healed_share"] <= clock["bound_share"] + 0.05
+        assert clock["mean_healing_tokens"] > 0
     before = (tmp_path / "j").read_text()
     run(*options, "--journal", tmp_path / "j")
     assert printed(capsys) == found
