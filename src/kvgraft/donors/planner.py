@@ -35,6 +35,8 @@ class CostModel:
         recompute_ratio: Share of reused tokens that the selection policy computes again.
         tail_passes: How often what stands behind the last span is computed beside the prefill. An engine that prefills it
             itself, and not before reused tokens are chosen by what it attends to, computes it once more for that.
+        query_rows: How many of the last computed rows a forward pass runs a second time, behind the reused tokens that are
+            chosen by what these rows attend to.
     """
 
     compute_per_token: float = 1.0
@@ -44,6 +46,7 @@ class CostModel:
     per_phase: float = 0.0
     recompute_ratio: float = 0.05
     tail_passes: float = 0.0
+    query_rows: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,9 +82,11 @@ class CostModel:
         saved = (1 - self.recompute_ratio) * self.compute_cost(start, end)
         return saved - self.copy_per_token * (end - start) - self.per_span
 
-    def tail_cost(self, end: int, num_tokens: int) -> float:
-        """What a graft that ends at `end` costs behind it, whatever it saves."""
-        return self.tail_passes * self.compute_cost(end, num_tokens) if self.tail_passes else 0.0
+    def look_cost(self, plan: GraftPlan) -> float:
+        """What choosing among the reused tokens of a plan costs by what attends to them, whatever it saves."""
+        query_start = plan.num_tokens - min(self.query_rows, len(plan.compute))
+        tail = self.tail_passes * self.compute_cost(plan.spans[-1].target_end, plan.num_tokens)
+        return tail + self.compute_cost(query_start, plan.num_tokens)
 
 
 def plan_graft(
@@ -127,9 +132,10 @@ def plan_graft(
     if not spans:
         return Miss(MissReason.NOT_WORTH_IT, f"none of {len(behind)} matches saves more than it costs")
     # All spans or none: without the last one, the tail would only be longer.
-    if sum(saving for _, saving in savings) <= costs.tail_cost(spans[-1].target_end, num_tokens):
+    plan = GraftPlan.over(num_tokens, exact_len, spans)
+    if sum(saving for _, saving in savings) <= costs.look_cost(plan):
         return Miss(MissReason.NOT_WORTH_IT, "looking at what stands behind the matches costs more than they save")
-    return GraftPlan.over(num_tokens, exact_len, spans)
+    return plan
 
 
 def _validate(num_tokens: int, exact_len: int, matches: Sequence[Match]) -> None:

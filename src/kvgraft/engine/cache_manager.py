@@ -14,8 +14,8 @@ from kvgraft.engine.grafting import Grafting
 from kvgraft.engine.request_kv import RequestKV
 from kvgraft.engine.stand_ins import StandIns
 from kvgraft.errors import CapacityError, ConfigError, PolicyError
-from kvgraft.graft.select import NoRecompute, expected_share
-from kvgraft.graft.sparse_prefill import SparsePrefill
+from kvgraft.graft.select import NoRecompute, expected_share, looks_at_query
+from kvgraft.graft.sparse_prefill import QUERY_ROWS, SparsePrefill
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
 from kvgraft.reuse.failures import miss_of
@@ -440,6 +440,7 @@ class CacheManager:
             copy_per_token=self._adapter.pool.bytes_per_token * _FLOPS_PER_COPIED_BYTE,
             per_span=_FLOPS_PER_SPAN,
             recompute_ratio=expected_share(policy),
+            query_rows=QUERY_ROWS if looks_at_query(policy) else 0,
         )
 
     def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:

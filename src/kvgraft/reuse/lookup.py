@@ -275,4 +275,4 @@ def _saved(planned: GraftPlan | Miss, costs: CostModel, read_cost: ReadCost) -> 
     if isinstance(planned, Miss):
         return -math.inf
     saved = sum(costs.saving(span.target_start, span.target_end) - read_cost(span) for span in planned.spans)
-    return saved - costs.tail_cost(planned.spans[-1].target_end, planned.num_tokens)
+    return saved - costs.look_cost(planned)

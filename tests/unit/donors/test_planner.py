@@ -154,7 +154,28 @@ class TestSecondPassOverTheTail:
 
     def test_the_tail_is_run_over_everything_in_front_of_it(self):
         costs = dataclasses.replace(self.COSTS, attention_per_key=1e-2)
-        assert costs.tail_cost(1000, 1010) == costs.compute_cost(1000, 1010) > costs.tail_cost(0, 10)
+        deep, shallow = GraftPlan.over(1010, 0, [make_match(0, 1000)]), GraftPlan.over(110, 0, [make_match(0, 100)])
+        assert costs.look_cost(deep) == costs.compute_cost(1000, 1010) > costs.look_cost(shallow)
+
+
+class TestQueryRowsRunTwice:
+    """An engine that computes everything in one pass runs the last computed rows again behind what it has chosen."""
+
+    COSTS = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, recompute_ratio=0.1, query_rows=64)
+
+    def test_a_graft_must_save_more_than_the_rows_cost(self):
+        assert reason(2000, 1800, make_match(1850, 71), cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
+        assert isinstance(plan(2000, 1800, make_match(1850, 72), cost_model=self.COSTS), GraftPlan)  # 64.8 saved
+
+    def test_no_more_rows_are_run_than_are_computed(self):
+        assert isinstance(plan(60, 0, make_match(0, 50), cost_model=self.COSTS), GraftPlan)  # 45 saved, 10 run twice
+        assert reason(100, 0, make_match(0, 50), cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
+
+    def test_small_grafts_pay_for_the_rows_together(self):
+        matches = make_match(100, 40), make_match(200, 40, donor_id=8)
+        planned = plan(400, 0, *matches, cost_model=self.COSTS)
+        assert isinstance(planned, GraftPlan)
+        assert planned.spans == matches
 
 
 class TestReading:

@@ -28,7 +28,7 @@ from kvgraft.graft.select.base import (
     SelectionSteps,
 )
 from kvgraft.graft.select.first_k import FirstK
-from kvgraft.graft.select.guard import PolicySteps, expected_share, fault
+from kvgraft.graft.select.guard import PolicySteps, expected_share, fault, looks_at_query
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
 from kvgraft.graft.select.oracle import Oracle
@@ -142,6 +142,7 @@ __all__ = [
     "SelectionSteps",
     "expected_share",
     "fault",
+    "looks_at_query",
     "policy_class",
     "register_selection_policy",
     "selection_policy",

@@ -166,6 +166,18 @@ def expected_share(policy: SelectionPolicy) -> float:
     return share
 
 
+def looks_at_query(policy: SelectionPolicy) -> bool:
+    """Return whether a policy wants to see what the query attends to, for which all reused tokens must be there.
+
+    Raises:
+        PolicyError: It fails.
+    """
+    try:
+        return Observable.QUERY_ATTENTION in policy.observes
+    except Exception as error:
+        raise policy_error(policy, one_line(error)) from error
+
+
 def fault(policy: SelectionPolicy) -> str | None:
     """Say what is wrong with a policy as far as it shows before it chooses anything; None for nothing."""
     checks: Iterable[tuple[str, type | tuple[type, ...], str]] = (

@@ -24,10 +24,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvgraft.errors import PolicyError
-from kvgraft.graft.select import NoRecompute
+from kvgraft.graft.select import NoRecompute, looks_at_query
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.ranks import Decision, Ranks
-from kvgraft.integrations.sglang.recompute.recomputer import looks
 from kvgraft.integrations.sglang.refusals import refused_request
 from kvgraft.integrations.sglang.request_state import RequestState
 from kvgraft.reuse.asked import PARAMETER, asked_mode
@@ -365,7 +364,7 @@ class RequestReuse:
             state.take_loaded()
             self._compute_copied(recomputer, state, req, slots, error)
             return
-        if policy is None or (looks(policy) and state.spans):
+        if policy is None or (looks_at_query(policy) and state.spans):
             return  # nobody looks before the last region is there
         spans = state.take_loaded()
         if not spans or any(span.fidelity is not Fidelity.SHIFTED for span in spans):

@@ -11,7 +11,7 @@ import torch
 
 from kvgraft.errors import PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
-from kvgraft.graft.select import FirstK, Observable, Observation, PolicySteps, expected_share
+from kvgraft.graft.select import FirstK, Observation, PolicySteps, expected_share, looks_at_query
 from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
 
@@ -38,11 +38,6 @@ class Recomputed(NamedTuple):
 
     computed: int
     corrected: int
-
-
-def looks(policy: SelectionPolicy) -> bool:
-    """Whether `policy` wants to see what the query attends to, for which everything must be loaded."""
-    return Observable.QUERY_ATTENTION in policy.observes
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +74,7 @@ class Recomputer:
             tail: Tokens behind the last copy, which a look runs once more.
         """
         for policy in (self.policy, self.instead):
-            cost = self.per_pass + (self.per_pass + min(tail, MAX_LOOK_ROWS) if looks(policy) else 0)
+            cost = self.per_pass + (self.per_pass + min(tail, MAX_LOOK_ROWS) if looks_at_query(policy) else 0)
             if (1 - expected_share(policy)) * num_reused > cost:
                 return policy
         return None

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kvgraft.donors import CostModel
-from kvgraft.graft.select import Observable, expected_share
+from kvgraft.graft.select import expected_share, looks_at_query
 from kvgraft.integrations.vllm.scheduler.claims import Claims
 from kvgraft.integrations.vllm.scheduler.prefill_speed import PrefillSpeed
 from kvgraft.integrations.vllm.scheduler.refused import refused_request
@@ -59,9 +59,8 @@ class Decisions:
         self._registry = registry
         self._counts = counts
         self._lookup = lookup
-        looks = Observable.QUERY_ATTENTION in policy.observes
         self._costs = CostModel.of_width(
-            facts.hidden_size, recompute_ratio=expected_share(policy), tail_passes=float(looks)
+            facts.hidden_size, recompute_ratio=expected_share(policy), tail_passes=float(looks_at_query(policy))
         )
         self._claims = Claims(config, facts, policy, registry.catalogue)
 
