@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= pinned
-EXTRAS := torch,gguf,structured,server,router,embedder,ann,redis,mooncake,bench,dev
+EXTRAS := torch,gguf,structured,server,router,otel,embedder,ann,redis,mooncake,bench,dev
 
 .PHONY: venv demo test test-slow test-wheel test-mooncake test-vllm test-sglang test-clients check format bench soak soak-prefix clean
 

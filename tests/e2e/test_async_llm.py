@@ -368,6 +368,9 @@ def test_recorder_that_fails_harms_no_request(rng):
         def record_step(self, record):
             raise ValueError("no disk")
 
+        def record_idle(self, record):
+            raise ValueError("no disk")
+
     async def main():
         llm = AsyncLLM(adopt_model("llama", tiny_model("llama"), None), None, Broken(), num_slots=400)
         parts = await asyncio.wait_for(run(llm, rng.integers(3, VOCABULARY, 9), SamplingParams(3)), 30)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvgraft.cli.lists import whole_numbers
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
 from kvgraft.cli.progress import progress
+from kvgraft.cli.watching import trace_file
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.bench.ttft import TtftResult
+    from kvgraft.engine import LLM
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +42,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds per length (default 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
-    add_model_options(parser)
+    add_model_options(parser, "trace_out")
     parser.set_defaults(run=run)
 
 
@@ -50,19 +52,25 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--repeat and --shift must be at least 1")
     if min(args.lengths) < args.shift + 64:
         raise ConfigError(f"--lengths must be at least --shift + 64 = {args.shift + 64}")
-    llm = load_llm(engine_config(args), shows_stages=not args.json)
-    from kvgraft.bench.ttft import measure_ttft
-
-    with progress(len(args.lengths) * args.repeat, "rounds") as advance:
-        results = [
-            measure_ttft(llm, length, args.shift, repeat=args.repeat, seed=args.seed, advance=advance)
-            for length in args.lengths
-        ]
+    config = engine_config(args)
+    with trace_file(config) as trace:
+        llm = load_llm(config, shows_stages=not args.json, recorder=trace)
+        results = _measured(llm, args)
     if args.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     else:
         _print_table(results)
     return 0
+
+
+def _measured(llm: LLM, args: argparse.Namespace) -> list[TtftResult]:
+    from kvgraft.bench.ttft import measure_ttft
+
+    with progress(len(args.lengths) * args.repeat, "rounds") as advance:
+        return [
+            measure_ttft(llm, length, args.shift, repeat=args.repeat, seed=args.seed, advance=advance)
+            for length in args.lengths
+        ]
 
 
 def _print_table(results: Sequence[TtftResult]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+from kvgraft.cli.watching import trace_file
 from kvgraft.errors import ConfigError, one_line
 from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import ReuseMode
@@ -48,7 +49,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_rules(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of text")
-    add_model_options(parser)
+    add_model_options(parser, "trace_out")
     parser.set_defaults(run=run)
 
 
@@ -77,8 +78,14 @@ def run(args: argparse.Namespace) -> int:
     """Answer the prompts."""
     prompts = _prompts(args)
     schema = None if args.json_schema is None else _schema(args.json_schema)
-    llm = load_llm(engine_config(args), shows_stages=not args.json)
-    sampling = _sampling(args, schema)
+    config = engine_config(args)
+    with trace_file(config) as trace:
+        llm = load_llm(config, shows_stages=not args.json, recorder=trace)
+        _answer(llm, prompts, _sampling(args, schema), args)
+    return 0
+
+
+def _answer(llm: LLM, prompts: list[str], sampling: SamplingParams, args: argparse.Namespace) -> None:
     if args.reuse == ReuseMode.GRAFT and llm.graft_refusal is not None:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; use --reuse exact")
     for prompt in prompts:
@@ -86,10 +93,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         outputs = llm.generate(prompts, sampling, args.reuse)
         print(json.dumps([_as_json(output) for output in outputs], indent=1))
-        return 0
+        return
     for prompt in prompts:
         _print_stream(llm, prompt, sampling, args.reuse)
-    return 0
 
 
 def _sampling(args: argparse.Namespace, schema: dict[str, object] | bool | None) -> SamplingParams:

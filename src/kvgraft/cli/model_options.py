@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvgraft.config import Resolved
     from kvgraft.config.setting import Rule
     from kvgraft.engine import LLM
+    from kvgraft.observability import Recorder
 
 _MODEL_SETTINGS = ("model", "dtype", "device", "num_slots", "max_model_len", "selection", "recompute_ratio")
 _LONGEST_FORM = 32
@@ -26,9 +27,9 @@ _LONGEST_FORM = 32
 _FORMS = {bool: "true|false", int: "N", float: "X", str: "TEXT", tuple: "KEY,KEY"}
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the settings that a command with a model needs on its command line; others come from elsewhere."""
-    add_settings(parser, _MODEL_SETTINGS)
+def add_model_options(parser: argparse.ArgumentParser, *further: str) -> None:
+    """Add the settings that a command with a model needs on its command line, and `further`; others come from elsewhere."""
+    add_settings(parser, (*_MODEL_SETTINGS, *further))
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
@@ -79,12 +80,13 @@ def engine_config(args: argparse.Namespace) -> ServerConfig:
     return resolve_settings(args).config
 
 
-def load_llm(config: ServerConfig, *, shows_stages: bool = True) -> LLM:
+def load_llm(config: ServerConfig, *, shows_stages: bool = True, recorder: Recorder | None = None) -> LLM:
     """Load the model that the settings name, quietly but for the stages of it on stderr.
 
     Args:
         config: The settings; what can be told of them without torch is checked first.
         shows_stages: False shows none: for output that programs read.
+        recorder: Is told of every step and of every request that ends.
     """
     check_start(config)
     with shown_stages(shows_stages):
@@ -93,7 +95,7 @@ def load_llm(config: ServerConfig, *, shows_stages: bool = True) -> LLM:
 
         silence_libraries()
         logging.getLogger("kvgraft").setLevel(logging.ERROR)
-        return LLM(config.model, config)
+        return LLM(config.model, config, recorder)
 
 
 def silence_libraries() -> None:

@@ -11,6 +11,8 @@ from kvgraft.cli.model_options import add_settings, resolve_settings, silence_li
 from kvgraft.cli.parser import RawDescriptionHelpFormatter
 from kvgraft.cli.preflight import check_start
 from kvgraft.cli.stages import shown_stages
+from kvgraft.cli.watching import request_traces, trace_file
+from kvgraft.observability import Recorders
 from kvgraft.observability.log_format import configure_logging
 from kvgraft.observability.stages import stage
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from kvgraft.config import ServerConfig
     from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.observability.chrome_trace import ChromeTrace
+    from kvgraft.observability.otel.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +66,20 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolve_settings(args)
     config = resolved.config
     from kvgraft.server import bind, certificate, serve
+    from kvgraft.server.context import model_id
 
     check_start(config)
 
     tls = certificate(config.ssl_certfile, config.ssl_keyfile)
+    name = config.served_model_name or model_id(config.model)
     listener = bind(config.host, config.port)
-    with listener:
+    with listener, trace_file(config) as trace, request_traces(config, name) as traces:
         configure_logging(config.log_format)
         for warning in resolved.warnings:
             logger.warning("%s", warning)
         # Elsewhere than on a terminal, the stages are records of the log.
         with shown_stages(config.log_format == "text" and sys.stderr is not None and sys.stderr.isatty()):
-            engine, app = _started(config)
+            engine, app = _started(config, name, trace, traces)
         serve(
             app,
             listener,
@@ -84,18 +90,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _started(config: ServerConfig) -> tuple[AsyncLLM, Starlette]:
+def _started(
+    config: ServerConfig, name: str, trace: ChromeTrace | None, traces: RequestTraces | None
+) -> tuple[AsyncLLM, Starlette]:
     """The engine with its model, and the app around it; seconds pass before the first line of the model's own."""
     stage("importing torch")
     from kvgraft.engine.async_llm import AsyncLLM
     from kvgraft.observability.prometheus import PrometheusRecorder
     from kvgraft.server import create_app
-    from kvgraft.server.context import model_id
 
     silence_libraries()
-    metrics = PrometheusRecorder(config.served_model_name or model_id(config.model))
-    engine = AsyncLLM(config.model, config, metrics)
-    return engine, create_app(engine, config, metrics)
+    metrics = PrometheusRecorder(name)
+    recorders = Recorders(recorder for recorder in (metrics, trace, traces) if recorder is not None)
+    engine = AsyncLLM(config.model, config, recorders)
+    return engine, create_app(engine, config, metrics, traces)
 
 
 def _ready_line(url: str, model_id: str, engine: AsyncLLM, config: ServerConfig) -> str:

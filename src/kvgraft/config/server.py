@@ -55,3 +55,17 @@ class ServerConfig(EngineConfig):
         30.0, "seconds that running requests may go on after SIGTERM", SERVER, low=0, high=86_400
     )
     log_format: str = setting("text", "form of log lines", SERVER, choices=("text", "json"))
+    otlp_endpoint: str = setting(
+        "",
+        "URL of an OpenTelemetry collector that gets a span of every answer, such as http://localhost:4318; empty sends none",
+        SERVER,
+        may_be_empty=True,
+        url=True,
+        pattern=(r"|https?://[^/\s]+\S*", "a URL such as http://localhost:4318"),
+    )
+    trace_out: str = setting(
+        "",
+        "file for Chrome trace events of steps and requests, which Perfetto opens; empty writes none",
+        SERVER,
+        may_be_empty=True,
+    )

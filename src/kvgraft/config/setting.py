@@ -199,7 +199,7 @@ def _check_text(name: str, rule: Rule, value: str) -> None:
         others = ", the name of an installed one or module:Class" if rule.plugins else ""
         raise ConfigError(f"unknown {name} {quoted(value)}; {hint}choose {', '.join(rule.choices)}{others}")
     if rule.pattern is not None and not re.fullmatch(rule.pattern[0], value):
-        raise ConfigError(f"unknown {name} {quoted(value)}; choose {rule.pattern[1]}")
+        raise ConfigError(f"unknown {name} {_told(rule, value)}; choose {rule.pattern[1]}")
 
 
 def _is_plugin(rule: Rule, value: str) -> bool:

@@ -17,6 +17,8 @@ from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -40,6 +42,8 @@ class ActiveRequest:
         finish_reason: Set when nothing more is to be generated.
         report: What was reused; set when the prompt is computed for the first time.
         num_preemptions: How often it was suspended.
+        begun_at: `time.perf_counter()` when the lookup of its first attempt began; None if there was none.
+        moments: `RequestKV.moments` of the attempt that the report is of, of the last one while there is no report.
         stored_len: Positions that it had given the prefix cache when it was suspended last: a use that is counted once.
     """
 
@@ -62,6 +66,8 @@ class ActiveRequest:
         self.num_preemptions = 0
         self.stored_len = 0
         self.admitted_at: float | None = None
+        self.begun_at: float | None = None
+        self.moments: Mapping[str, float] = {}
         self.first_token_at: float | None = None
         self._text = text
         self._sampler = sampler
@@ -138,8 +144,7 @@ class ActiveRequest:
     def load(self, kv: RequestKV) -> None:
         """Wait for the part of `kv` that is read from a store; `start` follows."""
         self.kv = kv
-        if self.admitted_at is None:
-            self.admitted_at = time.perf_counter()
+        self._note_admission(kv)
 
     def start(self, kv: RequestKV, prefill: SparsePrefill) -> None:
         """Begin to compute `sequence()`, whose reused K/V lie in the slots of `kv`, with the rows that `prefill` names."""
@@ -149,8 +154,13 @@ class ActiveRequest:
         if num_logprobs is not None and not self.output_ids:
             prefill = ScoredPrefill(kv, num_logprobs)
         self._prefill = prefill
+        self._note_admission(kv)
+
+    def _note_admission(self, kv: RequestKV) -> None:
         if self.admitted_at is None:
-            self.admitted_at = time.perf_counter()
+            self.admitted_at, self.begun_at = time.perf_counter(), kv.moments.get("lookup")
+        if self.report is None:
+            self.moments = kv.moments
 
     def suspend(self) -> TokenArray:
         """Go back to waiting; returns the tokens whose K/V exist in full, none if its prefill was not done."""

@@ -120,6 +120,7 @@ class CacheManager:
         """
         started = time.perf_counter()
         kv = self._locked_prefix(request, stop)
+        kv.moments["lookup"] = started
         try:
             self._plan(kv)
             kv.timings_ms["lookup"] = (time.perf_counter() - started) * 1e3
@@ -238,7 +239,7 @@ class CacheManager:
     @contextmanager
     def _attempt(self, kv: RequestKV) -> Iterator[None]:
         """Turn the plan into a miss where copying fails."""
-        with _timed(kv.timings_ms, "graft"):
+        with _timed_graft(kv):
             try:
                 yield
             except Exception as error:
@@ -521,9 +522,13 @@ class CacheManager:
 
 
 @contextmanager
-def _timed(timings: dict[str, float], step: str) -> Iterator[None]:
+def _timed_graft(kv: RequestKV) -> Iterator[None]:
+    """Note how long a part of the graft takes, and when the first began and the last ended."""
     started = time.perf_counter()
     try:
         yield
     finally:
-        timings[step] = timings.get(step, 0.0) + (time.perf_counter() - started) * 1e3
+        ended = time.perf_counter()
+        kv.timings_ms["graft"] = kv.timings_ms.get("graft", 0.0) + (ended - started) * 1e3
+        kv.moments.setdefault("graft", started)
+        kv.moments["prefill"] = ended

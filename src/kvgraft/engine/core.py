@@ -311,7 +311,7 @@ class Engine:
         healed_flops = sum(self.manager.flops.of_positions(rows.positions) for rows in beside)
         self._pace.observe(seconds, step.num_streams, step.prefill_flops + healed_flops)
         self._events.flush()
-        self._recording.step(step, seconds)
+        self._recording.step(step, started, seconds, sum(len(rows.positions) for rows in beside))
         return events
 
     def check(self) -> None:
@@ -323,9 +323,11 @@ class Engine:
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
         if self.auditor.has_work:
+            started = time.perf_counter()
             affordable = self._pace.prefill_flops_alone / self.manager.flops.per_token
             self.auditor.step(max(_LEAST_AUDIT_ROWS, int(min(self.config.max_rows, affordable))))
             self._events.flush()
+            self._recording.idle("audit", started, time.perf_counter() - started)
 
     def _make_room(self) -> None:
         """Take its slots from an audit that pauses if unfinished requests may come to need them."""
@@ -353,7 +355,9 @@ class Engine:
             is_alone=not self._active,
         )
         if flops:
-            self._pace.observe(time.perf_counter() - started, 0, flops)
+            seconds = time.perf_counter() - started
+            self._pace.observe(seconds, 0, flops)
+            self._recording.idle("heal", started, seconds)
         self._events.flush()
         return flops > 0
 

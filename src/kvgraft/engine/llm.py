@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
+    from kvgraft.observability import Recorder
 
 
 class LLM:
@@ -50,20 +51,25 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | LoadedModel = "graft-tiny", config: EngineConfig | None = None, **settings: object
+        self,
+        model: str | LoadedModel = "graft-tiny",
+        config: EngineConfig | None = None,
+        recorder: Recorder | None = None,
+        **settings: object,
     ) -> None:
         """Load `model` (name, directory, hub id or a `LoadedModel`) and prove that its K/V may be reused.
 
         Args:
             model: What to load.
             config: Settings; default: from the environment (`KVGRAFT_*`).
+            recorder: Is told of every step and of every request that ends.
             **settings: Single settings of `EngineConfig` that override `config`.
 
         Raises:
             ConfigError: A setting or the model's name is wrong.
             ModelError: The model cannot be loaded or fails the self-check.
         """
-        self._engine = Engine(model, engine_config(config, settings))
+        self._engine = Engine(model, engine_config(config, settings), recorder=recorder)
         self._events: dict[str, deque[StepEvent]] = {}
         self._finalizer = weakref.finalize(self, self._engine.close)
 

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvgraft.observability import RequestRecord, StepRecord
+from kvgraft.observability import IdleRecord, RequestRecord, RequestTimes, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,9 +30,13 @@ class Recording:
         self._sessions = sessions
         self._has_failed = False
 
-    def step(self, step: Step, seconds: float) -> None:
-        """Tell of a step that took `seconds`, and of what it leaves behind."""
-        self._tell(lambda: self._recorder.record_step(self._step_record(step, seconds)))
+    def step(self, step: Step, started: float, seconds: float, heal_rows: int) -> None:
+        """Tell of a step that began at `started`, and of what it leaves behind."""
+        self._tell(lambda: self._recorder.record_step(self._step_record(step, started, seconds, heal_rows)))
+
+    def idle(self, work: str, started: float, seconds: float) -> None:
+        """Tell of a forward pass that no request waited for."""
+        self._tell(lambda: self._recorder.record_idle(IdleRecord(work, started, seconds)))
 
     def request(self, active: ActiveRequest, outcome: str) -> None:
         """Tell of a request that has ended: with its finish reason, `abort` or `error`."""
@@ -46,7 +50,7 @@ class Recording:
                 logger.exception("a recorder failed; further failures of it are not logged")
             self._has_failed = True
 
-    def _step_record(self, step: Step, seconds: float) -> StepRecord:
+    def _step_record(self, step: Step, started: float, seconds: float, heal_rows: int) -> StepRecord:
         space, usage = self._space, self._space.usage()
         return StepRecord(
             seconds=seconds,
@@ -64,11 +68,13 @@ class Recording:
             prefix_host_tokens=space.prefix_host_tokens,
             num_sessions=len(self._sessions),
             slots_kept=space.kept.num_slots,
+            heal_rows=heal_rows,
+            started=started,
         )
 
 
 def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:
-    arrival = active.request.arrival
+    arrival, ended = active.request.arrival, time.perf_counter()
     return RequestRecord(
         request_id=active.request.request_id,
         outcome=outcome,
@@ -77,6 +83,15 @@ def _request_record(active: ActiveRequest, outcome: str) -> RequestRecord:
         report=active.report,
         queue_s=None if active.admitted_at is None else active.admitted_at - arrival,
         ttft_s=None if active.first_token_at is None else active.first_token_at - arrival,
-        total_s=time.perf_counter() - arrival,
+        total_s=ended - arrival,
         num_preemptions=active.num_preemptions,
+        times=RequestTimes(
+            arrival=arrival,
+            begun=active.begun_at,
+            lookup=active.moments.get("lookup"),
+            graft=active.moments.get("graft"),
+            prefill=active.moments.get("prefill"),
+            first_token=active.first_token_at,
+            ended=ended,
+        ),
     )

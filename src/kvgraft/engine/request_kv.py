@@ -39,6 +39,8 @@ class RequestKV:
         lock: On the exact prefix.
         donors: Donors of the plan's spans, by span.
         timings_ms: Milliseconds by step.
+        moments: `time.perf_counter()` when the lookup (`lookup`) and copies (`graft`) began, and when all that is reused was
+            there (`prefill`).
         pinned: Those of the donors that cannot be evicted at present.
         registered: Donors made of a grafted request's own text, by the position where they start.
         made: All donors made of its text, in order; some may be gone.
@@ -63,6 +65,7 @@ class RequestKV:
     lock: PrefixLock | None
     donors: tuple[Donor, ...]
     timings_ms: dict[str, float] = field(default_factory=dict)
+    moments: dict[str, float] = field(default_factory=dict)
     pinned: tuple[Donor, ...] = ()
     registered: dict[int, DonorId] = field(default_factory=dict)
     made: list[DonorId] = field(default_factory=list)

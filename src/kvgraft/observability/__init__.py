@@ -3,6 +3,14 @@
 Public modules: `log_format`, `stages`, and `process` and `prometheus`, which need prometheus_client.
 """
 
-from kvgraft.observability.recorder import NullRecorder, Recorder, RequestRecord, StepRecord
+from kvgraft.observability.recorder import (
+    IdleRecord,
+    NullRecorder,
+    Recorder,
+    Recorders,
+    RequestRecord,
+    RequestTimes,
+    StepRecord,
+)
 
-__all__ = ["NullRecorder", "Recorder", "RequestRecord", "StepRecord"]
+__all__ = ["IdleRecord", "NullRecorder", "Recorder", "Recorders", "RequestRecord", "RequestTimes", "StepRecord"]

@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from kvgraft.observability.recorder import RequestRecord, StepRecord
+    from kvgraft.observability.recorder import IdleRecord, RequestRecord, StepRecord
     from kvgraft.reuse.metrics import Metric as ReuseMetric
     from kvgraft.types import RiskStatement, StoreCounts
 
@@ -134,6 +134,9 @@ class PrometheusRecorder:
         )
         self.set_host_prefixes(record.prefix_host_tokens)
         self.set_sessions(record.num_sessions, record.slots_kept)
+
+    def record_idle(self, record: IdleRecord) -> None:
+        """Ignore a pass that no request waited for: `set_healing` and `set_risk` count what comes of them."""
 
     def record_response(self, endpoint: str, status: int) -> None:
         """Count an HTTP response; `endpoint` is a route, never a path that a client made up."""

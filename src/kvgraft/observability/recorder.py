@@ -6,7 +6,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from kvgraft.types import GraftReport
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When what happened to a request: `time.perf_counter()` of the engine's process, None for what did not happen.
+
+    Attributes:
+        arrival: It arrived.
+        begun: Its first attempt to be computed began, with a lookup.
+        lookup: The lookup began of the attempt that its report is of, or of the last one if there is no report; later than
+            `begun` if it lost its slots in between.
+        graft: Copies of that attempt began; its slots were there.
+        prefill: All that is reused was there, so that the rest of the prompt could be computed.
+        first_token: Its first token was drawn.
+        ended: It ended, however it did.
+    """
+
+    arrival: float
+    begun: float | None
+    lookup: float | None
+    graft: float | None
+    prefill: float | None
+    first_token: float | None
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +49,7 @@ class RequestRecord:
         ttft_s: Seconds from arrival to the first token; None if there was none.
         total_s: Seconds from arrival to the end.
         num_preemptions: How often it lost its slots and was computed again.
+        times: When what happened; None where nobody noted it.
     """
 
     request_id: str
@@ -34,6 +61,7 @@ class RequestRecord:
     ttft_s: float | None
     total_s: float
     num_preemptions: int
+    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +84,8 @@ class StepRecord:
         prefix_host_tokens: Tokens of exact prefixes in host memory.
         num_sessions: Open sessions.
         slots_kept: Slots that are kept for sessions; part of those of requests and the prefix cache.
+        heal_rows: Positions of finished requests that were computed exactly beside the others.
+        started: `time.perf_counter()` when it began; 0 where nobody noted it.
     """
 
     seconds: float
@@ -73,6 +103,23 @@ class StepRecord:
     prefix_host_tokens: int = 0
     num_sessions: int = 0
     slots_kept: int = 0
+    heal_rows: int = 0
+    started: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class IdleRecord:
+    """A forward pass that no request waited for.
+
+    Attributes:
+        work: `heal` or `audit`.
+        started: `time.perf_counter()` when it began.
+        seconds: Duration, bookkeeping included.
+    """
+
+    work: str
+    started: float
+    seconds: float
 
 
 class Recorder(Protocol):
@@ -84,6 +131,9 @@ class Recorder(Protocol):
     def record_step(self, record: StepRecord) -> None:
         """Take in a step after its outputs were handed out."""
 
+    def record_idle(self, record: IdleRecord) -> None:
+        """Take in a forward pass that no request waited for."""
+
 
 class NullRecorder:
     """A recorder for engines that nobody watches; keeps nothing."""
@@ -93,3 +143,35 @@ class NullRecorder:
 
     def record_step(self, record: StepRecord) -> None:
         """Ignore what a step did."""
+
+    def record_idle(self, record: IdleRecord) -> None:
+        """Ignore what was done while nobody waited."""
+
+
+class Recorders:
+    """Several recorders that are told the same, in order; one that fails keeps nothing from the others."""
+
+    def __init__(self, recorders: Iterable[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+
+    def record_request(self, record: RequestRecord) -> None:
+        """Tell all of them of a request that has ended; raises the first failure at the end."""
+        self._tell(lambda recorder: recorder.record_request(record))
+
+    def record_step(self, record: StepRecord) -> None:
+        """Tell all of them of a step; raises the first failure at the end."""
+        self._tell(lambda recorder: recorder.record_step(record))
+
+    def record_idle(self, record: IdleRecord) -> None:
+        """Tell all of them of a pass that no request waited for; raises the first failure at the end."""
+        self._tell(lambda recorder: recorder.record_idle(record))
+
+    def _tell(self, tell: Callable[[Recorder], None]) -> None:
+        failure: Exception | None = None
+        for recorder in self._recorders:
+            try:
+                tell(recorder)
+            except Exception as error:  # noqa: BLE001 - raised again below
+                failure = failure or error
+        if failure is not None:
+            raise failure

@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgraft.observability.otel.exchange import Exchange
 from kvgraft.server.errors import APIError, ClientDisconnectedError, as_api_error
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from kvgraft.engine.request import RequestOutput
+    from kvgraft.observability.otel.exchange import AnswerAsked
+    from kvgraft.observability.otel.tracing import RequestTraces
     from kvgraft.observability.prometheus import PrometheusRecorder
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,11 @@ _PATHS = frozenset(
         *("/v1/responses", *_PARENTS),
     }
 )
+
+
+_ANSWERS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+"""Paths whose requests are traced."""
+_CLIENT_LEFT = "client_disconnected"
 
 
 @dataclass(slots=True)
@@ -55,6 +63,8 @@ class AccessRecord:
     retracted_tokens: int | None = None
     ttft_ms: float | None = None
     finish: str | None = None
+    error_kind: str | None = None
+    asked: AnswerAsked | None = None
 
     def add_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Take over what finished choices cost."""
@@ -70,6 +80,10 @@ class AccessRecord:
                 self.retracted_tokens = (self.retracted_tokens or 0) + int(healing.retracted_tokens)
             self.ttft_ms = max(self.ttft_ms or 0.0, output.ttft_s * 1e3)
             self.finish = str(output.finish_reason)
+
+    def note_error(self, error: APIError) -> None:
+        """Take over what went wrong: its message for the log, its kind for traces."""
+        self.error, self.error_kind = error.message, error.code or error.kind
 
     def fields(self) -> dict[str, object]:
         """Return what is logged; None is left out."""
@@ -105,9 +119,10 @@ def access_of(scope: Scope) -> AccessRecord:
 class AccessLog:
     """Middleware: gives each request an id, logs and counts its end, and turns what nobody caught into a 500."""
 
-    def __init__(self, app: ASGIApp, metrics: PrometheusRecorder | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: PrometheusRecorder | None, traces: RequestTraces | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and log it when its response has ended."""
@@ -128,25 +143,48 @@ class AccessLog:
         except ClientDisconnectedError:
             record.status = _CLIENT_CLOSED
         except Exception as error:
-            record.error = type(error).__name__
+            record.error = record.error_kind = type(error).__name__
             logger.exception("request %s failed", record.request_id)
             if record.status is not None:
                 raise  # the server closes the connection: the only way left to say so
             await as_api_error(error, closing=False).response()(scope, receive, send_with_id)
         finally:
-            self._finish(record)
+            self._finish(record, scope)
 
-    def _finish(self, record: AccessRecord) -> None:
+    def _finish(self, record: AccessRecord, scope: Scope) -> None:
         status = record.status or _CLIENT_CLOSED
         if self._metrics is not None:
             self._metrics.record_response(_endpoint(record.path), status)
+        if self._traces is not None and record.path in _ANSWERS:
+            self._traces.record_exchange(_exchange(record, scope, status))
         quiet = record.path in _QUIET_PATHS and status < 400
         logger.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": record.fields()})
 
 
 def note_error(scope: Scope, error: APIError) -> None:
     """Put an error's message into the log line."""
-    access_of(scope).error = error.message
+    access_of(scope).note_error(error)
+
+
+def _exchange(record: AccessRecord, scope: Scope, status: int) -> Exchange:
+    has_left = status == _CLIENT_CLOSED
+    return Exchange(
+        request_id=record.request_id,
+        method=record.method,
+        route=record.path,
+        status=None if has_left else status,
+        error=_CLIENT_LEFT if has_left else record.error_kind,
+        started=record.started,
+        ended=time.perf_counter(),
+        traceparent=_header(scope, b"traceparent"),
+        tracestate=_header(scope, b"tracestate"),
+        asked=record.asked,
+    )
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    """Return a header's values, joined as those of one that is sent several times; empty if it is not there."""
+    return ",".join(str(value, "latin-1") for name, value in scope["headers"] if name == wanted)
 
 
 def _request_id(scope: Scope) -> str:

@@ -32,18 +32,25 @@ if TYPE_CHECKING:
 
     from kvgraft.config import ServerConfig
     from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.observability.otel.tracing import RequestTraces
     from kvgraft.observability.prometheus import PrometheusRecorder
 
 _NOT_FOUND = 404
 
 
-def create_app(engine: AsyncLLM, config: ServerConfig, metrics: PrometheusRecorder | None = None) -> Starlette:
+def create_app(
+    engine: AsyncLLM,
+    config: ServerConfig,
+    metrics: PrometheusRecorder | None = None,
+    traces: RequestTraces | None = None,
+) -> Starlette:
     """Return the app over `engine`; it closes the engine when it is shut down.
 
     Args:
         engine: Computes requests.
         config: Settings; those of the engine are not read.
         metrics: The recorder that `engine` tells its records to, for `/metrics`; None leaves the endpoint out.
+        traces: The recorder that makes spans of what `engine` tells; None makes none. The caller closes it.
     """
     app = Starlette(
         routes=[
@@ -61,7 +68,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig, metrics: PrometheusRecord
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
             Route("/v1/responses", create_response, methods=["POST"]),
         ],
-        middleware=_middleware(config, metrics),
+        middleware=_middleware(config, metrics, traces),
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},
         lifespan=_lifespan,
     )
@@ -76,9 +83,11 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
     await app.state.context.close(0.0)
 
 
-def _middleware(config: ServerConfig, metrics: PrometheusRecorder | None) -> list[Middleware]:
+def _middleware(
+    config: ServerConfig, metrics: PrometheusRecorder | None, traces: RequestTraces | None
+) -> list[Middleware]:
     """The outermost first: browsers are to read errors, too, and their preflights carry no key."""
-    inner = [Middleware(AccessLog, metrics), Middleware(BearerAuth, config.api_key)]
+    inner = [Middleware(AccessLog, metrics, traces), Middleware(BearerAuth, config.api_key)]
     if not config.cors_origin:
         return inner
     cors = Middleware(

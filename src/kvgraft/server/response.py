@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
+from kvgraft.observability.otel.exchange import AnswerAsked
 from kvgraft.server.access_log import access_of
 from kvgraft.server.answer import Answer, AnswerForm, Extras, JSONObject
 from kvgraft.server.disconnect import until_disconnect
@@ -94,7 +95,7 @@ class GenerationResponse:
             raise self._blame(error) from error
 
     async def _whole(self, scope: Scope) -> Response:
-        choices, answer = await self._prepare()
+        choices, answer = await self._prepare(scope)
         try:
             async with aclosing(run_choices(self._context.engine, choices)) as parts:
                 whole = await answer.whole(parts)
@@ -103,7 +104,7 @@ class GenerationResponse:
             access_of(scope).add_outputs(answer.outputs)
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
-        choices, answer = await self._prepare()
+        choices, answer = await self._prepare(scope)
         events = EventSender(send)
         try:
             async with aclosing(run_choices(self._context.engine, choices)) as parts:
@@ -115,14 +116,14 @@ class GenerationResponse:
             if not events.started:
                 raise
             failure = self._failure(error)
-            access_of(scope).error = failure.message
+            access_of(scope).note_error(failure)
             failed = answer.failed(failure.payload())
             await events.send(json_bytes(failed), _event_name(failed))
         finally:
             access_of(scope).add_outputs(answer.outputs)
         await events.end()
 
-    async def _prepare(self) -> tuple[list[Choice], Answer]:
+    async def _prepare(self, scope: Scope) -> tuple[list[Choice], Answer]:
         if self._context.draining:
             raise unavailable("the server is shutting down; send the request again")
         engine, options = self._context.engine, self._options
@@ -135,9 +136,23 @@ class GenerationResponse:
             session=self._session,
             documents=self._documents,
         )
+        access_of(scope).asked = self._asked(choices)
         texts = (TokenIdTexts if options.tokens_as_ids else TokenTexts)(engine.loaded.tokenizer)
         head: JSONObject = {"id": self._answer_id, "created": int(time.time()), "model": self._context.model_id}
         return choices, self._answer(head, choices, texts, await self._extras(choices))
+
+    def _asked(self, choices: Sequence[Choice]) -> AnswerAsked:
+        options = self._options
+        return AnswerAsked(
+            answer_id=self._answer_id,
+            choices=tuple((choice.request.request_id, choice.prompt_index) for choice in choices),
+            reuse=options.reuse,
+            max_tokens=options.sampling.max_new_tokens,
+            temperature=options.sampling.temperature,
+            top_p=options.sampling.top_p,
+            stream=options.stream,
+            has_output=not options.no_output,
+        )
 
     def _answer(self, head: JSONObject, choices: Sequence[Choice], texts: TokenTexts, extras: Extras) -> Answer:
         usage = self._options.include_usage
