@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _has_graft(record: RequestRecord) -> bool:
 def _between(times: RequestTimes, marks: list[tuple[str, float]]) -> list[Stage]:
     """Each stage lasts until the next begins; those without a name are left out."""
     stages = []
-    starts = [max(times.arrival, min(moment, times.ended)) for _, moment in marks]
+    starts = list(accumulate((max(times.arrival, min(moment, times.ended)) for _, moment in marks), max))
     for (name, _), start, end in zip(marks, starts, [*starts[1:], times.ended], strict=True):
         if name:
             stages.append(Stage(name, start, max(start, end)))

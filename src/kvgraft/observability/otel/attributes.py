@@ -38,7 +38,6 @@ def server_attributes(exchange: Exchange, records: Sequence[RequestRecord], mode
         "gen_ai.response.model": model,
         "http.request.method": exchange.method,
         "http.route": exchange.route,
-        "url.path": exchange.route,
         "http.response.status_code": exchange.status,
         "error.type": exchange.error,
         "kvgraft.request.id": exchange.request_id,
@@ -55,7 +54,8 @@ def stage_attributes(stage: str, index: int, record: RequestRecord) -> Attribute
     if stage == "queue":
         found["kvgraft.preemptions"] = record.num_preemptions
     elif stage == "decode":
-        found["gen_ai.usage.output_tokens"] = record.output_tokens
+        # Not under the name of `gen_ai`: what adds that up over a trace would count tokens twice.
+        found["kvgraft.output_tokens"] = record.output_tokens
     elif report is not None:
         found |= _stage_of(stage, report)
     return _told(found)
@@ -90,7 +90,7 @@ def _asked(exchange: Exchange) -> dict[str, Value | None]:
         return {}
     return {
         "gen_ai.response.id": asked.answer_id,
-        "gen_ai.request.choice.count": len(asked.choices),
+        "gen_ai.request.choice.count": len(asked.choices) // len({prompt for _, prompt in asked.choices}),
         "gen_ai.request.max_tokens": asked.max_tokens,
         "gen_ai.request.temperature": asked.temperature,
         "gen_ai.request.top_p": asked.top_p,
