@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ from tests.unit.server.conftest import exchange
 
 from kvgraft.cli import main
 from kvgraft.config import ServerConfig
-from kvgraft.engine import AsyncLLM
+from kvgraft.engine import AsyncLLM, SamplingParams
 from kvgraft.engine.loading import adopt_model
-from kvgraft.observability import Recorders
+from kvgraft.observability import NullRecorder, Recorders
 from kvgraft.observability.chrome_trace import ChromeTrace
 from kvgraft.observability.otel.tracing import RequestTraces
 from kvgraft.server import create_app
@@ -160,6 +161,36 @@ def test_requests_that_go_wrong_have_spans_too(tmp_path, prompts):
         StatusCode.ERROR,
     ]
     assert traced.below(failed)["prefill"].status.status_code is StatusCode.ERROR
+
+
+class Idle(NullRecorder):
+    """Waits for what an engine does while nobody asks."""
+
+    def __init__(self):
+        self.has_come = threading.Event()
+
+    def record_idle(self, record):
+        self.record = record
+        self.has_come.set()
+
+
+def test_healing_while_nobody_waits_is_told_of(prompts):
+    document, shifted = prompts
+    idle = Idle()
+
+    async def main():
+        model = adopt_model("llama", tiny_model("llama"), None)
+        engine = AsyncLLM(model, None, idle, num_slots=2_000, selection="none")
+        for prompt in (document, [*shifted, *reversed(document)]):
+            request = await engine.prepare(prompt, SamplingParams(2))
+            assert [part async for part in engine.stream(request)]
+        await asyncio.to_thread(idle.has_come.wait, 60)
+        await engine.close()
+
+    asyncio.run(main())
+    assert idle.record.work == "heal"
+    assert idle.record.started > 0
+    assert idle.record.seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def write(tmp_path):
 
 def test_there_are_few_settings():
     # Three are for browsers and TLS, which the engine cannot find out; tool_parser because templates do not always tell.
-    assert len(ServerConfig.rules()) <= 51
+    # Two say where traces go, which nobody but the user knows.
+    assert len(ServerConfig.rules()) <= 53
 
 
 def test_environment_sets_typed_values():

@@ -1,6 +1,6 @@
 """What happened, told to whoever listens: records of requests and steps, and recorders that turn them into metrics.
 
-Public modules: `log_format`, `stages`, and `process` and `prometheus`, which need prometheus_client.
+Public modules: `chrome_trace`, `log_format`, `stages`, and `process` and `prometheus`, which need prometheus_client.
 """
 
 from kvgraft.observability.recorder import (

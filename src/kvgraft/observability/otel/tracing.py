@@ -96,6 +96,8 @@ class RequestTraces:
 def open_traces(endpoint: str, model: str) -> RequestTraces:
     """Return a recorder that sends spans over OTLP/HTTP; the SDK reads its own variables, `OTEL_*`, for all else.
 
+    What a collector does not take waits in the SDK's queue of `OTEL_BSP_MAX_QUEUE_SIZE` spans, and the oldest are dropped.
+
     Args:
         endpoint: URL of a collector, such as `http://localhost:4318`; with a path that is asked, otherwise `/v1/traces`.
         model: Its name in the API.

@@ -4,11 +4,14 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -79,6 +82,59 @@ def test_nobody_waits_for_a_collector_that_is_down(monkeypatch, caplog):
         traces.record_request(make_record())
         traces.close()
     assert len(caplog.records) <= 1
+
+
+class Listener:
+    """A collector that keeps what is posted to it."""
+
+    def __init__(self):
+        self.posts = posts = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                posts.append((self.path, dict(self.headers), self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def send_one(url):
+    with open_traces(url, "my-model") as traces:
+        traces.record_exchange(make_exchange())
+        traces.record_request(make_record())
+
+
+def test_collector_gets_the_spans_with_the_headers_of_the_variables(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=hush")
+    with Listener() as listener:
+        send_one(listener.url)
+    ((path, headers, body),) = listener.posts
+    assert (path, headers["x-key"]) == ("/v1/traces", "hush")
+    request = ExportTraceServiceRequest.FromString(body)
+    spans = request.resource_spans[0].scope_spans[0].spans
+    assert [span.name for span in spans] == ["queue", "lookup", "graft", "prefill", "decode", "chat my-model"]
+
+
+def test_what_the_sampler_leaves_out_is_not_sent(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    with Listener() as listener:
+        send_one(listener.url)
+    assert listener.posts == []
 
 
 def test_variables_of_the_sdk_name_the_service(monkeypatch):
