@@ -134,7 +134,8 @@ def _reasons(attempt: Attempt) -> Iterator[str]:
     miss = attempt.report.get("miss")
     if miss:
         told = reason_in_words(miss["reason"])
-        sentences[:0] = [f"Nothing was copied: {told.words} ({miss['detail']}).", f"What helps: {told.remedy}."]
+        detail = f" ({miss['detail']})" if miss["detail"] else ""
+        sentences[:0] = [f"Nothing was copied: {told.words}{detail}.", f"What helps: {told.remedy}."]
     if sentences:
         yield "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 

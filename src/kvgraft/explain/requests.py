@@ -107,9 +107,9 @@ class ExplainedRequest:
 def read_requests(text: str, source: str) -> list[ExplainedRequest]:
     """Read requests out of a file's text: lines of an engine's report file, answers of a server, or single reports.
 
-    Answers are those of completions, chats and responses with their `kvgraft` object (`kv_transfer_params` in vLLM), as JSON,
-    a line each, or as the lines of a stream. What is no report is passed over where others are; a line that was cut short at
-    the end of a file, too.
+    Answers are those of completions, chats and responses with their `kvgraft` object (`kv_transfer_params` in vLLM,
+    `meta_info` of SGLang's `/generate`), as JSON, a line each, or as the lines of a stream; what `kvgraft generate --json`
+    prints is read as well. What is no report is passed over where others are, and so is a line that was cut short.
 
     Args:
         text: Of the file.
@@ -148,12 +148,13 @@ def _entries(text: str) -> Iterator[dict[str, Any]]:
 def _report_of(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The report in an answer, a choice of it, a chunk, a response, or an entry that is one."""
     choices = entry.get("choices")
-    places: list[object] = [entry, entry.get("kv_transfer_params"), entry.get("response")]
+    places: list[object] = [entry, *(entry.get(name) for name in ("kv_transfer_params", "meta_info", "response"))]
     if isinstance(choices, list):
         places += choices
     for place in places:
-        if isinstance(place, dict) and isinstance(found := place.get("kvgraft"), dict) and "num_tokens" in found:
-            return found
+        for name in ("kvgraft", "report"):
+            if isinstance(place, dict) and isinstance(found := place.get(name), dict) and "num_tokens" in found:
+                return found
     return entry if "num_tokens" in entry and "spans" in entry else None
 
 
@@ -162,8 +163,10 @@ def _request(entry: Mapping[str, Any], where: str) -> ExplainedRequest:
     if "attempts" in entry:
         reports, name, answered = entry["attempts"], entry.get("request_id", ""), entry.get("output_tokens")
     else:
-        reports, name = [_report_of(entry)], entry.get("id", "")
+        reports, name = [_report_of(entry)], entry.get("id", entry.get("request_id", ""))
         answered = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(generated := entry.get("token_ids"), list):
+            answered = len(generated)
     if tokens is None:
         choices = entry.get("choices") or [{}]
         tokens = choices[0].get("prompt_token_ids") if isinstance(choices[0], dict) else None

@@ -80,8 +80,8 @@ def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colou
             f"{'-' if value is None else format(value, ',.2f'):>10}" for value in told
         )
     for request in (first, second):
-        for line in (*_miss_lines(request.last), *(_INDENT + hint for hint in hints(request.last))):
-            yield from _wrapped(f"{printable(request.request_id)[:24]}: {line.strip()}", indent=_INDENT)
+        for sentence in (*_miss_sentences(request.last), *hints(request.last)):
+            yield from _wrapped(f"{printable(request.request_id)[:24]}: {sentence}", indent=_INDENT)
 
 
 def bar(attempt: Attempt, width: int, *, colour: bool = False) -> str:
@@ -123,7 +123,8 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
         yield f"  another text stands in: {printable(told['source_id']) or 'without a name'}{words}"
     for run in attempt.runs:
         yield from _run_lines(run, text, colour=colour)
-    yield from _miss_lines(attempt)
+    for number, sentence in enumerate(_miss_sentences(attempt), 1):
+        yield from _wrapped(sentence, indent=_INDENT * number)
     if not report.get("miss") and "risk" in report:
         yield from _wrapped(f"risk of the copied tokens: {_risk(report['risk'])}", indent=_INDENT)
     for hint in hints(attempt):
@@ -149,13 +150,14 @@ def _run_lines(run: Run, text: PromptText | None, *, colour: bool) -> Iterator[s
                 yield f"    {_painted(_MARKS[run.kind], run.kind, colour=colour)} {part}".rstrip()
 
 
-def _miss_lines(attempt: Attempt) -> Iterator[str]:
+def _miss_sentences(attempt: Attempt) -> Iterator[str]:
     miss = attempt.report.get("miss")
     if not miss:
         return
     told = reason_in_words(miss["reason"])
-    yield from _wrapped(f"nothing copied: {printable(miss['reason'])}; {printable(miss['detail'])}", indent=_INDENT)
-    yield from _wrapped(f"{told.words}. What helps: {told.remedy}", indent=_INDENT * 2)
+    detail = f"; {printable(miss['detail'])}" if miss["detail"] else ""
+    yield f"nothing copied: {printable(miss['reason'])}{detail}"
+    yield f"{told.words}. What helps: {told.remedy}"
 
 
 def _timing_lines(report: Mapping[str, Any]) -> Iterator[str]:

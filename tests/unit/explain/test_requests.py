@@ -71,9 +71,10 @@ def one(entry):
         {"id": "a", "choices": [{"kvgraft": GRAFTED}], **TOKENS},
         {"id": "a", "kv_transfer_params": {"kvgraft": GRAFTED}, **TOKENS},
         {"id": "a", "response": {"kvgraft": GRAFTED}, **TOKENS},
+        {"request_id": "a", "report": GRAFTED, "token_ids": [1, 2, 3, 4]},
         {"request_id": "a", "outcome": "finished", "output_tokens": 4, "attempts": [MISS, GRAFTED]},
     ],
-    ids=["answer", "choice", "vllm", "responses", "file"],
+    ids=["answer", "choice", "vllm", "responses", "generate", "file"],
 )
 def test_reports_are_found_wherever_engines_put_them(entry):
     found = one(entry)
