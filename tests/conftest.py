@@ -72,6 +72,12 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvgraft.donors.catalogue._PROCESS_SECRET", bytes(32))
 
 
+@pytest.fixture
+def looks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a graft does or leaves behind, where tiny models and short texts would make none that pays."""
+    monkeypatch.setattr("kvgraft.engine.cache_manager._ROWS_RUN_TWICE", 0)
+
+
 @pytest.fixture(autouse=True)
 def _registries():
     """What a test registers is forgotten behind it."""

@@ -107,7 +107,10 @@ SCRIPTS = {
 PROGRAMS_ELSEWHERE = {"docs/clients.md": "tests/clients/test_page.py runs them, where the clients are installed"}
 """Pages whose programs, and files for them, need packages that are not here."""
 
-TRANSCRIPT_FILES = {"server.yaml": "prot: 9000\n"}
+TRANSCRIPT_FILES = {
+    "server.yaml": "prot: 9000\n",
+    "answers.json": (Path(__file__).parent / "answers.json").read_text(),
+}
 
 
 def name_of(snippet: Snippet, table: Mapping[str, str]) -> str | None:
@@ -259,6 +262,7 @@ RUN = [(s, c) for s, c in KVGRAFT if subcommand(c) not in NOT_RUN]
 def test_the_line_does_what_it_says(snippet, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "server.yaml").write_text("port: 9000\n")
+    (tmp_path / "answers.json").write_text(TRANSCRIPT_FILES["answers.json"])
     for old, new in SHORTER.items():
         command = re.sub(rf"^{re.escape(old)}(?=$| )", new, command)
     code = main(words_of(command)[1:])

@@ -18,6 +18,8 @@ from kvgraft.errors import ConfigError
 from kvgraft.fidelity.control import Loss, load_calibration
 from kvgraft.reuse.notches import notches_of
 
+pytestmark = pytest.mark.usefixtures("looks_are_free")
+
 PASSAGE = "def area(width, height):\n    return width * height\n\n\ndef volume(w, h, d):\n    return d * area(w, h)\n"
 
 

@@ -28,6 +28,8 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_te
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
 PATIENCE_S = 120.0
 
+pytestmark = pytest.mark.usefixtures("looks_are_free")
+
 
 def loaded(family="llama"):
     return adopt_model(family, tiny_model(family, **LAYERS.get(family, {})), None)

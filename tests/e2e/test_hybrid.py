@@ -28,6 +28,10 @@ HYBRIDS = {
 }
 """5:1, 1:1, 3:1 with layers that have no RoPE, windows only, sinks, chunks with layers that have no RoPE."""
 KINDS = pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama4_text"])
+_QUICK = ("gemma3_text", "gpt_oss")
+ALL_KINDS = pytest.mark.parametrize(
+    "family", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
 
 
 def make_llm(family="gemma3_text", **settings):
@@ -121,7 +125,7 @@ def test_logits_of_all_positions_are_the_models_own(family, max_rows, rng):
     assert llm.space.held_bytes == 0
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@ALL_KINDS
 def test_sequences_side_by_side_are_exact(family, rng):
     llm = make_llm(family)
     prompts = [random_prompt(rng, length) for length in (5, 60, 140, 23)]
@@ -134,7 +138,7 @@ def test_sequences_side_by_side_are_exact(family, rng):
     assert [tuple(own) for own in tokens] == [stock_greedy(llm, prompt, 50) for prompt in prompts]
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@ALL_KINDS
 def test_chat_extends_its_exact_prefix(family, rng):
     llm = make_llm(family)
     history = random_prompt(rng, 100)
@@ -208,7 +212,7 @@ def test_hybrid_chat_holds_less_than_one_on_a_full_cache(share, most, rng, monke
     assert hybrid.space.held_bytes < most * full.space.held_bytes
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@ALL_KINDS
 def test_far_too_few_window_slots_change_nothing_but_time(family, rng, few_windows):
     llm = make_llm(family, num_slots=1_500)
     assert llm.adapter.pool.num_window_slots == slot_plan.fewest_window_slots(WINDOW)
@@ -411,7 +415,7 @@ def test_prefix_cache_that_knows_no_windows_keeps_one_space(rng):
     assert llm.generate(prompt, GREEDY, "exact")[0].token_ids == stock_greedy(llm, prompt, 8)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@ALL_KINDS
 def test_named_hybrid_cache_in_pages_is_exact(family, rng):
     register_radix_cache_backend(
         "pages",

@@ -17,7 +17,7 @@ from kvgraft.prefix import EVICTION_POLICIES, RadixCache, TreeCacheBuildContext,
 from kvgraft.testing.kept_kv import assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
-PAGES = [1, 16, 64]
+PAGES = [1, 16, pytest.param(64, marks=pytest.mark.slow)]
 FAMILIES = ["llama", "gemma2"]
 GREEDY = SamplingParams(8, ignore_eos=True)
 

@@ -29,7 +29,7 @@ PATIENCE_S = 60
 """Longest wait for what takes a moment on a quiet machine."""
 
 KEY = "test-key"
-DOCUMENT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    sides = 6\n" * 12
+DOCUMENT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    sides = 6\n" * 20
 
 
 class Process:

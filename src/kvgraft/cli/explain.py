@@ -1,17 +1,21 @@
-"""`kvgraft explain`: what was reused for one request of a served engine, from its report file."""
+"""`kvgraft explain`: what was reused for a request, from its report."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Sequence
+
+    from kvgraft.explain import ExplainedRequest
+    from kvgraft.explain.text import PromptText
 
 _VARIABLE = "KVGRAFT_REPORT_FILE"
 
@@ -20,82 +24,83 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command."""
     parser = subparsers.add_parser(
         "explain",
-        help="say what was reused for a request of a served engine",
-        description="Read the report of one request from the file that the integration writes, and print it.",
+        help="show what was reused for a request, and why not more",
+        description="Read reports out of the file that the SGLang integration writes, or out of a server's answers that hold "
+        "a kvgraft object (kv_transfer_params in vLLM), and show one request, or list all.",
     )
-    parser.add_argument("--request-id", required=True, help="the engine's id of the request, or how it begins")
-    parser.add_argument("--file", default="", help=f"report file; without it {_VARIABLE} names it")
-    parser.add_argument("--json", action="store_true", help="print the report as it is")
+    add = parser.add_argument
+    add(
+        "--file",
+        default="",
+        help=f"reports or answers as JSON, - for the standard input; without it {_VARIABLE} names it",
+    )
+    add("--request-id", default="", metavar="ID", help="the request's id, or how it begins; without it all are listed")
+    add("--diff", nargs=2, default=(), metavar="ID", help="compare two requests")
+    add("--html", metavar="FILE", help="write a page into this file, which needs nothing else")
+    add("--tokenizer", default="", metavar="DIR", help="show the text, too, with this model's tokenizer.json")
+    add("--prompt", metavar="FILE", help="the prompt as the model read it, where the report has no token ids")
+    add("--json", action="store_true", help="print the report as it is")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find and print; 1 if no such request is in the file."""
+    """Find and show; 1 if no such request is in the file."""
+    from kvgraft.explain import read_requests
+    from kvgraft.explain.terminal import overview_lines
+
     name = args.file or os.environ.get(_VARIABLE, "")
     if not name:
         raise ConfigError(f"no report file is given; pass --file or set {_VARIABLE}")
-    found = [entry for entry in _entries(Path(name)) if str(entry.get("request_id", "")).startswith(args.request_id)]
-    if not found:
-        print(f"no request {args.request_id} in {name}")
+    if args.prompt and not args.tokenizer:
+        raise ConfigError("--prompt needs --tokenizer, whose tokens the report counts")
+    known = read_requests(_read(name), name)
+    asked = [args.request_id] if args.request_id else list(args.diff)
+    if not asked and len(known) > 1:
+        print("\n".join(overview_lines(known)))
+        return 0
+    found = [_latest(known, request_id) for request_id in asked] or known
+    missing = [request_id for request_id, request in zip(asked, found, strict=False) if request is None]
+    if missing:
+        print(f"no request {missing[0]} in {name}")
         return 1
-    print(json.dumps(found[-1], indent=1) if args.json else "\n".join(explanation(found[-1])))
+    _show(args, [request for request in found if request is not None])
     return 0
 
 
-def explanation(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield a report as lines for people."""
-    yield f"request {entry['request_id']}: {entry['outcome']}, {entry['output_tokens']} tokens generated"
-    attempts = entry["attempts"]
-    for number, attempt in enumerate(attempts, 1):
-        if len(attempts) > 1:
-            yield f"attempt {number} of {len(attempts)}" + (" (lost its slots)" if number < len(attempts) else "")
-        yield from _attempt(attempt)
-
-
-def _attempt(attempt: dict[str, Any]) -> Iterator[str]:
-    total = attempt["num_tokens"]
-    for label, count in (
-        ("exact prefix", attempt["exact_tokens"]),
-        ("copied from another position", attempt["shifted_tokens"]),
-        ("copied from other tokens", attempt["substituted_tokens"]),
-        ("computed", attempt["computed_tokens"]),
-    ):
-        if count or label == "computed":
-            yield f"  {count:7d} of {total} prompt tokens {label}"
-    if attempt["recomputed_tokens"]:
-        yield f"  {attempt['recomputed_tokens']:7d} of the computed ones by policy {attempt['policy']}"
-    if attempt.get("corrected_tokens"):
-        yield f"  {attempt['corrected_tokens']:7d} of the copied ones corrected by their drift"
-    if attempt.get("substitution"):
-        told = attempt["substitution"]
-        words = "".join(f", {name} {value}" for name, value in told["metadata"].items())
-        yield f"  another text stands in: {told['source_id'] or 'without a name'}{words}"
-    for span, source in zip(attempt["spans"], attempt["sources"], strict=True):
-        last = span["target_start"] + span["length"] - 1
-        yield (
-            f"  positions {span['target_start']}-{last} from position {source['position']} of request {source['request']}"
-            f" ({source['tier']} memory, {span['fidelity']}, generation {span['generation']})"
-        )
-    if attempt["miss"] is not None:
-        yield f"  nothing copied: {attempt['miss']['reason']}; {attempt['miss']['detail']}"
-    elif "risk" in attempt:
-        yield f"  risk of the copied tokens: {_risk(attempt['risk'])}"
-    timings = ", ".join(f"{step} {value:.2f} ms" for step, value in attempt["timings_ms"].items() if value is not None)
-    yield f"  {attempt['prefill_steps']} prefill steps, {timings}"
-
-
-def _risk(risk: dict[str, Any]) -> str:
-    if "reason" in risk:
-        return f"{risk['status']}; {risk['reason']}"
-    stated = f"{risk['loss']} at most {risk['epsilon']:.3g} with a probability of being wrong of {risk['delta']:.3g}"
-    return f"{risk['status']}; {stated}, notch {risk['notch']!r}, {risk['audits']} audits"
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
+def _read(name: str) -> str:
     try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    yield json.loads(line)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as reports, one JSON object per line: {error}") from error
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read as reports: {error}") from error
+
+
+def _latest(known: Sequence[ExplainedRequest], request_id: str) -> ExplainedRequest | None:
+    return next((request for request in reversed(known) if request.request_id.startswith(request_id)), None)
+
+
+def _show(args: argparse.Namespace, requests: Sequence[ExplainedRequest]) -> None:
+    from kvgraft.explain.page import page
+    from kvgraft.explain.terminal import difference_lines, request_lines
+
+    text = _text(args, requests[0])
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if args.html:
+        try:
+            Path(args.html).write_text(page(requests, text=text), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{args.html} cannot be written ({error})") from error
+        print(f"wrote {args.html}")
+    elif args.json:
+        print(json.dumps({"attempts": [dict(attempt.report) for attempt in requests[0].attempts]}, indent=1))
+    elif len(requests) > 1:
+        print("\n".join(difference_lines(requests[0], requests[1], colour=colour)))
+    else:
+        print("\n".join(request_lines(requests[0], colour=colour, text=text)))
+
+
+def _text(args: argparse.Namespace, request: ExplainedRequest) -> PromptText | None:
+    if not args.tokenizer:
+        return None
+    from kvgraft.explain.text import prompt_text
+
+    return prompt_text(request, args.tokenizer, Path(args.prompt) if args.prompt else None)

@@ -46,6 +46,8 @@ _FLOPS_PER_COPIED_BYTE = 30.0
 """A copied byte is read, rotated and written; processors and accelerators do 10-100 operations in that time."""
 _FLOPS_PER_SPAN = 5e6
 """Bookkeeping of one more span: tens of microseconds."""
+_ROWS_RUN_TWICE = QUERY_ROWS
+"""`SparsePrefill` runs so many of the last rows once more where the policy looks at what they attend to."""
 
 
 class CacheManager:
@@ -441,7 +443,7 @@ class CacheManager:
             copy_per_token=self._adapter.pool.bytes_per_token * _FLOPS_PER_COPIED_BYTE,
             per_span=_FLOPS_PER_SPAN,
             recompute_ratio=expected_share(policy),
-            query_rows=QUERY_ROWS if looks_at_query(policy) else 0,
+            query_rows=_ROWS_RUN_TWICE if looks_at_query(policy) else 0,
         )
 
     def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:

@@ -45,8 +45,13 @@ def test_report_is_told_in_words(report_file, capsys):
         "      300 of 350 prompt tokens copied from another position",
         "       20 of 350 prompt tokens computed",
         "        8 of the computed ones by policy first_k",
-        "  positions 30-329 from position 150 of request donor (host memory, shifted, generation 0)",
-        "  2 prefill steps, lookup 0.31 ms, graft 1.50 ms",
+        "  " + "#" * 7 + "=" * 67 + "." * 4,
+        "  # exact   = shifted   ~ substituted   . computed",
+        "  positions 30-329 from position 150 of request donor (host memory, moved by",
+        "    -120, shifted, generation 0)",
+        "  2 prefill steps",
+        "  lookup                   0.31 ms --------",
+        "  graft                    1.50 ms         ------------------------------------",
     ]
 
 
@@ -72,9 +77,9 @@ def test_risk_and_correction_are_told(tmp_path, capsys, risk, line):
     attempt = {**ATTEMPT, "risk": risk, "corrected_tokens": 280}
     path.write_text(json.dumps({"request_id": "a", "outcome": "finished", "output_tokens": 4, "attempts": [attempt]}))
     assert main(["explain", "--request-id", "a", "--file", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "      280 of the copied ones corrected by their drift" in lines
-    assert f"  risk of the copied tokens: {line}" in lines
+    out = capsys.readouterr().out
+    assert "      280 of the copied ones corrected by their drift" in out.splitlines()
+    assert f"risk of the copied tokens: {line}" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("source_id", "words"), [("doc-7", "doc-7"), ("", "without a name")])
@@ -111,3 +116,57 @@ def test_missing_request_file_and_setting_are_told(report_file, capsys, tmp_path
     assert main(["explain", "--request-id", "a", "--file", str(tmp_path / "absent")]) == 2
     assert main(["explain", "--request-id", "a"]) == 2
     assert "KVGRAFT_REPORT_FILE" in capsys.readouterr().err
+
+
+def test_without_an_id_all_are_listed_and_two_are_compared(report_file, capsys, tmp_path):
+    assert main(["explain", "--file", report_file]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["request", "abc1", "def2"]
+    assert main(["explain", "--file", report_file, "--diff", "abc", "def"]) == 0
+    assert "shifted tokens              300          0  -300" in capsys.readouterr().out
+    assert main(["explain", "--file", report_file, "--diff", "abc", "absent"]) == 1
+    assert "no request absent" in capsys.readouterr().out
+
+
+def test_a_page_needs_nothing_else(report_file, capsys, tmp_path):
+    path = tmp_path / "page.html"
+    assert main(["explain", "--file", report_file, "--diff", "abc", "def", "--html", str(path)]) == 0
+    page = path.read_text()
+    assert page.count("<h1>") == 2
+    assert "http" not in page.replace("http-equiv", "")
+    assert main(["explain", "--file", report_file, "--request-id", "abc", "--html", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("looks_are_free")
+def test_the_text_of_an_answer_is_shown_where_it_is_asked_for(capsys, tmp_path):
+    from kvgraft.engine import LLM, SamplingParams
+    from kvgraft.models import bundled_model_path
+    from kvgraft.reuse.report import report_as_dict
+
+    llm, once = LLM("graft-tiny", num_slots=3_000), SamplingParams(1)
+    document = "def area(width, height):\n    return width * height  # a naïve one\n" * 20
+    prompt = "# Nobody has read this line.\n" + document
+    llm.generate(document, once)
+    (output,) = llm.generate(prompt, once)
+    answers, text, tokenizer = tmp_path / "answer.json", tmp_path / "prompt", str(bundled_model_path())
+    answers.write_text(json.dumps({"id": "a", "kvgraft": report_as_dict(output.report)}))
+    text.write_text(prompt)
+    assert main(["explain", "--file", str(answers)]) == 0
+    assert "naïve" not in capsys.readouterr().out
+    assert main(["explain", "--file", str(answers), "--tokenizer", tokenizer, "--prompt", str(text)]) == 0
+    out = capsys.readouterr().out
+    assert "    . # Nobody has read this line." in out
+    assert sum("naïve" in line for line in out.splitlines()) == 20
+    answers.write_text(
+        json.dumps(
+            {"id": "a", "kvgraft": report_as_dict(output.report), "prompt_token_ids": output.prompt_token_ids.tolist()}
+        )
+    )
+    assert main(["explain", "--file", str(answers), "--tokenizer", tokenizer]) == 0
+    assert "    . # Nobody has read this line." in capsys.readouterr().out
+    text.write_text(prompt + "more")
+    assert main(["explain", "--file", str(answers), "--tokenizer", tokenizer, "--prompt", str(text)]) == 2
+    assert "chat template applied" in capsys.readouterr().err
+    assert main(["explain", "--file", str(answers), "--prompt", str(text)]) == 2
+    assert main(["explain", "--file", str(answers), "--tokenizer", str(tmp_path)]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err

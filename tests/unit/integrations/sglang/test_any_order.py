@@ -229,6 +229,7 @@ class Walk:
             scheduler.finish(entry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "recomputes", "selection"),
     [(1, False, "none"), (4, False, "first_k"), (1, True, "query_seam"), (4, True, "first_k")],
@@ -243,6 +244,7 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     assert (walk.scheduler.recomputed_tokens > 50) == recomputes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "selection"), [(1, "none"), (4, "first_k")])
 def test_long_walk_with_a_store_brings_nothing_of_other_weights_or_tenants_back(page_size, selection):
     shelf = Shelf()

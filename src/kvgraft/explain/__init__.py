@@ -1,0 +1,12 @@
+"""Shows what was reused for a request, from its report alone: in a terminal, and as a page in one file.
+
+Reports have the same form in all engines (`kvgraft.reuse.report`). Nothing here needs an engine, a model or the network.
+
+Public modules: `requests` (reads reports), `hints` (reasons in words), `terminal`, `page`, `text`.
+"""
+
+from __future__ import annotations
+
+from kvgraft.explain.requests import Attempt, ExplainedRequest, Run, RunKind, read_requests
+
+__all__ = ["Attempt", "ExplainedRequest", "Run", "RunKind", "read_requests"]

@@ -1,0 +1,179 @@
+"""A request as one HTML file: no scripts, nothing fetched, nothing of a prompt unless it is handed in."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.explain.hints import hints, reason_in_words
+from kvgraft.explain.requests import RunKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvgraft.explain.requests import Attempt, ExplainedRequest, Run
+    from kvgraft.explain.text import PromptText
+
+_WIDTH = 1000.0
+_MOST_RUNS = 1500
+"""Runs that are drawn and listed; of more, the longest."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_STYLE = """
+:root { color-scheme: light dark; --exact: #2e7d32; --shifted: #1565c0; --substituted: #8e24aa; --computed: #e08a00;
+  --line: #8886; --pale: #8882; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 1.6rem; }
+svg { display: block; width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; } td, th { padding: .15rem .5rem; text-align: left; }
+td { border-top: 1px solid var(--line); overflow-wrap: anywhere; } .number { text-align: right; }
+.scroll { overflow-x: auto; }
+.exact { fill: var(--exact); } .shifted { fill: var(--shifted); } .substituted { fill: var(--substituted); }
+.computed { fill: var(--computed); } .link { opacity: .25; } .donor { fill: var(--pale); } .time { fill: var(--shifted); }
+svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
+.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
+.key.exact { background: var(--exact); } .key.shifted { background: var(--shifted); }
+.key.substituted { background: var(--substituted); } .key.computed { background: var(--computed); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; unicode-bidi: isolate; }
+pre span { border-bottom: 3px solid; } pre .exact { border-color: var(--exact); }
+pre .shifted { border-color: var(--shifted); }
+pre .substituted { border-color: var(--substituted); } pre .computed { border-color: var(--computed); }
+"""
+
+
+def page(requests: Sequence[ExplainedRequest], *, text: PromptText | None = None) -> str:
+    """Return the page of one request, or of several under one another to be compared.
+
+    Args:
+        requests: Which.
+        text: Words of the first one's prompt, to be shown.
+    """
+    parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
+    parts.append(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">')
+    parts.append('<meta name="viewport" content="width=device-width, initial-scale=1"><title>kvgraft explain</title>')
+    parts.append(f"<style>{_STYLE}</style></head><body>")
+    for number, request in enumerate(requests):
+        parts += _request(request, text if number == 0 else None)
+    return "".join([*parts, "</body></html>\n"])
+
+
+def _request(request: ExplainedRequest, text: PromptText | None) -> Iterator[str]:
+    yield f"<h1>Request {escape(request.request_id)}</h1>"
+    answered = "" if request.output_tokens is None else f"{request.output_tokens:,} tokens generated"
+    yield f"<p>{escape(', '.join(filter(None, [request.outcome, answered])))}</p>"
+    for number, attempt in enumerate(request.attempts, 1):
+        is_answered = number == len(request.attempts)
+        if len(request.attempts) > 1:
+            yield f"<h2>Attempt {number} of {len(request.attempts)}{'' if is_answered else ' (lost its slots)'}</h2>"
+        yield from _attempt(attempt, text if is_answered else None)
+
+
+def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
+    yield (
+        "<p>"
+        + "".join(f'<span class="key {kind}"></span>{attempt.tokens(kind):,} {kind}' for kind in RunKind)
+        + f" of {attempt.num_tokens:,} prompt tokens"
+    )
+    recomputed = attempt.report["recomputed_tokens"]
+    if recomputed:
+        yield f"; {recomputed:,} of the computed ones lie in copied runs, chosen by {escape(str(attempt.report['policy']))}"
+    yield "</p>"
+    runs = _drawn(attempt.runs)
+    yield _bars(attempt, runs)
+    yield from _reasons(attempt)
+    yield from _donors(attempt, runs)
+    yield from _times(attempt.report)
+    if text is not None:
+        yield "<h2>The prompt</h2><pre>"
+        for run in attempt.runs:
+            words = escape(text.between(run.start, run.stop))
+            yield f'<span class="{run.kind}" title="{escape(_told(run))}"><bdi>{words}</bdi></span>'
+        yield "</pre>"
+
+
+def _drawn(runs: Sequence[Run]) -> list[Run]:
+    longest = sorted(runs, key=lambda run: -run.length)[:_MOST_RUNS]
+    return sorted(longest, key=lambda run: run.start)
+
+
+def _bars(attempt: Attempt, runs: Sequence[Run]) -> str:
+    """The prompt as a bar, and under it each donor with what was copied of it, joined to where it went."""
+    scale = _WIDTH / max(1, attempt.num_tokens)
+    donors = list(dict.fromkeys(run.donor for run in runs if run.donor))[:12]
+    ends = {name: max((run.donor_start or 0) + run.length for run in runs if run.donor == name) for name in donors}
+    parts = [f'<svg viewBox="0 0 {_WIDTH:.0f} {60 + 70 * len(donors)}" role="img" aria-label="the prompt by class">']
+    for number, name in enumerate(donors):
+        top, width = 100 + 70 * number, _WIDTH / max(1, ends[name])
+        parts.append(f'<text x="0" y="{top - 4}">{escape(name)}</text>')
+        parts.append(f'<rect class="donor" x="0" y="{top}" width="{_WIDTH:.0f}" height="16"/>')
+        for run in runs:
+            if run.donor != name:
+                continue
+            left, right = (run.donor_start or 0) * width, ((run.donor_start or 0) + run.length) * width
+            corners = f"{run.start * scale:.1f},34 {run.stop * scale:.1f},34 {right:.1f},{top} {left:.1f},{top}"
+            parts.append(f'<polygon class="link {run.kind}" points="{corners}"/>')
+            parts.append(_rectangle(run, left, right - left, top, 16))
+    parts += [_rectangle(run, run.start * scale, run.length * scale, 4, 30) for run in runs]
+    return "".join([*parts, "</svg>"])
+
+
+def _rectangle(run: Run, left: float, width: float, top: float, height: float) -> str:
+    shape = f'x="{left:.1f}" y="{top}" width="{max(width, 0.3):.1f}" height="{height}"'
+    return f'<rect class="{run.kind}" {shape}><title>{escape(_told(run))}</title></rect>'
+
+
+def _told(run: Run) -> str:
+    told = f"positions {run.start:,}-{run.stop - 1:,}: {run.length:,} tokens {run.kind}"
+    if not run.donor:
+        return told
+    moved = f"moved by {run.moved_by:+,}, generation {run.generation}"
+    return f"{told}, from position {run.donor_start:,} of {run.donor}, {moved}"
+
+
+def _reasons(attempt: Attempt) -> Iterator[str]:
+    sentences = list(hints(attempt))
+    miss = attempt.report.get("miss")
+    if miss:
+        told = reason_in_words(miss["reason"])
+        detail = f" ({miss['detail']})" if miss["detail"] else ""
+        sentences[:0] = [f"Nothing was copied: {told.words}{detail}.", f"What helps: {told.remedy}."]
+    if sentences:
+        yield "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def _donors(attempt: Attempt, runs: Sequence[Run]) -> Iterator[str]:
+    copied = [run for run in runs if run.donor]
+    if not copied:
+        return
+    hidden = sum(1 for run in attempt.runs if run.donor) - len(copied)
+    heads = ("positions", "tokens", "class", "donor", "from", "moved by", "generation", "memory", "documents")
+    yield "<h2>What was copied</h2><div class=scroll><table><tr>"
+    yield "".join(f"<th>{head}</th>" for head in heads) + "</tr>"
+    for run in copied:
+        cells = (
+            f"{run.start:,}-{run.stop - 1:,}",
+            f"{run.length:,}",
+            str(run.kind),
+            run.donor,
+            f"{run.donor_start:,}",
+            f"{run.moved_by:+,}",
+            str(run.generation),
+            run.tier,
+            ", ".join(run.documents),
+        )
+        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    yield "</table></div>" + (f"<p>and {hidden:,} shorter runs</p>" if hidden else "")
+
+
+def _times(report: Mapping[str, Any]) -> Iterator[str]:
+    """Times one behind another, as bars."""
+    timings = {name: float(value) for name, value in report.get("timings_ms", {}).items() if value is not None}
+    total, at = sum(timings.values()), 0.0
+    if not total:
+        return
+    yield f'<h2>Times</h2><svg viewBox="0 0 {_WIDTH:.0f} {24 * len(timings)}" role="img" aria-label="times">'
+    for number, (name, value) in enumerate(timings.items()):
+        left, width = 250 + 750 * at / total, max(1.0, 750 * value / total)
+        yield f'<text x="0" y="{24 * number + 16}">{escape(name)} {value:,.2f} ms</text>'
+        yield f'<rect class="time" x="{left:.1f}" y="{24 * number + 4}" width="{width:.1f}" height="16"/>'
+        at += value
+    yield "</svg>"

@@ -1,0 +1,230 @@
+"""Requests as their reports tell of them, out of any of the files in which reports are found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.errors import ConfigError
+from kvgraft.reuse.report import REPORT_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+class RunKind(StrEnum):
+    """What became of adjacent prompt tokens."""
+
+    EXACT = "exact"
+    SHIFTED = "shifted"
+    SUBSTITUTED = "substituted"
+    COMPUTED = "computed"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjacent tokens of a prompt with one fate.
+
+    Attributes:
+        start: First position.
+        length: How many there are.
+        kind: Their fate.
+        donor: Who had them, in words; empty where nobody did.
+        donor_start: Where the donor had the first of them; None where it is not known.
+        generation: How many grafts the donor's K/V stand behind.
+        tier: Memory that the K/V came from, or empty.
+        documents: Names of documents that lie in it.
+    """
+
+    start: int
+    length: int
+    kind: RunKind
+    donor: str = ""
+    donor_start: int | None = None
+    generation: int = 0
+    tier: str = ""
+    documents: tuple[str, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """First position behind it."""
+        return self.start + self.length
+
+    @property
+    def moved_by(self) -> int:
+        """Positions that it stands further behind than at its donor; 0 where that is not known."""
+        return 0 if self.donor_start is None else self.start - self.donor_start
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A try to answer a request; engines that take its slots away begin again.
+
+    Attributes:
+        report: As `report_as_dict` gives it, and what an engine's file has beside.
+        runs: All of the prompt, in order; neighbours of a kind are of different donors.
+    """
+
+    report: Mapping[str, Any]
+    runs: tuple[Run, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return int(self.report["num_tokens"])
+
+    def tokens(self, kind: RunKind) -> int:
+        """Tokens of a kind as the engine counted them: those of a span that were computed again are computed ones."""
+        return int(self.report.get(f"{kind}_tokens", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedRequest:
+    """What is known of a request.
+
+    Attributes:
+        request_id: The engine's, or the server's.
+        outcome: How it ended; empty where the report does not say.
+        output_tokens: Tokens of the answer; None where the report does not say.
+        attempts: At least one; the last one was answered.
+        prompt_token_ids: The prompt, where whoever wrote the report had been asked for it.
+    """
+
+    request_id: str
+    outcome: str
+    output_tokens: int | None
+    attempts: tuple[Attempt, ...]
+    prompt_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def last(self) -> Attempt:
+        """The attempt that was answered."""
+        return self.attempts[-1]
+
+
+def read_requests(text: str, source: str) -> list[ExplainedRequest]:
+    """Read requests out of a file's text: lines of an engine's report file, answers of a server, or single reports.
+
+    Answers are those of completions, chats and responses with their `kvgraft` object (`kv_transfer_params` in vLLM,
+    `meta_info` of SGLang's `/generate`), as JSON, a line each, or as the lines of a stream; what `kvgraft generate --json`
+    prints is read as well. What is no report is passed over where others are, and so is a line that was cut short.
+
+    Args:
+        text: Of the file.
+        source: Its name, for messages.
+
+    Raises:
+        ConfigError: There is no report in it, one is not whole, or it is of a later version.
+    """
+    found = [
+        _request(entry, f"{source}, entry {number}")
+        for number, entry in enumerate(_entries(text), 1)
+        if _report_of(entry) is not None or "attempts" in entry
+    ]
+    if not found:
+        raise ConfigError(
+            f"{source} has no report of kvgraft; give a report file, or an answer with its kvgraft object"
+        )
+    return found
+
+
+def _entries(text: str) -> Iterator[dict[str, Any]]:
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line.removeprefix("data:"))
+            except ValueError:
+                continue  # a line that is being written, or another part of a stream
+            if isinstance(entry, dict):
+                yield entry
+    else:
+        yield from (entry for entry in (whole if isinstance(whole, list) else [whole]) if isinstance(entry, dict))
+
+
+def _report_of(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The report in an answer, a choice of it, a chunk, a response, or an entry that is one."""
+    choices = entry.get("choices")
+    places: list[object] = [entry, *(entry.get(name) for name in ("kv_transfer_params", "meta_info", "response"))]
+    if isinstance(choices, list):
+        places += choices
+    for place in places:
+        for name in ("kvgraft", "report"):
+            if isinstance(place, dict) and isinstance(found := place.get(name), dict) and "num_tokens" in found:
+                return found
+    return entry if "num_tokens" in entry and "spans" in entry else None
+
+
+def _request(entry: Mapping[str, Any], where: str) -> ExplainedRequest:
+    usage, tokens = entry.get("usage"), entry.get("prompt_token_ids")
+    if "attempts" in entry:
+        reports, name, answered = entry["attempts"], entry.get("request_id", ""), entry.get("output_tokens")
+    else:
+        reports, name = [_report_of(entry)], entry.get("id", entry.get("request_id", ""))
+        answered = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(generated := entry.get("token_ids"), list):
+            answered = len(generated)
+    if tokens is None:
+        choices = entry.get("choices") or [{}]
+        tokens = choices[0].get("prompt_token_ids") if isinstance(choices[0], dict) else None
+    try:
+        attempts = (_attempt(reports[0]), *(_attempt(report) for report in reports[1:]))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where} is no whole report ({type(error).__name__}: {error})") from error
+    return ExplainedRequest(
+        str(name),
+        str(entry.get("outcome", "")),
+        answered if isinstance(answered, int) else None,
+        attempts,
+        tuple(tokens) if isinstance(tokens, list) else None,
+    )
+
+
+def _attempt(report: Mapping[str, Any]) -> Attempt:
+    version = report.get("version", REPORT_VERSION)
+    if version > REPORT_VERSION:
+        raise ConfigError(
+            f"a report of version {version} was written by a later kvgraft, and this one reads {REPORT_VERSION}; upgrade"
+        )
+    sources = report.get("sources") or [None] * len(report["spans"])
+    spans = [_run(span, source) for span, source in zip(report["spans"], sources, strict=True)]
+    return Attempt(report, tuple(_runs(int(report["num_tokens"]), int(report["exact_tokens"]), spans)))
+
+
+def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> Run:
+    """A span; report files name the donor's request and position, answers the donor's number."""
+    if source is not None:
+        donor, donor_start, tier = f"request {source['request']}", int(source["position"]), str(source["tier"])
+    else:
+        donor, tier = f"donor {span['donor_id']}", str(span.get("tier") or "")
+        donor_start = int(span["target_start"]) - int(span["position_delta"])
+    return Run(
+        int(span["target_start"]),
+        int(span["length"]),
+        RunKind(span["fidelity"]),
+        donor,
+        donor_start,
+        int(span["generation"]),
+        tier,
+        tuple(str(part["id"]) for part in span.get("documents", ())),
+    )
+
+
+def _runs(num_tokens: int, exact: int, spans: Sequence[Run]) -> Iterable[Run]:
+    """Yield all of a prompt: the exact prefix, spans, and what was computed between them."""
+    at = 0
+    if exact:
+        yield Run(0, exact, RunKind.EXACT)
+        at = exact
+    for span in spans:
+        if span.start < at or span.length < 1 or span.stop > num_tokens:
+            raise ValueError(f"a span of {span.length} tokens at {span.start} overlaps another, or the prompt's end")
+        if span.start > at:
+            yield Run(at, span.start - at, RunKind.COMPUTED)
+        yield span
+        at = span.stop
+    if at < num_tokens:
+        yield Run(at, num_tokens - at, RunKind.COMPUTED)

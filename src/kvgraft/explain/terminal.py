@@ -1,0 +1,189 @@
+"""A request as lines of at most 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from kvgraft.explain.hints import hints, reason_in_words
+from kvgraft.explain.requests import RunKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from kvgraft.explain.requests import Attempt, ExplainedRequest, Run
+    from kvgraft.explain.text import PromptText
+
+WIDTH = 80
+_MARKS = {RunKind.EXACT: "#", RunKind.SHIFTED: "=", RunKind.SUBSTITUTED: "~", RunKind.COMPUTED: "."}
+_COLOURS = {RunKind.EXACT: "32", RunKind.SHIFTED: "34", RunKind.SUBSTITUTED: "35", RunKind.COMPUTED: "33"}
+_WORDS = {
+    RunKind.EXACT: "exact prefix",
+    RunKind.SHIFTED: "copied from another position",
+    RunKind.SUBSTITUTED: "copied from other tokens",
+    RunKind.COMPUTED: "computed",
+}
+_INDENT = "  "
+
+
+def request_lines(request: ExplainedRequest, *, colour: bool = False, text: PromptText | None = None) -> Iterator[str]:
+    """Yield a request for people.
+
+    Args:
+        request: Which.
+        colour: Whether the terminal understands ANSI colours; without them marks tell classes apart.
+        text: Words of the prompt, to be shown run by run.
+    """
+    ended = f": {request.outcome}" if request.outcome else ""
+    answered = "" if request.output_tokens is None else f", {request.output_tokens:,} tokens generated"
+    yield f"request {printable(request.request_id)}{ended}{answered}"
+    for number, attempt in enumerate(request.attempts, 1):
+        if len(request.attempts) > 1:
+            is_lost = number < len(request.attempts)
+            yield f"attempt {number} of {len(request.attempts)}" + (" (lost its slots)" if is_lost else "")
+        yield from _attempt_lines(attempt, colour=colour, text=text)
+
+
+def overview_lines(requests: Sequence[ExplainedRequest]) -> Iterator[str]:
+    """Yield a table of requests, a line each."""
+    yield f"{'request':<32} {'tokens':>7} {'exact':>7} {'copied':>7} {'computed':>8}  nothing copied"
+    for request in requests:
+        attempt = request.last
+        copied = attempt.tokens(RunKind.SHIFTED) + attempt.tokens(RunKind.SUBSTITUTED)
+        miss = attempt.report.get("miss") or {}
+        figures = (
+            f"{attempt.num_tokens:7} {attempt.tokens(RunKind.EXACT):7} {copied:7} {attempt.tokens(RunKind.COMPUTED):8}"
+        )
+        yield f"{printable(request.request_id)[:32]:<32} {figures}  {miss.get('reason', '')}".rstrip()
+
+
+def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colour: bool = False) -> Iterator[str]:
+    """Yield two requests beside one another, and which figures differ."""
+    for request in (first, second):
+        yield f"request {printable(request.request_id)}, {request.last.num_tokens:,} prompt tokens"
+        yield _INDENT + bar(request.last, WIDTH - len(_INDENT), colour=colour)
+    yield _INDENT + legend(colour=colour)
+    names = (
+        "num_tokens",
+        *(f"{kind}_tokens" for kind in RunKind),
+        "recomputed_tokens",
+        "corrected_tokens",
+        "num_donors",
+    )
+    for name in names:
+        before, after = (int(request.last.report.get(name) or 0) for request in (first, second))
+        change = f"{after - before:+,}" if after != before else "the same"
+        yield f"{_INDENT}{name.removeprefix('num_').replace('_', ' '):<20} {before:>10,} {after:>10,}  {change}"
+    for name in sorted({*first.last.report.get("timings_ms", {}), *second.last.report.get("timings_ms", {})}):
+        told = [request.last.report.get("timings_ms", {}).get(name) for request in (first, second)]
+        yield f"{_INDENT}{name + ' ms':<20} " + " ".join(
+            f"{'-' if value is None else format(value, ',.2f'):>10}" for value in told
+        )
+    for request in (first, second):
+        for sentence in (*_miss_sentences(request.last), *hints(request.last)):
+            yield from _wrapped(f"{printable(request.request_id)[:24]}: {sentence}", indent=_INDENT)
+
+
+def bar(attempt: Attempt, width: int, *, colour: bool = False) -> str:
+    """A prompt as `width` marks, each of what most of its tokens are."""
+    marks = []
+    for column in range(width):
+        start, stop = attempt.num_tokens * column / width, attempt.num_tokens * (column + 1) / width
+        shares = dict.fromkeys(RunKind, 0.0)
+        for run in attempt.runs:
+            shares[run.kind] += max(0.0, min(run.stop, stop) - max(run.start, start))
+        marks.append(max(shares, key=shares.__getitem__))
+    return "".join(_painted(_MARKS[kind], kind, colour=colour) for kind in marks)
+
+
+def legend(*, colour: bool = False) -> str:
+    """What the marks mean."""
+    return "   ".join(f"{_painted(mark, kind, colour=colour)} {kind}" for kind, mark in _MARKS.items())
+
+
+def printable(text: object) -> str:
+    """A text from outside without what a terminal would act upon, or turn around."""
+    return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in str(text))
+
+
+def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -> Iterator[str]:
+    report = attempt.report
+    for kind, words in _WORDS.items():
+        if attempt.tokens(kind) or kind is RunKind.COMPUTED:
+            yield f"  {attempt.tokens(kind):7d} of {attempt.num_tokens} prompt tokens {words}"
+    if report["recomputed_tokens"]:
+        yield f"  {report['recomputed_tokens']:7d} of the computed ones by policy {printable(report['policy'])}"
+    if report.get("corrected_tokens"):
+        yield f"  {report['corrected_tokens']:7d} of the copied ones corrected by their drift"
+    yield _INDENT + bar(attempt, WIDTH - len(_INDENT), colour=colour)
+    yield _INDENT + legend(colour=colour)
+    if report.get("substitution"):
+        told = report["substitution"]
+        words = "".join(f", {printable(name)} {printable(value)}" for name, value in told["metadata"].items())
+        yield f"  another text stands in: {printable(told['source_id']) or 'without a name'}{words}"
+    for run in attempt.runs:
+        yield from _run_lines(run, text, colour=colour)
+    for number, sentence in enumerate(_miss_sentences(attempt), 1):
+        yield from _wrapped(sentence, indent=_INDENT * number)
+    if not report.get("miss") and "risk" in report:
+        yield from _wrapped(f"risk of the copied tokens: {_risk(report['risk'])}", indent=_INDENT)
+    for hint in hints(attempt):
+        yield from _wrapped(hint, indent=_INDENT)
+    yield from _timing_lines(report)
+
+
+def _run_lines(run: Run, text: PromptText | None, *, colour: bool) -> Iterator[str]:
+    if run.donor:
+        names = f", documents {', '.join(map(printable, run.documents))}" if run.documents else ""
+        memory = f"{run.tier} memory, " if run.tier else ""
+        moved = f"moved by {run.moved_by:+,}, " if run.moved_by else ""
+        line = (
+            f"positions {run.start}-{run.stop - 1} from position {run.donor_start} of {printable(run.donor)}"
+            f" ({memory}{moved}{run.kind}, generation {run.generation}{names})"
+        )
+        yield from _wrapped(line, indent=_INDENT)
+    if text is not None:
+        if not run.donor:
+            yield f"{_INDENT}positions {run.start}-{run.stop - 1} {run.kind}"
+        for line in text.between(run.start, run.stop).splitlines() or [""]:
+            for part in textwrap.wrap(printable(line.expandtabs(4)), WIDTH - 6, drop_whitespace=False) or [""]:
+                yield f"    {_painted(_MARKS[run.kind], run.kind, colour=colour)} {part}".rstrip()
+
+
+def _miss_sentences(attempt: Attempt) -> Iterator[str]:
+    miss = attempt.report.get("miss")
+    if not miss:
+        return
+    told = reason_in_words(miss["reason"])
+    detail = f"; {printable(miss['detail'])}" if miss["detail"] else ""
+    yield f"nothing copied: {printable(miss['reason'])}{detail}"
+    yield f"{told.words}. What helps: {told.remedy}"
+
+
+def _timing_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Times as bars one behind another."""
+    timings = {name: value for name, value in report.get("timings_ms", {}).items() if value is not None}
+    if "prefill_steps" in report:
+        yield f"  {report['prefill_steps']} prefill steps"
+    total, at = sum(timings.values()), 0.0
+    room = WIDTH - 36
+    for name, value in timings.items():
+        before = round(room * at / total) if total else 0
+        length = max(1, round(room * value / total)) if total else 0
+        yield f"  {printable(name):<16} {value:>12,.2f} ms {' ' * before}{'-' * min(length, room - before + 1)}".rstrip()
+        at += value
+
+
+def _risk(risk: Mapping[str, Any]) -> str:
+    if "reason" in risk:
+        return f"{risk['status']}; {risk['reason']}"
+    stated = f"{risk['loss']} at most {risk['epsilon']:.3g} with a probability of being wrong of {risk['delta']:.3g}"
+    return f"{risk['status']}; {stated}, notch {risk['notch']!r}, {risk['audits']} audits"
+
+
+def _wrapped(line: str, *, indent: str) -> Iterable[str]:
+    return textwrap.wrap(line, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def _painted(mark: str, kind: RunKind, *, colour: bool) -> str:
+    return f"\x1b[{_COLOURS[kind]}m{mark}\x1b[0m" if colour else mark

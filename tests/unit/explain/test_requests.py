@@ -1,0 +1,224 @@
+"""Reports are found wherever they lie, and cover the prompt; what is no report is refused in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgraft.errors import ConfigError
+from kvgraft.explain import RunKind, read_requests
+from kvgraft.explain.hints import REASONS, hints, reason_in_words
+from kvgraft.explain.page import page
+from kvgraft.explain.terminal import WIDTH, bar, difference_lines, overview_lines, request_lines
+from kvgraft.reuse.report import REPORT_VERSION
+from kvgraft.types import MissReason
+
+
+def span(start, length, delta=100, **more):
+    donor_start = start - delta
+    return {
+        "target_start": start,
+        "length": length,
+        "donor_id": 7,
+        "donor_start": donor_start,
+        "position_delta": delta,
+        "fidelity": "shifted",
+        "generation": 0,
+        "tier": "device",
+        "documents": [],
+    } | more
+
+
+def report(num_tokens=1000, exact=50, spans=(), **more):
+    spans = list(spans)
+    copied = sum(each["length"] for each in spans)
+    return {
+        "version": REPORT_VERSION,
+        "num_tokens": num_tokens,
+        "exact_tokens": exact,
+        "shifted_tokens": copied,
+        "substituted_tokens": 0,
+        "recomputed_tokens": 0,
+        "corrected_tokens": 0,
+        "computed_tokens": num_tokens - exact - copied,
+        "num_donors": 1,
+        "policy": "query_seam",
+        "miss": None,
+        "spans": spans,
+        "timings_ms": {"lookup": 0.3, "graft": 2.0},
+        "risk": {"status": "uncalibrated", "reason": "no calibration"},
+        "substitution": None,
+    } | more
+
+
+MISS = report(exact=0, miss={"reason": "no_match", "detail": "no donor shares a run of tokens"})
+GRAFTED = report(spans=[span(200, 400), span(700, 100, 50, generation=1)])
+TOKENS = {"usage": {"completion_tokens": 4}}
+
+
+def one(entry):
+    (found,) = read_requests(json.dumps(entry), "answers.json")
+    return found
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"id": "a", "kvgraft": GRAFTED, **TOKENS},
+        {"id": "a", "choices": [{"kvgraft": GRAFTED}], **TOKENS},
+        {"id": "a", "kv_transfer_params": {"kvgraft": GRAFTED}, **TOKENS},
+        {"id": "a", "response": {"kvgraft": GRAFTED}, **TOKENS},
+        {"request_id": "a", "report": GRAFTED, "token_ids": [1, 2, 3, 4]},
+        {"request_id": "a", "outcome": "finished", "output_tokens": 4, "attempts": [MISS, GRAFTED]},
+    ],
+    ids=["answer", "choice", "vllm", "responses", "generate", "file"],
+)
+def test_reports_are_found_wherever_engines_put_them(entry):
+    found = one(entry)
+    assert (found.request_id, found.output_tokens, found.last.num_tokens) == ("a", 4, 1000)
+    kinds = [(run.start, run.length, str(run.kind), run.moved_by) for run in found.last.runs]
+    assert kinds == [
+        (0, 50, "exact", 0),
+        (50, 150, "computed", 0),
+        (200, 400, "shifted", 100),
+        (600, 100, "computed", 0),
+        (700, 100, "shifted", 50),
+        (800, 200, "computed", 0),
+    ]
+
+
+def test_streams_and_files_with_lines_of_other_things_are_read():
+    text = 'data: {"choices": []}\n\ndata: ' + json.dumps({"id": "s", "kvgraft": GRAFTED}) + '\n\ndata: [DONE]\n{"req'
+    assert [request.request_id for request in read_requests(text, "stream")] == ["s"]
+
+
+def test_a_report_file_names_the_donors_requests():
+    entry = {
+        "request_id": "a",
+        "attempts": [
+            GRAFTED
+            | {
+                "sources": [
+                    {"request": "first", "position": 60, "tier": "host"},
+                    {"request": "second", "position": 9, "tier": "device"},
+                ]
+            }
+        ],
+    }
+    assert [(run.donor, run.donor_start, run.tier) for run in one(entry).last.runs if run.donor] == [
+        ("request first", 60, "host"),
+        ("request second", 9, "device"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"version": 1}, "has no report"),
+        ({"kvgraft": GRAFTED | {"version": REPORT_VERSION + 1}}, "later kvgraft"),
+        ({"attempts": []}, "no whole report"),
+        ({"kvgraft": {"num_tokens": 10}}, "no whole report"),
+        ({"kvgraft": report(100, spans=[span(40, 200)])}, "overlaps"),
+        ({"kvgraft": report(exact=300, spans=[span(200, 10)])}, "overlaps"),
+        ({"kvgraft": report(spans=[span(200, 10, fidelity="novel")])}, "no whole report"),
+        ({"kvgraft": report(spans=[span(200, 10)], sources=[])} | {}, None),
+    ],
+)
+def test_what_is_no_report_is_one_line(entry, told):
+    if told is None:
+        assert one(entry).last.num_tokens == 1000  # sources are of report files, and empty where nobody is known
+        return
+    with pytest.raises(ConfigError, match=told) as raised:
+        one(entry)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_reason_has_words_and_a_remedy():
+    assert set(REASONS) == set(MissReason)
+    assert all(reason.words and reason.remedy for reason in REASONS.values())
+    assert "does not know" in reason_in_words("tomorrow").words
+
+
+def test_what_stands_in_front_is_named():
+    told = list(hints(one({"kvgraft": GRAFTED}).last))
+    assert told[0].startswith("150 new tokens at positions 50-199 stand in front of 500 copied ones")
+    assert "100 tokens are copies of what stood behind a graft" in told[1]
+    assert not list(hints(one({"kvgraft": report(spans=[span(50, 20)])}).last))
+
+
+HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m\U0001f600"
+
+
+def test_hostile_names_are_harmless():
+    entry = {
+        "id": HOSTILE,
+        "kvgraft": report(spans=[span(200, 400, documents=[{"id": HOSTILE}])], policy=HOSTILE, recomputed_tokens=3),
+    }
+    request = one(entry)
+    lines = list(request_lines(request))
+    assert not any("\x1b" in line or "\u202e" in line for line in lines)
+    told = page([request])
+    assert "<script" not in told
+    assert "&lt;script&gt;" in told
+    assert "default-src 'none'" in told
+
+
+class Words:
+    """A text that stands for a prompt's."""
+
+    def between(self, start, stop):
+        return f"{HOSTILE} {start} & " + "word " * (stop - start)
+
+
+def test_text_is_shown_only_where_it_is_handed_in():
+    request = one({"id": "a", "kvgraft": GRAFTED})
+    assert "word" not in page([request])
+    shown = page([request], text=Words())
+    assert "word word" in shown
+    assert "<script" not in shown
+    lines = list(request_lines(request, text=Words()))
+    assert all(len(line) <= WIDTH for line in lines)
+    assert sum("word" in line for line in lines) > 20
+
+
+def test_a_page_of_a_long_prompt_in_crumbs_is_small():
+    spans = [span(16 * n, 8, generation=n % 3) for n in range(10, 2010)]
+    told = page([one({"id": "a", "kvgraft": report(32_768, 100, spans)})])
+    assert len(told.encode()) < 700_000
+    told = page([one({"id": "a", "kvgraft": report(32_768, 100, spans[:500])})])
+    assert len(told.encode()) < 500_000
+
+
+def test_bars_show_what_most_tokens_are():
+    attempt = one({"kvgraft": GRAFTED}).last
+    assert bar(attempt, 20) == "#...========..==...."
+    assert bar(attempt, 1) in ".="
+    assert "\x1b[34m" in bar(attempt, 20, colour=True)
+
+
+def test_requests_are_listed_and_compared():
+    first, second = one({"id": "cold", "kvgraft": MISS}), one({"id": "warm", "kvgraft": GRAFTED})
+    lines = list(overview_lines([first, second]))
+    assert lines[1].split() == ["cold", "1000", "0", "0", "1000", "no_match"]
+    assert lines[2].split() == ["warm", "1000", "50", "500", "450"]
+    told = "\n".join(difference_lines(first, second))
+    assert "shifted tokens                0        500  +500" in told
+    assert "num tokens" not in told
+    assert "no text that was read before" in " ".join(told.split())
+    assert max(map(len, told.splitlines())) <= WIDTH
+
+
+@given(st.data())
+def test_runs_cover_every_prompt(data):
+    num_tokens = data.draw(st.integers(1, 300))
+    cuts = sorted(data.draw(st.sets(st.integers(0, num_tokens), max_size=9)))
+    exact = cuts.pop(0) if cuts else 0
+    pairs = list(zip(cuts[::2], cuts[1::2], strict=False))
+    attempt = one({"kvgraft": report(num_tokens, exact, [span(start, stop - start) for start, stop in pairs])}).last
+    assert [run.start for run in attempt.runs][1:] == [run.stop for run in attempt.runs][:-1]
+    assert attempt.runs[-1].stop == num_tokens
+    assert sum(run.length for run in attempt.runs if run.kind is RunKind.SHIFTED) == attempt.tokens(RunKind.SHIFTED)
+    assert len(bar(attempt, 40)) == 40
