@@ -101,8 +101,8 @@ def _started(
 
     silence_libraries()
     metrics = PrometheusRecorder(name)
-    recorders = Recorders(recorder for recorder in (metrics, trace, traces) if recorder is not None)
-    engine = AsyncLLM(config.model, config, recorders)
+    others = [recorder for recorder in (trace, traces) if recorder is not None]
+    engine = AsyncLLM(config.model, config, Recorders([metrics, *others]) if others else metrics)
     return engine, create_app(engine, config, metrics, traces)
 
 

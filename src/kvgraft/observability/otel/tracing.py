@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from kvgraft import __version__
 from kvgraft.config.setting import without_password
+from kvgraft.errors import ConfigError
 from kvgraft.observability.backlog import Backlog
 from kvgraft.observability.otel.joining import Joining
 
@@ -101,6 +102,9 @@ def open_traces(endpoint: str, model: str) -> RequestTraces:
     Args:
         endpoint: URL of a collector, such as `http://localhost:4318`; with a path that is asked, otherwise `/v1/traces`.
         model: Its name in the API.
+
+    Raises:
+        ConfigError: `endpoint` is no URL.
     """
     exporter = WatchedExporter(OTLPSpanExporter(endpoint=traces_url(endpoint)), endpoint)
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
@@ -111,8 +115,16 @@ def open_traces(endpoint: str, model: str) -> RequestTraces:
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans are posted to: a URL without a path gets the usual one."""
-    return endpoint if urlsplit(endpoint).path not in ("", "/") else endpoint.rstrip("/") + _TRACES_PATH
+    """Return where spans are posted to: a URL without a path gets the usual one.
+
+    Raises:
+        ConfigError: It is no URL.
+    """
+    try:
+        path = urlsplit(endpoint).path
+    except ValueError as error:
+        raise ConfigError(f"otlp_endpoint is no URL: {error}; write one such as http://localhost:4318") from error
+    return endpoint if path not in ("", "/") else endpoint.rstrip("/") + _TRACES_PATH
 
 
 def _resource() -> Resource:

@@ -19,6 +19,7 @@ from tests.test_imports import HIDE
 from tests.unit.observability.otel.exchanges import make_exchange
 from tests.unit.observability.records import make_record
 
+from kvgraft.errors import ConfigError
 from kvgraft.observability.otel.tracing import RequestTraces, WatchedExporter, open_traces, traces_url
 
 
@@ -157,6 +158,11 @@ def test_variables_of_the_sdk_name_the_service(monkeypatch):
 )
 def test_endpoint_without_a_path_gets_the_usual_one(endpoint, url):
     assert traces_url(endpoint) == url
+
+
+def test_endpoint_that_is_no_url_is_refused():
+    with pytest.raises(ConfigError, match=r"otlp_endpoint is no URL: .*; write one such as http://localhost:4318"):
+        traces_url("http://[::1")
 
 
 def test_missing_extra_is_named():
