@@ -56,6 +56,12 @@ def settings_of(command, environ):
     return resolve(ServerConfig, flags, args.config, environ).config
 
 
+def substituted(word, environ=None):
+    """A word of compose.yaml as Compose reads it."""
+    known = environ or {}
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: known.get(found[1]) or found[2], word)
+
+
 def unit():
     """Entries of the systemd unit by section and name."""
     found, section = {}, ""
@@ -120,7 +126,8 @@ class TestCompose:
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DEPLOY / "Dockerfile")
 
     def test_command_is_taken_and_its_store_is_a_volume_that_the_user_may_write(self, service):
-        store = settings_of(service["command"], {}).store
+        command = [substituted(word) for word in service["command"]]
+        store = settings_of(command, {}).store
         folder = store.removeprefix("file:").partition("?")[0]
         volumes = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
         assert volumes[folder] in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["volumes"]
