@@ -10,6 +10,7 @@ _TOKEN = re.compile(
     r"""|(?P<number>\d[\w.]*)|(?P<name>[A-Za-z_:][\w:]*)|(?P<sign>=~|!~|!=|==|<=|>=|[-+*/%^<>=(){},])"""
 )
 _GROUPINGS = {"by", "without", "on", "ignoring", "group_left", "group_right"}
+_OVER_TIME = {"rate", "increase"}
 _WORDS = {"and", "or", "unless", "offset", "bool", "inf", "nan"}
 
 
@@ -120,3 +121,22 @@ def _matchers(parts, i):
 def base_name(metric):
     """The family of a series: of a histogram without its suffix."""
     return re.sub(r"_(bucket|sum|count)$", "", metric)
+
+
+def problems(text, exposed):
+    """What a query asks for that an `Exposed` (conftest.py) does not have, and counters that are taken as they are."""
+    query = read(text)
+    found = [] if query.selectors else ["asks for nothing"]
+    for selector in query.selectors:
+        family = exposed.family(selector.metric)
+        if family is None:
+            found.append(f"no metric {selector.metric}")
+            continue
+        kind, _, labels = family
+        asked = {label for label, _, _ in selector.matchers} | query.groupings
+        found += [f"{selector.metric} has no label {label}" for label in sorted(asked - labels - {"le"})]
+        if "le" in query.groupings and "le" not in labels:
+            found.append(f"{selector.metric} has no buckets")
+        if (kind != "gauge") != (selector.function in _OVER_TIME and selector.has_range):
+            found.append(f"{selector.metric} is a {kind}, in {selector.function or 'nothing'}")
+    return found

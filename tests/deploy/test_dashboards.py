@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.deploy.promql import base_name, read
+from tests.deploy.promql import base_name, problems, read
 
 from kvgraft.reuse.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "grafana" / "dashboards"
 ENGINES = ("embedded", "vllm", "sglang")
-OVER_TIME = {"rate", "increase"}
 EMBEDDED_ONLY = {
     "verified_requests",
     "drafted_tokens",
@@ -52,25 +51,6 @@ def queries(engine):
 
 def names_asked_for(engine):
     return {selector.metric for _, text in queries(engine) for selector in read(text).selectors}
-
-
-def problems(text, exposed):
-    """What a query asks for that is not there."""
-    query = read(text)
-    found = [] if query.selectors else ["asks for nothing"]
-    for selector in query.selectors:
-        family = exposed.family(selector.metric)
-        if family is None:
-            found.append(f"no metric {selector.metric}")
-            continue
-        kind, _, labels = family
-        asked = {label for label, _, _ in selector.matchers} | query.groupings
-        found += [f"{selector.metric} has no label {label}" for label in sorted(asked - labels - {"le"})]
-        if "le" in query.groupings and "le" not in labels:
-            found.append(f"{selector.metric} has no buckets")
-        if (kind != "gauge") != (selector.function in OVER_TIME and selector.has_range):
-            found.append(f"{selector.metric} is a {kind}, in {selector.function or 'nothing'}")
-    return found
 
 
 class TestReader:
