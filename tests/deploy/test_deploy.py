@@ -200,6 +200,10 @@ class TestObservability:
         interval = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())["global"]["scrape_interval"]
         assert source["jsonData"]["timeInterval"] == interval
 
+    def test_grafana_s_first_password_may_be_given(self):
+        password = self.service("grafana")["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+        assert (substituted(password), substituted(password, {"GRAFANA_PASSWORD": "x"})) == ("admin", "x")
+
     def test_the_server_takes_the_store_that_redis_is(self):
         service = self.service("kvgraft")
         told = re.search(r"KVGRAFT_STORE=(\S+)", (DEPLOY / "compose.yaml").read_text())[1]
