@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 _V = ("model_name", "engine")
 _S = ("model_name", "engine_type")
 """Of SGLang's HTTP server; its schedulers add their ranks, which nothing here asks for."""
@@ -47,13 +50,26 @@ SGLANG = {
 }
 
 
+def mistakes(table, source, prefix):
+    """Metrics of the table that a source declares otherwise, or not at all.
+
+    Labels that all metrics of an engine have are given by a name there; those of the metric itself are read.
+    """
+    found = declared(source, prefix)
+    wrong = {}
+    for name, (kind, labels) in table.items():
+        told_kind, told_labels = found.get(name, ("none", ""))
+        own = set(labels) - {*_V, *_S}
+        if kind != told_kind or set(re.findall(r"'(\w+)'", told_labels)) != own:
+            wrong[name] = (told_kind, told_labels)
+    return wrong
+
+
 def declared(source, prefix):
     """Metrics that a Python source declares, by the class that makes them: `Counter(name="vllm:...", labelnames=...)`.
 
     Returns kind and text of `labelnames` by name; nothing is imported.
     """
-    import ast
-
     found = {}
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
