@@ -130,12 +130,14 @@ EMBEDDED = Engine(
             "Requests that ended with an error. Failures of reuse are not among them: these requests are computed.",
             (Target(per_second("kvgraft:requests_total", where='outcome="error"'), "errors"),),
             unit="reqps",
+            nothing="None",
         ),
         Panel(
             "HTTP responses that are errors",
             "4xx is the client's doing (429: the queue is full), 5xx the server's.",
             (Target(per_second("kvgraft:http_responses_total", "status", 'status=~"[45].."'), "{{status}}"),),
             unit="reqps",
+            nothing="None",
         ),
     ),
 )
@@ -206,6 +208,7 @@ VLLM = Engine(
                 ),
             ),
             unit="reqps",
+            nothing="None",
         ),
     ),
 )
@@ -259,6 +262,7 @@ SGLANG = Engine(
             "Requests that ended without an answer.",
             (Target(per_second("sglang:num_aborted_requests_total"), "aborted"),),
             unit="reqps",
+            nothing="None",
         ),
     ),
 )

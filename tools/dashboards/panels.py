@@ -43,6 +43,7 @@ class Panel:
         limits: Values from which a stat is `notice` or `bad`.
         words: Words for values of a stat.
         top: Highest value of the axis, None for what comes.
+        nothing: Said where queries find nothing.
     """
 
     title: str
@@ -55,6 +56,7 @@ class Panel:
     limits: dict[str, float] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     top: float | None = None
+    nothing: str = "No traffic"
 
     @property
     def metrics(self) -> list[str]:
@@ -196,7 +198,7 @@ def _defaults(panel: Panel) -> dict[str, object]:
     defaults: dict[str, object] = {
         "unit": panel.unit,
         "min": 0,
-        "noValue": "No traffic",
+        "noValue": panel.nothing,
         "mappings": [_NO_TRAFFIC, *([words] if panel.words else [])],
         "thresholds": {"mode": "absolute", "steps": steps},
     }

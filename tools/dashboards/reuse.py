@@ -18,8 +18,8 @@ NOT_COMPUTED = 'kind=~"prefix|segment|substituted"'
 
 
 def share(metric: str, where: str) -> str:
-    """The share of a counter's rate that has certain labels."""
-    return f"{per_second(metric, where=where)} / ({per_second(metric)} > 0)"
+    """The share of a counter's rate that has certain labels; 0 where none has, nothing without traffic."""
+    return f"({per_second(metric, where=where)} or vector(0)) / ({per_second(metric)} > 0)"
 
 
 def quantiles(histogram: str, *percents: int) -> tuple[Target, ...]:
@@ -117,12 +117,14 @@ TEXT = (
         "Reads of stores",
         "Donors that were read for a request, by what became of it. All but `hit` are computed instead.",
         (Target(per_second("kvgraft:store_reads_total", "store, outcome"), "{{store}} {{outcome}}"),),
+        nothing="No store",
         unit="ops",
     ),
     Panel(
         "Writes to stores",
         "Donors that were offered, by what became of them.",
         (Target(per_second("kvgraft:store_writes_total", "store, outcome"), "{{store}} {{outcome}}"),),
+        nothing="No store",
         unit="ops",
     ),
     Panel(
@@ -133,6 +135,7 @@ TEXT = (
             Target(per_second("kvgraft:store_written_bytes_total", "store"), "{{store}} written"),
         ),
         unit="Bps",
+        nothing="No store",
     ),
     Panel(
         "Waiting for stores",
@@ -187,6 +190,7 @@ EMBEDDED_TEXT = (
         (Target("max by (reuse_class) (kvgraft:risk_certified{@})", "{{reuse_class}}"),),
         unit="percentunit",
         top=1,
+        nothing="No calibration",
     ),
     Panel(
         "Audits",
@@ -198,11 +202,13 @@ EMBEDDED_TEXT = (
                 "{{reuse_class}} {{notch}}: {{status}}",
             ),
         ),
+        nothing="No calibration",
     ),
     Panel(
         "Donors named by an embedder",
         "`donors` named, `tokens` that were matched only thanks to that, texts `embedded`, `dropped` and `errors`.",
         (Target(per_second("kvgraft:proposals_total", "what"), "{{what}}"),),
+        nothing="No embedder",
     ),
 )
 
@@ -224,6 +230,7 @@ ERRORS = (
             Target(per_second("kvgraft:store_writes_total", "outcome", 'outcome="failed"'), "write {{outcome}}"),
             Target("max by (store) (kvgraft:store_resting{@})", "{{store}} resting"),
         ),
+        nothing="No store",
     ),
     Panel(
         "Requests that fell back",
