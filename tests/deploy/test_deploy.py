@@ -56,6 +56,12 @@ def settings_of(command, environ):
     return resolve(ServerConfig, flags, args.config, environ).config
 
 
+def substituted(word, environ=None):
+    """A word of compose.yaml as Compose reads it."""
+    known = environ or {}
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: known.get(found[1]) or found[2], word)
+
+
 def unit():
     """Entries of the systemd unit by section and name."""
     found, section = {}, ""
@@ -120,7 +126,8 @@ class TestCompose:
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DEPLOY / "Dockerfile")
 
     def test_command_is_taken_and_its_store_is_a_volume_that_the_user_may_write(self, service):
-        store = settings_of(service["command"], {}).store
+        command = [substituted(word) for word in service["command"]]
+        store = settings_of(command, {}).store
         folder = store.removeprefix("file:").partition("?")[0]
         volumes = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
         assert volumes[folder] in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["volumes"]
@@ -137,6 +144,71 @@ class TestCompose:
         assert service["read_only"]
         mounted = [volume.split(":")[1] for volume in service["volumes"] if not volume.endswith(":ro")]
         assert any(image_variables()["HF_HOME"].startswith(folder) for folder in mounted)
+
+
+class TestObservability:
+    """Services that start only when a profile asks for them."""
+
+    COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+    def service(self, name):
+        return self.COMPOSE["services"][name]
+
+    def mounts(self, name):
+        """Files and folders of ours by where the container sees them."""
+        found = (volume.split(":")[:2] for volume in self.service(name)["volumes"])
+        return {inside: DEPLOY / ours for ours, inside in found if ours.startswith("./")}
+
+    def test_the_server_alone_starts_by_default(self):
+        profiles = {name: service.get("profiles", []) for name, service in self.COMPOSE["services"].items()}
+        assert profiles.pop("kvgraft") == []
+        assert profiles == {"prometheus": ["observability"], "grafana": ["observability"], "redis": ["redis"]}
+
+    def test_images_have_versions_and_ports_are_published_to_this_machine_only(self):
+        for name in ("prometheus", "grafana", "redis"):
+            service = self.service(name)
+            assert re.fullmatch(r"[\w/]+:v?\d+(\.\d+)*", service["image"])
+            assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+    def test_volumes_exist(self):
+        for service in self.COMPOSE["services"].values():
+            for volume in service.get("volumes", []):
+                name = volume.split(":")[0]
+                # What the operator puts there is not in the repository.
+                assert name in self.COMPOSE["volumes"] or (DEPLOY / name).is_dir() or name == "./models"
+
+    def test_prometheus_reads_its_file_and_finds_the_server(self):
+        ours = self.mounts("prometheus")
+        (file,) = [word.partition("=")[2] for word in self.service("prometheus")["command"] if "config.file" in word]
+        folder, _, name = file.rpartition("/")
+        config = yaml.safe_load((ours[folder] / name).read_text())
+        (job,) = [scrape for scrape in config["scrape_configs"] if "static_configs" in scrape]
+        assert job["static_configs"] == [{"targets": [f"kvgraft:{image_variables()['KVGRAFT_PORT']}"]}]
+        assert "kvgraft" in self.COMPOSE["services"]
+
+    def test_grafana_finds_its_dashboards_and_prometheus(self):
+        ours = self.mounts("grafana")
+        provisioning = ours["/etc/grafana/provisioning"]
+        (provider,) = yaml.safe_load((provisioning / "dashboards" / "kvgraft.yaml").read_text())["providers"]
+        assert {path.name for path in ours[provider["options"]["path"]].iterdir()} == {
+            "embedded.json",
+            "vllm.json",
+            "sglang.json",
+        }
+        (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+        assert source["url"] == "http://prometheus:9090"
+        interval = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())["global"]["scrape_interval"]
+        assert source["jsonData"]["timeInterval"] == interval
+
+    def test_grafana_s_first_password_may_be_given(self):
+        password = self.service("grafana")["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+        assert (substituted(password), substituted(password, {"GRAFANA_PASSWORD": "x"})) == ("admin", "x")
+
+    def test_the_server_takes_the_store_that_redis_is(self):
+        service = self.service("kvgraft")
+        told = re.search(r"KVGRAFT_STORE=(\S+)", (DEPLOY / "compose.yaml").read_text())[1]
+        command = [substituted(word, {"KVGRAFT_STORE": told}) for word in service["command"]]
+        assert settings_of(command, {}).store == told == "redis://redis:6379/0"
 
 
 class TestSystemd:

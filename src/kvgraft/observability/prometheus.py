@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvgraft.observability.process import build_info, process_memory
 from kvgraft.reuse.metrics import (
     DONOR_HOST_BYTES,
+    DONOR_HOST_LIMIT_BYTES,
     DONOR_TOKENS,
     DONORS,
     GRAFT_ERRORS,
+    GRAFT_REFUSED,
     LATENCY_S,
     METRICS,
     PROPOSALS,
@@ -162,6 +164,14 @@ class PrometheusRecorder:
         for pool, (used, limit) in pools.items():
             self._pool_used.labels(pool, self._model_name).set(used)
             self._pool_limit.labels(pool, self._model_name).set(limit)
+
+    def set_donor_host_limit(self, num_bytes: int) -> None:
+        """Take over how many bytes of host memory donors may take."""
+        self._reuse[DONOR_HOST_LIMIT_BYTES].labels(self._model_name).set(num_bytes)
+
+    def set_refused(self, *, is_refused: bool) -> None:
+        """Take over whether the self-check refuses grafts."""
+        self._reuse[GRAFT_REFUSED].labels(self._model_name).set(is_refused)
 
     def set_host_prefixes(self, num_tokens: int) -> None:
         """Take over how many tokens of exact prefixes lie in host memory."""

@@ -100,6 +100,14 @@ PROVISIONAL_SECONDS = Metric(
 DONORS = Metric("donors", MetricKind.GAUGE, "Donors in all tiers")
 DONOR_TOKENS = Metric("donor_tokens", MetricKind.GAUGE, "Tokens of donors in all tiers")
 DONOR_HOST_BYTES = Metric("donor_host_bytes", MetricKind.GAUGE, "Bytes of donors in host memory, on the fullest worker")
+DONOR_HOST_LIMIT_BYTES = Metric(
+    "donor_host_limit_bytes", MetricKind.GAUGE, "Bytes that donors may take in the host memory of a worker"
+)
+GRAFT_REFUSED = Metric(
+    "graft_refused",
+    MetricKind.GAUGE,
+    "1 where this model or server is refused grafts and the log says why, 0 elsewhere",
+)
 PROPOSALS = Metric(
     "proposals",
     MetricKind.COUNTER,
@@ -145,6 +153,8 @@ METRICS = (
     DONORS,
     DONOR_TOKENS,
     DONOR_HOST_BYTES,
+    DONOR_HOST_LIMIT_BYTES,
+    GRAFT_REFUSED,
     PROPOSALS,
     STORE_READS,
     STORE_READ_BYTES,

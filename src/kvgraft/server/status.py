@@ -87,6 +87,8 @@ async def metrics(request: Request) -> Response:
         snapshot.host_bytes,
     )
     recorder.set_pools(snapshot.memory.pools)
+    recorder.set_donor_host_limit(snapshot.memory.host_limit_bytes)
+    recorder.set_refused(is_refused=context.engine.graft_refusal is not None)
     recorder.set_host_prefixes(snapshot.prefix_host_tokens)
     recorder.set_sessions(snapshot.num_sessions, snapshot.slots_kept)
     recorder.set_errors(snapshot.num_errors)

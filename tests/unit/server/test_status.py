@@ -92,6 +92,14 @@ def test_health_and_metrics_say_what_is_taken_of_each_limit(server):
     text = server.get("/metrics").body.decode()
     assert 'kvgraft:memory_used_bytes{model_name="fake",pool="kv"} 100.0' in text
     assert 'kvgraft:memory_limit_bytes{model_name="fake",pool="host_donors"} 50.0' in text
+    assert 'kvgraft:donor_host_limit_bytes{model_name="fake"} 50.0' in text
+
+
+def test_metrics_say_whether_grafts_are_refused(server):
+    line = 'kvgraft:graft_refused{{model_name="fake"}} {}'
+    assert line.format("0.0") in server.get("/metrics").body.decode()
+    server.engine.graft_refusal = "learned positions"
+    assert line.format("1.0") in server.get("/metrics").body.decode()
 
 
 def test_health_says_who_holds_slots_of_window_layers(server):

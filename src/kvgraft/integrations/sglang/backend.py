@@ -91,6 +91,7 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
     if reason is not None:
         from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
+        _metrics(ctx, config, is_refused=True)
         return default_radix_cache_factory(ctx)
     return _grafting_cache(ctx, config, rope)
 
@@ -129,7 +130,7 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
             weights=partial(_weights, ctx, fingerprint),
             host_bytes=config.host_bytes,
         )
-    log = RequestLog(_metrics(ctx), config.report_file, is_first_rank=ctx.tp_rank == 0)
+    log = RequestLog(_metrics(ctx, config), config.report_file, is_first_rank=ctx.tp_rank == 0)
     # Clocks of ranks differ, and their lookups must not.
     planner = LoadPlanner(
         library, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
@@ -238,12 +239,13 @@ def _group(ctx: Any) -> Any:  # noqa: ANN401
     return None if ctx.tp_size == 1 else ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
 
 
-def _metrics(ctx: Any) -> Metrics | None:  # noqa: ANN401
+def _metrics(ctx: Any, config: SGLangConfig, *, is_refused: bool = False) -> Metrics | None:  # noqa: ANN401
     if not ctx.params.enable_metrics or ctx.tp_rank != 0:
         return None
     from kvgraft.integrations.sglang.reporting.metrics import SGLangMetrics
 
-    return SGLangMetrics(ctx.server_args.served_model_name or ctx.server_args.model_path)
+    name = ctx.server_args.served_model_name or ctx.server_args.model_path
+    return SGLangMetrics(name, config.host_bytes, is_refused=is_refused)
 
 
 def _stand_ins(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> StandIns | None:  # noqa: ANN401

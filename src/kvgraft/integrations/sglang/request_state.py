@@ -52,6 +52,7 @@ class RequestState:
         num_steps: Prefill steps that the plan's gaps were cut into, the first one included.
         lookup_ms: Time of the last lookup.
         graft_ms: Time of all copies.
+        recompute_ms: Time of passes over chosen tokens, beside SGLang's own.
     """
 
     rid: str
@@ -79,6 +80,7 @@ class RequestState:
     num_steps: int = 1
     lookup_ms: float = 0.0
     graft_ms: float = 0.0
+    recompute_ms: float = 0.0
 
     def matched(self, num_tokens: int, exact_len: int) -> None:
         """Note that SGLang gives the first `exact_len` tokens; the request has no K/V of its own yet."""
@@ -99,6 +101,8 @@ class RequestState:
     def attempt(self, policy: str) -> Attempt:
         """Sum up where the request stands."""
         timings_ms = {"lookup": self.lookup_ms, "graft": self.graft_ms}
+        if self.recompute_ms:
+            timings_ms["recompute"] = self.recompute_ms
         if self.has_read or self.reads is not None:
             timings_ms["read"] = self.read_ms
         report = request_report(

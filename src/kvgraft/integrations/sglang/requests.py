@@ -381,7 +381,7 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
             self.log.failed("recompute", state.rid, error)
             state.policy = NoRecompute.name
-        state.graft_ms += 1e3 * (time.perf_counter() - started)
+        state.recompute_ms += 1e3 * (time.perf_counter() - started)
 
     def _compute_copied(
         self,

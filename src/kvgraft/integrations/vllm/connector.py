@@ -277,6 +277,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             donors=len(catalogue),
             donor_tokens=catalogue.num_tokens,
             host_bytes=scheduler.host_bytes,
+            host_limit_bytes=scheduler.host_limit_bytes,
+            is_refused=bool(scheduler.refusal),
             cold_donors=scheduler.registry.num_cold,
         )
         return None if taken is None else GraftStats(taken)

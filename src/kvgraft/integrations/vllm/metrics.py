@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvgraft.integrations.vllm.families import made_families
 from kvgraft.reuse.metrics import (
     DONOR_HOST_BYTES,
     DONORS,
@@ -18,8 +19,6 @@ from kvgraft.reuse.metrics import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from kvgraft.reuse.metrics import Metric
 
 _METRICS = {metric.name: metric for metric in METRICS}
 
@@ -77,7 +76,9 @@ class GraftPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._made = {name: self._make(metric, labelnames) for name, metric in _METRICS.items()}
+        self._made = made_families(
+            self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames, per_engine_labelvalues.values()
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what `GraftStats.data` held."""
@@ -92,16 +93,6 @@ class GraftPromMetrics(KVConnectorPromMetrics):
                 case MetricKind.HISTOGRAM:
                     for seconds in value:
                         made.observe(seconds)
-
-    def _make(self, metric: Metric, labelnames: list[str]) -> Any:  # noqa: ANN401 - what the metrics library makes
-        told = {"name": metric.full_name, "documentation": metric.help, "labelnames": [*labelnames, *metric.labels]}
-        match metric.kind:
-            case MetricKind.COUNTER:
-                return self._counter_cls(**told)
-            case MetricKind.GAUGE:
-                return self._gauge_cls(**told, multiprocess_mode="all")
-            case MetricKind.HISTOGRAM:
-                return self._histogram_cls(**told, buckets=metric.buckets)
 
 
 def _is_gauge(key: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvgraft.reuse.metrics import METRICS
@@ -11,16 +13,23 @@ prometheus_client = pytest.importorskip("prometheus_client")
 
 
 @pytest.fixture
-def sample(monkeypatch):
+def make_sample(monkeypatch):
     """Make metrics in a registry of their own; returns them and what reads a value."""
     from kvgraft.integrations.sglang.reporting import metrics
 
-    registry = prometheus_client.CollectorRegistry()
-    for name in ("Counter", "Gauge", "Histogram"):
-        kind = getattr(prometheus_client, name)
-        monkeypatch.setattr(metrics, name, lambda *args, kind=kind, **kwargs: kind(*args, **kwargs, registry=registry))
-    made = metrics.SGLangMetrics("m")
-    return made, lambda name, **labels: registry.get_sample_value(name, {**labels, "model_name": "m"})
+    def make(**options):
+        registry = prometheus_client.CollectorRegistry()
+        for name in ("Counter", "Gauge", "Histogram"):
+            monkeypatch.setattr(metrics, name, partial(getattr(prometheus_client, name), registry=registry))
+        made = metrics.SGLangMetrics("m", 9000, **options)
+        return made, lambda name, **labels: registry.get_sample_value(name, {**labels, "model_name": "m"})
+
+    return make
+
+
+@pytest.fixture
+def sample(make_sample):
+    return make_sample()
 
 
 def test_reports_errors_and_donors_are_shown(sample):
@@ -36,6 +45,32 @@ def test_reports_errors_and_donors_are_shown(sample):
     assert value("kvgraft:graft_errors_total") == 1
     assert value("kvgraft:lookup_seconds_sum") == pytest.approx(0.003)
     assert [value(f"kvgraft:{name}") for name in ("donors", "donor_tokens", "donor_host_bytes")] == [3, 400, 5000]
+    assert value("kvgraft:donor_host_limit_bytes") == 9000
+
+
+def test_what_has_not_happened_is_0(sample):
+    _, value = sample
+    assert value("kvgraft:graft_errors_total") == value("kvgraft:lookup_seconds_count") == value("kvgraft:donors") == 0
+    assert value("kvgraft:graft_refused") == 0
+
+
+def test_a_refused_server_says_so(make_sample):
+    """It runs SGLang's own cache, and nothing else would tell its operator."""
+    _, value = make_sample(is_refused=True)
+    assert (value("kvgraft:graft_refused"), value("kvgraft:live")) == (1, 0)
+
+
+def test_counts_of_schedulers_add_up_and_bytes_are_of_the_fullest(sample):
+    metrics, _ = sample
+    modes = {
+        metric.name: family._multiprocess_mode for metric, family in metrics._metrics.items() if family._type == "gauge"
+    }
+    assert {name for name, mode in modes.items() if mode == "livesum"} == {
+        "donors",
+        "donor_tokens",
+        "store_cold_donors",
+    }
+    assert set(modes.values()) == {"livesum", "livemax"}
 
 
 def test_every_metric_of_all_engines_is_made(sample):

@@ -261,6 +261,8 @@ def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_wor
     # Where nothing could be computed over copies, the report says so, and none of it passes for exact.
     assert told["shifted_tokens"] == sum(span["length"] for span in told["spans"]) == (80 if where == "pass" else 0)
     assert told["recomputed_tokens"] == 0
+    # Passes are told apart from copies, as in vLLM; a policy that cannot be asked runs none.
+    assert ("recompute" in told["timings_ms"]) is (where != "ratio")
 
 
 def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvgraft.integrations.vllm.scheduler.counts import Counts
 from kvgraft.types import GraftReport, Miss, MissReason
 
-NOTHING = {"donors": 0, "donor_tokens": 0, "host_bytes": 0}
+NOTHING = {"donors": 0, "donor_tokens": 0, "host_bytes": 0, "host_limit_bytes": 9, "is_refused": False}
 
 
 def test_requests_add_up_and_are_told_once():
@@ -26,9 +26,22 @@ def test_requests_add_up_and_are_told_once():
 
 def test_a_gauge_that_moved_is_told_on_a_server_that_only_captures():
     counts = Counts()
-    assert counts.take(**NOTHING) == {"donors": 0, "donor_tokens": 0, "donor_host_bytes": 0}
+    assert counts.take(**NOTHING) == {
+        "donors": 0,
+        "donor_tokens": 0,
+        "donor_host_bytes": 0,
+        "donor_host_limit_bytes": 9,
+        "graft_refused": 0,
+    }
     assert counts.take(**NOTHING) is None
-    assert counts.take(donors=0, donor_tokens=0, host_bytes=7)["donor_host_bytes"] == 7
+    assert counts.take(**NOTHING | {"host_bytes": 7})["donor_host_bytes"] == 7
+
+
+def test_a_refusal_is_told_once_it_is_known():
+    counts = Counts()
+    assert counts.take(**NOTHING)["graft_refused"] == 0
+    assert counts.take(**NOTHING | {"is_refused": True})["graft_refused"] == 1
+    assert counts.take(**NOTHING | {"is_refused": True}) is None
 
 
 def test_a_store_rests_as_long_as_it_does_on_any_rank():

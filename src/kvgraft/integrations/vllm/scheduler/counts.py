@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraft.reuse.metrics import (
     DONOR_HOST_BYTES,
+    DONOR_HOST_LIMIT_BYTES,
     DONOR_TOKENS,
     DONORS,
     GRAFT_ERRORS,
+    GRAFT_REFUSED,
     METRICS,
     STORE_COLD_DONORS,
     MetricKind,
@@ -52,9 +54,24 @@ class Counts:
         self.num_errors += 1
         self._add(Sample(GRAFT_ERRORS, (), 1))
 
-    def take(self, *, donors: int, donor_tokens: int, host_bytes: int, cold_donors: int = 0) -> dict[str, Any] | None:
+    def take(
+        self,
+        *,
+        donors: int,
+        donor_tokens: int,
+        host_bytes: int,
+        host_limit_bytes: int,
+        is_refused: bool,
+        cold_donors: int = 0,
+    ) -> dict[str, Any] | None:
         """Hand the counts over and begin anew; None if nothing happened and no gauge has moved."""
-        gauges = {DONORS.name: donors, DONOR_TOKENS.name: donor_tokens, DONOR_HOST_BYTES.name: host_bytes}
+        gauges = {
+            DONORS.name: donors,
+            DONOR_TOKENS.name: donor_tokens,
+            DONOR_HOST_BYTES.name: host_bytes,
+            DONOR_HOST_LIMIT_BYTES.name: host_limit_bytes,
+            GRAFT_REFUSED.name: int(is_refused),
+        }
         gauges |= {STORE_COLD_DONORS.name: cold_donors} if cold_donors or STORE_COLD_DONORS.name in self._told else {}
         gauges |= {key: int(count > 0) for key, count in self._num_ranks.items()}
         if not self._data and gauges == self._told:

@@ -50,6 +50,7 @@ class GraftScheduler:
     def __init__(self, config: VLLMConfig, facts: EngineFacts) -> None:
         self.counts = Counts()
         self.host_bytes = 0
+        self.host_limit_bytes = config.host_bytes
         self.registry = DonorRegistry(
             facts.capacity_tokens,
             min_run=config.min_run,
