@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvgraft.explain.text import PromptText
 
 _WIDTH = 1000.0
-_MOST_RUNS = 1500
+_MOST_RUNS = 1200
 """Runs that are drawn and listed; of more, the longest."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
