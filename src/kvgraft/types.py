@@ -312,6 +312,8 @@ class GraftReport:
         risk: What may be said about grafts of this kind; states nothing without a calibration.
         substitution: Whose K/V stand in, or None: the prompt's own, or those of equal text.
         healing: How the answer came to be verified, or None: it did not begin with a graft, or `reuse` was not `verified`.
+        recomputed_runs: Ascending `(start, length)` of the recomputed tokens that lie in `spans`; empty where the engine does
+            not know them.
     """
 
     num_tokens: int
@@ -330,6 +332,7 @@ class GraftReport:
     risk: RiskStatement = UNCALIBRATED
     substitution: Substitution | None = None
     healing: HealingReport | None = None
+    recomputed_runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def reused_tokens(self) -> int:

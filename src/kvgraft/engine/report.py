@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
     if kv.request.correction is not None:
         besides += flops.of_correction(kv.request.correction, outcome.drift_work)
     kv.lineage.recompute(outcome.recomputed(kv.plan), inside=True)
-    return request_report(
+    report = request_report(
         kv.lineage,
         kv.plan.num_tokens,
         policy=kv.request.policy.name,
@@ -33,3 +34,6 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
         risk=kv.risk,
         substitution=kv.substitution,
     )
+    runs = outcome.recomputed_runs(kv.plan)
+    is_all = sum(length for _, length in runs) == report.recomputed_tokens  # not where an earlier prefill had some, too
+    return replace(report, recomputed_runs=runs) if runs and is_all else report

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from kvgraft.explain.text import PromptText
 
 _WIDTH = 1000.0
-_MOST_RUNS = 1500
+_MOST_RUNS = 1200
 """Runs that are drawn and listed; of more, the longest."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --exact: #2e7d32; --shifted: #1565c0; --substituted: #8e24aa; --computed: #e08a00;
-  --line: #8886; --pale: #8882; }
+  --recomputed: #c62828; --line: #8886; --pale: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 1.6rem; }
 svg { display: block; width: 100%; height: auto; }
@@ -28,15 +28,18 @@ table { border-collapse: collapse; width: 100%; } td, th { padding: .15rem .5rem
 td { border-top: 1px solid var(--line); overflow-wrap: anywhere; } .number { text-align: right; }
 .scroll { overflow-x: auto; }
 .exact { fill: var(--exact); } .shifted { fill: var(--shifted); } .substituted { fill: var(--substituted); }
-.computed { fill: var(--computed); } .link { opacity: .25; } .donor { fill: var(--pale); } .time { fill: var(--shifted); }
+.computed { fill: var(--computed); }
+.recomputed { fill: var(--recomputed); } .link { opacity: .25; } .donor { fill: var(--pale); } .time { fill: var(--shifted); }
 svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
 .key.exact { background: var(--exact); } .key.shifted { background: var(--shifted); }
 .key.substituted { background: var(--substituted); } .key.computed { background: var(--computed); }
+.key.recomputed { background: var(--recomputed); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; unicode-bidi: isolate; }
 pre span { border-bottom: 3px solid; } pre .exact { border-color: var(--exact); }
 pre .shifted { border-color: var(--shifted); }
 pre .substituted { border-color: var(--substituted); } pre .computed { border-color: var(--computed); }
+pre .recomputed { border-color: var(--recomputed); }
 """
 
 
@@ -70,12 +73,17 @@ def _request(request: ExplainedRequest, text: PromptText | None) -> Iterator[str
 def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
     yield (
         "<p>"
-        + "".join(f'<span class="key {kind}"></span>{attempt.tokens(kind):,} {kind}' for kind in RunKind)
+        + "".join(
+            f'<span class="key {kind}"></span>{attempt.tokens(kind):,} {kind}'
+            for kind in RunKind
+            if kind is not RunKind.RECOMPUTED
+        )
         + f" of {attempt.num_tokens:,} prompt tokens"
     )
     recomputed = attempt.report["recomputed_tokens"]
     if recomputed:
-        yield f"; {recomputed:,} of the computed ones lie in copied runs, chosen by {escape(str(attempt.report['policy']))}"
+        yield f'; <span class="key recomputed"></span>{recomputed:,} of the computed ones lie in copied runs, chosen by '
+        yield escape(str(attempt.report["policy"]))
     yield "</p>"
     runs = _drawn(attempt.runs)
     yield _bars(attempt, runs)
@@ -84,7 +92,7 @@ def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
     yield from _times(attempt.report)
     if text is not None:
         yield "<h2>The prompt</h2><pre>"
-        for run in attempt.runs:
+        for run in attempt.pieces():
             words = escape(text.between(run.start, run.stop))
             yield f'<span class="{run.kind}" title="{escape(_told(run))}"><bdi>{words}</bdi></span>'
         yield "</pre>"
@@ -113,7 +121,16 @@ def _bars(attempt: Attempt, runs: Sequence[Run]) -> str:
             parts.append(f'<polygon class="link {run.kind}" points="{corners}"/>')
             parts.append(_rectangle(run, left, right - left, top, 16))
     parts += [_rectangle(run, run.start * scale, run.length * scale, 4, 30) for run in runs]
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, _recomputed(attempt, scale), "</svg>"])
+
+
+def _recomputed(attempt: Attempt, scale: float) -> str:
+    """Where the prompt's tokens were computed again, as one shape over the foot of its bar; what is told of runs stays."""
+    marks = "".join(
+        f"M{start * scale:.1f} 22h{max(length * scale, 0.3):.1f}v12H{start * scale:.1f}z"
+        for start, length in attempt.recomputed
+    )
+    return f'<path class="recomputed" pointer-events="none" d="{marks}"/>' if marks else ""
 
 
 def _rectangle(run: Run, left: float, width: float, top: float, height: float) -> str:

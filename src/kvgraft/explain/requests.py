@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ class RunKind(StrEnum):
     EXACT = "exact"
     SHIFTED = "shifted"
     SUBSTITUTED = "substituted"
+    RECOMPUTED = "recomputed"
+    """Copied, and chosen by the policy to be computed again."""
     COMPUTED = "computed"
 
 
@@ -57,6 +59,11 @@ class Run:
         """Positions that it stands further behind than at its donor; 0 where that is not known."""
         return 0 if self.donor_start is None else self.start - self.donor_start
 
+    def part(self, start: int, stop: int) -> Run:
+        """What of it lies at `[start, stop)`."""
+        donor_start = None if self.donor_start is None else self.donor_start + start - self.start
+        return replace(self, start=start, length=stop - start, donor_start=donor_start)
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -64,19 +71,41 @@ class Attempt:
 
     Attributes:
         report: As `report_as_dict` gives it, and what an engine's file has beside.
-        runs: All of the prompt, in order; neighbours of a kind are of different donors.
+        runs: All of the prompt, in order; neighbours of a kind are of different donors. None is recomputed: such tokens lie
+            in copied runs.
+        recomputed: Ascending `(start, length)` of those; empty where the engine did not say which they are.
     """
 
     report: Mapping[str, Any]
     runs: tuple[Run, ...]
+    recomputed: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Length of the prompt."""
         return int(self.report["num_tokens"])
 
+    def pieces(self) -> Iterator[Run]:
+        """Yield all of the prompt like `runs`, these cut where tokens were computed again."""
+        again = iter(self.recomputed)
+        start, length = next(again, (self.num_tokens, 0))
+        for run in self.runs:
+            at = run.start
+            while start < run.stop:
+                if at < start:
+                    yield run.part(at, start)
+                at = start + length
+                yield replace(run.part(start, at), kind=RunKind.RECOMPUTED)
+                start, length = next(again, (self.num_tokens, 0))
+            if at < run.stop:
+                yield run.part(at, run.stop)
+
+    def again_in(self, run: Run) -> int:
+        """Tokens of a run that were computed again."""
+        return sum(length for start, length in self.recomputed if run.start <= start < run.stop)
+
     def tokens(self, kind: RunKind) -> int:
-        """Tokens of a kind as the engine counted them: those of a span that were computed again are computed ones."""
+        """Tokens of a kind as the engine counted them: those of a span that were computed again are computed ones, too."""
         return int(self.report.get(f"{kind}_tokens", 0))
 
 
@@ -191,7 +220,31 @@ def _attempt(report: Mapping[str, Any]) -> Attempt:
         )
     sources = report.get("sources") or [None] * len(report["spans"])
     spans = [_run(span, source) for span, source in zip(report["spans"], sources, strict=True)]
-    return Attempt(report, tuple(_runs(int(report["num_tokens"]), int(report["exact_tokens"]), spans)))
+    runs = tuple(_runs(int(report["num_tokens"]), int(report["exact_tokens"]), spans))
+    return Attempt(report, runs, tuple(_recomputed(report.get("recomputed_runs", ()), spans)))
+
+
+def _recomputed(told: Iterable[Sequence[int]], spans: Sequence[Run]) -> Iterator[tuple[int, int]]:
+    """Yield what was computed again, cut where one span ends and the next one begins.
+
+    Raises:
+        ValueError: It is not ascending, or lies outside the spans.
+    """
+    behind = iter(spans)
+    span = next(behind, None)
+    at = 0
+    for start, length in told:
+        stop = start + length
+        if start < at or length < 1:
+            raise ValueError(f"recomputed tokens at {start} overlap others")
+        at = start
+        while at < stop:
+            while span is not None and span.stop <= at:
+                span = next(behind, None)
+            if span is None or at < span.start:
+                raise ValueError(f"recomputed tokens at {at} lie in no span")
+            yield at, min(stop, span.stop) - at
+            at = min(stop, span.stop)
 
 
 def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> Run:

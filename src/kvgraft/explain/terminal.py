@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from kvgraft.explain.text import PromptText
 
 WIDTH = 80
-_MARKS = {RunKind.EXACT: "#", RunKind.SHIFTED: "=", RunKind.SUBSTITUTED: "~", RunKind.COMPUTED: "."}
-_COLOURS = {RunKind.EXACT: "32", RunKind.SHIFTED: "34", RunKind.SUBSTITUTED: "35", RunKind.COMPUTED: "33"}
+_MARKS = {
+    RunKind.EXACT: "#",
+    RunKind.SHIFTED: "=",
+    RunKind.SUBSTITUTED: "~",
+    RunKind.RECOMPUTED: "o",
+    RunKind.COMPUTED: ".",
+}
+_COLOURS = {
+    RunKind.EXACT: "32",
+    RunKind.SHIFTED: "34",
+    RunKind.SUBSTITUTED: "35",
+    RunKind.RECOMPUTED: "31",
+    RunKind.COMPUTED: "33",
+}
 _WORDS = {
     RunKind.EXACT: "exact prefix",
     RunKind.SHIFTED: "copied from another position",
@@ -66,7 +78,6 @@ def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colou
     names = (
         "num_tokens",
         *(f"{kind}_tokens" for kind in RunKind),
-        "recomputed_tokens",
         "corrected_tokens",
         "num_donors",
     )
@@ -86,11 +97,11 @@ def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colou
 
 def bar(attempt: Attempt, width: int, *, colour: bool = False) -> str:
     """A prompt as `width` marks, each of what most of its tokens are."""
-    marks = []
+    marks, pieces = [], tuple(attempt.pieces())
     for column in range(width):
         start, stop = attempt.num_tokens * column / width, attempt.num_tokens * (column + 1) / width
         shares = dict.fromkeys(RunKind, 0.0)
-        for run in attempt.runs:
+        for run in pieces:
             shares[run.kind] += max(0.0, min(run.stop, stop) - max(run.start, start))
         marks.append(max(shares, key=shares.__getitem__))
     return "".join(_painted(_MARKS[kind], kind, colour=colour) for kind in marks)
@@ -122,7 +133,7 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
         words = "".join(f", {printable(name)} {printable(value)}" for name, value in told["metadata"].items())
         yield f"  another text stands in: {printable(told['source_id']) or 'without a name'}{words}"
     for run in attempt.runs:
-        yield from _run_lines(run, text, colour=colour)
+        yield from _run_lines(run, text, again=attempt.again_in(run), colour=colour)
     for number, sentence in enumerate(_miss_sentences(attempt), 1):
         yield from _wrapped(sentence, indent=_INDENT * number)
     if not report.get("miss") and "risk" in report:
@@ -132,14 +143,15 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
     yield from _timing_lines(report)
 
 
-def _run_lines(run: Run, text: PromptText | None, *, colour: bool) -> Iterator[str]:
+def _run_lines(run: Run, text: PromptText | None, *, again: int, colour: bool) -> Iterator[str]:
     if run.donor:
         names = f", documents {', '.join(map(printable, run.documents))}" if run.documents else ""
         memory = f"{run.tier} memory, " if run.tier else ""
         moved = f"moved by {run.moved_by:+,}, " if run.moved_by else ""
+        recomputed = f", {again:,} recomputed" if again else ""
         line = (
             f"positions {run.start}-{run.stop - 1} from position {run.donor_start} of {printable(run.donor)}"
-            f" ({memory}{moved}{run.kind}, generation {run.generation}{names})"
+            f" ({memory}{moved}{run.kind}, generation {run.generation}{names}{recomputed})"
         )
         yield from _wrapped(line, indent=_INDENT)
     if text is not None:

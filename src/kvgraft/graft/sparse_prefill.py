@@ -55,6 +55,20 @@ class PrefillOutcome:
         """How many reused tokens were computed again."""
         return len(self.computed) - len(plan.compute)
 
+    def recomputed_runs(self, plan: GraftPlan) -> tuple[tuple[int, int], ...]:
+        """Ascending `(start, length)` of the reused tokens that were computed again.
+
+        Complexity: O(num_tokens) in numpy, O(runs) besides.
+        """
+        if not self.recomputed(plan):
+            return ()
+        is_again = np.zeros(plan.num_tokens + 2, dtype=np.int8)  # a nought on either side closes every run
+        is_again[self.computed + 1] = 1
+        is_again[plan.compute + 1] = 0
+        edges = np.flatnonzero(np.diff(is_again))
+        starts, stops = edges[::2], edges[1::2]
+        return tuple(zip(starts.tolist(), (stops - starts).tolist(), strict=True))
+
 
 def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = None) -> SelectionContext:
     """Lay out the reused tokens of `plan`; spans that continue one another in donor and prompt are one run.

@@ -46,7 +46,7 @@ def test_report_is_told_in_words(report_file, capsys):
         "       20 of 350 prompt tokens computed",
         "        8 of the computed ones by policy first_k",
         "  " + "#" * 7 + "=" * 67 + "." * 4,
-        "  # exact   = shifted   ~ substituted   . computed",
+        "  # exact   = shifted   ~ substituted   o recomputed   . computed",
         "  positions 30-329 from position 150 of request donor (host memory, moved by",
         "    -120, shifted, generation 0)",
         "  2 prefill steps",
@@ -148,6 +148,8 @@ def test_the_text_of_an_answer_is_shown_where_it_is_asked_for(capsys, tmp_path):
     prompt = "# Nobody has read this line.\n" + document
     llm.generate(document, once)
     (output,) = llm.generate(prompt, once)
+    runs = output.report.recomputed_runs
+    assert sum(length for _, length in runs) == output.report.recomputed_tokens > 0
     answers, text, tokenizer = tmp_path / "answer.json", tmp_path / "prompt", str(bundled_model_path())
     answers.write_text(json.dumps({"id": "a", "kvgraft": report_as_dict(output.report)}))
     text.write_text(prompt)

@@ -187,9 +187,12 @@ def test_text_is_shown_only_where_it_is_handed_in():
 def test_a_page_of_a_long_prompt_in_crumbs_is_small():
     spans = [span(16 * n, 8, generation=n % 3) for n in range(10, 2010)]
     told = page([one({"id": "a", "kvgraft": report(32_768, 100, spans)})])
-    assert len(told.encode()) < 700_000
+    assert len(told.encode()) < 500_000
     told = page([one({"id": "a", "kvgraft": report(32_768, 100, spans[:500])})])
     assert len(told.encode()) < 500_000
+    crumbs = [[8 + 16 * n, 1] for n in range(10, 2000)]
+    told = page([one({"id": "a", "kvgraft": report(32_768, 0, [span(100, 32_600)], recomputed_runs=crumbs)})])
+    assert len(told.encode()) < 100_000
 
 
 def test_bars_show_what_most_tokens_are():
@@ -197,6 +200,35 @@ def test_bars_show_what_most_tokens_are():
     assert bar(attempt, 20) == "#...========..==...."
     assert bar(attempt, 1) in ".="
     assert "\x1b[34m" in bar(attempt, 20, colour=True)
+
+
+AGAIN = report(
+    spans=[span(200, 400), span(600, 100, 50)], recomputed_tokens=180, recomputed_runs=[[200, 100], [560, 80]]
+)
+
+
+def test_recomputed_tokens_are_told_apart_where_the_report_knows_them():
+    request = one({"id": "a", "kvgraft": AGAIN})
+    pieces = [(run.start, run.length, str(run.kind), run.donor_start) for run in request.last.pieces()]
+    assert pieces[2:] == [
+        (200, 100, "recomputed", 100),
+        (300, 260, "shifted", 200),
+        (560, 40, "recomputed", 460),
+        (600, 40, "recomputed", 550),
+        (640, 60, "shifted", 590),
+        (700, 300, "computed", None),
+    ]
+    assert bar(request.last, 20) == "#...oo=====oo=......"
+    told = " ".join(" ".join(request_lines(request)).split())
+    assert "shifted, generation 0, 140 recomputed" in told
+    assert page([request]).count('<path class="recomputed"') == 1
+    assert list(one({"kvgraft": GRAFTED}).last.pieces()) == list(one({"kvgraft": GRAFTED}).last.runs)
+
+
+@pytest.mark.parametrize("runs", [[[190, 20]], [[690, 20]], [[300, 0]], [[300, 5], [302, 5]], [[300]], [["a", "b"]], 7])
+def test_recomputed_tokens_outside_what_was_copied_are_refused(runs):
+    with pytest.raises(ConfigError, match="no whole report"):
+        one({"kvgraft": AGAIN | {"recomputed_runs": runs}})
 
 
 def test_requests_are_listed_and_compared():

@@ -83,6 +83,7 @@ def test_none_runs_the_live_rows_once():
     passes, outcome = run_prefill(plan, NoRecompute())
     assert [rows.positions.tolist() for rows in passes] == [plan.compute.tolist()]
     assert outcome.recomputed(plan) == 0
+    assert outcome.recomputed_runs(plan) == ()
     assert outcome.logits.tolist() == [1.0] * 3
 
 
@@ -91,6 +92,7 @@ def test_first_k_adds_the_head_of_each_run():
     passes, outcome = run_prefill(plan, FirstK(2))
     assert passes[0].positions.tolist() == sorted([*plan.compute.tolist(), 10, 11, 50, 51])
     assert outcome.recomputed(plan) == 4
+    assert outcome.recomputed_runs(plan) == ((10, 2), (50, 2))
 
 
 def test_query_seam_takes_attention_over_distance_and_reruns_what_is_behind():
@@ -160,7 +162,7 @@ def test_nested_policies_add_to_earlier_steps_and_may_end_without_work():
     passes, outcome = run_prefill(plan, Nested())
     assert len(passes) == 2
     assert passes[1].positions.tolist() == [*range(82, 86), *range(90, 100)]
-    assert outcome.recomputed(plan) == 8
+    assert outcome.recomputed(plan) == sum(length for _, length in outcome.recomputed_runs(plan)) == 8
 
 
 @pytest.mark.parametrize(
