@@ -1117,6 +1117,7 @@ class TestVerified:
             json.loads(lines[11])["index"]
         ]
 
+    @pytest.mark.usefixtures("looks_are_free")
     def test_drafts_that_nobody_verifies_are_seen(self, script, run, monkeypatch):
         """Wrong drafts, and all of them are believed."""
         receive = Drafts.receive
