@@ -147,9 +147,13 @@ def read_requests(text: str, source: str) -> list[ExplainedRequest]:
     Raises:
         ConfigError: There is no report in it, one is not whole, or it is of a later version.
     """
+    try:
+        entries = list(_entries(text))
+    except RecursionError as error:
+        raise ConfigError(f"{source} cannot be read as reports: it is nested too deep") from error
     found = [
         _request(entry, f"{source}, entry {number}")
-        for number, entry in enumerate(_entries(text), 1)
+        for number, entry in enumerate(entries, 1)
         if _report_of(entry) is not None or "attempts" in entry
     ]
     if not found:
