@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -555,6 +556,30 @@ guard.cached("r", np.arange(3))
 assert guard.counters.timeouts == 2
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
+
+
+def test_a_call_under_way_ends_before_the_provider_is_shut_down():
+    told, may_end = [], threading.Event()
+
+    class Slow(SemanticPrefixProvider):
+        def on_prefix_miss(self, rid, token_ids):
+            return None
+
+        def on_request_cached(self, rid, token_ids):
+            told.append("begun")
+            may_end.wait(PATIENCE_S)
+            told.append("heard")
+
+        def on_shutdown(self):
+            told.append("shutdown")
+
+    guard = GuardedProvider(Slow(), PATIENCE_S)
+    guard.cached("r", np.arange(3))
+    while not told:
+        time.sleep(0.001)
+    threading.Timer(0.05, may_end.set).start()
+    guard.shut_down()
+    assert told == ["begun", "heard", "shutdown"]
 
 
 def test_behind_the_end_calls_are_counted_errors():

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _MAX_UNHEARD = 64
 """Stored prompts that wait to be told to a provider; of more it does not hear."""
 
+_END_S = 2.0
+"""So long a call under way may take when the provider is shut down; a stuck one is left behind."""
+
 Answer = TypeVar("Answer")
 
 
@@ -67,6 +70,11 @@ class _Caller:
                     waiting[0].cancel()
         except Empty:
             self._calls.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the call under way behind `close`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while (task := self._calls.get()) is not None:
@@ -144,11 +152,16 @@ class GuardedProvider:
             self._caller.close()
 
     def shut_down(self) -> None:
-        """Stop the thread and let the provider give back its resources, once; an error of it is logged."""
+        """Stop the thread and let the provider give back its resources, once; an error of it is logged.
+
+        A call under way comes to its end before, unless it is stuck.
+        """
         if self._is_shut_down:
             return
         self._is_shut_down = True
         self.close()
+        if self._caller is not None:
+            self._caller.join(_END_S)
         try:
             self.provider.on_shutdown()
         except Exception:
