@@ -178,7 +178,8 @@ def test_every_block_is_of_a_kind_that_is_checked():
     "page", [page for page in PAGES if any(map(is_program, snippets(page))) and page not in PROGRAMS_ELSEWHERE]
 )
 @pytest.mark.usefixtures("small")
-def test_programs_run(page, request):
+def test_programs_run(page, request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace = dict(GIVEN.get(page, dict)())
     stand_ins = {'LLM("smollm2-135m")': 'LLM("graft-tiny")'}
     if any("127.0.0.1:8000" in s.text for s in snippets(page) if is_program(s)):
