@@ -200,9 +200,9 @@ def _request(entry: Mapping[str, Any], where: str) -> ExplainedRequest:
         answered = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if isinstance(generated := entry.get("token_ids"), list):
             answered = len(generated)
-    if tokens is None:
-        choices = entry.get("choices") or [{}]
-        tokens = choices[0].get("prompt_token_ids") if isinstance(choices[0], dict) else None
+    choices = entry.get("choices")
+    if tokens is None and isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        tokens = choices[0].get("prompt_token_ids")
     try:
         attempts = (_attempt(reports[0]), *(_attempt(report) for report in reports[1:]))
     except (LookupError, TypeError, ValueError, AttributeError) as error:

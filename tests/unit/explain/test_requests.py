@@ -95,6 +95,11 @@ def test_streams_and_files_with_lines_of_other_things_are_read():
     assert [request.request_id for request in read_requests(text, "stream")] == ["s"]
 
 
+@pytest.mark.parametrize("choices", [{"a": 1}, [], [None], "text", None])
+def test_choices_of_another_form_are_passed_over(choices):
+    assert one({"id": "a", "kvgraft": GRAFTED, "choices": choices}).prompt_token_ids is None
+
+
 def test_a_report_file_names_the_donors_requests():
     entry = {
         "request_id": "a",
