@@ -6,7 +6,7 @@ import json
 import socket
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -43,9 +43,9 @@ def until(condition, what):
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def routed():
-    """URLs of the router and of its two workers by name."""
+@contextmanager
+def router_and_workers():
+    """A router and its two workers by name."""
     ports = free_ports(4)
     with ExitStack() as stack:
         servers, workers = {}, []
@@ -57,6 +57,12 @@ def routed():
             zmq = f"events=tcp://127.0.0.1:{events},replay=tcp://127.0.0.1:{replay}"
             workers += ["--worker", f"{servers[name].url},{zmq},name={name}"]
         yield stack.enter_context(ServerProcess(workers, command="router")), servers
+
+
+@pytest.fixture(scope="module")
+def routed():
+    with router_and_workers() as each:
+        yield each
 
 
 def score(router, prompt, **fields):
@@ -95,13 +101,13 @@ def test_text_of_another_tenant_is_not_seen(routed):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_costs_nobody_an_answer(routed):
-    router, servers = routed
+def test_a_worker_that_is_killed_costs_nobody_an_answer():
     document = tokens(0, 200)
-    post(servers["one"].url + "/v1/completions", {"prompt": document, "max_tokens": 1})
-    until(lambda: score(router, document)["one"][0] >= 190, "the text is known")
-    servers["one"].kill()
-    for _ in range(3):
-        answer, worker = post(router.url + "/v1/completions", {"prompt": [*document, 7], "max_tokens": 2})
-        assert worker == "two"
-        assert answer["usage"]["completion_tokens"] == 2
+    with router_and_workers() as (router, servers):
+        post(servers["one"].url + "/v1/completions", {"prompt": document, "max_tokens": 1})
+        until(lambda: score(router, document)["one"][0] >= 190, "the text is known")
+        servers["one"].kill()
+        for _ in range(3):
+            answer, worker = post(router.url + "/v1/completions", {"prompt": [*document, 7], "max_tokens": 2})
+            assert worker == "two"
+            assert answer["usage"]["completion_tokens"] == 2
