@@ -154,8 +154,9 @@ class TestOpenAIClient:
         def ask(prompt, **body):
             return client.completions.create(model="graft-tiny", prompt=prompt, max_tokens=1, extra_body=body)
 
-        ask(DOCUMENT, kvgraft={"documents": [{"id": "boxes", "text": DOCUMENT}]})
-        moved = ask("# A new beginning of other words.\n" + DOCUMENT)
+        # Under a salt of its own, as other tests told the server the same text without a name.
+        ask(DOCUMENT, kvgraft={"documents": [{"id": "boxes", "text": DOCUMENT}]}, cache_salt="boxes")
+        moved = ask("# A new beginning of other words.\n" + DOCUMENT, cache_salt="boxes")
         report = moved.model_extra["kvgraft"]
         assert report["shifted_tokens"] > 100
         assert report["spans"][0]["fidelity"] == "shifted"

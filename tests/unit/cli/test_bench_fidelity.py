@@ -108,6 +108,7 @@ def test_models_with_sliding_windows_are_measured_like_others(tmp_path, capsys):
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, capsys):
     tiny_model("llama").save_pretrained(tmp_path)
+    capsys.readouterr()  # the library's progress bar
     code = main(["bench", "fidelity", "builtin", "--model", str(tmp_path), "--num-slots", "2000"])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
