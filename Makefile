@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= pinned
 EXTRAS := torch,gguf,structured,server,router,otel,embedder,ann,redis,mooncake,bench,dev
 
-.PHONY: venv demo test test-slow test-wheel test-mooncake test-vllm test-sglang test-clients check format bench soak soak-prefix clean
+.PHONY: venv demo test test-slow test-wheel test-mooncake test-vllm test-sglang test-clients test-browser check format bench soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH) $(VENV)/.smollm2
 
@@ -93,6 +93,17 @@ test-clients: venv .venv-clients/.installed
 	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(CLIENT_TESTS)/requirements.txt
 	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target .venv-clients/llm -r $(CLIENT_TESTS)/llm-requirements.txt
+	touch $@
+
+# The inspector's page in a headless Chromium, two minutes; Debian has the browser, and whoever cannot install it is told so.
+test-browser: venv .venv-browser/.installed
+	.venv-browser/bin/python -m pytest --confcutdir=tests/browser tests/browser
+
+.venv-browser/.installed: tests/browser/requirements.txt
+	@command -v chromedriver > /dev/null || apt-get install --yes --quiet chromium chromium-driver > /dev/null \
+		|| echo "make: cannot install chromium and chromium-driver; tests in a browser are skipped"
+	$(PYTHON) -m venv .venv-browser
+	.venv-browser/bin/pip install --quiet --disable-pip-version-check -r tests/browser/requirements.txt
 	touch $@
 
 check: venv

@@ -28,6 +28,7 @@ from kvgraft.cli import (
     router,
     serve,
     store,
+    ui,
 )
 from kvgraft.cli.parser import Parser, wrapped
 from kvgraft.config import is_text, quoted
@@ -58,6 +59,7 @@ def build_parser() -> Parser:
     doctor.register(commands)
     calibrate.register(commands)
     explain.register(commands)
+    ui.register(commands)
     store.register(commands)
     bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)

@@ -12,6 +12,7 @@ from kvgraft.config.setting import without_password
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from kvgraft.config import Resolved, ServerConfig
 
@@ -67,7 +68,7 @@ def _values(resolved: Resolved[ServerConfig]) -> dict[str, object]:
         value = getattr(resolved.config, field.name)
         if rule_of(field).url:
             value = without_password(value)
-        values[field.name] = [_MASK] * len(value) if rule_of(field).secret else value
+        values[field.name] = _masked(value) if rule_of(field).secret else value
     return values
 
 
@@ -81,3 +82,10 @@ def _as_yaml(resolved: Resolved[ServerConfig]) -> str:
     lines = {name: f"{name}: {json.dumps(value)}" for name, value in _values(resolved).items()}
     width = max(map(len, lines.values()))
     return "\n".join(f"{line:{width}s}  # {resolved.origins[name]}" for name, line in lines.items())
+
+
+def _masked(secret: str | Sequence[str]) -> str | list[str]:
+    """Say that there is a secret, or how many, and nothing of what it is."""
+    if isinstance(secret, str):
+        return _MASK if secret else ""
+    return [_MASK] * len(secret)

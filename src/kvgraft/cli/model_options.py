@@ -40,13 +40,15 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
         for field in chosen:
             rule = rule_of(field)
             default = "" if field.default in ("", ()) else f" (default {default_text(field)})"
-            group.add_argument(
+            action = group.add_argument(
                 "--" + field.name.replace("_", "-"),
                 metavar=_form(field),
                 help=(_help(rule) + default).replace("%", "%%"),
                 default=argparse.SUPPRESS,
                 dest=f"setting_{field.name}",
             )
+            if isinstance(field.default, bool):
+                action.nargs, action.const = "?", "true"
     parser.add_argument(
         "--config", metavar="FILE", help="YAML or JSON file of settings (flags and KVGRAFT_* variables override it)"
     )

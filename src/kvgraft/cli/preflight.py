@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraft.config import available_memory, check_host_memory
+from kvgraft.config import available_memory, check_host_memory, page_key
 from kvgraft.donors import BYTES_PER_TOKEN
 from kvgraft.errors import ConfigError
 from kvgraft.models import find_checkpoint, footprint_of, require_on_hub
@@ -25,12 +25,14 @@ def check_start(config: ServerConfig) -> None:
     """Refuse settings that a start would fail with later; says in a line on stderr what may fail while serving.
 
     Raises:
-        ConfigError: There is no such model or policy, or not enough memory.
+        ConfigError: There is no such model or policy, not enough memory, or no key for the inspector's page.
         IntegrationError: The policy is another package's, and cannot be loaded.
         ModelError: The model's directory is not one.
     """
     for name, bytes_each in (("host_bytes", 1), ("prefix_host_bytes", 1), ("donor_tokens", BYTES_PER_TOKEN)):
         check_host_memory(name, getattr(config, name), bytes_each)
+    if config.ui:
+        page_key(config)
     configured_policy(config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio)
     checkpoint = find_checkpoint(config.model)
     found = footprint_of(checkpoint)

@@ -96,14 +96,16 @@ def _started(
     """The engine with its model, and the app around it; seconds pass before the first line of the model's own."""
     stage("importing torch")
     from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.inspector import RequestHistory
     from kvgraft.observability.prometheus import PrometheusRecorder
     from kvgraft.server import create_app
 
     silence_libraries()
     metrics = PrometheusRecorder(name)
-    others = [recorder for recorder in (trace, traces) if recorder is not None]
+    history = RequestHistory() if config.ui else None
+    others = [recorder for recorder in (trace, traces, history) if recorder is not None]
     engine = AsyncLLM(config.model, config, Recorders([metrics, *others]) if others else metrics)
-    return engine, create_app(engine, config, metrics, traces)
+    return engine, create_app(engine, config, metrics, traces, history)
 
 
 def _ready_line(url: str, model_id: str, engine: AsyncLLM, config: ServerConfig) -> str:
@@ -111,4 +113,7 @@ def _ready_line(url: str, model_id: str, engine: AsyncLLM, config: ServerConfig)
     if config.reuse == "graft" and engine.graft_refusal is not None:
         reuse = f"reuse exact (graft is refused: {engine.graft_refusal})"
     slots = engine.snapshot().usage.total
-    return f"kvgraft {__version__} serves {model_id} at {url}/v1 with {slots:,} K/V slots, {reuse}; Ctrl+C stops it"
+    page = f", and a page at {url}/ui/" if config.ui else ""
+    return (
+        f"kvgraft {__version__} serves {model_id} at {url}/v1 with {slots:,} K/V slots, {reuse}{page}; Ctrl+C stops it"
+    )

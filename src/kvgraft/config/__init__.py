@@ -8,7 +8,7 @@ from kvgraft.config.engine import EngineConfig
 from kvgraft.config.environment import ignored_variables, variables
 from kvgraft.config.machine import available_memory, check_host_memory, physical_memory
 from kvgraft.config.reuse import ReuseSettings
-from kvgraft.config.server import ServerConfig
+from kvgraft.config.server import ServerConfig, page_key
 from kvgraft.config.setting import is_text, quoted, rule_of
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.config.sources import Resolved, file_errors, resolve
@@ -29,6 +29,7 @@ __all__ = [
     "grouped_settings",
     "ignored_variables",
     "is_text",
+    "page_key",
     "physical_memory",
     "quoted",
     "resolve",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvgraft.config.engine import MODEL, EngineConfig
 from kvgraft.config.reuse import mode_setting
 from kvgraft.config.setting import setting
+from kvgraft.errors import ConfigError
 
 SERVER = "server"
 
@@ -55,6 +56,14 @@ class ServerConfig(EngineConfig):
         30.0, "seconds that running requests may go on after SIGTERM", SERVER, low=0, high=86_400
     )
     log_format: str = setting("text", "form of log lines", SERVER, choices=("text", "json"))
+    ui: bool = setting(False, "show requests, donors and memory on a page at /ui/", SERVER)
+    ui_key: str = setting(
+        "",
+        "key of that page, its password in browsers; empty takes the one API key, and without any lets this machine in alone",
+        SERVER,
+        secret=True,
+        may_be_empty=True,
+    )
     otlp_endpoint: str = setting(
         "",
         "URL of an OpenTelemetry collector that gets a span of every answer, such as http://localhost:4318; empty sends none",
@@ -69,3 +78,18 @@ class ServerConfig(EngineConfig):
         SERVER,
         may_be_empty=True,
     )
+
+
+def page_key(config: ServerConfig) -> str:
+    """Key of the inspector's page: its own, or the one that all clients have; empty lets this machine alone in.
+
+    Raises:
+        ConfigError: There are several API keys and none for the page, which shows requests of all of them.
+    """
+    if config.ui_key or not config.api_key:
+        return config.ui_key
+    if len(config.api_key) > 1:
+        raise ConfigError(
+            "ui shows requests of all API keys, of which there are several; give the page a ui_key of its own"
+        )
+    return config.api_key[0]

@@ -1,7 +1,7 @@
 """The embedded engine: any transformers decoder, run with K/V reuse.
 
-Public modules: `adapter`, `bad_words`, `document_names`, `kv_space`, `loading`, `memory_use`, `request_builder`, `risk`,
-`structure`, `text`, `token_spans`, `tokenizer_probe`.
+Public modules: `adapter`, `bad_words`, `document_names`, `inspection`, `kv_space`, `loading`, `memory_use`,
+`request_builder`, `risk`, `structure`, `text`, `token_spans`, `tokenizer_probe`.
 """
 
 from __future__ import annotations

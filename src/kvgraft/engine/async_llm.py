@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
+from kvgraft.engine.inspection import Inspection
 from kvgraft.engine.snapshot import EngineSnapshot
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
 from kvgraft.types import ReuseMode
@@ -186,6 +187,14 @@ class AsyncLLM:
                     return
         finally:
             self._command(lambda: self._cancel(request.request_id, stream), _ignore)
+
+    async def inspect(self) -> Inspection:
+        """Look at requests on their way, donors and prefixes between two steps; what is told holds no text.
+
+        Raises:
+            OverloadedError: The engine's thread has ended.
+        """
+        return await self._call(lambda: Inspection.of(self._engine))
 
     async def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping between two steps.

@@ -10,7 +10,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 T = TypeVar("T")
 
@@ -42,6 +45,10 @@ class FairQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._queued)
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield all items, in no order that tells whose turn it is."""
+        return (queued.item for queued in self._queued.values())
 
     def push(self, item: T, tenant: str, cost: float) -> None:
         """Queue `item` for `tenant`; `cost` is the work it asks for."""

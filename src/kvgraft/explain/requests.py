@@ -127,6 +127,17 @@ class ExplainedRequest:
     attempts: tuple[Attempt, ...]
     prompt_token_ids: tuple[int, ...] | None = None
 
+    @classmethod
+    def of_report(
+        cls, report: Mapping[str, Any], request_id: str, outcome: str, output_tokens: int | None
+    ) -> ExplainedRequest:
+        """Explain a request from its report, as `report_as_dict` gives it.
+
+        Raises:
+            ConfigError: The report is of a later version.
+        """
+        return cls(request_id, outcome, output_tokens, (_attempt(report),))
+
     @property
     def last(self) -> Attempt:
         """The attempt that was answered."""

@@ -43,6 +43,7 @@ from kvgraft.prefix.results import (
     InsertResult,
     MatchPrefixParams,
     MatchResult,
+    OutlineNode,
     PrefixHandle,
     SlotArray,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "LoadBackResult",
     "MatchPrefixParams",
     "MatchResult",
+    "OutlineNode",
     "PoolFacts",
     "PrefixCache",
     "PrefixHandle",

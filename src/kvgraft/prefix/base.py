@@ -12,7 +12,14 @@ from kvgraft.prefix.results import EvictResult
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
     from kvgraft.prefix.request import RequestRow
-    from kvgraft.prefix.results import InsertResult, MatchPrefixParams, MatchResult, PrefixHandle, SlotArray
+    from kvgraft.prefix.results import (
+        InsertResult,
+        MatchPrefixParams,
+        MatchResult,
+        OutlineNode,
+        PrefixHandle,
+        SlotArray,
+    )
 
 
 class PrefixCache(ABC):
@@ -122,6 +129,10 @@ class PrefixCache(ABC):
         Raises:
             CorruptCacheError: The first one that does not hold.
         """
+
+    def outline(self, limit: int) -> list[OutlineNode]:
+        """Return up to `limit` nodes of the tree, parents before children; nothing where the cache is no tree."""
+        return []
 
     def supports_streaming_session(self) -> bool:
         """Whether the cache keeps sessions itself; otherwise `create_tree_cache` wraps it where they are asked for."""

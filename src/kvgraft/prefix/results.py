@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,20 @@ class PrefixHandle:
     """
 
     __slots__ = ()
+
+
+class OutlineNode(NamedTuple):
+    """A node of a prefix tree without its tokens.
+
+    Attributes:
+        parent: Index of the node that it continues, in the same outline; -1 where it begins a prompt.
+        num_tokens: Tokens that it adds to its parent's.
+        is_protected: Whether somebody holds a lock on it.
+    """
+
+    parent: int
+    num_tokens: int
+    is_protected: bool
 
 
 class LookupRequest(Protocol):

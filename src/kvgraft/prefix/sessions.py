@@ -22,6 +22,7 @@ from kvgraft.prefix.results import (
     InsertResult,
     MatchPrefixParams,
     MatchResult,
+    OutlineNode,
     PrefixHandle,
     SlotArray,
     join_results,
@@ -216,6 +217,10 @@ class StreamingSession(PrefixCache):
         held = [s.held.own_slots(s.held.protected_len).freed for s in self._idle()]
         self._sessions.clear()
         return np.concatenate([self.inner.reset(), *held])
+
+    def outline(self, limit: int) -> list[OutlineNode]:
+        """Return nodes of the wrapped cache's tree."""
+        return self.inner.outline(limit)
 
     def check(self) -> None:
         """Verify the wrapped cache."""

@@ -9,13 +9,16 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.responses import RedirectResponse
+from starlette.routing import Mount, Route
 
+from kvgraft.config import page_key
 from kvgraft.errors import KVGraftError
+from kvgraft.inspector import EngineSource, create_inspector
 from kvgraft.server import status, tokenization
 from kvgraft.server.absent import absent_endpoint
 from kvgraft.server.access_log import AccessLog, note_error
-from kvgraft.server.auth import BearerAuth
+from kvgraft.server.auth import UI_PATH, BearerAuth
 from kvgraft.server.chat import create_chat_completion
 from kvgraft.server.completions import create_completion
 from kvgraft.server.context import ServerContext, context_of
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.routing import BaseRoute
 
     from kvgraft.config import ServerConfig
     from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.inspector import RequestHistory
     from kvgraft.observability.otel.tracing import RequestTraces
     from kvgraft.observability.prometheus import PrometheusRecorder
 
@@ -43,6 +48,7 @@ def create_app(
     config: ServerConfig,
     metrics: PrometheusRecorder | None = None,
     traces: RequestTraces | None = None,
+    history: RequestHistory | None = None,
 ) -> Starlette:
     """Return the app over `engine`; it closes the engine when it is shut down.
 
@@ -51,7 +57,12 @@ def create_app(
         config: Settings; those of the engine are not read.
         metrics: The recorder that `engine` tells its records to, for `/metrics`; None leaves the endpoint out.
         traces: The recorder that makes spans of what `engine` tells; None makes none. The caller closes it.
+        history: The recorder that keeps requests for the page at `/ui/`; None leaves the page out.
+
+    Raises:
+        ConfigError: There are several API keys and none for the page, which shows requests of all of them.
     """
+    context = ServerContext(engine, config, metrics)
     app = Starlette(
         routes=[
             Route("/", status.index),
@@ -67,13 +78,14 @@ def create_app(
             Route("/v1/completions", create_completion, methods=["POST"]),
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
             Route("/v1/responses", create_response, methods=["POST"]),
+            *([] if history is None else _inspector(context, history)),
         ],
         middleware=_middleware(config, metrics, traces),
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},
         lifespan=_lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.context = ServerContext(engine, config, metrics)
+    app.state.context = context
     return app
 
 
@@ -81,6 +93,14 @@ def create_app(
 async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
     yield
     await app.state.context.close(0.0)
+
+
+def _inspector(context: ServerContext, history: RequestHistory) -> list[BaseRoute]:
+    source = EngineSource(
+        context.model_id, context.engine, history, lambda: status.exposition(context), lambda: context.is_closing
+    )
+    page = create_inspector(source, page_key(context.config))
+    return [Route(UI_PATH, lambda _: RedirectResponse("ui/")), Mount(UI_PATH, page)]
 
 
 def _middleware(

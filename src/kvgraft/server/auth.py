@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
+UI_PATH = "/ui"
+"""Of the inspector, for which browsers present a key in a way of their own (`kvgraft.inspector.access`)."""
 
 
 def owner_of(scope: Scope, keys: Sequence[str]) -> str:
@@ -31,7 +33,7 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] != "http" or not self._digests or scope["path"] in _OPEN_PATHS or self._accepts(scope):
+        if scope["type"] != "http" or not self._digests or _is_open(scope["path"]) or self._accepts(scope):
             await self._app(scope, receive, send)
             return
         error = APIError(
@@ -50,6 +52,10 @@ class BearerAuth:
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme == b"bearer" and any(matches)
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path == UI_PATH or path.startswith(f"{UI_PATH}/")
 
 
 def _presented(scope: Scope) -> tuple[bytes, bytes]:

@@ -74,9 +74,16 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return all metrics in the Prometheus format, those of load and memory as of now."""
     context = context_of(request)
+    if context.metrics is None:
+        raise APIError(404, "this server keeps no metrics", code="not_found")
+    return Response(exposition(context), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def exposition(context: ServerContext) -> bytes:
+    """All metrics as of now; empty where none are kept."""
     recorder = context.metrics
     if recorder is None:
-        raise APIError(404, "this server keeps no metrics", code="not_found")
+        return b""
     snapshot = context.engine.snapshot()
     usage = snapshot.usage
     recorder.set_load(snapshot.num_running, snapshot.num_waiting)
@@ -101,7 +108,7 @@ async def metrics(request: Request) -> Response:
         snapshot.num_healed_requests,
         snapshot.heals_dropped,
     )
-    return Response(recorder.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return recorder.exposition()
 
 
 def _model(context: ServerContext) -> dict[str, object]:

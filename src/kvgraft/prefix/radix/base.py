@@ -21,6 +21,7 @@ from kvgraft.prefix.results import (
     InsertResult,
     MatchPrefixParams,
     MatchResult,
+    OutlineNode,
     PrefixHandle,
     SlotArray,
     as_slots,
@@ -113,6 +114,20 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
     def num_nodes(self) -> int:
         """Nodes in the tree, the root not counted. Complexity: O(nodes)."""
         return sum(1 for _ in self._tree.root.subtree()) - 1
+
+    def outline(self, limit: int) -> list[OutlineNode]:
+        """Return up to `limit` nodes from the root on, level by level, the root left out. O(limit + children)."""
+        found: list[OutlineNode] = []
+        level = [(-1, child) for child in self._tree.root.children.values()]
+        while level:
+            below = []
+            for parent, node in level:
+                if len(found) == limit:
+                    return found
+                below += [(len(found), child) for child in node.children.values()]
+                found.append(OutlineNode(parent, len(node), node.lock_ref > 0))
+            level = below
+        return found
 
     @property
     def root_handle(self) -> PrefixHandle:

@@ -1,0 +1,155 @@
+"""The page's endpoints: its files, what it lists, a stream of news, and a request in full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from dataclasses import asdict
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+
+from kvgraft.explain.page import page
+from kvgraft.inspector.access import Access
+from kvgraft.inspector.entries import Filter
+from kvgraft.inspector.rows import row
+from kvgraft.inspector.state import state_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+    from kvgraft.inspector.file_source import FileSource
+    from kvgraft.inspector.source import Source
+
+_PERIOD_S = 1.0
+_MOST_ROWS = 200
+"""Requests of one answer; the page asks for older ones when somebody wants to see them."""
+_MOST_STREAMS = 16
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
+_REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+"""Of a request's own page, which is one file with its style in it and has no scripts."""
+
+
+def create_inspector(source: Source, key: str = "") -> ASGIApp:
+    """Return an ASGI app that shows `source` to holders of `key`; without a key, to this machine alone."""
+    return Access(_Inspector(source).app(), key)
+
+
+def inspector_server(source: FileSource, key: str = "") -> Starlette:
+    """Return an app of its own that shows `source` at `/ui/`, as `create_inspector` does, and closes it in the end."""
+    app = Starlette(
+        routes=[Route(path, lambda _: RedirectResponse("/ui/")) for path in ("/", "/ui")]
+        + [Mount("/ui", create_inspector(source, key))]
+    )
+    app.state.context = source
+    return app
+
+
+class _Inspector:
+    """Endpoints over one source; lives on one event loop."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._epoch = secrets.token_hex(4)
+        self._num_streams = 0
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/", self.index),
+                Route("/static/{name}", self.static),
+                Route("/events", self.events),
+                Route("/api/requests", self.requests),
+                Route("/api/engine", self.engine),
+                Route("/requests/{number:int}", self.request),
+            ]
+        )
+
+    async def index(self, _request: Request) -> Response:
+        """The page."""
+        return _file("inspector.html")
+
+    async def static(self, request: Request) -> Response:
+        """A file of the page."""
+        return _file(request.path_params["name"])
+
+    async def requests(self, request: Request) -> Response:
+        """Requests in descending order, 200 at most: `before` a number, with `text` in them, of a `reuse`."""
+        query = request.query_params
+        before = query.get("before", "0")
+        if not (before.isascii() and before.isdigit() and len(before) < 16):
+            return PlainTextResponse("before must be a number\n", 400)
+        await self._source.refresh()
+        which = Filter(query.get("text", "").lower(), query.get("reuse", ""))
+        found = self._source.log.select(which, before=int(before), limit=_MOST_ROWS)
+        return JSONResponse({"epoch": self._epoch, "requests": [row(entry) for entry in found]})
+
+    async def request(self, request: Request) -> Response:
+        """What is known of a request, as `kvgraft explain --html` writes it."""
+        entry = self._source.log.get(request.path_params["number"])
+        if entry is None:
+            return PlainTextResponse("this request is not kept any more\n", 404)
+        if entry.explained is None:
+            return PlainTextResponse("this request ended before its prompt was computed, and has no report\n", 404)
+        html = await asyncio.to_thread(lambda: page([entry.explained()]) if entry.explained else "")
+        return HTMLResponse(html, headers={"content-security-policy": _REPORT_POLICY})
+
+    async def engine(self, _request: Request) -> Response:
+        """Requests on their way, donors and prefixes; null where there is no engine to look into."""
+        found = await self._source.inspection()
+        return JSONResponse(None if found is None else asdict(found))
+
+    async def events(self, request: Request) -> Response:
+        """News once a second as server-sent events: figures, and requests behind the last event that the browser has seen."""
+        if self._num_streams >= _MOST_STREAMS:
+            return PlainTextResponse(f"{_MOST_STREAMS} browsers watch already; close one\n", 503)
+        epoch, _, seen = request.headers.get("last-event-id", "").partition("-")
+        last = int(seen) if epoch == self._epoch and seen.isdigit() else None
+        headers = {"x-accel-buffering": "no"}
+        return StreamingResponse(self._news(last), media_type="text/event-stream", headers=headers)
+
+    async def _news(self, last: int | None) -> AsyncGenerator[str]:
+        self._num_streams += 1
+        try:
+            yield "retry: 1000\n\n"
+            while not self._source.is_closing:
+                await self._source.refresh()
+                newest = self._source.log.newest
+                rows = self._source.log.select(Filter(), after=last or 0, limit=_MOST_ROWS)
+                news = {
+                    "epoch": self._epoch,
+                    "name": self._source.name,
+                    "newest": newest,
+                    "state": state_of(await self._source.metrics()),
+                    "requests": [row(entry) for entry in rows],
+                }
+                yield f"id: {self._epoch}-{newest}\ndata: {json.dumps(news)}\n\n"
+                last = newest
+                await asyncio.sleep(_PERIOD_S)
+        finally:
+            self._num_streams -= 1
+
+
+def _file(name: str) -> Response:
+    folder = files("kvgraft.inspector") / "static"
+    known = {each.name: each for each in folder.iterdir()}
+    media_type = _MEDIA_TYPES.get(name[name.rfind(".") :])
+    if name not in known or media_type is None:
+        return PlainTextResponse("there is no such file\n", 404)
+    return Response(known[name].read_bytes(), media_type=media_type)

@@ -1,0 +1,65 @@
+"""The engine of this process as a source of the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgraft.errors import OverloadedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgraft.engine.async_llm import AsyncLLM
+    from kvgraft.engine.inspection import Inspection
+    from kvgraft.inspector.entries import EntryLog
+    from kvgraft.inspector.history import RequestHistory
+
+
+class EngineSource:
+    """An engine, its history and its metrics.
+
+    Args:
+        name: Of the model.
+        engine: Is asked between steps, only while somebody looks.
+        history: The engine tells it of requests.
+        exposition: Gives the metrics as of now.
+        is_closing: Says whether the server is being stopped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: AsyncLLM,
+        history: RequestHistory,
+        exposition: Callable[[], bytes],
+        is_closing: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self._engine = engine
+        self._history = history
+        self._exposition = exposition
+        self._is_closing = is_closing
+
+    @property
+    def log(self) -> EntryLog:
+        """Requests that ended."""
+        return self._history.log
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server is being stopped."""
+        return self._is_closing()
+
+    async def refresh(self) -> None:
+        """Do nothing: the engine tells by itself."""
+
+    async def metrics(self) -> str:
+        """Metrics as of now."""
+        return self._exposition().decode()
+
+    async def inspection(self) -> Inspection | None:
+        """What lies in the engine; None if its thread has ended."""
+        try:
+            return await self._engine.inspect()
+        except OverloadedError:
+            return None

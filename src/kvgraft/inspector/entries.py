@@ -1,0 +1,118 @@
+"""Requests that ended, numbered in the order in which they did, the last ones kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kvgraft.explain import ExplainedRequest
+
+_MOST_ENTRIES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request that ended.
+
+    Attributes:
+        number: Its place, from 1 on; never given out twice.
+        ended: Unix time at which it ended, or was read of, in seconds.
+        request_id: Its name.
+        outcome: How it ended; empty where nobody said.
+        prompt_tokens: Length of the prompt.
+        output_tokens: Tokens generated; None where nobody said.
+        ttft_s: Seconds to the first token; None where nobody said.
+        total_s: Seconds to its end; None where nobody said.
+        counts: Prompt tokens by fate, under the names of `explain.RunKind`.
+        miss: Why nothing was grafted, or empty.
+        explained: Makes all of what its report tells; None where it has none.
+    """
+
+    number: int
+    ended: float
+    request_id: str
+    outcome: str
+    prompt_tokens: int
+    output_tokens: int | None
+    ttft_s: float | None
+    total_s: float | None
+    counts: Mapping[str, int]
+    miss: str
+    explained: Callable[[], ExplainedRequest] | None
+
+    @property
+    def reuse(self) -> str:
+        """`grafted`, `exact` or `none`: the least exact of what was reused."""
+        if self.counts.get("shifted") or self.counts.get("substituted"):
+            return "grafted"
+        return "exact" if self.counts.get("exact") else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which requests are asked for.
+
+    Attributes:
+        text: Part of the name, the outcome or the reason of the miss, in lower case; empty takes all.
+        reuse: As `Entry.reuse`; empty takes all.
+    """
+
+    text: str = ""
+    reuse: str = ""
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether a request is among those."""
+        if self.reuse and entry.reuse != self.reuse:
+            return False
+        return not self.text or any(self.text in part.lower() for part in (entry.request_id, entry.outcome, entry.miss))
+
+
+class EntryLog:
+    """The last entries, for any number of threads. `add` is O(1)."""
+
+    def __init__(self, limit: int = _MOST_ENTRIES) -> None:
+        self._entries: deque[Entry] = deque(maxlen=limit)
+        self._newest = 0
+        self._lock = threading.Lock()
+
+    def add(self, make: Callable[[int], Entry]) -> None:
+        """Keep the entry that `make` gives for its number; the oldest one leaves where there are too many."""
+        with self._lock:
+            self._newest += 1
+            self._entries.append(make(self._newest))
+
+    @property
+    def newest(self) -> int:
+        """Number of the last entry; 0 while there was none."""
+        return self._newest
+
+    def get(self, number: int) -> Entry | None:
+        """An entry, or None if it is not kept. O(entries behind it)."""
+        return next((entry for entry in self._backwards() if entry.number == number), None)
+
+    def select(self, which: Filter, *, after: int = 0, before: int = 0, limit: int) -> list[Entry]:
+        """Return up to `limit` of the entries that `which` takes, the newest first.
+
+        Args:
+            which: Takes them.
+            after: Only those with a higher number.
+            before: Only those with a lower number; 0 is no bound.
+            limit: How many.
+        """
+        fitting = (
+            entry
+            for entry in self._backwards()
+            if entry.number > after and (not before or entry.number < before) and which.takes(entry)
+        )
+        return list(islice(fitting, limit))
+
+    def _backwards(self) -> Iterator[Entry]:
+        with self._lock:
+            entries = list(self._entries)
+        return reversed(entries)

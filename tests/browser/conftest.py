@@ -1,0 +1,32 @@
+"""A headless Chromium, where there is one; `make test-browser` installs it."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+
+@pytest.fixture
+def browser():
+    """A window of 1,600 pixels; a message of its console that is an error fails the test."""
+    if not CHROMIUM or not DRIVER:
+        pytest.skip("chromium and chromium-driver are not installed: apt-get install chromium chromium-driver")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1600,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    told = SimpleNamespace(is_allowed=lambda message: False)
+    driver.told = told
+    try:
+        yield driver
+        errors = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+        assert [message for message in errors if not told.is_allowed(message)] == []
+    finally:
+        driver.quit()

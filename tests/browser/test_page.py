@@ -1,0 +1,203 @@
+"""The inspector's page in a real browser: what is listed, clicked, typed and lost, and names that want to be markup."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("selenium", reason="`make test-browser` runs these")
+
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+PATIENCE_S = 60
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv" / "bin" / "python"
+SCREENSHOTS = os.environ.get("KVGRAFT_SCREENSHOTS", "")
+COUNT = "return document.querySelectorAll('#list li').length"
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
+MIXED = "\u202egnirts desrever \U0001f600\U0001f680 \u05e9\u05dc\u05d5\u05dd"
+
+
+class Process:
+    """`kvgraft` with a page; a context manager."""
+
+    def __init__(self, *arguments):
+        self._arguments = arguments
+
+    def __enter__(self):
+        command = [str(PYTHON), "-m", "kvgraft", *self._arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        line = self._process.stdout.readline()
+        self.url = re.search(r"http://[\w.:]+", line)[0]
+        return self
+
+    def __exit__(self, *_):
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(PATIENCE_S)
+        self._process.stdout.close()
+
+    def complete(self, prompt, **fields):
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=PATIENCE_S)
+        body = json.dumps({"prompt": prompt, "max_tokens": 2} | fields)
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+        assert answer.status == 200, text
+        return json.loads(text)
+
+
+def serve(port=0):
+    return Process("serve", "--ui", "--num-slots", "4000", "--port", str(port))
+
+
+def document(first):
+    return [3 + (first + 7 * number) % 1500 for number in range(300)]
+
+
+def reports(file, names):
+    span = {
+        "target_start": 100, "length": 700, "donor_id": 7, "donor_start": 0, "position_delta": 100, "fidelity": "shifted",
+        "generation": 0, "tier": "device", "documents": [],
+    }  # fmt: skip
+    report = {
+        "version": 2, "num_tokens": 1000, "exact_tokens": 50, "shifted_tokens": 700, "substituted_tokens": 0,
+        "recomputed_tokens": 0, "corrected_tokens": 0, "computed_tokens": 250, "num_donors": 1, "policy": "query_seam",
+        "miss": None, "spans": [span], "timings_ms": {"lookup": 1.0}, "risk": {"status": "uncalibrated", "reason": "none"},
+    }  # fmt: skip
+    with file.open("a") as lines:
+        for name in names:
+            lines.write(json.dumps({"request_id": name, "outcome": "stop", "attempts": [report]}) + "\n")
+
+
+def until(browser, condition):
+    return WebDriverWait(browser, PATIENCE_S, poll_frequency=0.1).until(lambda _: condition())
+
+
+def rows(browser):
+    return browser.find_elements(By.CSS_SELECTOR, "#list li")
+
+
+def names(browser):
+    return browser.execute_script("return [...document.querySelectorAll('#list .id')].map((each) => each.textContent)")
+
+
+def keep(browser, name):
+    if SCREENSHOTS:
+        browser.save_screenshot(str(Path(SCREENSHOTS) / f"{name}.png"))
+
+
+def test_requests_appear_and_one_is_looked_at(browser):
+    with serve() as server:
+        browser.get(server.url + "/ui/")
+        until(browser, lambda: browser.find_element(By.ID, "link").text == "live")
+        server.complete(document(0))
+        answer = server.complete([9, 8, 7, *document(0), 5])
+        until(browser, lambda: len(rows(browser)) == 2)
+        assert answer["id"].startswith(names(browser)[0]) or names(browser)[0].startswith(answer["id"])
+        bar = rows(browser)[0].find_element(By.TAG_NAME, "svg")
+        assert "shifted" in bar.get_attribute("aria-label")
+        rows(browser)[0].find_element(By.TAG_NAME, "a").click()
+        browser.switch_to.frame("detail")
+        until(browser, lambda: "Request" in browser.find_element(By.TAG_NAME, "h1").text)
+        run = browser.find_element(By.CSS_SELECTOR, "rect.shifted title")
+        assert "of donor" in run.get_attribute("textContent")
+        browser.switch_to.default_content()
+        browser.find_element(By.CSS_SELECTOR, "summary").click()
+        until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "#donors tr")) > 1)
+        assert browser.find_elements(By.CSS_SELECTOR, "#icicle rect")
+        until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "canvas")) == 2)
+        time.sleep(3)  # some points of the curves
+        keep(browser, "inspector")
+        browser.set_window_size(500, 900)
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        keep(browser, "inspector-narrow")
+
+
+def test_the_list_is_reached_by_keys(browser):
+    with serve() as server:
+        for number in range(3):
+            server.complete(document(number))
+        browser.get(server.url + "/ui/")
+        until(browser, lambda: len(rows(browser)) == 3)
+        first = rows(browser)[0].find_element(By.TAG_NAME, "a")
+        browser.execute_script("arguments[0].focus()", first)
+        first.send_keys(Keys.ARROW_DOWN)
+        second = browser.switch_to.active_element
+        assert second == rows(browser)[1].find_element(By.TAG_NAME, "a")
+        second.send_keys(Keys.ENTER)
+        until(browser, lambda: browser.find_element(By.ID, "detail-section").is_displayed())
+        browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+        until(browser, lambda: not browser.find_element(By.ID, "detail-section").is_displayed())
+
+
+def test_what_is_typed_is_looked_for(browser, tmp_path):
+    file = tmp_path / "reports.jsonl"
+    reports(file, [f"request-{number}" for number in range(300)])
+    with Process("ui", "--reports", str(file), "--port", "0") as page:
+        browser.get(page.url + "/ui/")
+        until(browser, lambda: len(rows(browser)) == 200)
+        browser.find_element(By.ID, "text").send_keys("request-29")
+        until(browser, lambda: sorted(names(browser)) == sorted(["request-29", *(f"request-29{n}" for n in range(10))]))
+        reports(file, ["request-290000", "other"])
+        until(browser, lambda: "request-290000" in names(browser))
+        assert "other" not in names(browser)
+
+
+def test_ten_thousand_requests_are_read_on(browser, tmp_path):
+    file = tmp_path / "reports.jsonl"
+    reports(file, [f"r{number}" for number in range(10_000)])
+    with Process("ui", "--reports", str(file), "--port", "0") as page:
+        browser.get(page.url + "/ui/")
+        older = browser.find_element(By.ID, "older")
+        for count in range(200, 10_001, 200):
+            until(browser, lambda count=count: browser.execute_script(COUNT) == count)
+            browser.execute_script("arguments[0].click()", older)
+        assert len(set(names(browser))) == 10_000
+        reports(file, ["late"])
+        until(browser, lambda: names(browser)[0] == "late")
+
+
+def test_names_are_never_markup(browser, tmp_path):
+    file = tmp_path / "reports.jsonl"
+    reports(file, [HOSTILE, MIXED, "x" * (1 << 20)])
+    with Process("ui", "--reports", str(file), "--port", "0") as page:
+        browser.get(page.url + "/ui/")
+        until(browser, lambda: len(rows(browser)) == 3)
+        assert set(names(browser)) == {HOSTILE, MIXED, "x" * (1 << 20)}
+        for row in rows(browser)[1:]:
+            row.find_element(By.TAG_NAME, "a").click()
+            time.sleep(0.5)
+        browser.set_window_size(500, 900)
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        assert "owned" not in browser.title
+        assert not browser.find_elements(By.CSS_SELECTOR, "#list img, #list script")
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2.0])
+def test_a_restarted_server_is_found_again(browser, pause_s):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    browser.told.is_allowed = lambda message: "net::ERR" in message  # there was no server for a while
+    with serve(port) as server:
+        browser.get(server.url + "/ui/")
+        server.complete(document(0))
+        server.complete(document(1))
+        until(browser, lambda: len(rows(browser)) == 2)
+    until(browser, lambda: "lost" in browser.find_element(By.ID, "link").get_attribute("class"))
+    time.sleep(pause_s)
+    with serve(port) as server:
+        threading.Timer(1, lambda: server.complete(document(2))).start()
+        until(browser, lambda: browser.find_element(By.ID, "link").text == "live")
+        until(browser, lambda: len(rows(browser)) == 1)
