@@ -24,7 +24,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 PATIENCE_S = 60
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
-SCREENSHOTS = os.environ.get("KVGRAFT_SCREENSHOTS", "")
+SCREENSHOTS = os.environ.get("SCREENSHOTS", "")
 COUNT = "return document.querySelectorAll('#list li').length"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 MIXED = "\u202egnirts desrever \U0001f600\U0001f680 \u05e9\u05dc\u05d5\u05dd"
@@ -116,6 +116,8 @@ def test_requests_appear_and_one_is_looked_at(browser):
         assert browser.find_elements(By.CSS_SELECTOR, "#icicle rect")
         until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "canvas")) == 2)
         time.sleep(3)  # some points of the curves
+        keep(browser, "inspector-request")
+        browser.execute_script("scrollTo(0, 0)")
         keep(browser, "inspector")
         browser.set_window_size(500, 900)
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")

@@ -23,6 +23,10 @@ _MIN_SECONDS = 5e-3
 """Shorter pieces of prefill cost a quarter more per row; credit is saved up for this much."""
 _MAX_DEBT = 6.0
 """Times `_MIN_SECONDS` that a step may overdraw at most: a stall of the machine is not the prompt's fault."""
+_STALL = 4.0
+"""Times longer than expected that a step without streams counts at most. A process that was held still for seconds (SIGSTOP,
+a machine that sleeps) would otherwise divide its next prompts into tiny pieces; a machine that has become slower is believed
+step by step."""
 _FIRST_FLOPS_TOKENS = 64
 """Tokens of the first prefill, before any speed is known."""
 
@@ -122,7 +126,8 @@ class Pace:
                 self._since_plain = 0
             return
         if not num_streams:
-            self._alone.observe(prefill_flops, seconds)
+            expected = prefill_flops / self._alone.value if self._alone.value else seconds
+            self._alone.observe(prefill_flops, min(seconds, _STALL * expected))
             self._credit = 0.0
             return
         self._since_plain += 1

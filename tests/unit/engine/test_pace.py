@@ -67,3 +67,23 @@ def test_lateness_is_waiting_over_what_the_share_promises():
     assert pace.lateness(5.0, 1e9) == 0.0  # nothing is known yet
     simulate(pace, seconds=1, num_streams=0)
     assert pace.lateness(1.0, 2e10) == pytest.approx(1.0, rel=0.1)  # 0.2 s of work at a fifth of the machine
+
+
+@pytest.mark.parametrize("held_s", [1.0, 10.0, 3600.0])
+def test_a_process_that_was_held_still_goes_on_as_before(held_s):
+    """SIGSTOP in the middle of a piece, or a lid that was closed."""
+    pace = Pace(0.2, 0.25, FLOPS_PER_TOKEN)
+    simulate(pace, seconds=5, num_streams=0)
+    before = pace.prefill_flops_alone
+    pace.observe(held_s, 0, before / 5)
+    assert pace.prefill_flops_alone > 0.9 * before
+    pace.observe(held_s, 0, before)
+    assert pace.prefill_flops_alone > 0.6 * before
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
+def test_a_machine_of_another_speed_is_learned(factor):
+    pace = Pace(0.2, 0.25, FLOPS_PER_TOKEN)
+    simulate(pace, seconds=5, num_streams=0)
+    simulate(pace, seconds=30, num_streams=0, speed=factor * 1e11)
+    assert pace.flops_per_s == pytest.approx(factor * 1e11, rel=0.15)

@@ -1,7 +1,19 @@
 // Curves since the page was opened; half an hour at most.
 const MOST_POINTS = 1800;
-const KINDS = { prefix: "--exact", segment: "--shifted", substituted: "--substituted", recomputed: "--recomputed", fresh: "--computed" };
-const HOLDERS = { free: "--line", request: "--computed", cached: "--exact", donor: "--shifted" };
+// Names that the metrics have, with those of the page and their colours.
+const KINDS = [
+  ["prefix", "exact", "--exact"],
+  ["segment", "shifted", "--shifted"],
+  ["substituted", "substituted", "--substituted"],
+  ["recomputed", "recomputed", "--recomputed"],
+  ["fresh", "computed", "--computed"],
+];
+const HOLDERS = [
+  ["free", "free", "--line"],
+  ["request", "requests", "--computed"],
+  ["cached", "exact prefixes", "--exact"],
+  ["donor", "donors", "--shifted"],
+];
 
 export class Curves {
   #tokens;
@@ -31,8 +43,8 @@ class Curve {
   #data;
   #names;
 
-  constructor(place, colors) {
-    this.#names = Object.keys(colors);
+  constructor(place, lines) {
+    this.#names = lines.map(([name]) => name);
     this.#data = [[], ...this.#names.map(() => [])];
     const style = getComputedStyle(document.documentElement);
     const text = getComputedStyle(document.body).color;
@@ -40,7 +52,7 @@ class Curve {
     const options = {
       width: place.clientWidth || 300,
       height: 180,
-      series: [{}, ...Object.entries(colors).map(([label, color]) => ({ label, stroke: style.getPropertyValue(color), width: 2 }))],
+      series: [{}, ...lines.map(([, label, color]) => ({ label, stroke: style.getPropertyValue(color), width: 2 }))],
       axes: [{ stroke: text, grid }, { stroke: text, grid, size: 60 }],
       scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)] } },
     };

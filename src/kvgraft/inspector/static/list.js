@@ -78,7 +78,7 @@ export class RequestList {
   #row(request) {
     const ended = new Date(1000 * request.ended);
     const link = htmlElement("a", { href: `requests/${request.number}`, target: "detail" }, [
-      htmlElement("time", { datetime: ended.toISOString() }, ended.toLocaleTimeString()),
+      htmlElement("time", { datetime: ended.toISOString() }, ended.toLocaleTimeString("en", { hourCycle: "h23" })),
       htmlElement("bdi", { class: "id", title: request.id }, request.id),
       htmlElement("span", { class: "number" }, whole(request.prompt_tokens)),
       htmlElement("span", { class: "number ttft" }, request.ttft_ms === null ? "" : `${request.ttft_ms.toFixed(0)} ms`),
