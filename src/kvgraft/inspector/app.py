@@ -7,7 +7,7 @@ import json
 import secrets
 from dataclasses import asdict
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.responses import (
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
+    from kvgraft.inspector.entries import Entry
     from kvgraft.inspector.file_source import FileSource
     from kvgraft.inspector.source import Source
 
@@ -98,7 +99,7 @@ class _Inspector:
         await self._source.refresh()
         which = Filter(query.get("text", "").lower(), query.get("reuse", ""))
         found = self._source.log.select(which, before=int(before), limit=_MOST_ROWS)
-        return JSONResponse({"epoch": self._epoch, "requests": [row(entry) for entry in found]})
+        return JSONResponse({"epoch": self._epoch, "requests": await _rows(found)})
 
     async def request(self, request: Request) -> Response:
         """What is known of a request, as `kvgraft explain --html` writes it."""
@@ -137,13 +138,18 @@ class _Inspector:
                     "name": self._source.name,
                     "newest": newest,
                     "state": state_of(await self._source.metrics()),
-                    "requests": [row(entry) for entry in rows],
+                    "requests": await _rows(rows),
                 }
                 yield f"id: {self._epoch}-{newest}\ndata: {json.dumps(news)}\n\n"
                 last = newest
                 await asyncio.sleep(_PERIOD_S)
         finally:
             self._num_streams -= 1
+
+
+async def _rows(entries: list[Entry]) -> list[dict[str, Any]]:
+    """Rows of the list, made off the event loop: those of long prompts with many spans take a while."""
+    return await asyncio.to_thread(lambda: [row(entry) for entry in entries])
 
 
 def _file(name: str) -> Response:

@@ -29,6 +29,8 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _CLIENT_CLOSED = 499
 """Not sent: stands in logs and metrics for a client that left, as in nginx."""
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
+_QUIET_BELOW = "/ui/"
+"""The inspector's page asks every other second."""
 _PARENTS = ("/v1/models", "/v1/sessions")
 _PATHS = frozenset(
     {
@@ -157,7 +159,7 @@ class AccessLog:
             self._metrics.record_response(_endpoint(record.path), status)
         if self._traces is not None and record.path in _ANSWERS:
             self._traces.record_exchange(_exchange(record, scope, status))
-        quiet = record.path in _QUIET_PATHS and status < 400
+        quiet = (record.path in _QUIET_PATHS or record.path.startswith(_QUIET_BELOW)) and status < 400
         logger.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": record.fields()})
 
 

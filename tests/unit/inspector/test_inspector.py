@@ -16,8 +16,9 @@ pytest.importorskip("prometheus_client")
 
 from tests.unit.explain.test_requests import report, span
 from tests.unit.observability.records import make_record, make_report, make_step
-from tests.unit.server.conftest import exchange
+from tests.unit.server.conftest import FakeEngine, exchange
 
+from kvgraft.config import ServerConfig
 from kvgraft.errors import ConfigError
 from kvgraft.explain import ExplainedRequest
 from kvgraft.inspector import FileSource, RequestHistory, create_inspector
@@ -25,6 +26,7 @@ from kvgraft.inspector.entries import EntryLog, Filter
 from kvgraft.inspector.rows import bar, row
 from kvgraft.inspector.state import state_of
 from kvgraft.observability.prometheus import PrometheusRecorder
+from kvgraft.server import create_app
 from kvgraft.types import Miss, MissReason
 
 HOSTILE = "<script>alert(1)</script>\u202e\"'&\U0001f600"
@@ -323,3 +325,36 @@ def test_rows_are_json():
     history.record_request(make_record(HOSTILE, report=make_report(spans=())))
     (entry,) = history.log.select(Filter(), limit=1)
     assert json.loads(json.dumps(row(entry)))["id"] == HOSTILE
+
+
+class TestInTheServer:
+    """The page under `/ui/` of an app over a fake engine."""
+
+    def get(self, path, history=None, **settings):
+        app = create_app(FakeEngine(), ServerConfig().updated(settings), PrometheusRecorder("fake"), None, history)
+        return asyncio.run(exchange(app, "GET", path, headers=(HERE,)))
+
+    def test_it_is_there_where_requests_are_kept(self):
+        history = RequestHistory()
+        history.record_request(make_record("r0"))
+        assert self.get("/ui", history).headers["location"] == "ui/"
+        assert self.get("/ui/", history).status == 200
+        assert [each["id"] for each in self.get("/ui/api/requests", history).json["requests"]] == ["r0"]
+
+    @pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/events", "/ui/api/requests"])
+    def test_elsewhere_it_is_not(self, path):
+        assert self.get(path).status == 404
+
+    def test_it_wants_the_only_key_of_clients(self):
+        assert self.get("/ui/", RequestHistory(), api_key=("k",)).status == 401
+
+    def test_several_keys_need_another(self):
+        with pytest.raises(ConfigError, match="ui_key"):
+            self.get("/ui/", RequestHistory(), api_key=("k", "l"))
+
+    def test_it_does_not_fill_the_log(self, caplog):
+        caplog.set_level("INFO", logger="kvgraft.server.access_log")
+        self.get("/ui/api/requests", RequestHistory())
+        assert caplog.records == []
+        self.get("/ui/nothing", RequestHistory())
+        assert [record.levelname for record in caplog.records] == ["INFO"]
