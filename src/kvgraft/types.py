@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NewType
@@ -114,12 +114,21 @@ class Match:
     """Equal tokens in prompt and donor, verified id by id.
 
     `prompt[target_start : target_start + length] == donor.token_ids[donor_start : donor_start + length]`
+
+    Attributes:
+        target_start: First prompt position.
+        donor_id: Whose tokens they are.
+        donor_start: Index of the first one among the donor's.
+        length: How many there are.
+        is_exact: Whether the donor's K/V there are those of a full prefill of the prompt: it was computed from position 0
+            on behind nothing approximate, and has every token of the prompt up to the end of the match.
     """
 
     target_start: int
     donor_id: DonorId
     donor_start: int
     length: int
+    is_exact: bool = False
 
     @property
     def target_end(self) -> int:
@@ -131,6 +140,12 @@ class Match:
         """`target_start - donor_start`, in indices of the donor's `token_ids`."""
         return self.target_start - self.donor_start
 
+    def part(self, start: int, stop: int) -> Match:
+        """What of it lies at prompt positions `[start, stop)`, which is not empty."""
+        start, stop = max(start, self.target_start), min(stop, self.target_end)
+        donor_start = self.donor_start + start - self.target_start
+        return replace(self, target_start=start, donor_start=donor_start, length=stop - start)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraftPlan:
@@ -139,7 +154,7 @@ class GraftPlan:
     Attributes:
         num_tokens: Length of the prompt.
         exact_len: Positions `[0, exact_len)` come from the exact prefix cache.
-        spans: Sorted, disjoint matches behind `exact_len`.
+        spans: Sorted, disjoint matches behind `exact_len`; exact ones first.
         compute: Ascending int64 positions of everything else, and the last position always.
     """
 
@@ -160,6 +175,16 @@ class GraftPlan:
         for span in spans:
             is_computed[span.target_start : min(span.target_end, num_tokens - 1)] = False
         return cls(num_tokens, exact_len, spans, np.flatnonzero(is_computed))
+
+    @property
+    def exact_end(self) -> int:
+        """Positions in front of it have the K/V of a full prefill once the spans are copied: prefix cache and exact spans."""
+        return max([self.exact_len, *(span.target_end for span in self.spans if span.is_exact)])
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether anything that is copied is not what a full prefill gives."""
+        return not all(span.is_exact for span in self.spans)
 
     @property
     def reused_len(self) -> int:

@@ -153,6 +153,7 @@ class DonorCatalogue:
         self._free_rows: list[int] = []
         self._epochs = np.zeros(max_rows, np.int64)
         self._generations = np.zeros(max_rows, np.int64)
+        self._start_positions = np.zeros(max_rows, np.int64)
         self._tenant_of_row = np.zeros(max_rows, np.int64)
         self._is_far = np.zeros(max_rows, np.bool_)
         self._num_tokens = 0
@@ -213,7 +214,8 @@ class DonorCatalogue:
         """Find which tokens at or behind `start` donors have, at any offset. Changes nothing.
 
         Every run of at least 32 tokens that the prompt shares with a donor is found, unless newer text displaced
-        its anchors; of shorter ones, down to `min_run`, some are.
+        its anchors; of shorter ones, down to `min_run`, some are. Where a donor has the prompt from its first token on, and
+        computed it exactly, that match comes first, as long as it reaches: it costs no fidelity.
 
         Args:
             namespace: Only its donors are considered.
@@ -257,7 +259,9 @@ class DonorCatalogue:
         runs = find_runs(anchors, hits, passages, self._arena, verifier)
         runs = runs.clipped(start, self._min_run)
         ranks = 2 * self._generations[runs.rows] + self._is_far[runs.rows]
-        return self._matches(tile(runs, ranks, min_run=self._min_run))
+        pieces = tile(runs, ranks, min_run=self._min_run)
+        front = self._exact_front(runs, tokens, start)
+        return self._matches(pieces) if front is None else self._behind_front(front, pieces)
 
     def inside(
         self, namespace: Namespace | KeyedNamespace, token_ids: ArrayLike, *, min_generation: int
@@ -327,6 +331,7 @@ class DonorCatalogue:
         donor = Donor(donor_id, namespace, tokens, kv, generation, start_position)
         self._arena.store(row, tokens)
         self._generations[row] = generation
+        self._start_positions[row] = start_position
         self._tenant_of_row[row] = tenant.number
         self._is_far[row] = is_far
         keys, crowded_out = self._index.insert(row, tenant.fingerprinter.anchors(tokens))
@@ -541,6 +546,30 @@ class DonorCatalogue:
         own = self._arena.get(row)
         few = list(dict.fromkeys(offset for offset in offsets if 0 <= offset <= len(tokens) - len(own)))[:_MOST_OFFSETS]
         return any(np.array_equal(own, tokens[offset : offset + len(own)]) for offset in few)
+
+    def _exact_front(self, runs: Runs, tokens: Tokens, start: int) -> Runs | None:
+        """Return the longest run from prompt position `start` on whose K/V are those of a full prefill, alone, or None.
+
+        Its donor was computed from position 0 on behind nothing approximate, and has the tokens in front of `start` too.
+        """
+        rows = runs.rows
+        is_front = (runs.starts == start) & (self._arena.starts[rows] == runs.diagonals)
+        is_front &= (self._generations[rows] == 0) & (self._start_positions[rows] == 0)
+        found = np.flatnonzero(is_front)
+        for index in found[np.argsort(self._is_far[rows[found]] - 2 * runs.ends[found], kind="stable")].tolist():
+            if np.array_equal(self._arena.get(int(rows[index]))[:start], tokens[:start]):
+                return runs.take(np.array([index]))
+        return None
+
+    def _behind_front(self, front: Runs, pieces: Runs) -> list[Match]:
+        """Put `front`, one run, in front of what is left of `pieces`; it ends early enough to leave the next `min_run`."""
+        start, end = int(front.starts[0]), int(front.ends[0])
+        across = pieces.ends[(pieces.starts < end) & (pieces.ends > end)]
+        end = int(min([end, *(across - self._min_run)]))
+        if end - start < self._min_run:
+            return self._matches(pieces)
+        first = replace(self._matches(front)[0], length=end - start, is_exact=True)
+        return [first, *self._matches(pieces.clipped(end, self._min_run))]
 
     def _matches(self, pieces: Runs) -> list[Match]:
         ids = pieces.rows | self._epochs[pieces.rows] << _ROW_BITS

@@ -77,13 +77,16 @@ class CostModel:
         length = end - start
         return length * (self.compute_per_token + self.attention_per_key * (start + end + 1) / 2)
 
-    def saving(self, start: int, end: int) -> float:
-        """What reusing positions `[start, end)` as one span saves; negative where computing is cheaper."""
-        saved = (1 - self.recompute_ratio) * self.compute_cost(start, end)
-        return saved - self.copy_per_token * (end - start) - self.per_span
+    def saving(self, match: Match) -> float:
+        """What reusing a match as one span saves; negative where computing is cheaper. Nothing exact is computed again."""
+        share = 1.0 if match.is_exact else 1 - self.recompute_ratio
+        saved = share * self.compute_cost(match.target_start, match.target_end)
+        return saved - self.copy_per_token * match.length - self.per_span
 
     def look_cost(self, plan: GraftPlan) -> float:
         """What choosing among the reused tokens of a plan costs by what attends to them, whatever it saves."""
+        if not plan.is_approximate:
+            return 0.0
         query_start = plan.num_tokens - min(self.query_rows, len(plan.compute))
         tail = self.tail_passes * self.compute_cost(plan.spans[-1].target_end, plan.num_tokens)
         return tail + self.compute_cost(query_start, plan.num_tokens)
@@ -159,13 +162,13 @@ def _parts(matches: Iterable[Match], start: int, end: int, min_run: int) -> Iter
     for match in matches:
         begin, stop = max(match.target_start, start), min(match.target_end, end)
         if match.target_end - begin >= min_run and stop > begin:
-            yield Match(begin, match.donor_id, match.donor_start + begin - match.target_start, stop - begin)
+            yield match.part(begin, stop)
 
 
 def _worthwhile(parts: Iterable[Match], costs: CostModel, read_cost: ReadCost) -> Iterable[tuple[Match, float]]:
     """Yield those that pay, and what each saves."""
     for part in parts:
-        saving = costs.saving(part.target_start, part.target_end)
+        saving = costs.saving(part)
         if saving > 0 and (saving := saving - read_cost(part)) > 0:
             yield part, saving
 

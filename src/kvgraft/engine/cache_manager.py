@@ -219,7 +219,7 @@ class CacheManager:
             kv.request.token_ids,
             kv.plan,
             kv.kv_indices,
-            kv.request.policy if kv.plan.spans else NoRecompute(),
+            kv.request.policy if kv.plan.is_approximate else NoRecompute(),
             swa_indices=kv.swa_indices,
             correction=kv.request.correction,
             num_layers=self._adapter.num_layers,

@@ -11,7 +11,7 @@ import numpy as np
 from kvgraft.config import quoted
 from kvgraft.engine.token_spans import token_spans
 from kvgraft.errors import ConfigError
-from kvgraft.types import NamedPart
+from kvgraft.types import Fidelity, NamedPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -186,8 +186,9 @@ def document_reuse(documents: Iterable[NamedPart], report: GraftReport) -> list[
 
 
 def _copied_before(report: GraftReport, positions: Sequence[int]) -> NDArray[np.int64]:
-    """How many tokens in front of each position are of spans, int64 (num_positions,)."""
-    spans = sorted((int(span.target_start), int(span.length)) for span in report.spans)
+    """How many tokens in front of each position are of spans that are not exact, int64 (num_positions,)."""
+    copied = (span for span in report.spans if span.fidelity is not Fidelity.EXACT)
+    spans = sorted((int(span.target_start), int(span.length)) for span in copied)
     starts, lengths = np.asarray([(-1, 0), *spans], np.int64).T
     last = np.searchsorted(starts, positions, side="left") - 1
     before = np.concatenate([[0], np.cumsum(lengths)])

@@ -18,7 +18,7 @@ from kvgraft.errors import StoreError, one_line
 from kvgraft.graft.executor import BlockSource, RotatedSpans, SpanCopy, copy_spans
 from kvgraft.reuse.lineage import reused_span
 from kvgraft.reuse.stored import StoredKV
-from kvgraft.types import Fidelity, GraftPlan, Match, Miss, MissReason
+from kvgraft.types import GraftPlan, Match, Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,14 +67,23 @@ class Grafting:
         kv.miss = self._serve(kv, kv.request, pairs)
 
     def _serve(self, kv: RequestKV, request: Request, pairs: Sequence[tuple[Match, Donor]]) -> Miss | None:
-        """Decide how a graft of these spans is served; returns why it is not, and changes no plan then."""
-        served = self._risk.serve(request, [reused_span(*pair) for pair in pairs])
-        kv.risk, kv.sampled = served.statement, served.sampled
-        if served.policy is None:
-            return Miss(MissReason.RISK, f"grafts of this kind are at notch {served.statement.notch!r}")
+        """Decide how a graft of these spans is served; returns why it is not, and changes no plan then.
+
+        Exact spans bear no risk, and are copied whatever is said of the others.
+        """
+        exact = [pair for pair in pairs if pair[0].is_exact]
+        kv.risk, kv.sampled = self._risk.stated(request), None
+        if len(exact) < len(pairs):
+            served = self._risk.serve(request, [reused_span(*pair) for pair in pairs if not pair[0].is_exact])
+            kv.risk, kv.sampled = served.statement, served.sampled
+            if served.policy is not None:
+                request = replace(request, policy=served.policy)
+            elif exact:
+                pairs = exact
+            else:
+                return Miss(MissReason.RISK, f"grafts of this kind are at notch {served.statement.notch!r}")
         kv.plan = GraftPlan.over(kv.plan.num_tokens, kv.plan.exact_len, [match for match, _ in pairs])
-        kv.donors = tuple(donor for _, donor in pairs)
-        kv.request = replace(request, policy=served.policy)
+        kv.donors, kv.request = tuple(donor for _, donor in pairs), request
         return None
 
     def begin_reads(self, kv: RequestKV, request: Request) -> None:
@@ -142,18 +151,19 @@ class Grafting:
         lost = {id(span.match) for span in reads.spans if not span.is_copied}
         if not lost:
             return None
-        entries = list(zip(kv.plan.spans, kv.donors, kv.tiers, strict=True))
-        kept = [entry for entry in entries if id(entry[0]) not in lost]
+        pairs = zip(kv.plan.spans, kv.donors, strict=True)
+        kept = [(match, donor) for match, donor in pairs if id(match) not in lost]
         if not kept:
             return Miss(MissReason.STORE, "nothing that was to be read has come in time")
-        kv.tiers = tuple(tier for _, _, tier in kept)
-        return self._serve(kv, reads.request, [(match, donor) for match, donor, _ in kept])
+        tiers = dict(zip(kv.plan.spans, kv.tiers, strict=True))
+        miss = self._serve(kv, reads.request, kept)
+        kv.tiers = tuple(tiers[match] for match in kv.plan.spans)
+        return miss
 
     def note(self, kv: RequestKV) -> None:
         """Note in lineage and catalogue what was copied."""
-        fidelity = Fidelity.SHIFTED if kv.substitution is None else Fidelity.SUBSTITUTED
-        entries = zip(kv.plan.spans, kv.donors, kv.tiers, strict=True)
-        spans = (reused_span(match, donor, fidelity, tier) for match, donor, tier in entries)
+        entries, is_substituted = zip(kv.plan.spans, kv.donors, kv.tiers, strict=True), kv.substitution is not None
+        spans = (reused_span(match, donor, tier=tier, is_substituted=is_substituted) for match, donor, tier in entries)
         kv.lineage.copy(self.names.named(spans))
         saved: Counter[DonorId] = Counter()
         for match in kv.plan.spans:

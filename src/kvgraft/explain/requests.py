@@ -282,11 +282,13 @@ def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> Run:
 
 
 def _runs(num_tokens: int, exact: int, spans: Sequence[Run]) -> Iterable[Run]:
-    """Yield all of a prompt: the exact prefix, spans, and what was computed between them."""
-    at = 0
-    if exact:
-        yield Run(0, exact, RunKind.EXACT)
-        at = exact
+    """Yield all of a prompt: what the prefix cache gave, spans, and what was computed between them.
+
+    Of the `exact` tokens the prefix cache gave those that are in no exact span.
+    """
+    at = exact - sum(span.length for span in spans if span.kind is RunKind.EXACT)
+    if at:
+        yield Run(0, at, RunKind.EXACT)
     for span in spans:
         if span.start < at or span.length < 1 or span.stop > num_tokens:
             raise ValueError(f"a span of {span.length} tokens at {span.start} overlaps another, or the prompt's end")

@@ -71,7 +71,7 @@ class PrefillOutcome:
 
 
 def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = None) -> SelectionContext:
-    """Lay out the reused tokens of `plan`; spans that continue one another in donor and prompt are one run.
+    """Lay out what `plan` reuses approximately; spans that continue one another in donor and prompt are one run.
 
     Args:
         plan: Of the prompt.
@@ -84,6 +84,8 @@ def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = N
     run_start = 0
     previous: Match | None = None
     for span in plan.spans:
+        if span.is_exact:
+            continue  # nothing to choose from: computed again it would be the same
         if previous is None or not _continues(previous, span):
             run_start = span.target_start
         positions.append(np.arange(span.target_start, span.target_end))
@@ -231,9 +233,10 @@ class SparsePrefill:
 
     def _begin_pass(self, step: Recompute) -> None:
         self._deviation_layer = step.deviation_layer if step.observe_key_deviation else 0
-        num_tokens, exact_len = self._plan.num_tokens, self._plan.exact_len
+        num_tokens = self._plan.num_tokens
         if self._deviation_layer or step.afresh:
-            self._rows = np.arange(min(exact_len, num_tokens - 1), num_tokens)
+            first = self._plan.exact_len if step.afresh else self._plan.exact_end
+            self._rows = np.arange(min(first, num_tokens - 1), num_tokens)
         else:
             self._rows = _rows_of(step, self._plan, self._computed)
         self._mass = np.zeros(num_tokens, np.float32) if step.observe_query else None

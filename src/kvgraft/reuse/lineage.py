@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvgraft.types import Match
 
 
+_EXACT = -1
+"""In place of the generation of what was copied and is exact: what attends to it is as exact as if it had been computed."""
+
+
 class ComputedRun(NamedTuple):
     """Positions `[start, stop)` that were computed, and the generation of a donor made of them."""
 
@@ -33,7 +37,7 @@ class Lineage:
     A position is
 
     - *given*, below `given_len`: the engine's exact prefix cache had it when the request was admitted;
-    - *copied*, in one of `spans`: K/V of a donor, approximate;
+    - *copied*, in one of `spans`: K/V of a donor, approximate unless the span is exact;
     - *computed*, everywhere else, by a forward pass of this request. What is computed behind something copied attends to it
       and is approximate too: its generation is one more than the highest that it attended to.
 
@@ -69,8 +73,8 @@ class Lineage:
 
     @property
     def is_approximate(self) -> bool:
-        """Whether anything copied was put in, or attended to."""
-        return bool(self._spans or self._exposed)
+        """Whether anything approximate was put in, or attended to."""
+        return bool(self._exposed) or any(span.fidelity is not Fidelity.EXACT for span in self._spans)
 
     def copied_tokens(self, fidelity: Fidelity) -> int:
         """Tokens of one class that stayed as they were copied. Those computed again count as shifted before."""
@@ -130,7 +134,7 @@ class Lineage:
 
     def exact_len(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` positions have the K/V of a full prefill: what may be published as exact."""
-        firsts = [start for start, _, _ in self._sources()]
+        firsts = [start for start, _, generation in self._sources() if generation != _EXACT]
         return min(num_tokens, max(self._healed_len, min([num_tokens, *firsts])))
 
     def computed_runs(self, start: int, stop: int) -> Iterator[ComputedRun]:
@@ -161,7 +165,14 @@ class Lineage:
 
     def _sources(self) -> list[tuple[int, int, int]]:
         """Ascending `(start, stop, generation)` of everything that came from a donor."""
-        copied = [(span.target_start, span.target_start + span.length, span.generation) for span in self._spans]
+        copied = [
+            (
+                span.target_start,
+                span.target_start + span.length,
+                _EXACT if span.fidelity is Fidelity.EXACT else span.generation,
+            )
+            for span in self._spans
+        ]
         return sorted([*copied, *((position, position, generation) for position, generation in self._exposed)])
 
     def _cut(self, stop: int) -> None:
@@ -201,15 +212,23 @@ def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int)
         yield ComputedRun(start, stop, attended)
 
 
-def reused_span(match: Match, donor: Donor, fidelity: Fidelity = Fidelity.SHIFTED, tier: str = "") -> SpanReport:
-    """Describe a verified match whose K/V are copied from `donor`, which has them in `tier` (see `SpanReport`)."""
+def reused_span(match: Match, donor: Donor, *, tier: str = "", is_substituted: bool = False) -> SpanReport:
+    """Describe a match whose K/V are copied from `donor`, which has them in `tier` (see `SpanReport`).
+
+    Args:
+        match: Verified token by token, unless `is_substituted`: the donor's tokens are others then.
+        donor: Has the K/V.
+        tier: Where it has them.
+        is_substituted: Whether a semantic provider chose the donor.
+    """
+    fidelity = Fidelity.EXACT if match.is_exact else Fidelity.SHIFTED
     return SpanReport(
         target_start=match.target_start,
         length=match.length,
         donor_id=match.donor_id,
         donor_start=match.donor_start,
         position_delta=match.target_start - donor.start_position - match.donor_start,
-        fidelity=fidelity,
+        fidelity=Fidelity.SUBSTITUTED if is_substituted else fidelity,
         generation=donor.generation,
         tier=tier,
     )

@@ -256,8 +256,10 @@ class Lookup:
         planned = plan_graft(num_tokens, exact_len, usable, costs, min_run=self._min_run, read_cost=read_cost)
         if isinstance(planned, Miss):
             return planned
-        saved = planned.reused_len * (1 - costs.recompute_ratio)
-        saved -= costs.tail_passes * (num_tokens - planned.spans[-1].target_end)
+        saved = float(planned.reused_len)
+        if planned.is_approximate:
+            saved -= costs.recompute_ratio * sum(span.length for span in planned.spans if not span.is_exact)
+            saved -= costs.tail_passes * (num_tokens - planned.spans[-1].target_end)
         if saved < self._min_saved_tokens:
             return Miss(MissReason.NOT_WORTH_IT, f"{saved:.0f} tokens saved are less than min_saved_tokens")
         return planned
@@ -274,5 +276,5 @@ def _saved(planned: GraftPlan | Miss, costs: CostModel, read_cost: ReadCost) -> 
     """What a plan saves, less what reading for it costs; less than any plan does for none."""
     if isinstance(planned, Miss):
         return -math.inf
-    saved = sum(costs.saving(span.target_start, span.target_end) - read_cost(span) for span in planned.spans)
+    saved = sum(costs.saving(span) - read_cost(span) for span in planned.spans)
     return saved - costs.look_cost(planned)

@@ -56,8 +56,9 @@ def request_report(
         risk: What may be said about grafts of this kind.
         substitution: Whose K/V stand in, or None.
     """
-    shifted, substituted = (lineage.copied_tokens(kind) for kind in (Fidelity.SHIFTED, Fidelity.SUBSTITUTED))
-    exact = min(lineage.given_len, num_tokens)
+    kinds = (Fidelity.EXACT, Fidelity.SHIFTED, Fidelity.SUBSTITUTED)
+    copied, shifted, substituted = (lineage.copied_tokens(kind) for kind in kinds)
+    exact = min(lineage.given_len, num_tokens) + copied
     is_grafted = bool(lineage.spans)
     return GraftReport(
         num_tokens=num_tokens,
@@ -67,7 +68,7 @@ def request_report(
         recomputed_tokens=lineage.recomputed,
         computed_tokens=num_tokens - exact - shifted - substituted,
         spans=lineage.spans,
-        policy=policy if is_grafted and not substituted else "none",
+        policy=policy if lineage.is_approximate and not substituted else "none",
         corrected_tokens=corrected_tokens,
         timings_ms=dict(timings_ms),
         miss=None if is_grafted else miss or Miss(MissReason.NO_MATCH, "nothing was grafted"),

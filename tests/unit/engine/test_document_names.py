@@ -10,7 +10,7 @@ import pytest
 
 from kvgraft.engine import document_names
 from kvgraft.engine.document_names import DocumentLabel, DocumentNames, document_reuse, labelled_tokens
-from kvgraft.types import NamedPart
+from kvgraft.types import Fidelity, NamedPart
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Span:
     target_start: int
     length: int
     documents: tuple[NamedPart, ...] = ()
+    fidelity: Fidelity = Fidelity.SHIFTED
 
 
 class Donors(dict):
@@ -87,5 +88,6 @@ def test_copied_tokens_of_a_document_are_those_of_all_spans():
     copied = {position for span in spans for position in range(span.target_start, span.target_start + span.length)}
     expected = [len(copied & set(range(part.start, part.stop))) for part in every]
     assert [each["copied_tokens"] for each in document_reuse(every, report)] == expected
-    (alone,) = document_reuse([NamedPart("a", 0, 9)], SimpleNamespace(exact_tokens=4, spans=()))
+    exact = Span(0, 0, 0, 4, fidelity=Fidelity.EXACT)  # counted among the exact ones already
+    (alone,) = document_reuse([NamedPart("a", 0, 9)], SimpleNamespace(exact_tokens=4, spans=(exact,)))
     assert (alone["exact_tokens"], alone["copied_tokens"]) == (4, 0)

@@ -19,11 +19,20 @@ BLOCK = 48
 
 
 class Truth(NamedTuple):
-    """`depth` 0 is exact; copied is one more than its donor; computed is the highest that was attended to."""
+    """`depth` 0 is exact; copied is one more than its donor; computed is the highest that was attended to.
+
+    `text` stands for the tokens up to and with its own: what is exact and was computed behind the very same is exact again.
+    """
 
     depth: int
     epoch: int
     copied: bool = False
+    text: bytes = b""
+
+    def at(self, text):
+        """A copy of it as the last token of `text`."""
+        is_exact = self.depth == 0 and self.text == text
+        return self if is_exact else Truth(self.depth + 1, self.epoch, copied=True, text=text)
 
 
 @dataclass(eq=False, repr=False)
@@ -47,6 +56,7 @@ class Request:
     is_new: bool = True
     worst_copied: int = 0
     least_exact: int = 10**9
+    texts: list[bytes] = field(default_factory=list)
 
     def __post_init__(self):
         self.extend(self.prompt_token_ids)
@@ -58,6 +68,12 @@ class Request:
     @property
     def num_prompt_tokens(self):
         return len(self.prompt_token_ids)
+
+    def text(self, stop):
+        """Stands for the tokens in front of `stop`."""
+        for token in self.all_token_ids[len(self.texts) : stop]:
+            self.texts.append(chained((self.texts or [b""])[-1], [token]))
+        return self.texts[stop - 1]
 
     def extend(self, tokens):
         self.all_token_ids += tokens
@@ -185,7 +201,7 @@ class Workers:
                 engine.compute(request, position, span.target_start)
                 for truth in donor[span.donor_start : span.donor_start + span.length]:
                     assert truth.epoch == engine.epoch, "K/V of a model that is gone are grafted"
-                    request.kv.append(Truth(truth.depth + 1, truth.epoch, copied=True))
+                    request.kv.append(truth.at(request.text(len(request.kv) + 1)))
                 position = span.target_end
             engine.compute(request, position, graft.end)
             self.outcomes[graft.request_id] = GraftOutcome(0, 1.0, 1.0)
@@ -281,7 +297,8 @@ class Engine:
         assert len(request.kv) == start
         depth = max((truth.depth for truth in request.kv), default=0)
         oldest = min((truth.epoch for truth in request.kv), default=self.epoch)
-        request.kv += [Truth(depth, min(oldest, self.epoch))] * (stop - start)
+        epoch = min(oldest, self.epoch)
+        request.kv += [Truth(depth, epoch, text=request.text(position + 1)) for position in range(start, stop)]
 
     def cached(self, request):
         """K/V of the longest run of blocks that the cache has, the last token left out."""

@@ -8,12 +8,12 @@ import numpy as np
 
 from kvgraft.graft.select.base import SelectionContext
 from kvgraft.graft.select.guard import PolicySteps
-from kvgraft.types import Match
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.types import Match
 
 
 def loadable(
@@ -53,7 +53,7 @@ def cut(match: Match, start: int, end: int) -> Match | None:
     begin, stop = max(match.target_start, start), min(match.target_end, end)
     if stop <= begin:
         return None
-    return Match(begin, match.donor_id, match.donor_start + begin - match.target_start, stop - begin)
+    return match.part(begin, stop)
 
 
 def _aligned(match: Match, page_size: int) -> Match | None:

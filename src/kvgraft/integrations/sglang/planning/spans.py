@@ -23,7 +23,7 @@ class Span:
         donor: Where they come from; None if this rank does not know the donor that rank 0 chose.
         donor_start: Index of the first token in the donor.
         recomputed: Tokens in front of it that the donor had and that the selection policy has computed again.
-        fidelity: `shifted`, or `substituted` if a semantic provider chose the donor.
+        fidelity: `substituted` if a semantic provider chose the donor.
         is_stored: Whether a store alone has the K/V; it is read before it can be loaded.
     """
 
@@ -45,9 +45,14 @@ class Span:
         cut = position - self.start
         return replace(self, start=position, length=self.length - cut, donor_start=self.donor_start + cut)
 
+    @property
+    def match(self) -> Match:
+        """Where its tokens stand in the prompt and at its donor, which this rank knows."""
+        assert self.donor is not None
+        is_exact = self.fidelity is Fidelity.EXACT
+        return Match(self.start, self.donor.donor_id, self.donor_start, self.length, is_exact)
+
     def report(self) -> SpanReport:
         """Describe it once it is loaded."""
         assert self.donor is not None
-        return reused_span(
-            Match(self.start, self.donor.donor_id, self.donor_start, self.length), self.donor, self.fidelity
-        )
+        return reused_span(self.match, self.donor, is_substituted=self.fidelity is Fidelity.SUBSTITUTED)

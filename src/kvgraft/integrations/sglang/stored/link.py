@@ -226,7 +226,7 @@ class StoreLink:
 
     def _pays(self, match: Match) -> bool:
         read_s = self._expected_s(match.donor_id, match.length)
-        compute_s = self.prefill.seconds(self.costs.saving(match.target_start, match.target_end))
+        compute_s = self.prefill.seconds(self.costs.saving(match))
         return read_s < (float("inf") if compute_s is None else compute_s)
 
     def _expected_s(self, donor_id: DonorId, length: int) -> float:
@@ -244,7 +244,7 @@ class StoreLink:
         return self._on_all(partial(self._begun, spans))
 
     def _begun(self, spans: Sequence[Span]) -> SpanReads:
-        cost = sum(self.costs.saving(span.start, span.end) for span in spans)
+        cost = sum(self.costs.saving(span.match) for span in spans if span.donor is not None)
         expected_s = sum(0.0 if span.donor is None else self._patience_for(span) for span in spans)
         patience_s = max(_LEAST_PATIENCE_S, expected_s)
         compute_s = self.prefill.seconds(cost)

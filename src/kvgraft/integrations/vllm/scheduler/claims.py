@@ -11,7 +11,7 @@ import numpy as np
 from kvgraft.graft.select import Observable, PolicySteps, expected_share
 from kvgraft.graft.sparse_prefill import selection_context
 from kvgraft.integrations.vllm.scheduler.stores import is_cold
-from kvgraft.types import GraftPlan, Match, Miss, MissReason
+from kvgraft.types import GraftPlan, Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor, DonorCatalogue
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
+    from kvgraft.types import Match
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +32,7 @@ class Claim:
         end: Positions `[plan.exact_len, end)` are made by the workers.
         spans: What workers read of donors: the plan's spans, and in front of them text that sliding windows reach back to.
         donors: One per entry of `spans`.
-        first_approximate: What stands in front of it is exact.
+        first_approximate: What stands in front of it is exact, and stays so if the load fails: exact spans are behind it.
         asynchronous: The request waits for it.
     """
 
@@ -98,6 +99,8 @@ class Claims:
 
     def _num_rows(self, plan: GraftPlan, end: int) -> int:
         """Positions that workers compute, as far as it can be told beforehand."""
+        if not plan.is_approximate:
+            return int(np.searchsorted(plan.compute, end))
         observes = self._policy.observes
         if Observable.KEY_DEVIATION in observes:
             return end - plan.exact_len
@@ -117,7 +120,6 @@ def covering(matches: Sequence[Match], start: int, stop: int) -> tuple[Match, ..
             continue
         if match.target_start > position:
             return None
-        end = min(match.target_end, stop)
-        parts.append(Match(position, match.donor_id, match.donor_start + position - match.target_start, end - position))
-        position = end
+        parts.append(match.part(position, stop))
+        position = parts[-1].target_end
     return tuple(parts) if position == stop else None

@@ -24,7 +24,7 @@ from kvgraft.reuse.asked import PARAMETER
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage, reused_span
 from kvgraft.reuse.report import report_as_dict
-from kvgraft.types import Fidelity, Miss, MissReason
+from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,9 +135,11 @@ class GraftScheduler:
     def _send(self, state: RequestState, claim: Claim) -> None:
         """Have a claim carried out."""
         spans = zip(claim.plan.spans, claim.donors[len(claim.reached_back) :], strict=True)
-        fidelity = Fidelity.SHIFTED if state.substitution is None else Fidelity.SUBSTITUTED
-        tier_of = self.registry.stores.tier_of
-        state.lineage.copy(reused_span(span, donor, fidelity, tier_of(donor.donor_id)) for span, donor in spans)
+        is_substituted, tier_of = state.substitution is not None, self.registry.stores.tier_of
+        state.lineage.copy(
+            reused_span(span, donor, tier=tier_of(donor.donor_id), is_substituted=is_substituted)
+            for span, donor in spans
+        )
         if claim.reached_back:
             state.lineage.expose(claim.plan.exact_len, max(donor.generation for donor in claim.reached_back))
         try:

@@ -69,7 +69,8 @@ class GraftJob:
         self._donors = donors
         self._homes = _homes(command, rank, max_rows)
         self._max_rows = max_rows
-        self._policy = NoRecompute() if command.is_substituted else policy
+        is_chosen_from = command.plan.is_approximate and not command.is_substituted
+        self._policy = policy if is_chosen_from else NoRecompute()
         self._correction = None if command.is_substituted else correction
         self._context = selection_context(command.plan, command.token_ids)
         self._num_recomputed = 0
