@@ -10,7 +10,7 @@ import numpy as np
 from kvgraft.integrations.sglang.reporting.attempt import Attempt
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.report import request_report
-from kvgraft.types import GraftPlan, Match
+from kvgraft.types import Fidelity, GraftPlan, Match
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,10 +117,15 @@ class RequestState:
         return Attempt(report, tuple(self.sources), self.num_steps)
 
     def extent(self) -> tuple[int, int]:
-        """Return how many tokens are copied or will be, and how many stand behind the last of them; one at least is."""
-        ends = [span.target_start + span.length for span in self.lineage.spans] + [span.end for span in self.spans]
-        reused = sum(span.length for span in self.lineage.spans) + sum(span.length for span in self.spans)
-        return reused, self.num_tokens - max(ends)
+        """Return how many tokens are copied or will be, and how many stand behind the last of them; one at least is.
+
+        Exact ones do not count.
+        """
+        copied = [(span.target_start, span.length, span.fidelity) for span in self.lineage.spans]
+        due = [(span.start, span.length, span.fidelity) for span in self.spans]
+        spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is not Fidelity.EXACT]
+        end = max(start + length for start, length in spans)
+        return sum(length for _, length in spans), self.num_tokens - end
 
     def take_loaded(self) -> tuple[SpanReport, ...]:
         """Return what was loaded since the last call."""

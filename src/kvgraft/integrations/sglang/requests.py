@@ -344,8 +344,8 @@ class RequestReuse:
         if state is None:
             return None
         slots = self.loader.load(state, req.prefix_len, expected)
-        if state.lineage.is_approximate:
-            req.skip_radix_cache_insert = True  # approximate K/V are never published
+        if state.lineage.spans:
+            req.skip_radix_cache_insert = True  # nothing approximate is ever published, and copies belong to the row
         return slots
 
     def recompute(self, req: Any, slots: Tensor) -> None:  # noqa: ANN401
@@ -356,7 +356,7 @@ class RequestReuse:
             slots: int64, of the positions in front of that.
         """
         state, recomputer = self._states.get(req), self.recomputer
-        if state is None or recomputer is None or not state.lineage.spans:
+        if state is None or recomputer is None or not state.lineage.is_approximate:
             return
         try:
             policy = recomputer.policy_for(*state.extent())
@@ -366,8 +366,8 @@ class RequestReuse:
             return
         if policy is None or (looks_at_query(policy) and state.spans):
             return  # nobody looks before the last region is there
-        spans = state.take_loaded()
-        if not spans or any(span.fidelity is not Fidelity.SHIFTED for span in spans):
+        spans = tuple(span for span in state.take_loaded() if span.fidelity is Fidelity.SHIFTED)
+        if not spans:
             return
         started = time.perf_counter()
         try:
@@ -458,7 +458,7 @@ class RequestReuse:
             node: Its node in the exact tree.
         """
         state = self._states.get(req)
-        if state is None or not state.lineage.is_approximate or state.adopted or self.is_stale:
+        if state is None or not state.lineage.spans or state.adopted or self.is_stale:
             return
         try:
             req.refresh_fill_ids()

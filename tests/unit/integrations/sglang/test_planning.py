@@ -9,8 +9,8 @@ import pytest
 from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
-from kvgraft.integrations.sglang.planning.planner import LoadPlanner, request_namespace
-from kvgraft.types import MissReason
+from kvgraft.integrations.sglang.planning.planner import LoadPlanner, extent, request_namespace
+from kvgraft.types import Fidelity, GraftPlan, MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
@@ -50,9 +50,21 @@ def test_misses_have_reasons(make_world, make_tokens):
 def test_first_k_is_part_of_the_plan(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    found = plan(world, document[:80] + make_tokens(5), selection="first_k", first_k=10)
+    found = plan(world, document[1:81] + make_tokens(5), selection="first_k", first_k=10)
     assert spans(found) == [(10, 70)]
     assert [span.recomputed for span in found.spans] == [10]
+
+
+def test_nothing_of_an_exact_front_is_left_to_compute(make_world, make_tokens):
+    world, document, moved = make_world(), make_tokens(100), make_tokens(100)
+    world.publish("donor", document)
+    world.publish("other", moved)
+    prompt = document[:80] + make_tokens(5) + moved[10:] + make_tokens(5)
+    found = plan(world, prompt, selection="first_k", first_k=10)
+    assert spans(found) == [(0, 80), (95, 80)]
+    assert [(span.fidelity, span.recomputed) for span in found.spans] == [(Fidelity.EXACT, 0), (Fidelity.SHIFTED, 10)]
+    assert [span.report().fidelity for span in found.spans] == [Fidelity.EXACT, Fidelity.SHIFTED]
+    assert extent(GraftPlan.over(len(prompt), 0, [span.match for span in found.spans])) == (80, 5)
 
 
 def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(make_world, make_tokens):

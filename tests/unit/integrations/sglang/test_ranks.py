@@ -123,4 +123,8 @@ def test_only_catalogued_donors_can_be_sent():
     with pytest.raises(AssertionError, match="catalogued"):
         ranks._encoded(Decision((span,)))
     sent = ranks._encoded(Decision((Span(0, 10, make_donor(1), 2, 3),)))
-    assert sent[:-1] == [1, 0, 10, 1, 2, 3]
+    assert sent[:-1] == [1, 0, 10, 1, 2, 3, 0]
+    sent = ranks._encoded(Decision((Span(0, 10, make_donor(1), 0, fidelity=Fidelity.EXACT),)))
+    ranks._donor_of = {1: make_donor(1)}.get
+    (received,) = ranks._decoded(sent).spans
+    assert (received.fidelity, received.donor.donor_id) == (Fidelity.EXACT, 1)

@@ -467,7 +467,7 @@ def test_request_counts_once_however_often_it_is_retracted(make_world, make_toke
 def test_tokens_of_regions_that_were_not_loaded_do_not_count_as_recomputed(make_world, make_tokens):
     world, document = make_world(selection="first_k", first_k=10, host_bytes=0), make_tokens(300)
     world.publish("donor", document)
-    tokens = document[:60] + make_tokens(20) + document[100:160] + make_tokens(20) + document[200:290] + make_tokens(9)
+    tokens = document[1:61] + make_tokens(20) + document[100:160] + make_tokens(20) + document[200:290] + make_tokens(9)
     lost, kept = FakeRequest("lost", tokens), FakeRequest("kept", tokens)
     for req in (lost, kept):
         promise(world, req)

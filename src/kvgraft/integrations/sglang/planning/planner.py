@@ -17,7 +17,7 @@ from kvgraft.integrations.sglang.planning.spans import Span
 from kvgraft.integrations.sglang.stored.cold import AllDonors, is_cold
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
-from kvgraft.types import GraftPlan, Match, Miss, MissReason, Namespace
+from kvgraft.types import Fidelity, GraftPlan, Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:
     from array import array
@@ -67,8 +67,9 @@ def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
 
 
 def extent(plan: GraftPlan) -> tuple[int, int]:
-    """Return how many tokens `plan` copies, and how many stand behind the last of them."""
-    return sum(span.length for span in plan.spans), plan.num_tokens - plan.spans[-1].target_end
+    """Return how many tokens `plan` copies that are approximate, and how many stand behind the last of them."""
+    approximate = [span for span in plan.spans if not span.is_exact]
+    return sum(span.length for span in approximate), plan.num_tokens - approximate[-1].target_end
 
 
 class LoadPlanner:
@@ -136,7 +137,8 @@ class LoadPlanner:
         found = lookup.find(namespace, token_ids, exact_len, self._costs)
         if isinstance(found.planned, Miss):
             return LoadPlan((), found.planned, found.lookup_ms)
-        if self._recomputer is not None and self._recomputer.policy_for(*extent(found.planned)) is None:
+        recomputer = self._recomputer if found.planned.is_approximate else None
+        if recomputer is not None and recomputer.policy_for(*extent(found.planned)) is None:
             miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
             return LoadPlan((), miss, found.lookup_ms)
         return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
@@ -156,7 +158,10 @@ class LoadPlanner:
         is_stored = is_cold(region.donor_id)
         donor = self.donor_of(region.donor_id)
         recomputed = self._recomputed[region.target_start]
-        return Span(region.target_start, region.length, donor, region.donor_start, recomputed, is_stored=is_stored)
+        fidelity = Fidelity.EXACT if region.is_exact else Fidelity.SHIFTED
+        return Span(
+            region.target_start, region.length, donor, region.donor_start, recomputed, fidelity, is_stored=is_stored
+        )
 
     def donor_of(self, donor_id: DonorId) -> Donor | None:
         """Return a donor at hand or in a store, or None if it is gone."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _Shared = TypeVar("_Shared")
 _KEEP, _REPLACE = 0, 1
-_FIELDS = 6
+_FIELDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,10 @@ class TensorParallelRanks:
         numbers = [_REPLACE]
         for span in decision.spans:
             assert span.donor is not None
-            assert span.fidelity is Fidelity.SHIFTED, "only catalogued donors can be sent"
-            digest = _digest(span.donor, span.donor_start, span.length)
-            numbers += [span.start, span.length, span.donor.donor_id, span.donor_start, span.recomputed, digest]
+            assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
+            is_exact, digest = span.fidelity is Fidelity.EXACT, _digest(span.donor, span.donor_start, span.length)
+            donor_id = span.donor.donor_id
+            numbers += [span.start, span.length, donor_id, span.donor_start, span.recomputed, int(is_exact), digest]
         return numbers
 
     def _decoded(self, numbers: list[int]) -> Decision:
@@ -171,11 +172,12 @@ class TensorParallelRanks:
         return Decision(tuple(self._span(row) for row in rows))
 
     def _span(self, numbers: list[int]) -> Span:
-        start, length, donor_id, donor_start, recomputed, digest = numbers
+        start, length, donor_id, donor_start, recomputed, is_exact, digest = numbers
         donor = self._donor_of(DonorId(donor_id))
         if donor is not None and _digest(donor, donor_start, length) != digest:
             donor = None
-        return Span(start, length, donor, donor_start, recomputed, is_stored=is_cold(DonorId(donor_id)))
+        fidelity = Fidelity.EXACT if is_exact else Fidelity.SHIFTED
+        return Span(start, length, donor, donor_start, recomputed, fidelity, is_stored=is_cold(DonorId(donor_id)))
 
 
 def _digest(donor: Donor, start: int, length: int) -> int:

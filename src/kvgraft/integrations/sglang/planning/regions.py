@@ -25,7 +25,7 @@ def loadable(
     computes consecutive tokens only.
 
     Args:
-        matches: Sorted and disjoint.
+        matches: Sorted and disjoint, exact ones first.
         start: Length of the exact prefix.
         end: Positions from it on are computed, for their logits are wanted.
         page_size: Tokens of a page; targets begin and end at multiples of it.
@@ -62,12 +62,19 @@ def _aligned(match: Match, page_size: int) -> Match | None:
 
 
 def _kept(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> Iterator[tuple[Match, int]]:
-    """Yield what the policy leaves of `matches`, and how many tokens of the same match it takes in front of each."""
+    """Yield what the policy leaves of `matches`, and how many tokens of the same match it takes in front of each.
+
+    It is not asked about exact ones.
+    """
+    exact = [match for match in matches if match.is_exact]
+    yield from ((match, 0) for match in exact)
+    matches = matches[len(exact) :]
     if not matches:
         return
     reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in matches])
     distance = np.concatenate([np.arange(match.length) for match in matches])
-    live = np.setdiff1d(np.arange(num_tokens), reused, assume_unique=True)
+    copied = np.concatenate([reused, *(np.arange(match.target_start, match.target_end) for match in exact)])
+    live = np.setdiff1d(np.arange(num_tokens), copied, assume_unique=True)
     step = PolicySteps(policy, SelectionContext(num_tokens, reused, distance, live)).first()
     keep = np.ones(num_tokens, np.bool_)
     keep[step.positions] = False

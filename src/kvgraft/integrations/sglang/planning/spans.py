@@ -23,7 +23,7 @@ class Span:
         donor: Where they come from; None if this rank does not know the donor that rank 0 chose.
         donor_start: Index of the first token in the donor.
         recomputed: Tokens in front of it that the donor had and that the selection policy has computed again.
-        fidelity: `substituted` if a semantic provider chose the donor.
+        fidelity: How its K/V relate to a full prefill's.
         is_stored: Whether a store alone has the K/V; it is read before it can be loaded.
     """
 
