@@ -106,9 +106,10 @@ class _Inspector:
         entry = self._source.log.get(request.path_params["number"])
         if entry is None:
             return PlainTextResponse("this request is not kept any more\n", 404)
-        if entry.explained is None:
+        explained = entry.explained
+        if explained is None:
             return PlainTextResponse("this request ended before its prompt was computed, and has no report\n", 404)
-        html = await asyncio.to_thread(lambda: page([entry.explained()]) if entry.explained else "")
+        html = await asyncio.to_thread(lambda: page([explained()]))
         return HTMLResponse(html, headers={"content-security-policy": _REPORT_POLICY})
 
     async def engine(self, _request: Request) -> Response:

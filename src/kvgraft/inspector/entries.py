@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from kvgraft.explain import ExplainedRequest
 
+COUNTED = ("exact", "shifted", "substituted", "recomputed", "computed")
+"""Fates of prompt tokens, which reports count under these names with `_tokens` behind them."""
 _MOST_ENTRIES = 10_000
 
 
@@ -29,7 +31,7 @@ class Entry:
         output_tokens: Tokens generated; None where nobody said.
         ttft_s: Seconds to the first token; None where nobody said.
         total_s: Seconds to its end; None where nobody said.
-        counts: Prompt tokens by fate, under the names of `explain.RunKind`.
+        counts: Prompt tokens by fate (`COUNTED`).
         miss: Why nothing was grafted, or empty.
         explained: Makes all of what its report tells; None where it has none.
     """

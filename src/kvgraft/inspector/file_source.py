@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
 from kvgraft.explain import read_requests
-from kvgraft.inspector.entries import Entry, EntryLog
+from kvgraft.inspector.entries import COUNTED, Entry, EntryLog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,6 @@ class FileSource:
 
 def _entry(request: ExplainedRequest, seen: float, number: int) -> Entry:
     report = request.last.report
-    names = ("exact", "shifted", "substituted", "recomputed", "computed")
     miss = report.get("miss")
     return Entry(
         number,
@@ -125,7 +124,7 @@ def _entry(request: ExplainedRequest, seen: float, number: int) -> Entry:
         request.output_tokens,
         None,
         None,
-        {name: int(report.get(f"{name}_tokens", 0)) for name in names},
+        {kind: int(report.get(f"{kind}_tokens", 0)) for kind in COUNTED},
         str(miss["reason"]) if miss else "",
         lambda: request,
     )

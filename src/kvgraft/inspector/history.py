@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.explain import ExplainedRequest
-from kvgraft.inspector.entries import Entry, EntryLog
+from kvgraft.inspector.entries import COUNTED, Entry, EntryLog
 from kvgraft.reuse.report import report_as_dict
 
 if TYPE_CHECKING:
@@ -37,17 +37,7 @@ class RequestHistory:
 
 def _entry(record: RequestRecord, ended: float, number: int) -> Entry:
     report = record.report
-    counts = (
-        {}
-        if report is None
-        else {
-            "exact": report.exact_tokens,
-            "shifted": report.shifted_tokens,
-            "substituted": report.substituted_tokens,
-            "recomputed": report.recomputed_tokens,
-            "computed": report.computed_tokens,
-        }
-    )
+    counts = {} if report is None else {kind: getattr(report, f"{kind}_tokens") for kind in COUNTED}
     return Entry(
         number,
         ended,

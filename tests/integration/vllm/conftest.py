@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from kvgraft.donors import DonorCatalogue
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "standins")]  # engines.py and models.py; stand-ins of other tests too
@@ -27,6 +30,16 @@ else:
 def pytest_configure(config):
     if importlib.util.find_spec("vllm") is not None:
         config.addinivalue_line("filterwarnings", "default")  # vLLM and its dependencies warn of their own accord
+
+
+@pytest.fixture
+def no_exact_fronts(monkeypatch):
+    """Lookups take what donor and prompt begin with for moved text: it is exact then and treated like any graft."""
+
+    def find_moved(self, *args, find=DonorCatalogue.find, **kwargs):
+        return [replace(match, is_exact=False) for match in find(self, *args, **kwargs)]
+
+    monkeypatch.setattr(DonorCatalogue, "find", find_moved)
 
 
 @pytest.fixture(scope="session")

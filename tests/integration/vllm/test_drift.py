@@ -175,6 +175,18 @@ def test_constant_drift_is_taken_away_exactly(served, drifting, monkeypatch):
         spoilt.assert_like(cold, tolerance=1e-3)
 
 
+def test_an_exact_front_is_neither_computed_again_nor_corrected(served):
+    prompt = KNOWN + LONG_QUESTION
+    cold = served.cold(prompt)
+    served.donate(KNOWN)
+    warm = served.ask(prompt)
+    (span,) = warm.report["spans"]
+    assert (span["fidelity"], span["target_start"], span["length"]) == ("exact", 0, len(KNOWN))
+    assert (warm.report["exact_tokens"], warm.shifted) == (len(KNOWN), 0)
+    assert (warm.report["recomputed_tokens"], warm.report["corrected_tokens"], warm.report["policy"]) == (0, 0, "none")
+    warm.assert_like(cold)
+
+
 @pytest.fixture
 def guarded(served, monkeypatch):
     """Every step of every graft leaves all K/V as they are that are not its request's own, behind its exact prefix."""

@@ -68,6 +68,23 @@ def test_a_repeated_prompt_with_forced_holes_equals_the_cold_run(served, monkeyp
     warm.assert_like(cold)
 
 
+def test_what_donor_and_prompt_begin_with_is_exact(served):
+    """Nothing else is: what is moved behind it, and the blocks of a request whose load might fail, stay its own."""
+    served.donate(HEAD + DOCUMENT + QUESTION, OTHER_QUESTION + OTHER_HEAD)
+    prompt = HEAD + DOCUMENT + OTHER_QUESTION
+    cold = served.cold(prompt)
+    for _ in range(2):
+        warm = served.ask(prompt)
+        assert (warm.report["exact_tokens"], warm.shifted) == (len(HEAD + DOCUMENT), 0)
+        warm.assert_like(cold)
+    behind = HEAD + DOCUMENT + OTHER_HEAD + QUESTION
+    mixed = served.ask(behind)
+    assert (mixed.report["exact_tokens"], mixed.shifted) == (len(HEAD + DOCUMENT), len(OTHER_HEAD))
+    exact = served.ask(behind, "exact")
+    assert exact.num_cached == 0, "nothing of either is in vLLM's own cache"
+    exact.assert_like(served.cold(behind))
+
+
 def test_reused_tokens_of_a_moved_document_change_the_answer(served):
     """Otherwise these tests could not tell a graft from a full prefill."""
     served.donate(HEAD + DOCUMENT + QUESTION)
