@@ -286,7 +286,7 @@ def _runs(num_tokens: int, exact: int, spans: Sequence[Run]) -> Iterable[Run]:
 
     Of the `exact` tokens the prefix cache gave those that are in no exact span.
     """
-    at = exact - sum(span.length for span in spans if span.kind is RunKind.EXACT)
+    at = max(0, exact - sum(span.length for span in spans if span.kind is RunKind.EXACT))
     if at:
         yield Run(0, at, RunKind.EXACT)
     for span in spans:

@@ -136,7 +136,8 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
         yield from _run_lines(run, text, again=attempt.again_in(run), colour=colour)
     for number, sentence in enumerate(_miss_sentences(attempt), 1):
         yield from _wrapped(sentence, indent=_INDENT * number)
-    if not report.get("miss") and "risk" in report:
+    is_approximate = bool(attempt.tokens(RunKind.SHIFTED) or attempt.tokens(RunKind.SUBSTITUTED))
+    if is_approximate and "risk" in report:
         yield from _wrapped(f"risk of the copied tokens: {_risk(report['risk'])}", indent=_INDENT)
     for hint in hints(attempt):
         yield from _wrapped(hint, indent=_INDENT)

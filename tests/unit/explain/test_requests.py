@@ -248,6 +248,25 @@ def test_requests_are_listed_and_compared():
     assert max(map(len, told.splitlines())) <= WIDTH
 
 
+def test_exact_copies_are_told_apart_from_the_prefix_in_front_of_them():
+    spans = [span(50, 150, 0, fidelity="exact", tier="host"), span(300, 400)]
+    request = one({"kvgraft": report(exact=200, spans=spans, shifted_tokens=400, computed_tokens=400)})
+    runs = [(run.start, run.stop, run.kind, run.tier) for run in request.last.runs]
+    assert runs == [
+        (0, 50, RunKind.EXACT, ""),
+        (50, 200, RunKind.EXACT, "host"),
+        (200, 300, RunKind.COMPUTED, ""),
+        (300, 700, RunKind.SHIFTED, "device"),
+        (700, 1000, RunKind.COMPUTED, ""),
+    ]
+    told = "\n".join(request_lines(request))
+    assert "200 of 1000 prompt tokens exact prefix" in told
+    assert "risk of the copied tokens" in told
+    alone = one({"kvgraft": report(exact=200, spans=spans[:1], shifted_tokens=0, computed_tokens=800)})
+    assert "risk" not in "\n".join(request_lines(alone))
+    assert "moved by +0" in page([alone])
+
+
 @given(st.data())
 def test_runs_cover_every_prompt(data):
     num_tokens = data.draw(st.integers(1, 300))
