@@ -150,6 +150,7 @@ def ask_preempted(served, prompt, preempt_after):
     return answer_of(finished)
 
 
+@pytest.mark.usefixtures("no_exact_fronts")
 def test_constant_drift_is_taken_away_exactly(served, drifting, monkeypatch):
     """Through pieces and rings, and where vLLM begins a request again: what is corrected twice would have moved on."""
     prompt = KNOWN + LONG_QUESTION

@@ -70,14 +70,14 @@ def test_a_repeated_prompt_with_forced_holes_equals_the_cold_run(served, monkeyp
 
 def test_what_donor_and_prompt_begin_with_is_exact(served):
     """Nothing else is: what is moved behind it, and the blocks of a request whose load might fail, stay its own."""
-    served.donate(HEAD + DOCUMENT + QUESTION, OTHER_QUESTION + OTHER_HEAD)
-    prompt = HEAD + DOCUMENT + OTHER_QUESTION
-    cold = served.cold(prompt)
-    for _ in range(2):
+    served.donate(HEAD + DOCUMENT + QUESTION, text(9, 60) + OTHER_HEAD)
+    for question in (OTHER_QUESTION, text(10, 33)):
+        prompt = HEAD + DOCUMENT + question
+        cold = served.cold(prompt)
         warm = served.ask(prompt)
         assert (warm.report["exact_tokens"], warm.shifted) == (len(HEAD + DOCUMENT), 0)
         warm.assert_like(cold)
-    behind = HEAD + DOCUMENT + OTHER_HEAD + QUESTION
+    behind = HEAD + DOCUMENT + OTHER_HEAD + text(11, 40)
     mixed = served.ask(behind)
     assert (mixed.report["exact_tokens"], mixed.shifted) == (len(HEAD + DOCUMENT), len(OTHER_HEAD))
     exact = served.ask(behind, "exact")

@@ -55,10 +55,11 @@ def test_donors_are_captured_chunk_by_chunk(served, monkeypatch):
     (donor,) = served.scheduler.registry.catalogue
     assert donor.token_ids.tolist() == prompt
     warm = served.ask(prompt)
-    assert warm.shifted == len(prompt) - 1
+    assert warm.report["exact_tokens"] == len(prompt) - 1
     warm.assert_like(cold)
 
 
+@pytest.mark.usefixtures("no_exact_fronts")
 def test_a_tail_of_several_chunks_behind_a_graft(served):
     served.donate(HEAD + DOCUMENT + QUESTION)
     prompt = HEAD + DOCUMENT + text(6, 600)
