@@ -193,6 +193,12 @@ def test_small_pool_spills_donors_to_the_host_and_grafts_from_there(rng, documen
     assert from_host.token_ids == from_slots.token_ids
 
 
+@pytest.mark.parametrize("selection", [np.empty(0), np.ones(2), 3])
+def test_a_selection_of_another_type_is_refused_in_one_line(selection, document):
+    with pytest.raises(ConfigError, match="selection is the name of a policy, a SelectionPolicy or None"):
+        make_llm().generate(document, GREEDY, selection=selection)
+
+
 def test_without_host_memory_donors_are_dropped(rng):
     llm = make_llm(num_slots=600, host_bytes=0)
     for _ in range(5):

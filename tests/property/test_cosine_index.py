@@ -45,11 +45,11 @@ class CosineIndexMachine(RuleBasedStateMachine):
             for (owner, key), each in self.stored.items()
             if owner == namespace
         }
-        best = sorted((cosine for cosine in cosines.values()), reverse=True)[:k]
+        best = [cosine for cosine in sorted(cosines.values(), reverse=True)[:k] if cosine >= least]
         found = self.index.search(namespace, DIRECTIONS[direction], k, least)
-        assert [each.similarity for each in found] == pytest.approx([cosine for cosine in best if cosine >= least])
+        assert [each.similarity for each in found] == pytest.approx(best, abs=1e-6)
         for each in reversed(found):
-            assert each.similarity == pytest.approx(cosines[each.key])
+            assert each.similarity == pytest.approx(cosines[each.key], abs=1e-6)
             self.stored[namespace, each.key] = self.stored.pop((namespace, each.key))
         assert len({each.key for each in found}) == len(found)
 

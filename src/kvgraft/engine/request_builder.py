@@ -260,9 +260,9 @@ class RequestBuilder:
         """The policy meant by a name or by None, the configured one."""
         if selection is None:
             return self.policy
-        if selection == self._config.selection:
-            return self._configured_policy
         if isinstance(selection, str):
+            if selection == self._config.selection:
+                return self._configured_policy
             with about("selection"):
                 return self._named_policy(selection, may_import=False)  # a client may have said it
         if not isinstance(selection, SelectionPolicy):
