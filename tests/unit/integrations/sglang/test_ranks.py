@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from kvgraft.donors import Donor
 from kvgraft.integrations.sglang.planning.ranks import Decision, OneRank, Span, TensorParallelRanks, shared_secret
-from kvgraft.types import DonorId, Namespace
+from kvgraft.types import DonorId, Fidelity, Namespace
 
 NAMESPACE = Namespace("m")
 
@@ -116,8 +117,6 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
 
 
 def test_only_catalogued_donors_can_be_sent():
-    from kvgraft.types import Fidelity
-
     span = Span(0, 10, make_donor(1), 0, fidelity=Fidelity.SUBSTITUTED)
     ranks = object.__new__(TensorParallelRanks)
     with pytest.raises(AssertionError, match="catalogued"):
@@ -128,3 +127,15 @@ def test_only_catalogued_donors_can_be_sent():
     ranks._donor_of = {1: make_donor(1)}.get
     (received,) = ranks._decoded(sent).spans
     assert (received.fidelity, received.donor.donor_id) == (Fidelity.EXACT, 1)
+
+
+def test_an_exact_span_is_of_the_same_beginning_on_every_rank():
+    """Its donor on another rank has the same tokens in the span, and others in front of it."""
+    ranks, other = object.__new__(TensorParallelRanks), make_donor(1)
+    tokens = other.token_ids.copy()
+    tokens[0] += 1  # K/V of the others would be of another text on this rank
+    ranks._donor_of = {1: dataclasses.replace(other, token_ids=tokens)}.get
+    for fidelity, is_taken in ((Fidelity.EXACT, False), (Fidelity.SHIFTED, True)):
+        sent = ranks._encoded(Decision((Span(10, 20, make_donor(1), 10, fidelity=fidelity),)))
+        (received,) = ranks._decoded(sent).spans
+        assert (received.donor is not None) is is_taken

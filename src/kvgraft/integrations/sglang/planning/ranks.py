@@ -160,8 +160,8 @@ class TensorParallelRanks:
         for span in decision.spans:
             assert span.donor is not None
             assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
-            is_exact, digest = span.fidelity is Fidelity.EXACT, _digest(span.donor, span.donor_start, span.length)
-            donor_id = span.donor.donor_id
+            is_exact, donor_id = span.fidelity is Fidelity.EXACT, span.donor.donor_id
+            digest = _digest(span.donor, span.donor_start, span.length, is_exact=is_exact)
             numbers += [span.start, span.length, donor_id, span.donor_start, span.recomputed, int(is_exact), digest]
         return numbers
 
@@ -174,14 +174,18 @@ class TensorParallelRanks:
     def _span(self, numbers: list[int]) -> Span:
         start, length, donor_id, donor_start, recomputed, is_exact, digest = numbers
         donor = self._donor_of(DonorId(donor_id))
-        if donor is not None and _digest(donor, donor_start, length) != digest:
+        if donor is not None and _digest(donor, donor_start, length, is_exact=bool(is_exact)) != digest:
             donor = None
         fidelity = Fidelity.EXACT if is_exact else Fidelity.SHIFTED
         return Span(start, length, donor, donor_start, recomputed, fidelity, is_stored=is_cold(DonorId(donor_id)))
 
 
-def _digest(donor: Donor, start: int, length: int) -> int:
-    """Digest what a span copies: the tokens and where and behind what they were encoded; 62 bits."""
-    digest = hashlib.blake2b(donor.token_ids[start : start + length].tobytes(), digest_size=8)
+def _digest(donor: Donor, start: int, length: int, *, is_exact: bool) -> int:
+    """Digest what a span copies: the tokens and where and behind what they were encoded; 62 bits.
+
+    Of an exact span those in front of it, too: what they are is why it is exact.
+    """
+    first = 0 if is_exact else start
+    digest = hashlib.blake2b(donor.token_ids[first : start + length].tobytes(), digest_size=8)
     digest.update(f"{donor.start_position + start} {donor.generation}".encode() + donor.namespace.key)
     return int.from_bytes(digest.digest(), "little") >> 2
