@@ -3,7 +3,8 @@
     python benchmarks/warm_restart.py --json
 
 Per run: a server with an empty store answers a document behind a question of its own (cold), and is killed with SIGKILL when
-the store has it. A second server finds it and answers the same document behind another question (warm). Both answer a short
+the store has it. A second server finds it and answers the same document behind another question (warm); with `--same-front`
+behind the same one, and another question at its end. Both answer a short
 prompt first, so that neither pays for what only a first forward pass does. Seconds are from the request to its first token.
 """
 
@@ -79,9 +80,14 @@ def measure(args: argparse.Namespace, tokens: int, rng: np.random.Generator) -> 
     """Fill a store, kill the server, and ask again."""
     document = rng.integers(_FIRST_TEXT_ID, args.vocab, tokens - 2 * _QUESTION_TOKENS).tolist()
 
+    def question() -> list[int]:
+        drawn: list[int] = rng.integers(_FIRST_TEXT_ID, args.vocab, _QUESTION_TOKENS).tolist()
+        return drawn
+
+    same = question()
+
     def prompt() -> list[int]:
-        begin, end = (rng.integers(_FIRST_TEXT_ID, args.vocab, _QUESTION_TOKENS).tolist() for _ in range(2))
-        return [*begin, *document, *end]
+        return [*(same if args.same_front else question()), *document, *question()]
 
     with tempfile.TemporaryDirectory(prefix="kvgraft-warm-", dir=args.folder) as folder:
         arguments = [*shlex.split(args.server_args), "--store", f"file:{Path(folder) / 'donors'}"]
@@ -143,6 +149,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--server-args", default="--model smollm2-135m", help="arguments of kvgraft serve")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8000])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--same-front", action="store_true", help="both prompts begin alike, and the front is exact")
     parser.add_argument("--folder", help="where the store lies (default: the system's temporary folder)")
     parser.add_argument("--vocab", type=int, default=40_000, help="random token ids are below this")
     parser.add_argument("--seed", type=int, default=0)

@@ -981,8 +981,9 @@ class TestWarmRestart:
     def script(self, load):
         return load("warm_restart.py")
 
-    def test_a_killed_server_is_asked_again(self, script, run, tmp_path):
-        options = ("--server-args", "--model graft-tiny", "--tokens", 600, "--runs", 1, "--vocab", 4_000)
+    @pytest.mark.parametrize("front", [(), ("--same-front",)])
+    def test_a_killed_server_is_asked_again(self, script, run, tmp_path, front):
+        options = ("--server-args", "--model graft-tiny", "--tokens", 600, "--runs", 1, "--vocab", 4_000, *front)
         code, out = run(script, "--json", *options, "--folder", tmp_path)
         assert code == 0
         result = json.loads(out)
@@ -990,6 +991,7 @@ class TestWarmRestart:
         assert found["tokens"] == 600
         assert found["cold_s"] > 0
         assert found["warm_s"] > 0
+        assert (found["reused_tokens"] == 600 - 32) is bool(front), "behind the same front nothing is left out"
         assert "folder" not in result["settings"]
         assert result["summary"]["600"]["times_sooner"] == pytest.approx(found["cold_s"] / found["warm_s"])
 
