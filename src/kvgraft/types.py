@@ -154,7 +154,7 @@ class GraftPlan:
     Attributes:
         num_tokens: Length of the prompt.
         exact_len: Positions `[0, exact_len)` come from the exact prefix cache.
-        spans: Sorted, disjoint matches behind `exact_len`; exact ones first.
+        spans: Sorted, disjoint matches behind `exact_len`.
         compute: Ascending int64 positions of everything else, and the last position always.
     """
 
@@ -178,8 +178,13 @@ class GraftPlan:
 
     @property
     def exact_end(self) -> int:
-        """Positions in front of it have the K/V of a full prefill once the spans are copied: prefix cache and exact spans."""
-        return max([self.exact_len, *(span.target_end for span in self.spans if span.is_exact)])
+        """Positions in front of it have exact K/V once spans are copied: the prefix, and exact spans that follow at once."""
+        end = self.exact_len
+        for span in self.spans:
+            if not span.is_exact or span.target_start != end:
+                break
+            end = span.target_end
+        return end
 
     @property
     def is_approximate(self) -> bool:

@@ -10,7 +10,9 @@ from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, extent, request_namespace
-from kvgraft.types import Fidelity, GraftPlan, MissReason
+from kvgraft.integrations.sglang.planning.regions import loadable
+from kvgraft.reuse.policy import configured_policy
+from kvgraft.types import DonorId, Fidelity, GraftPlan, Match, MissReason
 
 
 def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
@@ -65,6 +67,20 @@ def test_nothing_of_an_exact_front_is_left_to_compute(make_world, make_tokens):
     assert [(span.fidelity, span.recomputed) for span in found.spans] == [(Fidelity.EXACT, 0), (Fidelity.SHIFTED, 10)]
     assert [span.report().fidelity for span in found.spans] == [Fidelity.EXACT, Fidelity.SHIFTED]
     assert extent(GraftPlan.over(len(prompt), 0, [span.match for span in found.spans])) == (80, 5)
+
+
+def test_exact_text_of_a_store_may_stand_behind_a_copy_at_hand():
+    """Donors at hand go first, so that of a longer exact front in a store the rest alone may be read."""
+    copied, exact = Match(0, DonorId(1), 50, 100), Match(100, DonorId(2), 100, 60, is_exact=True)
+    policy = configured_policy("first_k", first_k=10, recompute_ratio=0.0, shown=frozenset())
+    regions, recomputed = loadable([copied, exact], start=0, end=200, page_size=1, policy=policy, min_run=16)
+    assert [(part.target_start, part.target_end, part.is_exact) for part in regions] == [
+        (10, 100, False),
+        (100, 160, True),
+    ]
+    assert recomputed == {10: 10, 100: 0}
+    plan_of_both = GraftPlan.over(201, 0, regions)
+    assert (plan_of_both.exact_end, plan_of_both.is_approximate) == (0, True)
 
 
 def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(make_world, make_tokens):

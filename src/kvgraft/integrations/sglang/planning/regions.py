@@ -25,7 +25,7 @@ def loadable(
     computes consecutive tokens only.
 
     Args:
-        matches: Sorted and disjoint, exact ones first.
+        matches: Sorted and disjoint.
         start: Length of the exact prefix.
         end: Positions from it on are computed, for their logits are wanted.
         page_size: Tokens of a page; targets begin and end at multiples of it.
@@ -66,14 +66,13 @@ def _kept(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> Ite
 
     It is not asked about exact ones.
     """
-    exact = [match for match in matches if match.is_exact]
-    yield from ((match, 0) for match in exact)
-    matches = matches[len(exact) :]
-    if not matches:
+    approximate = [match for match in matches if not match.is_exact]
+    if not approximate:
+        yield from ((match, 0) for match in matches)
         return
-    reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in matches])
-    distance = np.concatenate([np.arange(match.length) for match in matches])
-    copied = np.concatenate([reused, *(np.arange(match.target_start, match.target_end) for match in exact)])
+    reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in approximate])
+    distance = np.concatenate([np.arange(match.length) for match in approximate])
+    copied = np.concatenate([np.arange(match.target_start, match.target_end) for match in matches])
     live = np.setdiff1d(np.arange(num_tokens), copied, assume_unique=True)
     step = PolicySteps(policy, SelectionContext(num_tokens, reused, distance, live)).first()
     keep = np.ones(num_tokens, np.bool_)
