@@ -77,11 +77,10 @@ class CostModel:
         length = end - start
         return length * (self.compute_per_token + self.attention_per_key * (start + end + 1) / 2)
 
-    def saving(self, match: Match) -> float:
-        """What reusing a match as one span saves; negative where computing is cheaper. Nothing exact is computed again."""
-        share = 1.0 if match.is_exact else 1 - self.recompute_ratio
-        saved = share * self.compute_cost(match.target_start, match.target_end)
-        return saved - self.copy_per_token * match.length - self.per_span
+    def saving(self, start: int, end: int, *, is_exact: bool = False) -> float:
+        """What reusing positions `[start, end)` as one span saves, exact ones or not; negative where computing is cheaper."""
+        saved = (1.0 if is_exact else 1 - self.recompute_ratio) * self.compute_cost(start, end)
+        return saved - self.copy_per_token * (end - start) - self.per_span
 
     def look_cost(self, plan: GraftPlan) -> float:
         """What choosing among the reused tokens of a plan costs by what attends to them, whatever it saves."""
@@ -168,7 +167,7 @@ def _parts(matches: Iterable[Match], start: int, end: int, min_run: int) -> Iter
 def _worthwhile(parts: Iterable[Match], costs: CostModel, read_cost: ReadCost) -> Iterable[tuple[Match, float]]:
     """Yield those that pay, and what each saves."""
     for part in parts:
-        saving = costs.saving(part)
+        saving = costs.saving(part.target_start, part.target_end, is_exact=part.is_exact)
         if saving > 0 and (saving := saving - read_cost(part)) > 0:
             yield part, saving
 

@@ -276,5 +276,8 @@ def _saved(planned: GraftPlan | Miss, costs: CostModel, read_cost: ReadCost) -> 
     """What a plan saves, less what reading for it costs; less than any plan does for none."""
     if isinstance(planned, Miss):
         return -math.inf
-    saved = sum(costs.saving(span) - read_cost(span) for span in planned.spans)
+    saved = sum(
+        costs.saving(span.target_start, span.target_end, is_exact=span.is_exact) - read_cost(span)
+        for span in planned.spans
+    )
     return saved - costs.look_cost(planned)

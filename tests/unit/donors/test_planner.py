@@ -78,7 +78,7 @@ def test_min_run_is_the_shortest_span():
 
 def test_span_is_kept_only_where_it_saves_more_than_it_costs():
     costs = CostModel(compute_per_token=1, attention_per_key=0, copy_per_token=0.25, per_span=10, recompute_ratio=0.25)
-    assert costs.saving(make_match(0, 20)) == 0
+    assert costs.saving(0, 20) == 0
     assert reason(100, 0, make_match(0, 20), cost_model=costs) is MissReason.NOT_WORTH_IT
     assert plan(100, 0, make_match(0, 21), cost_model=costs).spans == (make_match(0, 21),)
 
@@ -86,7 +86,7 @@ def test_span_is_kept_only_where_it_saves_more_than_it_costs():
 def test_exact_spans_pay_for_no_recomputation_and_no_look():
     costs = CostModel(1, 0, 0, 0, recompute_ratio=0.5, tail_passes=1.0, query_rows=64)
     exact, shifted = dataclasses.replace(make_match(0, 40), is_exact=True), make_match(0, 40)
-    assert (costs.saving(exact), costs.saving(shifted)) == (40, 20)
+    assert (costs.saving(0, 40, is_exact=True), costs.saving(0, 40)) == (40, 20)
     assert plan(200, 0, exact, cost_model=costs).spans == (exact,)
     assert reason(200, 0, shifted, cost_model=costs) is MissReason.NOT_WORTH_IT
     planned = plan(200, 10, exact, dataclasses.replace(shifted, target_start=100))
@@ -100,8 +100,7 @@ def test_exact_spans_pay_for_no_recomputation_and_no_look():
 
 def test_attention_makes_late_positions_worth_more():
     costs = CostModel(attention_per_key=1e-3, per_span=30)
-    early, late = (make_match(start, 20) for start in (0, 20_000))
-    assert costs.saving(early) < 0 < costs.saving(late)
+    assert costs.saving(0, 20) < 0 < costs.saving(20_000, 20_020)
     assert costs.compute_cost(0, 3) == pytest.approx(3 + 1e-3 * (1 + 2 + 3))
 
 

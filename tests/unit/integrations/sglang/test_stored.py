@@ -9,7 +9,7 @@ from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 from tests.unit.integrations.sglang.shelf import Shelf
 
 from kvgraft.integrations.sglang.stored import link, write_behind
-from kvgraft.types import DonorId, Match, MissReason
+from kvgraft.types import MissReason
 
 SOON = 60.0
 
@@ -506,7 +506,7 @@ def test_longer_computing_is_worth_more_patience(server, shelf, make_tokens, com
     after = server()
     look(after)
     if compute_s is not None:
-        cost = after.link.costs.saving(Match(10, DonorId(0), 0, 100))
+        cost = after.link.costs.saving(10, 110)
         after.link.prefill.observe(100, cost, compute_s)
     shelf.gate.clear()
     req = FakeRequest("query", make_tokens(10) + document + make_tokens(5))

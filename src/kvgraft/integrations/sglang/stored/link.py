@@ -20,7 +20,7 @@ from kvgraft.integrations.sglang.stored.speed import PrefillSpeed
 from kvgraft.integrations.sglang.stored.write_behind import MAX_QUEUED_BYTES, WriteBehind
 from kvgraft.memory.store.tier import UsedStore
 from kvgraft.reuse.stored import StoredKV
-from kvgraft.types import Miss, MissReason, StoreCounts
+from kvgraft.types import Fidelity, Miss, MissReason, StoreCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -226,7 +226,9 @@ class StoreLink:
 
     def _pays(self, match: Match) -> bool:
         read_s = self._expected_s(match.donor_id, match.length)
-        compute_s = self.prefill.seconds(self.costs.saving(match))
+        compute_s = self.prefill.seconds(
+            self.costs.saving(match.target_start, match.target_end, is_exact=match.is_exact)
+        )
         return read_s < (float("inf") if compute_s is None else compute_s)
 
     def _expected_s(self, donor_id: DonorId, length: int) -> float:
@@ -244,7 +246,7 @@ class StoreLink:
         return self._on_all(partial(self._begun, spans))
 
     def _begun(self, spans: Sequence[Span]) -> SpanReads:
-        cost = sum(self.costs.saving(span.match) for span in spans if span.donor is not None)
+        cost = sum(self.costs.saving(span.start, span.end, is_exact=span.fidelity is Fidelity.EXACT) for span in spans)
         expected_s = sum(0.0 if span.donor is None else self._patience_for(span) for span in spans)
         patience_s = max(_LEAST_PATIENCE_S, expected_s)
         compute_s = self.prefill.seconds(cost)
