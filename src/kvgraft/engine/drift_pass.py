@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.graft.drift import RunLayout
+from kvgraft.graft.drift_layout import RunLayout
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvgraft.graft.drift import DriftRun
+from kvgraft.graft.drift_layout import DriftRun
 from kvgraft.graft.model import DriftRuns
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.graft.drift import DriftCorrection, DriftRun
+    from kvgraft.graft.drift import DriftCorrection
+    from kvgraft.graft.drift_layout import DriftRun
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.memory.pool import KVPool
 

@@ -9,7 +9,8 @@ from models import save_tiny
 
 from engines import BLOCK, answer_of, engine, parameters, text
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.graft.drift import DriftCorrection, MeanShift
+from kvgraft.graft.drift import DriftCorrection
+from kvgraft.graft.drift_estimate import MeanShift
 from kvgraft.graft.rope import RopeShift, rotate_keys
 from kvgraft.graft.sparse_prefill import SparsePrefill
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block

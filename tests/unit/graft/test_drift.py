@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft import drift_plan
-from kvgraft.graft.drift import (
-    CORRECTIONS,
-    DriftCorrection,
-    DriftRun,
-    Groups,
-    KernelRidge,
-    KeyFrame,
-    MeanShift,
-    ReusedKV,
-    RunLayout,
-    drift_correction,
-)
+from kvgraft.graft.drift import CORRECTIONS, DriftCorrection, KeyFrame, drift_correction
+from kvgraft.graft.drift_estimate import KernelRidge, MeanShift, ReusedKV
+from kvgraft.graft.drift_layout import DriftRun, Groups, RunLayout, _alike
 from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
 from kvgraft.graft.select import SelectionContext
@@ -56,12 +47,52 @@ def rotate(keys, positions):
     return rotate_keys(keys, shift, ROPE.pairing)
 
 
-def test_groups_are_a_rectangle_and_back():
-    groups = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 4)
-    assert groups.exists.tolist() == [[True, True, False], [False] * 3, [True] * 3, [False] * 3]
-    tokens = torch.arange(10.0).view(5, 2)
-    assert groups.take(tokens)[2].tolist() == tokens[2:].tolist()
-    assert torch.equal(groups.flat(groups.take(tokens)), tokens)
+@pytest.mark.parametrize(
+    ("starts", "lengths", "piece"),
+    [((0, 4), (2, 3), None), ((1,), (4,), slice(1, 5)), ((0, 2), (2, 2), slice(0, 4)), ((0, 4), (2, 2), None)],
+)
+def test_groups_are_a_rectangle_and_back(starts, lengths, piece):
+    groups = Groups.of(starts, lengths, torch.device("cpu"))
+    tokens = torch.arange(20.0).view(10, 2)
+    taken = groups.take(tokens)
+    assert groups.piece == piece
+    assert groups.exists.sum(1).tolist() == list(lengths)
+    for row, start, length in zip(taken, starts, lengths, strict=True):
+        assert torch.equal(row[:length], tokens[start : start + length])
+    back = torch.full_like(tokens, -1)
+    groups.put(taken, back)
+    inside = torch.isin(torch.arange(10), groups.tokens)
+    assert torch.equal(back[inside], tokens[inside])
+    assert bool((back[~inside] == -1).all())
+
+
+@given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=40))
+def test_runs_of_a_batch_are_of_like_length(lengths):
+    batches = list(_alike(lengths))
+    assert sorted(run for batch in batches for run in batch) == [run for run, length in enumerate(lengths) if length]
+    for batch in batches:
+        assert batch == sorted(batch)
+        assert max(lengths[run] for run in batch) <= max(256, 2 * min(lengths[run] for run in batch))
+
+
+@pytest.mark.parametrize("estimator", [KernelRidge(), KernelRidge(like=0.0)])
+def test_runs_of_unlike_length_are_estimated_as_if_each_were_alone(estimator):
+    lengths = [(5, 700), (9, 40), (4, 3), (7, 290), (6, 310)]
+    runs, start = [], 0
+    for num_sampled, num_rest in lengths:
+        positions = np.arange(start, start + num_sampled + num_rest)
+        runs.append(DriftRun(positions[:num_sampled], positions[num_sampled:]))
+        start += len(positions)
+    layout = RunLayout.of(runs, torch.device("cpu"))
+    sample = [random_kv(num, seed) for seed, (num, _) in enumerate(lengths)]
+    rest = [random_kv(num, 10 + seed) for seed, (_, num) in enumerate(lengths)]
+    moved = [random_kv(num, 20 + seed) for seed, (num, _) in enumerate(lengths)]
+    facts = ReusedKV((torch.cat(sample),) * 2, (torch.cat(rest),) * 2)
+    shifts = estimator.for_layer(layout, facts)(torch.cat(moved)).split([num for _, num in lengths])
+    for run, *own, shift in zip(runs, sample, rest, moved, shifts, strict=True):
+        alone = RunLayout.of([run], torch.device("cpu"))
+        expected = estimator.for_layer(alone, ReusedKV((own[0],) * 2, (own[1],) * 2))(own[2])
+        assert torch.allclose(shift, expected, atol=1e-5)
 
 
 def test_layout_tells_tokens_and_their_runs_in_order():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvgraft.errors import PolicyError
-from kvgraft.graft.drift import DriftCorrection, DriftRun, RunLayout, drift_correction
+from kvgraft.graft.drift import DriftCorrection, drift_correction
+from kvgraft.graft.drift_layout import DriftRun, RunLayout
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
 from kvgraft.graft.select import FirstK, QuerySeam, RandomShare
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvgraft.graft.drift import RunLayout
+from kvgraft.graft.drift_layout import RunLayout
 from kvgraft.graft.row_attention import AttentionRule, GatheredKV, QueryRows, attend
 
 if TYPE_CHECKING:

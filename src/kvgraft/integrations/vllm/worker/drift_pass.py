@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvgraft.graft.drift import RunLayout
+from kvgraft.graft.drift_layout import RunLayout
 from kvgraft.integrations.vllm.worker.layer_hooks import KeptFailure, LayerInputs
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.graft.drift import DriftRun
+    from kvgraft.graft.drift_layout import DriftRun
     from kvgraft.graft.model import DriftRuns
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV, GroupPlace

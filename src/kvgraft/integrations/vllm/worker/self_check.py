@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.drift import DriftCorrection, DriftRun, MeanShift
+from kvgraft.graft.drift import DriftCorrection
+from kvgraft.graft.drift_estimate import MeanShift
+from kvgraft.graft.drift_layout import DriftRun
 from kvgraft.graft.model import DriftRuns
 from kvgraft.graft.rope import RopeShift, rotate_keys
 from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, relative_error

@@ -1,0 +1,230 @@
+"""Which tokens of a prompt's runs are sampled, and which stay, laid out for tensors: what is the same in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvgraft.graft.rope import RopeShift, rotate_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvgraft.graft.rope import RopeSpec
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DriftRun:
+    """A run of reused tokens whose drift is read off some that are computed, and taken from the rest.
+
+    Attributes:
+        sample: int64, ascending positions of the computed tokens that stand for the run.
+        rest: int64, ascending positions of those that keep what was reused.
+    """
+
+    sample: NDArray[np.int64]
+    rest: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunLayout:
+    """The sampled and the remaining tokens of some runs of one prompt, run after run.
+
+    Attributes:
+        sample_run: int64 (num_sampled,), ascending: the run of each sampled token, from 0 on.
+        rest_run: int64 (num_rest,), likewise of each token that stays.
+        sample_positions: int64 (num_sampled,), prompt positions.
+        rest_positions: int64 (num_rest,).
+        num_runs: How many runs there are.
+    """
+
+    sample_run: Tensor
+    rest_run: Tensor
+    sample_positions: Tensor
+    rest_positions: Tensor
+    num_runs: int
+    _formed: dict[Hashable, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, runs: Sequence[DriftRun], device: torch.device) -> RunLayout:
+        """Lay out `runs`, at least one, on `device`."""
+        return cls(
+            _run_of([len(run.sample) for run in runs], device),
+            _run_of([len(run.rest) for run in runs], device),
+            torch.cat([torch.from_numpy(run.sample) for run in runs]).to(device),
+            torch.cat([torch.from_numpy(run.rest) for run in runs]).to(device),
+            len(runs),
+        )
+
+    def keep_rest(self, kept: Tensor) -> RunLayout:
+        """The same runs with those of the remaining tokens for which `kept`, bool (num_rest,), is true."""
+        rest_run, rest_positions = self.rest_run[kept], self.rest_positions[kept]
+        return RunLayout(self.sample_run, rest_run, self.sample_positions, rest_positions, self.num_runs)
+
+    def once(self, key: Hashable, form: Callable[[], T]) -> T:
+        """What is formed from the layout alone, called `key`; the same in all layers."""
+        if key not in self._formed:
+            self._formed[key] = form()
+        formed: T = self._formed[key]
+        return formed
+
+    def turns(self, rope: RopeSpec | None) -> Turns:
+        """How keys of these tokens turn to position 0 and back; for one frequency table once for all layers."""
+        return self.once(("turns", None if rope is None else id(rope.inv_freq)), lambda: Turns.of(self, rope))
+
+    def batches(self, *, together: bool) -> tuple[tuple[Groups, Groups], ...]:
+        """Sampled and remaining tokens by run, runs of like length side by side; all as one group if `together`."""
+        return self.once(("batches", together), lambda: tuple(self._batches(together=together)))
+
+    def members(self) -> tuple[Tensor, Tensor]:
+        """The run of each token, sampled ones first, and `members_of` these."""
+
+        def form() -> tuple[Tensor, Tensor]:
+            run = torch.cat([self.sample_run, self.rest_run])
+            return run, members_of(run, self.num_runs)
+
+        return self.once("members", form)
+
+    def buffer(self, width: int) -> Tensor:
+        """float32 (num_sampled + num_rest, width), overwritten by every layer: fresh memory costs page faults each time."""
+        num_tokens, device = len(self.sample_run) + len(self.rest_run), self.sample_run.device
+        return self.once(("buffer", width), lambda: torch.empty(num_tokens, width, device=device))
+
+    def _batches(self, *, together: bool) -> Iterator[tuple[Groups, Groups]]:
+        device = self.sample_run.device
+        if together:
+            yield Groups.of([0], [len(self.sample_run)], device), Groups.of([0], [len(self.rest_run)], device)
+            return
+        sample, rest = (_Spans.of(run, self.num_runs) for run in (self.sample_run, self.rest_run))
+        for runs in _alike(rest.lengths):
+            yield sample.groups(runs, device), rest.groups(runs, device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Tokens of some groups as a rectangle with a row per group.
+
+    Attributes:
+        index: int64 (num_groups, longest group), which token; any where there is none.
+        exists: bool, likewise.
+        tokens: int64 (n,), those of all groups in the order of `index`.
+        piece: Where the tokens lie if they fill the rectangle and are one piece, so that nothing need be gathered.
+    """
+
+    index: Tensor
+    exists: Tensor
+    tokens: Tensor
+    piece: slice | None
+
+    @classmethod
+    def of(cls, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Groups:
+        """Lay out groups, at least one, of consecutive tokens."""
+        first, count = torch.tensor([starts, lengths], device=device)[:, :, None]
+        column = torch.arange(max(lengths), device=device)
+        exists = column < count
+        index = torch.where(exists, first + column, 0)
+        follows = all(
+            start + length == after for start, length, after in zip(starts, lengths, starts[1:], strict=False)
+        )
+        is_piece = follows and min(lengths) == max(lengths)
+        return cls(index, exists, index[exists], slice(starts[0], starts[-1] + lengths[-1]) if is_piece else None)
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """(num_tokens, ...) as (num_groups, longest group, ...)."""
+        if self.piece is None:
+            return tokens[self.index]
+        return tokens[self.piece].view(*self.index.shape, *tokens.shape[1:])
+
+    def put(self, padded: Tensor, tokens: Tensor) -> None:
+        """Back again, into (num_tokens, ...)."""
+        if self.piece is None:
+            tokens[self.tokens] = padded[self.exists]
+        else:
+            tokens[self.piece] = padded.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """Keys of a layout's tokens to position 0 and from there; as they are where `rope` is None."""
+
+    rope: RopeSpec | None
+    _sample_back: RopeShift | None = None
+    _rest_back: RopeShift | None = None
+    _rest_forth: RopeShift | None = None
+
+    @classmethod
+    def of(cls, layout: RunLayout, rope: RopeSpec | None) -> Turns:
+        """Form the angles."""
+        if rope is None:
+            return cls(None)
+        sample, rest = layout.sample_positions, layout.rest_positions
+        return cls(
+            rope,
+            RopeShift.between(sample, torch.zeros_like(sample), rope.inv_freq),
+            RopeShift.between(rest, torch.zeros_like(rest), rope.inv_freq),
+            RopeShift.between(torch.zeros_like(rest), rest, rope.inv_freq),
+        )
+
+    def sample_back(self, keys: Tensor) -> Tensor:
+        """Keys of the sampled tokens at position 0."""
+        return self._turned(keys, self._sample_back)
+
+    def rest_back(self, keys: Tensor) -> Tensor:
+        """Keys of the tokens that stay at position 0."""
+        return self._turned(keys, self._rest_back)
+
+    def rest_forth(self, keys: Tensor) -> Tensor:
+        """Keys at position 0 at those of the tokens that stay."""
+        return self._turned(keys, self._rest_forth)
+
+    def _turned(self, keys: Tensor, shift: RopeShift | None) -> Tensor:
+        return keys if self.rope is None or shift is None else rotate_keys(keys, shift, self.rope.pairing)
+
+
+class _Spans(NamedTuple):
+    """Where the tokens of each run begin, and how many there are."""
+
+    starts: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, run: Tensor, num_runs: int) -> _Spans:
+        lengths = torch.bincount(run, minlength=num_runs)
+        return cls((lengths.cumsum(0) - lengths).tolist(), lengths.tolist())
+
+    def groups(self, runs: Sequence[int], device: torch.device) -> Groups:
+        return Groups.of([self.starts[run] for run in runs], [self.lengths[run] for run in runs], device)
+
+
+_LEAST_APART = 256
+"""Shorter runs are computed side by side however much longer one is than another."""
+
+
+def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Batch the runs that have tokens, so that none is padded to more than twice its length unless it is short."""
+    batch: list[int] = []
+    for run in sorted((run for run, length in enumerate(lengths) if length), key=lambda run: lengths[run]):
+        if batch and lengths[run] > max(_LEAST_APART, 2 * lengths[batch[0]]):
+            yield sorted(batch)
+            batch = []
+        batch.append(run)
+    if batch:
+        yield sorted(batch)
+
+
+def members_of(run: Tensor, num_runs: int) -> Tensor:
+    """float32 (num_runs, n): 1 where a token is of a run."""
+    return torch.nn.functional.one_hot(run, num_runs).T.to(torch.float32)
+
+
+def _run_of(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
