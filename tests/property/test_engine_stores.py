@@ -169,7 +169,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
         for llm in getattr(self, "llms", ()):
             for donor in llm.space.donors:
                 if isinstance(donor.kv, StoredKV):
-                    own = DonorRecord(donor.namespace.key, donor.token_ids, donor.generation, donor.start_position)
+                    own = DonorRecord.of(donor)
                     assert donor.kv.key == own.key
 
     @invariant()

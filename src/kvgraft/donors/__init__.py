@@ -1,6 +1,6 @@
 """Which text do we have: donors, the index that finds them in a prompt, and the plan of what to reuse. Numpy alone.
 
-Public modules: `record`.
+Public modules: `front` (digests of what stood in front), `record`.
 """
 
 from __future__ import annotations

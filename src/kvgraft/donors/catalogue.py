@@ -13,7 +13,9 @@ from kvgraft.donors.anchors import AnchorIndex, joined_hits, shared_places
 from kvgraft.donors.arena import TokenArena
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.eviction import DonorQueue
+from kvgraft.donors.exact import exact_first
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Anchors, Fingerprinter, Hashes, Tokens
+from kvgraft.donors.front import FRONT_BYTES, front_digest
 from kvgraft.donors.matcher import Passages, find_runs
 from kvgraft.donors.passages import PassageIndex
 from kvgraft.donors.tiling import tile
@@ -214,8 +216,8 @@ class DonorCatalogue:
         """Find which tokens at or behind `start` donors have, at any offset. Changes nothing.
 
         Every run of at least 32 tokens that the prompt shares with a donor is found, unless newer text displaced
-        its anchors; of shorter ones, down to `min_run`, some are. Where a donor has the prompt from its first token on, and
-        computed it exactly, that match comes first, as long as it reaches: it costs no fidelity.
+        its anchors; of shorter ones, down to `min_run`, some are. Where a donor was computed exactly, behind what the prompt
+        has in front of it, too, it is taken before any other, as far as it reaches: it costs no fidelity.
 
         Args:
             namespace: Only its donors are considered.
@@ -260,8 +262,10 @@ class DonorCatalogue:
         runs = runs.clipped(start, self._min_run)
         ranks = 2 * self._generations[runs.rows] + self._is_far[runs.rows]
         pieces = tile(runs, ranks, min_run=self._min_run)
-        front = self._exact_front(runs, tokens, start)
-        return self._matches(pieces) if front is None else self._behind_front(front, pieces)
+        proved = self._proved(runs, tokens)
+        exact, others = exact_first(proved, self._is_far[proved.rows], pieces, start=start, min_run=self._min_run)
+        matches = [replace(match, is_exact=True) for match in self._matches(exact)]
+        return sorted([*matches, *self._matches(others)], key=lambda match: match.target_start)
 
     def inside(
         self, namespace: Namespace | KeyedNamespace, token_ids: ArrayLike, *, min_generation: int
@@ -285,7 +289,7 @@ class DonorCatalogue:
         ):
             offsets.setdefault(row, []).append(offset)
         rows = (row for row, proposed in offsets.items() if self._stands_in(row, tokens, proposed))
-        return [self._entry(DonorId(row | int(self._epochs[row]) << _ROW_BITS)).donor for row in rows]
+        return [self._donor_of(row) for row in rows]
 
     def add(
         self,
@@ -295,6 +299,7 @@ class DonorCatalogue:
         *,
         generation: int = 0,
         start_position: int = 0,
+        front: bytes = b"",
         is_far: bool = False,
     ) -> AddResult:
         """Register a text, making room by evicting what is worth least.
@@ -305,6 +310,7 @@ class DonorCatalogue:
             kv: Handle of its K/V; goes on belonging to the caller.
             generation: See `Donor`.
             start_position: See `Donor`.
+            front: See `Donor`.
             is_far: Whether its K/V lie where reading them takes time; others with the same text are preferred.
 
         Returns:
@@ -313,8 +319,12 @@ class DonorCatalogue:
         Raises:
             CapacityError: The text is longer than the catalogue, or pinned donors leave too little room. Nothing has
                 changed then.
-            ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers.
+            ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers, or `front` is no digest.
         """
+        if len(front) not in (0, FRONT_BYTES):
+            raise ConfigError(
+                f"front must have {FRONT_BYTES} bytes or none, not {len(front)}; front_digest() makes one"
+            )
         tokens = _as_tokens(token_ids).copy()
         tokens.flags.writeable = False
         if len(tokens) < GRAM_TOKENS:
@@ -328,7 +338,7 @@ class DonorCatalogue:
         tenant = self._tenant(namespace)
         row = self._take_row()
         donor_id = DonorId(row | int(self._epochs[row]) << _ROW_BITS)
-        donor = Donor(donor_id, namespace, tokens, kv, generation, start_position)
+        donor = Donor(donor_id, namespace, tokens, kv, generation, start_position, front)
         self._arena.store(row, tokens)
         self._generations[row] = generation
         self._start_positions[row] = start_position
@@ -547,29 +557,29 @@ class DonorCatalogue:
         few = list(dict.fromkeys(offset for offset in offsets if 0 <= offset <= len(tokens) - len(own)))[:_MOST_OFFSETS]
         return any(np.array_equal(own, tokens[offset : offset + len(own)]) for offset in few)
 
-    def _exact_front(self, runs: Runs, tokens: Tokens, start: int) -> Runs | None:
-        """Return the longest run from prompt position `start` on whose K/V are those of a full prefill, alone, or None.
+    def _proved(self, runs: Runs, tokens: Tokens) -> Runs:
+        """Return the runs whose K/V are those of a full prefill of the prompt.
 
-        Its donor was computed from position 0 on behind nothing approximate, and has the tokens in front of `start` too.
+        Their donors attended to nothing approximate, encoded them at the prompt's positions, and behind the prompt's tokens:
+        those of the donor are compared, of what stood in front of it the digest.
         """
         rows = runs.rows
-        is_front = (runs.starts == start) & (self._arena.starts[rows] == runs.diagonals)
-        is_front &= (self._generations[rows] == 0) & (self._start_positions[rows] == 0)
-        found = np.flatnonzero(is_front)
-        for index in found[np.argsort(self._is_far[rows[found]] - 2 * runs.ends[found], kind="stable")].tolist():
-            if np.array_equal(self._arena.get(int(rows[index]))[:start], tokens[:start]):
-                return runs.take(np.array([index]))
-        return None
+        in_place = (self._generations[rows] == 0) & (
+            self._arena.starts[rows] - runs.diagonals == self._start_positions[rows]
+        )
+        fronts: dict[int, bytes] = {}
+        proved = []
+        for index in np.flatnonzero(in_place).tolist():
+            donor, start = self._donor_of(int(rows[index])), int(runs.starts[index])
+            begin = donor.start_position
+            if begin not in fronts:
+                fronts[begin] = front_digest(donor.namespace.key, tokens[:begin])
+            if donor.front == fronts[begin] and np.array_equal(donor.token_ids[: start - begin], tokens[begin:start]):
+                proved.append(index)
+        return runs.take(np.array(proved, np.int64))
 
-    def _behind_front(self, front: Runs, pieces: Runs) -> list[Match]:
-        """Put `front`, one run, in front of what is left of `pieces`; it ends early enough to leave the next `min_run`."""
-        start, end = int(front.starts[0]), int(front.ends[0])
-        across = pieces.ends[(pieces.starts < end) & (pieces.ends > end)]
-        end = int(min([end, *(across - self._min_run)]))
-        if end - start < self._min_run:
-            return self._matches(pieces)
-        first = replace(self._matches(front)[0], length=end - start, is_exact=True)
-        return [first, *self._matches(pieces.clipped(end, self._min_run))]
+    def _donor_of(self, row: int) -> Donor:
+        return self._entry(DonorId(row | int(self._epochs[row]) << _ROW_BITS)).donor
 
     def _matches(self, pieces: Runs) -> list[Match]:
         ids = pieces.rows | self._epochs[pieces.rows] << _ROW_BITS

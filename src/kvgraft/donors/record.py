@@ -21,7 +21,9 @@ from kvgraft.errors import StoreError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FORMAT_VERSION = 1
+    from kvgraft.donors.donor import Donor
+
+FORMAT_VERSION = 2
 PAGE_TOKENS = 256
 """Tokens that share a checksum; reads are rounded out to whole pages."""
 
@@ -38,12 +40,25 @@ class DonorRecord:
         token_ids: Read-only int32 `(num_tokens,)`.
         generation: See `Donor`.
         start_position: See `Donor`.
+        front: See `Donor`.
     """
 
     namespace_key: bytes
     token_ids: NDArray[np.int32]
     generation: int
     start_position: int
+    front: bytes = b""
+
+    @classmethod
+    def of(cls, donor: Donor, start: int = 0, stop: int | None = None) -> DonorRecord:
+        """The record of tokens `[start, stop)` of a donor, by default of all."""
+        return cls(
+            donor.namespace.key,
+            donor.token_ids[start:stop],
+            donor.generation,
+            donor.start_position + start,
+            donor.front_at(start),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +74,8 @@ class DonorRecord:
     def key(self) -> str:
         """Name of its object: 32 hexadecimal digits, a hash of everything here, keyed by the namespace."""
         digest = hashlib.blake2b(digest_size=16, key=self.namespace_key, person=b"kvgraft.donor")
-        digest.update(struct.pack("<qqq", self.generation, self.start_position, self.num_tokens))
+        digest.update(struct.pack("<qqqq", self.generation, self.start_position, self.num_tokens, len(self.front)))
+        digest.update(self.front)
         digest.update(np.ascontiguousarray(self.token_ids, "<i4").tobytes())
         return digest.hexdigest()
 
@@ -123,6 +139,7 @@ def encode_head(
             "namespace": record.namespace_key.hex(),
             "generation": str(record.generation),
             "start_position": str(record.start_position),
+            "front": record.front.hex(),
             "page_tokens": str(PAGE_TOKENS),
             "layout": layout,
         },
@@ -181,7 +198,11 @@ def decode_head(raw: bytes, space: str, key: str) -> Head:
         tokens = np.frombuffer(raw[middle:], "<i4").astype(np.int32)
         tokens.flags.writeable = False
         record = DonorRecord(
-            bytes.fromhex(meta["namespace"]), tokens, int(meta["generation"]), int(meta["start_position"])
+            bytes.fromhex(meta["namespace"]),
+            tokens,
+            int(meta["generation"]),
+            int(meta["start_position"]),
+            bytes.fromhex(meta["front"]),
         )
         is_whole = len(tokens) == num_tokens and len(checksums) == record.num_pages and record.key == key
         is_whole = is_whole and raw == encode_head(record, space, meta["layout"], bytes_per_token, checksums)

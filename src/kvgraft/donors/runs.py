@@ -54,3 +54,7 @@ class Runs(NamedTuple):
         """Return the parts at or behind prompt position `start` that are at least `min_run` long."""
         runs = self._replace(starts=np.maximum(self.starts, start))
         return runs.take(runs.ends - runs.starts >= min_run)
+
+    def between(self, start: int, end: int, min_run: int) -> Runs:
+        """Return the parts in prompt positions `[start, end)` that are at least `min_run` long."""
+        return self._replace(ends=np.minimum(self.ends, end)).clipped(start, min_run)

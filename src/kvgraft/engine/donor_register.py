@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.donors.front import front_digest
 from kvgraft.engine.kv_space import HostKV
 
 if TYPE_CHECKING:
@@ -135,7 +136,10 @@ class SlotDonors(DonorRegister):
         saved = sum(self._space.donors.saved_tokens(known) for known in continued)
         for known in continued:
             self._space.remove_donor(known)
-        donor_id = self._space.add_donor(kv.namespace, text, slots, generation=generation, start_position=start)
+        front = front_digest(kv.namespace.key, token_ids[:start])
+        donor_id = self._space.add_donor(
+            kv.namespace, text, slots, generation=generation, start_position=start, front=front
+        )
         if donor_id is not None:
             self._space.donors.record_hit(donor_id, saved)
         if stores is not None and carried is not None:
@@ -212,6 +216,7 @@ class HostDonors(DonorRegister):
                     block,
                     generation=generation,
                     start_position=first,
+                    front=front_digest(kv.namespace.key, token_ids[:first]),
                 )
                 if stores is not None and carried is not None:
                     stores.writes.registered(donor_id, carried)

@@ -176,6 +176,7 @@ class HybridKVSpace(KVSpace):
         *,
         generation: int,
         start_position: int,
+        front: bytes = b"",
     ) -> DonorId | None:
         """Register text as a donor and copy its K/V to the host; less valuable donors leave, or it is not registered: None.
 
@@ -186,8 +187,9 @@ class HybridKVSpace(KVSpace):
             windows: Window layers of each token.
             generation: See `Donor`.
             start_position: See `Donor`.
+            front: See `Donor`.
         """
-        donor_id = self._add_on_host(namespace, token_ids, generation, start_position)
+        donor_id = self._add_on_host(namespace, token_ids, generation, start_position, front)
         return None if donor_id is None else self._filled(donor_id, self._pool.export(slots, windows))
 
     def join_host_donors(self, parts: Sequence[Donor]) -> DonorId | None:
@@ -201,7 +203,7 @@ class HybridKVSpace(KVSpace):
         for part in parts:
             self.remove_donor(part.donor_id)
         token_ids = np.concatenate([part.token_ids for part in parts])
-        donor_id = self._add_on_host(first.namespace, token_ids, first.generation, first.start_position)
+        donor_id = self._add_on_host(first.namespace, token_ids, first.generation, first.start_position, first.front)
         if donor_id is None or self._filled(donor_id, block) is None:
             return None
         self.donors.record_hit(donor_id, saved)
@@ -213,6 +215,7 @@ class HybridKVSpace(KVSpace):
         token_ids: NDArray[np.integer],
         generation: int,
         start_position: int,
+        front: bytes,
     ) -> DonorId | None:
         """Register a text whose K/V the host is about to get; None if there is no room for it."""
         if not self.make_host_room(len(token_ids) * self.pool.bytes_per_token):
@@ -225,6 +228,7 @@ class HybridKVSpace(KVSpace):
                 HostKV(),
                 generation=generation,
                 start_position=start_position,
+                front=front,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)

@@ -237,6 +237,7 @@ class KVSpace:
         *,
         generation: int,
         start_position: int,
+        front: bytes = b"",
     ) -> DonorId | None:
         """Register text whose K/V lie in `slots` as a donor; None if it is too short or the catalogue cannot take it."""
         try:
@@ -246,6 +247,7 @@ class KVSpace:
                 SlotKV(slots),
                 generation=generation,
                 start_position=start_position,
+                front=front,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)

@@ -193,9 +193,7 @@ class StoreWrites:
                 self._offer_part(donor, start, stop)
 
     def _offer_part(self, donor: Donor, start: int, stop: int) -> None:
-        record = DonorRecord(
-            donor.namespace.key, donor.token_ids[start:stop], donor.generation, donor.start_position + start
-        )
+        record = DonorRecord.of(donor, start, stop)
         key = record.key
         part = StoredPart(start, stop, key, is_whole=True)
         if key not in self._pending and key not in self._where:
@@ -253,8 +251,7 @@ class StoreWrites:
             return
         if part.key not in self._where or self._stored.donor_of(part.key) is not None:
             return
-        own = DonorRecord(donor.namespace.key, donor.token_ids, donor.generation, donor.start_position)
-        if own.key == part.key:
+        if DonorRecord.of(donor).key == part.key:
             self._stored.bind(donor_id, part.key)
 
     def moved(self, donor_id: DonorId, block: KVBlock) -> None:

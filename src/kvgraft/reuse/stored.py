@@ -127,6 +127,7 @@ class StoredDonors:
             StoredKV(record.key),
             generation=record.generation,
             start_position=record.start_position,
+            front=record.front,
             is_far=True,
         ).donor
         if donor is not None:

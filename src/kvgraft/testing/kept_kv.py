@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvgraft.donors.front import front_digest
 from kvgraft.memory import HybridSlotPool
 from kvgraft.prefix import RadixKey
 from kvgraft.types import Match
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvgraft.donors import Donor
     from kvgraft.engine.adapter import TransformersAdapter
     from kvgraft.engine.kv_space import KVSpace
     from kvgraft.types import DonorId, Namespace, TokenArray
@@ -75,8 +77,8 @@ def assert_donors_are_exact(
 ) -> int:
     """Assert for the donors of generation 0 that are part of a text that their K/V are exact there; returns how many.
 
-    A donor does not say what stood in front of it. Where its tokens stand at its position in several texts, it must be exact
-    in one of them, so `texts` are all that were ever asked for.
+    It must be exact behind what its `front` names. One that does not say what stood in front of it must be exact in one of
+    the texts that have its tokens at its position, so `texts` are all that were ever asked for.
 
     Args:
         adapter: The model.
@@ -92,11 +94,15 @@ def assert_donors_are_exact(
         ):
             continue
         checked += 1
-        fronts = {text[:stop].tobytes(): text[:stop] for text in texts if _stands_in(own, text, donor.start_position)}
+        fronts = {
+            text[:stop].tobytes(): text[:stop]
+            for text in texts
+            if _stands_in(own, text, donor.start_position) and _has_front_of(donor, text)
+        }
         source = space.source(donor, _all_of(donor.donor_id, donor.num_tokens))
         stored = [source.read(layer) for layer in range(adapter.num_layers)]
         problems = [_first_difference(stored, own_kv(adapter, front)) for front in fronts.values()]
-        assert "" in problems, f"donor {donor.donor_id} of generation 0 from {donor.start_position}: {problems[0]}"
+        assert "" in problems, f"donor {donor.donor_id} of generation 0 from {donor.start_position}: {problems}"
     return checked
 
 
@@ -117,6 +123,10 @@ def _all_of(donor_id: DonorId, num_tokens: int) -> Match:
 
 def _stands_in(part: TokenArray, text: TokenArray, start: int) -> bool:
     return np.array_equal(part, text[start : start + len(part)])
+
+
+def _has_front_of(donor: Donor, text: TokenArray) -> bool:
+    return not donor.front or donor.front == front_digest(donor.namespace.key, text[: donor.start_position])
 
 
 def _is_window_layer(adapter: TransformersAdapter, layer: int) -> bool:

@@ -85,6 +85,24 @@ def test_what_donor_and_prompt_begin_with_is_exact(served):
     exact.assert_like(served.cold(behind))
 
 
+def test_a_conversation_that_vllm_has_lost_is_exact_turn_by_turn(served):
+    """Its answers, too: each text tells what stood in front of it."""
+    prompt = HEAD + DOCUMENT[:300]
+    for seed in (50, 51):
+        answer = served.ask(prompt, max_tokens=40)
+        prompt = prompt + list(answer.tokens) + text(seed, 150)
+    known = len(prompt) - 150
+    cold = served.cold(prompt)
+    warm = served.ask(prompt)
+    assert warm.shifted == 0
+    assert warm.report["exact_tokens"] >= known - 64
+    assert len(warm.report["spans"]) > 1
+    warm.assert_like(cold)
+    other = [prompt[0] ^ 1, *prompt[1:]]
+    served.llm.reset_prefix_cache()
+    assert served.ask(other).report["exact_tokens"] == 0
+
+
 def test_reused_tokens_of_a_moved_document_change_the_answer(served):
     """Otherwise these tests could not tell a graft from a full prefill."""
     served.donate(HEAD + DOCUMENT + QUESTION)

@@ -19,7 +19,7 @@ from kvgraft.donors.record import (
 from kvgraft.errors import StoreError
 
 SPACE = space_name("weights", "float32")
-RECORD = DonorRecord(b"k" * 16, np.arange(600, dtype=np.int32), generation=2, start_position=37)
+RECORD = DonorRecord(b"k" * 16, np.arange(600, dtype=np.int32), generation=2, start_position=37, front=b"f" * 32)
 SUMS = np.array([1, 2**63, 2**64 - 1], np.uint64)
 HEAD = encode_head(RECORD, SPACE, '{"fields":[]}', 96, SUMS)
 
@@ -84,7 +84,8 @@ def test_a_salt_cannot_be_guessed_from_a_name_alone():
         (b"", SPACE, RECORD.key),
         (b"\xff" * 100, SPACE, RECORD.key),
         (HEAD[:8] + b"[" + HEAD[9:], SPACE, RECORD.key),
-        (HEAD.replace(b'"kvgraft":"1"', b'"kvgraft":"2"'), SPACE, RECORD.key),
+        (HEAD.replace(b'"kvgraft":"2"', b'"kvgraft":"1"'), SPACE, RECORD.key),
+        (HEAD.replace(b'"front":"66', b'"front":"67'), SPACE, RECORD.key),
         (HEAD.replace(b'"page_tokens":"256"', b'"page_tokens":"128"'), SPACE, RECORD.key),
         (HEAD.replace(b'"generation":"2"', b'"generation":"1"'), SPACE, RECORD.key),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 
 from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel
 from kvgraft.errors import ConfigError
+from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, extent, request_namespace
 from kvgraft.integrations.sglang.planning.regions import loadable
 from kvgraft.reuse.policy import configured_policy
@@ -67,6 +69,25 @@ def test_nothing_of_an_exact_front_is_left_to_compute(make_world, make_tokens):
     assert [(span.fidelity, span.recomputed) for span in found.spans] == [(Fidelity.EXACT, 0), (Fidelity.SHIFTED, 10)]
     assert [span.report().fidelity for span in found.spans] == [Fidelity.EXACT, Fidelity.SHIFTED]
     assert extent(GraftPlan.over(len(prompt), 0, [span.match for span in found.spans])) == (80, 5)
+
+
+def test_later_turns_are_exact_wherever_their_k_v_went(make_world, make_tokens):
+    """What was registered of the tree from position 100 on says what stood in front of it, in host memory, too."""
+    world, conversation = make_world(), make_tokens(180)
+    prompt = conversation + make_tokens(20)
+    text = TreeText(conversation, request_namespace("model", None, None, None), None, None, 0, 0, Origin("turn"))
+    slots = world.tree.allocate(180)
+    node = world.tree.insert(conversation, slots)
+    world.library.register(text, 100, slots[100:].numpy())
+    for is_evicted in (False, True):
+        if is_evicted:
+            world.tree.evict(node, 0)
+            plan(world, prompt)  # whereupon the library knows it
+        (span,) = plan(world, prompt).spans
+        assert (span.start, span.length, span.fidelity) == (100, 80, Fidelity.EXACT)
+        changed = array("q", [conversation[0] ^ 1]) + prompt[1:]
+        assert [span.fidelity for span in plan(world, changed).spans] == [Fidelity.SHIFTED]
+    assert world.library.host_bytes
 
 
 def test_exact_text_of_a_store_may_stand_behind_a_copy_at_hand():

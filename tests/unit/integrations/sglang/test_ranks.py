@@ -134,8 +134,9 @@ def test_an_exact_span_is_of_the_same_beginning_on_every_rank():
     ranks, other = object.__new__(TensorParallelRanks), make_donor(1)
     tokens = other.token_ids.copy()
     tokens[0] += 1  # K/V of the others would be of another text on this rank
-    ranks._donor_of = {1: dataclasses.replace(other, token_ids=tokens)}.get
-    for fidelity, is_taken in ((Fidelity.EXACT, False), (Fidelity.SHIFTED, True)):
-        sent = ranks._encoded(Decision((Span(10, 20, make_donor(1), 10, fidelity=fidelity),)))
-        (received,) = ranks._decoded(sent).spans
-        assert (received.donor is not None) is is_taken
+    for difference in ({"token_ids": tokens}, {"front": b"f" * 32}):
+        ranks._donor_of = {1: dataclasses.replace(other, **difference)}.get
+        for fidelity, is_taken in ((Fidelity.EXACT, False), (Fidelity.SHIFTED, True)):
+            sent = ranks._encoded(Decision((Span(10, 20, make_donor(1), 10, fidelity=fidelity),)))
+            (received,) = ranks._decoded(sent).spans
+            assert (received.donor is not None) is is_taken

@@ -38,14 +38,14 @@ _MAX_REPAIRS = 8
 """Lookups per call that may find donors shorter than registered; matches that still are get left out."""
 
 
-class _Kept(NamedTuple):
-    """A text that host memory is to keep."""
+class _DonorText(NamedTuple):
+    """A text that is to become a donor; the attributes are those of `Donor`."""
 
     namespace: Namespace | KeyedNamespace
     tokens: TokenArray
     generation: int
     start_position: int
-    origin: Origin
+    front: bytes
 
 
 class _Published(NamedTuple):
@@ -147,7 +147,8 @@ class DonorLibrary:
         self._slot_texts.claim(text, start, slots)
         if self.rules.is_known(text.namespace, tokens, text.generation):
             return
-        self._add(text.namespace, tokens, TreeKV(text, start), text.generation, text.base + start)
+        own = _DonorText(text.namespace, tokens, text.generation, text.base + start, text.front_at(start))
+        self._add(own, TreeKV(text, start))
 
     def capture(self, freed: Sequence[Tensor]) -> None:
         """Keep what lies in slots that the tree has given up; called before anything is written there."""
@@ -217,7 +218,9 @@ class DonorLibrary:
         if self.rules.is_known(donor.namespace, tokens, donor.generation):
             return True
         position = donor.start_position + start
-        return self._keep(_Kept(donor.namespace, tokens, donor.generation, position, Origin(STORE)), lambda: block)
+        front = donor.front_at(start)
+        text = _DonorText(donor.namespace, tokens, donor.generation, position, front)
+        return self._keep(text, Origin(STORE), lambda: block)
 
     def record_hit(self, donor: Donor, num_tokens: int) -> None:
         """Count tokens that a donor saved."""
@@ -256,9 +259,9 @@ class DonorLibrary:
         if isinstance(kv, TreeKV):
             live = self._tree.resident(kv.text, kv.offset + donor.num_tokens).length - kv.offset
             if live >= self._min_run:
-                self._add(
-                    donor.namespace, donor.token_ids[:live].astype(np.int64), kv, donor.generation, donor.start_position
-                )
+                tokens = donor.token_ids[:live].astype(np.int64)
+                left = _DonorText(donor.namespace, tokens, donor.generation, donor.start_position, donor.front)
+                self._add(left, kv)
         return False
 
     def _available(self, donor: Donor, start: int, length: int) -> int:
@@ -270,19 +273,19 @@ class DonorLibrary:
         live = self._tree.resident(kv.text, kv.offset + donor.num_tokens).length - kv.offset
         return max(0, min(length, live - start))
 
-    def _add(
-        self,
-        namespace: Namespace | KeyedNamespace,
-        tokens: TokenArray,
-        kv: TreeKV | HostKV,
-        generation: int,
-        position: int,
-    ) -> Donor | None:
-        replaced = self.rules.replaced(namespace, tokens, generation)
+    def _add(self, text: _DonorText, kv: TreeKV | HostKV) -> Donor | None:
+        replaced = self.rules.replaced(text.namespace, text.tokens, text.generation)
         try:
-            added = self.catalogue.add(namespace, tokens, kv, generation=generation, start_position=position)
+            added = self.catalogue.add(
+                text.namespace,
+                text.tokens,
+                kv,
+                generation=text.generation,
+                start_position=text.start_position,
+                front=text.front,
+            )
         except CapacityError as error:
-            logger.debug("a text of %d tokens does not become a donor: %s", len(tokens), error)
+            logger.debug("a text of %d tokens does not become a donor: %s", len(text.tokens), error)
             return None
         for donor in added.evicted:
             if isinstance(donor.kv, HostKV):
@@ -310,17 +313,16 @@ class DonorLibrary:
         tokens = np.frombuffer(text.tokens[part.start : stop], np.int64)
         if self.rules.is_known(text.namespace, tokens, text.generation):
             return
-        kept = _Kept(text.namespace, tokens, text.generation, text.base + part.start, text.origin)
-        self._keep(kept, partial(self._buffers.export, slots[part.first : part.first + part.length]))
+        position, front = text.base + part.start, text.front_at(part.start)
+        kept = _DonorText(text.namespace, tokens, text.generation, position, front)
+        self._keep(kept, text.origin, partial(self._buffers.export, slots[part.first : part.first + part.length]))
 
-    def _keep(self, text: _Kept, block: Callable[[], KVBlock]) -> bool:
+    def _keep(self, text: _DonorText, origin: Origin, block: Callable[[], KVBlock]) -> bool:
         """Make a donor of K/V in host memory; False where there is no room."""
         if not self._make_room(len(text.tokens) * self._buffers.bytes_per_token):
             return False
         store_key = self._next_store_key
-        donor = self._add(
-            text.namespace, text.tokens, HostKV(store_key, text.origin), text.generation, text.start_position
-        )
+        donor = self._add(text, HostKV(store_key, origin))
         if donor is None:
             return False
         self._next_store_key += 1

@@ -8,6 +8,9 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from kvgraft.donors.front import front_digest
 from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 
 if TYPE_CHECKING:
@@ -70,18 +73,19 @@ class DonorRegistrar:
                 run.stop // self._page_size * self._page_size,
             )
             if self._library.wants(state.namespace, tokens[start:end], run.generation):
-                text = self._private_text(state, tokens[start:end], start, run.generation)
+                text = self._private_text(state, tokens[:end], start, run.generation)
                 slots = row[start:end].long().clone()  # the row is another request's before they are registered
                 self._tree.adopt(text, slots)
                 state.adopted.append((start, end))
                 self._library.publish(text, 0, slots)
 
     def _private_text(self, state: RequestState, tokens: array[int], start: int, generation: int) -> TreeText:
-        """Name a text so that nothing else shares its path: two of equal tokens may differ in what they attended to."""
+        """Name `tokens[start:]` so that nothing shares its path: two of equal tokens may differ in what they attended to."""
         self._num_private += 1
         name = f"{self._secret}-{self._num_private}"
         # As a salt too: SGLang's events know a node by that, and its hashes in them are of tokens and salt alone.
-        return TreeText(tokens, state.namespace, name, name, start, generation, _origin(state))
+        front = front_digest(state.namespace.key, np.frombuffer(tokens[:start], np.int64))
+        return TreeText(tokens[start:], state.namespace, name, name, start, generation, _origin(state), front)
 
     def is_private(self, cache_salt: str | None) -> bool:
         """Whether a salt is a name of our own, under which text lies that exact requests must never hit."""

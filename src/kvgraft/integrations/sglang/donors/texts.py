@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from kvgraft.donors.front import front_digest
+
 if TYPE_CHECKING:
     from array import array
 
@@ -39,6 +43,7 @@ class TreeText:
         base: Position at which the first token was encoded.
         generation: 0 if it attended to exact K/V only, else 1 + the highest generation it attended to.
         origin: What computed it.
+        front: See `Donor`; of the text from its first token on.
     """
 
     tokens: array[int]
@@ -48,6 +53,13 @@ class TreeText:
     base: int
     generation: int
     origin: Origin
+    front: bytes = b""
+
+    def front_at(self, index: int) -> bytes:
+        """`front` of the part that begins with token `index`, as far as it can be told from the text alone."""
+        if index == 0:
+            return self.front
+        return b"" if self.base else front_digest(self.namespace.key, np.frombuffer(self.tokens[:index], np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

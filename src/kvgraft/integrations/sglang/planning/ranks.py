@@ -188,4 +188,6 @@ def _digest(donor: Donor, start: int, length: int, *, is_exact: bool) -> int:
     first = 0 if is_exact else start
     digest = hashlib.blake2b(donor.token_ids[first : start + length].tobytes(), digest_size=8)
     digest.update(f"{donor.start_position + start} {donor.generation}".encode() + donor.namespace.key)
+    if is_exact:
+        digest.update(donor.front)
     return int.from_bytes(digest.digest(), "little") >> 2

@@ -73,6 +73,7 @@ class ColdDonors:
                 StoredKV(record.key),
                 generation=record.generation,
                 start_position=record.start_position,
+                front=record.front,
             )
         except CapacityError:
             return  # longer than the list

@@ -139,7 +139,7 @@ class WriteBehind:
 
     def _offer(self, gathering: _Gathering) -> None:
         donor = gathering.donor
-        record = DonorRecord(donor.namespace.key, donor.token_ids, donor.generation, donor.start_position)
+        record = DonorRecord.of(donor)
         blocks = [piece.block for piece in gathering.pieces]
         for writer in self.writers:
             writer.offer(record, lambda: KVBlock.join(blocks))

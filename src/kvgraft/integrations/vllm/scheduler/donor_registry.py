@@ -7,6 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.donors.front import front_digest
 from kvgraft.errors import CorruptCacheError, KVGraftError
 from kvgraft.integrations.vllm.messages import Seal
 from kvgraft.integrations.vllm.scheduler.stores import Stores, is_cold
@@ -146,6 +147,7 @@ class DonorRegistry:
                 None,
                 generation=text.generation,
                 start_position=text.start,
+                front=front_digest(namespace.key, token_ids[: text.start]),
             )
         except KVGraftError:
             self._discards.append(text.text_id)

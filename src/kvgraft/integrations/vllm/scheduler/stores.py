@@ -102,7 +102,7 @@ class Stores:
         """The command that stores a new donor; None without stores."""
         if not self._stores:
             return None
-        record = DonorRecord(donor.namespace.key, donor.token_ids, donor.generation, donor.start_position)
+        record = DonorRecord.of(donor)
         if record.key in self._holders:
             self._bind(donor.donor_id, record.key)
             return None

@@ -1,0 +1,68 @@
+"""Exact runs go before others: choose few that reach far, and put what is left of the others between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.donors.runs import Runs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_EVERYWHERE = 1 << 62
+"""Behind every prompt."""
+
+
+def exact_first(
+    proved: Runs, is_far: NDArray[np.bool_], pieces: Runs, *, start: int, min_run: int
+) -> tuple[Runs, Runs]:
+    """Return exact runs and what stays of the others, disjoint, ascending, each of at least `min_run` tokens.
+
+    The last exact one ends early enough to leave the piece across its end `min_run` tokens, so that none is lost.
+
+    Args:
+        proved: Runs whose K/V are those of a full prefill.
+        is_far: Of each, whether its K/V lie far away; of two that reach equally far the nearer one is taken.
+        pieces: All runs, tiled: ascending and disjoint.
+        start: First position that counts.
+        min_run: Shortest run.
+
+    Complexity: O(runs log runs + exact runs * pieces).
+    """
+    exact = _cover(proved, is_far, start, min_run)
+    if not exact.num_runs:
+        return exact, pieces
+    last = int(exact.ends[-1])
+    across = pieces.ends[(pieces.starts < last) & (pieces.ends > last)]
+    exact.ends[-1] = min([last, *(across - min_run)])
+    exact = exact.take(exact.ends - exact.starts >= min_run)
+    gaps = zip([start, *exact.ends.tolist()], [*exact.starts.tolist(), _EVERYWHERE], strict=True)
+    others = Runs.empty()
+    for low, high in gaps:
+        others = others.joined(pieces.between(low, high, min_run))
+    return exact, others
+
+
+def _cover(proved: Runs, is_far: NDArray[np.bool_], start: int, min_run: int) -> Runs:
+    """Choose runs, cut at their starts, that are disjoint and cover what all cover, but for less than `min_run` at a seam."""
+    todo = np.argsort(proved.starts, kind="stable").tolist()
+    reach = list(zip(proved.ends.tolist(), (~is_far).tolist(), strict=True))
+    chosen: list[int] = []
+    starts: list[int] = []
+    position, seen = start, 0
+    while seen < len(todo):
+        position = max(position, int(proved.starts[todo[seen]]))
+        best = todo[seen]
+        while seen < len(todo) and proved.starts[todo[seen]] <= position:
+            best = max(best, todo[seen], key=lambda index: reach[index])
+            seen += 1
+        while reach[best][0] - position >= min_run:
+            chosen.append(best)
+            starts.append(position)
+            position = reach[best][0]
+            while seen < len(todo) and proved.starts[todo[seen]] <= position:
+                best = max(best, todo[seen], key=lambda index: reach[index])
+                seen += 1
+    return proved.take(np.array(chosen, np.int64))._replace(starts=np.array(starts, np.int64))
