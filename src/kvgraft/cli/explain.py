@@ -26,13 +26,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "explain",
         help="show what was reused for a request, and why not more",
         description="Read reports out of the file that the SGLang integration writes, or out of a server's answers that hold "
-        "a kvgraft object (kv_transfer_params in vLLM), and show one request, or list all.",
+        "a kvgraft object (kv_transfer_params in vLLM), or ask a server that has a page, and show one request, or list all.",
     )
     add = parser.add_argument
     add(
         "--file",
         default="",
         help=f"reports or answers as JSON, - for the standard input; without it {_VARIABLE} names it",
+    )
+    add(
+        "--server",
+        metavar="URL",
+        default="",
+        help="ask kvgraft serve --ui, or kvgraft ui, such as http://127.0.0.1:8000; KVGRAFT_UI_KEY is the page's key",
     )
     add("--request-id", default="", metavar="ID", help="the request's id, or how it begins; without it all are listed")
     add("--diff", nargs=2, default=(), metavar="ID", help="compare two requests")
@@ -45,15 +51,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Find and show; 1 if no such request is in the file."""
-    from kvgraft.explain import read_requests
     from kvgraft.explain.terminal import overview_lines
 
-    name = args.file or os.environ.get(_VARIABLE, "")
-    if not name:
-        raise ConfigError(f"no report file is given; pass --file or set {_VARIABLE}")
     if args.prompt and not args.tokenizer:
         raise ConfigError("--prompt needs --tokenizer, whose tokens the report counts")
-    known = read_requests(_read(name), name)
+    name, known = _known(args)
     asked = [args.request_id] if args.request_id else list(args.diff)
     if not asked and len(known) > 1:
         print("\n".join(overview_lines(known)))
@@ -65,6 +67,22 @@ def run(args: argparse.Namespace) -> int:
         return 1
     _show(args, [request for request in found if request is not None])
     return 0
+
+
+def _known(args: argparse.Namespace) -> tuple[str, list[ExplainedRequest]]:
+    """Where requests are told of, and those that are."""
+    from kvgraft.explain import read_requests
+    from kvgraft.explain.live import read_server
+
+    if args.server and args.file:
+        raise ConfigError("reports come from --file or from --server; give one")
+    if args.server:
+        found = read_server(args.server, key=os.environ.get("KVGRAFT_UI_KEY", ""), name=args.request_id)
+        return args.server, found
+    name = args.file or os.environ.get(_VARIABLE, "")
+    if not name:
+        raise ConfigError(f"no report file is given; pass --file or --server, or set {_VARIABLE}")
+    return name, read_requests(_read(name), name)
 
 
 def _read(name: str) -> str:

@@ -77,6 +77,7 @@ class _Inspector:
                 Route("/static/{name}", self.static),
                 Route("/events", self.events),
                 Route("/api/requests", self.requests),
+                Route("/api/reports", self.reports),
                 Route("/api/engine", self.engine),
                 Route("/requests/{number:int}", self.request),
             ]
@@ -100,6 +101,14 @@ class _Inspector:
         which = Filter(query.get("text", "").lower(), query.get("reuse", ""))
         found = self._source.log.select(which, before=int(before), limit=_MOST_ROWS)
         return JSONResponse({"epoch": self._epoch, "requests": await _rows(found)})
+
+    async def reports(self, request: Request) -> Response:
+        """Reports of requests with `text` in them as report files have them, 200 at most, in ascending order."""
+        await self._source.refresh()
+        which = Filter(request.query_params.get("text", "").lower())
+        found = self._source.log.select(which, limit=_MOST_ROWS)
+        entries = [entry for entry in reversed(found) if entry.explained is not None]
+        return JSONResponse(await asyncio.to_thread(lambda: [_told(entry) for entry in entries]))
 
     async def request(self, request: Request) -> Response:
         """What is known of a request, as `kvgraft explain --html` writes it."""
@@ -151,6 +160,18 @@ class _Inspector:
 async def _rows(entries: list[Entry]) -> list[dict[str, Any]]:
     """Rows of the list, made off the event loop: those of long prompts with many spans take a while."""
     return await asyncio.to_thread(lambda: [row(entry) for entry in entries])
+
+
+def _told(entry: Entry) -> dict[str, Any]:
+    """A request as a line of a report file; without its text, which is nobody's here."""
+    assert entry.explained is not None
+    explained = entry.explained()
+    return {
+        "request_id": explained.request_id,
+        "outcome": explained.outcome,
+        "output_tokens": explained.output_tokens,
+        "attempts": [dict(attempt.report) for attempt in explained.attempts],
+    }
 
 
 def _file(name: str) -> Response:

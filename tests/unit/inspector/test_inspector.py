@@ -20,7 +20,7 @@ from tests.unit.server.conftest import FakeEngine, exchange
 
 from kvgraft.config import ServerConfig
 from kvgraft.errors import ConfigError
-from kvgraft.explain import ExplainedRequest
+from kvgraft.explain import ExplainedRequest, RunKind, read_requests
 from kvgraft.inspector import FileSource, RequestHistory, create_inspector
 from kvgraft.inspector.entries import EntryLog, Filter
 from kvgraft.inspector.rows import bar, row
@@ -106,6 +106,18 @@ class TestList:
     @pytest.mark.parametrize("before", ["x", "-1", "1e3", "\u0663", "9" * 30])
     def test_a_number_that_is_none_is_refused(self, before):
         assert ask(Source(), f"/api/requests?before={before}").status == 400
+
+    def test_reports_are_those_of_a_report_file(self):
+        source = Source(*(make_record(f"r{number}") for number in range(300)), make_record("late", report=None))
+        told = ask(source, "/api/reports").json
+        assert [each["request_id"] for each in told] == [f"r{number}" for number in range(101, 300)]
+        assert told[-1].keys() == {"request_id", "outcome", "output_tokens", "attempts"}
+        (explained,) = read_requests(json.dumps(told[-1]), "told")
+        assert explained.last.tokens(RunKind.SHIFTED) == 45
+        assert [each["request_id"] for each in ask(source, "/api/reports?text=R17").json] == [
+            f"r{number}" for number in (17, *range(170, 180))
+        ]
+        assert ask(source, "/api/reports", key="secret").status == 401
 
     def test_a_request_without_a_report_is_listed_and_has_no_page(self):
         source = Source(make_record(report=None, outcome="abort", ttft_s=None))
