@@ -61,6 +61,7 @@ COVERED = HELPERS | {
     "drift_stream.py",
     "fidelity_pairs.py",
     "heal_load.py",
+    "inspector_overhead.py",
     "record.py",
     "routing.py",
     "risk_streams.py",
@@ -152,6 +153,29 @@ def test_startup_takes_mistakes_that_end_in_one_line(load, run, monkeypatch):
     mistakes["no mistake"] = ("--version",)
     with pytest.raises(SystemExit, match="ended with 0"):
         run(script, "--runs", "1", "--json")
+
+
+def test_the_page_is_watched_while_a_server_answers(load, run, monkeypatch):
+    script = load("inspector_overhead.py")
+    monkeypatch.setattr(script, "ENGINE_PERIOD_S", 0.1)
+    code, out = run(
+        script,
+        "--model",
+        "graft-tiny",
+        "--rounds",
+        "2",
+        "--words",
+        "20",
+        "--output-tokens",
+        "4",
+        "--pages",
+        "2",
+        "--json",
+    )
+    ways = json.loads(out)["ways"]
+    assert (code, list(ways)) == (0, ["off", "on", "open"])
+    assert ways["off"]["ttft_ratio"] == ways["off"]["tokens_per_s_ratio"] == 1
+    assert all(row["ttft_ms"] > 0 and row["paired_ttft_ratio"] > 0 for row in ways.values())
 
 
 class TestLookup:
