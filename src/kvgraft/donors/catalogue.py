@@ -15,7 +15,7 @@ from kvgraft.donors.donor import Donor
 from kvgraft.donors.eviction import DonorQueue
 from kvgraft.donors.exact import exact_first
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Anchors, Fingerprinter, Hashes, Tokens
-from kvgraft.donors.front import FRONT_BYTES, front_digest
+from kvgraft.donors.front import FRONT_BYTES, Fronts
 from kvgraft.donors.matcher import Passages, find_runs
 from kvgraft.donors.passages import PassageIndex
 from kvgraft.donors.tiling import tile
@@ -262,7 +262,7 @@ class DonorCatalogue:
         runs = runs.clipped(start, self._min_run)
         ranks = 2 * self._generations[runs.rows] + self._is_far[runs.rows]
         pieces = tile(runs, ranks, min_run=self._min_run)
-        proved = self._proved(runs, tokens)
+        proved = self._proved(runs, tokens, Fronts(namespace.key, tokens))
         exact, others = exact_first(proved, self._is_far[proved.rows], pieces, start=start, min_run=self._min_run)
         matches = [replace(match, is_exact=True) for match in self._matches(exact)]
         return sorted([*matches, *self._matches(others)], key=lambda match: match.target_start)
@@ -557,24 +557,20 @@ class DonorCatalogue:
         few = list(dict.fromkeys(offset for offset in offsets if 0 <= offset <= len(tokens) - len(own)))[:_MOST_OFFSETS]
         return any(np.array_equal(own, tokens[offset : offset + len(own)]) for offset in few)
 
-    def _proved(self, runs: Runs, tokens: Tokens) -> Runs:
+    def _proved(self, runs: Runs, tokens: Tokens, fronts: Fronts) -> Runs:
         """Return the runs whose K/V are those of a full prefill of the prompt.
 
         Their donors attended to nothing approximate, encoded them at the prompt's positions, and behind the prompt's tokens:
         those of the donor are compared, of what stood in front of it the digest.
         """
-        rows = runs.rows
-        in_place = (self._generations[rows] == 0) & (
-            self._arena.starts[rows] - runs.diagonals == self._start_positions[rows]
-        )
-        fronts: dict[int, bytes] = {}
+        begins = self._start_positions[runs.rows]
+        in_place = self._arena.starts[runs.rows] - runs.diagonals == begins
+        candidates = np.flatnonzero(in_place & (self._generations[runs.rows] == 0))
         proved = []
-        for index in np.flatnonzero(in_place).tolist():
-            donor, start = self._donor_of(int(rows[index])), int(runs.starts[index])
-            begin = donor.start_position
-            if begin not in fronts:
-                fronts[begin] = front_digest(donor.namespace.key, tokens[:begin])
-            if donor.front == fronts[begin] and np.array_equal(donor.token_ids[: start - begin], tokens[begin:start]):
+        for index in candidates[np.argsort(begins[candidates], kind="stable")].tolist():
+            donor, start, begin = self._donor_of(int(runs.rows[index])), int(runs.starts[index]), int(begins[index])
+            same_front = donor.front == fronts.up_to(begin)
+            if same_front and np.array_equal(donor.token_ids[: start - begin], tokens[begin:start]):
                 proved.append(index)
         return runs.take(np.array(proved, np.int64))
 

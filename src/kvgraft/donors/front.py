@@ -14,14 +14,27 @@ FRONT_BYTES = 32
 """Length of a digest: nobody finds two fronts with one digest, not even of their own making."""
 
 
-def front_digest(namespace_key: bytes, token_ids: NDArray[np.integer]) -> bytes:
-    """Digest everything in front of a text, from position 0 on; empty if there is nothing. Complexity: O(tokens).
+class Fronts:
+    """Digests of what a prompt begins with, asked for from short to long: O(tokens) in all."""
 
-    Args:
-        namespace_key: `Namespace.key` of the text; keys the digest.
-        token_ids: int (num_tokens,).
-    """
-    if not len(token_ids):
-        return b""
-    raw = np.ascontiguousarray(token_ids, "<i8").tobytes()
-    return hashlib.blake2b(raw, digest_size=FRONT_BYTES, key=namespace_key, person=b"kvgraft.front").digest()
+    def __init__(self, namespace_key: bytes, token_ids: NDArray[np.integer]) -> None:
+        """Begin with nothing.
+
+        Args:
+            namespace_key: `Namespace.key` of the prompt; keys the digests.
+            token_ids: int (num_tokens,).
+        """
+        self._tokens = token_ids
+        self._digest = hashlib.blake2b(digest_size=FRONT_BYTES, key=namespace_key, person=b"kvgraft.front")
+        self._stop = 0
+
+    def up_to(self, stop: int) -> bytes:
+        """Digest the tokens in front of `stop`, which is never less than before; empty if there are none."""
+        self._digest.update(np.ascontiguousarray(self._tokens[self._stop : stop], "<i8").tobytes())
+        self._stop = stop
+        return self._digest.digest() if stop else b""
+
+
+def front_digest(namespace_key: bytes, token_ids: NDArray[np.integer]) -> bytes:
+    """Digest everything in front of a text, from position 0 on; see `Fronts`."""
+    return Fronts(namespace_key, token_ids).up_to(len(token_ids))

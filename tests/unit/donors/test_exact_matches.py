@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft.donors import DonorCatalogue
-from kvgraft.donors.front import front_digest
+from kvgraft.donors.front import Fronts, front_digest
 from kvgraft.errors import ConfigError
 from kvgraft.types import Match, Namespace
 
@@ -157,6 +157,13 @@ def test_parts_of_a_donor_know_their_front_as_far_as_the_donor_does():
     assert whole.front_at(40) == front_digest(NAMESPACE.key, first[:40])
     assert tail.front_at(0) == tail.front
     assert tail.front_at(1) == b""
+
+
+def test_digests_of_a_prompt_are_those_of_its_beginnings():
+    tokens, fronts = text(200), Fronts(NAMESPACE.key, text(200))
+    for stop in (0, 0, 1, 70, 70, 200):
+        assert fronts.up_to(stop) == front_digest(NAMESPACE.key, tokens[:stop].astype(np.int32))
+    assert len({front_digest(key, tokens) for key in (b"a" * 16, b"b" * 16)}) == 2
 
 
 def test_a_front_is_a_digest_or_nothing():
