@@ -17,6 +17,14 @@ _LONG = 64
 """Tokens from which on it is worth a line that a run was moved."""
 
 
+def cost_in_words(attempt: Attempt) -> str:
+    """What a prompt cost beside a full prefill; empty where the engine does not count operations."""
+    if attempt.operations is None:
+        return ""
+    run, full = attempt.operations
+    return f"{run / full:.0%} of the operations of a full prefill ({run / 1e9:,.1f} of {full / 1e9:,.1f} GFLOP)"
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why nothing was copied.

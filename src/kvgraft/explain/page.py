@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.explain.hints import hints, reason_in_words
+from kvgraft.explain.hints import cost_in_words, hints, reason_in_words
 from kvgraft.explain.requests import RunKind
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
     if recomputed:
         yield f'; <span class="key recomputed"></span>{recomputed:,} of the computed ones lie in copied runs, chosen by '
         yield escape(str(attempt.report["policy"]))
+    if cost := cost_in_words(attempt):
+        yield f"; {cost}"
     yield "</p>"
     runs = _drawn(attempt.runs)
     yield _bars(attempt, runs)

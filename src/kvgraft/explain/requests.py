@@ -104,6 +104,12 @@ class Attempt:
         """Tokens of a run that were computed again."""
         return sum(length for start, length in self.recomputed if run.start <= start < run.stop)
 
+    @property
+    def operations(self) -> tuple[float, float] | None:
+        """Floating-point operations that were run for the prompt, and those of a full prefill; None where nobody counted."""
+        run, full = (float(self.report.get(name) or 0.0) for name in ("computed_flops", "full_flops"))
+        return (run, full) if full > 0 else None
+
     def tokens(self, kind: RunKind) -> int:
         """Tokens of a kind as the engine counted them: those of a span that were computed again are computed ones, too."""
         return int(self.report.get(f"{kind}_tokens", 0))

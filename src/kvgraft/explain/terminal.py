@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.explain.hints import hints, reason_in_words
+from kvgraft.explain.hints import cost_in_words, hints, reason_in_words
 from kvgraft.explain.requests import RunKind
 
 if TYPE_CHECKING:
@@ -119,13 +119,7 @@ def printable(text: object) -> str:
 
 def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -> Iterator[str]:
     report = attempt.report
-    for kind, words in _WORDS.items():
-        if attempt.tokens(kind) or kind is RunKind.COMPUTED:
-            yield f"  {attempt.tokens(kind):7d} of {attempt.num_tokens} prompt tokens {words}"
-    if report["recomputed_tokens"]:
-        yield f"  {report['recomputed_tokens']:7d} of the computed ones by policy {printable(report['policy'])}"
-    if report.get("corrected_tokens"):
-        yield f"  {report['corrected_tokens']:7d} of the copied ones corrected by their drift"
+    yield from _count_lines(attempt)
     yield _INDENT + bar(attempt, WIDTH - len(_INDENT), colour=colour)
     yield _INDENT + legend(colour=colour)
     if report.get("substitution"):
@@ -142,6 +136,19 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
     for hint in hints(attempt):
         yield from _wrapped(hint, indent=_INDENT)
     yield from _timing_lines(report)
+
+
+def _count_lines(attempt: Attempt) -> Iterator[str]:
+    report = attempt.report
+    for kind, words in _WORDS.items():
+        if attempt.tokens(kind) or kind is RunKind.COMPUTED:
+            yield f"  {attempt.tokens(kind):7d} of {attempt.num_tokens} prompt tokens {words}"
+    if report["recomputed_tokens"]:
+        yield f"  {report['recomputed_tokens']:7d} of the computed ones by policy {printable(report['policy'])}"
+    if report.get("corrected_tokens"):
+        yield f"  {report['corrected_tokens']:7d} of the copied ones corrected by their drift"
+    if cost := cost_in_words(attempt):
+        yield _INDENT + cost
 
 
 def _run_lines(run: Run, text: PromptText | None, *, again: int, colour: bool) -> Iterator[str]:

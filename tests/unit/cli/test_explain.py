@@ -172,3 +172,18 @@ def test_the_text_of_an_answer_is_shown_where_it_is_asked_for(capsys, tmp_path):
     assert main(["explain", "--file", str(answers), "--prompt", str(text)]) == 2
     assert main(["explain", "--file", str(answers), "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_what_a_prompt_cost_is_told_beside_a_full_prefill(tmp_path, capsys):
+    path = tmp_path / "reports.jsonl"
+    counted = {**ATTEMPT, "computed_flops": 1.234e11, "full_flops": 4.936e11}
+    entries = [{"request_id": name, "attempts": [attempt]} for name, attempt in (("a", counted), ("b", ATTEMPT))]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert main(["explain", "--request-id", "a", "--file", str(path)]) == 0
+    line = "25% of the operations of a full prefill (123.4 of 493.6 GFLOP)"
+    assert f"  {line}" in capsys.readouterr().out.splitlines()
+    assert main(["explain", "--request-id", "a", "--file", str(path), "--html", str(tmp_path / "a.html")]) == 0
+    assert line in (tmp_path / "a.html").read_text()
+    capsys.readouterr()
+    assert main(["explain", "--request-id", "b", "--file", str(path)]) == 0
+    assert "operations" not in capsys.readouterr().out
