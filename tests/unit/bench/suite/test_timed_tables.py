@@ -41,7 +41,7 @@ def test_length_counts_what_is_reused_and_goes_on_from_its_journal(capsys, tmp_p
     assert (tmp_path / "j").read_text() == lines
     text = length_page.render({"result": found})
     assert "| 400 | 101 |" in text
-    assert "| 8,192 | 7.1x | not measured | not measured |" in text
+    assert "| 8,192 |" not in text, "nobody measured it here"
     assert next(name for name, *_ in length_page.draw({"result": found})) == "cold"
 
 
