@@ -86,7 +86,7 @@ def test_what_donor_and_prompt_begin_with_is_exact(served):
 
 
 def test_a_conversation_that_vllm_has_lost_is_exact_turn_by_turn(served):
-    """Its answers, too: each text tells what stood in front of it."""
+    """Of models with windows each turn is a text of its own, which tells what stood in front of it."""
     prompt = HEAD + DOCUMENT[:300]
     for seed in (50, 51):
         answer = served.ask(prompt, max_tokens=40)
@@ -96,7 +96,7 @@ def test_a_conversation_that_vllm_has_lost_is_exact_turn_by_turn(served):
     warm = served.ask(prompt)
     assert warm.shifted == 0
     assert warm.report["exact_tokens"] >= known - 64
-    assert len(warm.report["spans"]) > 1
+    assert len(warm.report["spans"]) > (served.family == "gemma3")
     warm.assert_like(cold)
     other = [prompt[0] ^ 1, *prompt[1:]]
     served.llm.reset_prefix_cache()
