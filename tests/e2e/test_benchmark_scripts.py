@@ -967,7 +967,7 @@ class TestSemanticDiscovery:
         }
         assert found["rag", "minhash"]["recall"] > 0.9
         assert found["xtemplate", "minhash"]["recall"] == 1
-        assert found["paraphrased", "minhash"]["recall"] < 0.5, "sketches see tokens, not what they mean"
+        assert found["paraphrased", "minhash"]["recall"] < 0.75, "sketches see tokens, not what they mean"
         assert found["unrelated", "tfidf"]["recall"] is None
         edited = found["edited", "tfidf"]
         assert sum(bucket["prompts"] for bucket in edited["buckets"].values()) == edited["proposals"] == 12
