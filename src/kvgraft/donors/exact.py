@@ -51,18 +51,17 @@ def _cover(proved: Runs, is_far: NDArray[np.bool_], start: int, min_run: int) ->
     reach = list(zip(proved.ends.tolist(), (~is_far).tolist(), strict=True))
     chosen: list[int] = []
     starts: list[int] = []
-    position, seen = start, 0
-    while seen < len(todo):
-        position = max(position, int(proved.starts[todo[seen]]))
-        best = todo[seen]
+    position, seen, best = start, 0, -1
+    while True:
         while seen < len(todo) and proved.starts[todo[seen]] <= position:
-            best = max(best, todo[seen], key=lambda index: reach[index])
+            best = todo[seen] if best < 0 else max(best, todo[seen], key=lambda index: reach[index])
             seen += 1
-        while reach[best][0] - position >= min_run:
+        if best >= 0 and reach[best][0] - position >= min_run:
             chosen.append(best)
             starts.append(position)
             position = reach[best][0]
-            while seen < len(todo) and proved.starts[todo[seen]] <= position:
-                best = max(best, todo[seen], key=lambda index: reach[index])
-                seen += 1
+        elif seen < len(todo):
+            position = int(proved.starts[todo[seen]])
+        else:
+            break
     return proved.take(np.array(chosen, np.int64))._replace(starts=np.array(starts, np.int64))
