@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import OverloadedError
+from kvgraft.inspector.state import NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from prometheus_client.samples import Sample
 
     from kvgraft.engine.async_llm import AsyncLLM
     from kvgraft.engine.inspection import Inspection
@@ -22,7 +25,7 @@ class EngineSource:
         name: Of the model.
         engine: Is asked between steps, only while somebody looks.
         history: The engine tells it of requests.
-        exposition: Gives the metrics as of now.
+        samples: Gives the metrics with these names as of now.
         is_closing: Says whether the server is being stopped.
     """
 
@@ -31,13 +34,13 @@ class EngineSource:
         name: str,
         engine: AsyncLLM,
         history: RequestHistory,
-        exposition: Callable[[], bytes],
+        samples: Callable[[Sequence[str]], list[Sample]],
         is_closing: Callable[[], bool],
     ) -> None:
         self.name = name
         self._engine = engine
         self._history = history
-        self._exposition = exposition
+        self._samples = samples
         self._is_closing = is_closing
 
     @property
@@ -53,9 +56,9 @@ class EngineSource:
     async def refresh(self) -> None:
         """Do nothing: the engine tells by itself."""
 
-    async def metrics(self) -> str:
-        """Metrics as of now."""
-        return self._exposition().decode()
+    async def samples(self) -> list[Sample]:
+        """Metrics as of now; the others, with their buckets, are not collected."""
+        return self._samples(NAMES)
 
     async def inspection(self) -> Inspection | None:
         """What lies in the engine; None if its thread has ended."""

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 from kvgraft.errors import ConfigError
 from kvgraft.explain import read_requests
 from kvgraft.inspector.entries import COUNTED, Entry, EntryLog
+from kvgraft.inspector.state import read_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from prometheus_client.samples import Sample
 
     from kvgraft.explain import ExplainedRequest
 
@@ -62,17 +65,17 @@ class FileSource:
             async with self._lock:
                 await asyncio.to_thread(self._read_on, self._file)
 
-    async def metrics(self) -> str:
-        """What the URL answers; empty while it does not."""
+    async def samples(self) -> list[Sample]:
+        """What the URL answers; nothing while it does not."""
         if not self._metrics_url:
-            return ""
+            return []
         try:
-            return await asyncio.to_thread(self._fetch)
+            return await asyncio.to_thread(lambda: read_samples(self._fetch()))
         except (OSError, ValueError) as error:
             if not self._is_told:
                 logger.warning("%s gives no metrics: %s", self._metrics_url, error)
             self._is_told = True
-            return ""
+            return []
 
     async def close(self, _grace_s: float) -> None:
         """End all streams of the page."""

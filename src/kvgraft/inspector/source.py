@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prometheus_client.samples import Sample
+
     from kvgraft.engine.inspection import Inspection
     from kvgraft.inspector.entries import EntryLog
 
@@ -31,8 +35,8 @@ class Source(Protocol):
         """Take in what has come meanwhile."""
         ...
 
-    async def metrics(self) -> str:
-        """All metrics in the Prometheus format; empty where there are none to be had."""
+    async def samples(self) -> Sequence[Sample]:
+        """Samples of the metrics `state.NAMES` as of now, of those that are there."""
         ...
 
     async def inspection(self) -> Inspection | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client.samples import Sample
 
 _GAUGES = {
     "kvgraft:num_requests_running": "running",
@@ -30,18 +35,19 @@ _BY_LABEL = {
     "kvgraft:requests_total": ("requests", "outcome"),
 }
 _RISK = {"kvgraft:risk_audits": "audits", "kvgraft:risk_certified": "certified"}
-_NAMES = (*_GAUGES, *_BY_LABEL, *_RISK)
+NAMES = (*_GAUGES, *_BY_LABEL, *_RISK)
+"""Of the samples that are shown."""
 
 
-def state_of(exposition: str) -> dict[str, Any]:
-    """Pick figures out of a metrics page. Those of several models or ranks are added up; what is not there is left out.
+def state_of(samples: Iterable[Sample]) -> dict[str, Any]:
+    """Pick figures out of metrics. Those of several models or ranks are added up; what is not there is left out.
 
     Returns:
         Numbers by name, numbers by name and label (`slots`, `tokens`, `misses`, `requests`), and `risk` by reuse class.
     """
     found: dict[str, Any] = {}
     risk: dict[str, dict[str, Any]] = {}
-    for sample in _samples(exposition):
+    for sample in samples:
         if sample.name in _GAUGES:
             name = _GAUGES[sample.name]
             found[name] = found.get(name, 0) + sample.value
@@ -59,9 +65,9 @@ def state_of(exposition: str) -> dict[str, Any]:
     return found
 
 
-def _samples(exposition: str) -> list[Any]:
-    """Samples of the names above; a page holds many buckets that nobody asks for, and reading them takes long."""
-    lines = [line for line in exposition.splitlines() if line.startswith(_NAMES) and _name_of(line) in _NAMES]
+def read_samples(exposition: str) -> list[Sample]:
+    """Samples of a metrics page named in `NAMES`; it holds many buckets that nobody asks for, and reading them takes long."""
+    lines = [line for line in exposition.splitlines() if line.startswith(NAMES) and _name_of(line) in NAMES]
     try:
         return [
             sample for family in text_string_to_metric_families("\n".join(lines) + "\n") for sample in family.samples

@@ -49,6 +49,8 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from prometheus_client.samples import Sample
+
     from kvgraft.observability.recorder import IdleRecord, RequestRecord, StepRecord
     from kvgraft.reuse.metrics import Metric as ReuseMetric
     from kvgraft.types import RiskStatement, StoreCounts
@@ -222,6 +224,11 @@ class PrometheusRecorder:
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(_WithoutCreated(self.registry))
+
+    def samples(self, names: Iterable[str]) -> Iterator[Sample]:
+        """Return the samples with these names alone, of which nothing else is collected or written."""
+        for family in self.registry.restricted_registry(names).collect():
+            yield from family.samples
 
     def _made(self, metric: ReuseMetric) -> Any:  # noqa: ANN401 - a counter, a gauge or a histogram
         if metric.kind is MetricKind.HISTOGRAM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -97,7 +98,11 @@ async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
 
 def _inspector(context: ServerContext, history: RequestHistory) -> list[BaseRoute]:
     source = EngineSource(
-        context.model_id, context.engine, history, lambda: status.exposition(context), lambda: context.is_closing
+        context.model_id,
+        context.engine,
+        history,
+        partial(status.samples, context),
+        lambda: context.is_closing,
     )
     page = create_inspector(source, page_key(context.config))
     return [Route(UI_PATH, lambda _: RedirectResponse("ui/")), Mount(UI_PATH, page)]

@@ -14,8 +14,12 @@ from kvgraft.server.json_io import json_response
 from kvgraft.server.options import check_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prometheus_client.samples import Sample
     from starlette.requests import Request
 
+    from kvgraft.observability.prometheus import PrometheusRecorder
     from kvgraft.server.context import ServerContext
 
 ENDPOINTS = {
@@ -84,6 +88,21 @@ def exposition(context: ServerContext) -> bytes:
     recorder = context.metrics
     if recorder is None:
         return b""
+    _take_state(context, recorder)
+    return recorder.exposition()
+
+
+def samples(context: ServerContext, names: Sequence[str]) -> list[Sample]:
+    """The metrics with these names as of now; none where none are kept."""
+    recorder = context.metrics
+    if recorder is None:
+        return []
+    _take_state(context, recorder)
+    return list(recorder.samples(names))
+
+
+def _take_state(context: ServerContext, recorder: PrometheusRecorder) -> None:
+    """Have the recorder take over what it is not told of by events."""
     snapshot = context.engine.snapshot()
     usage = snapshot.usage
     recorder.set_load(snapshot.num_running, snapshot.num_waiting)
@@ -108,7 +127,6 @@ def exposition(context: ServerContext) -> bytes:
         snapshot.num_healed_requests,
         snapshot.heals_dropped,
     )
-    return recorder.exposition()
 
 
 def _model(context: ServerContext) -> dict[str, object]:

@@ -24,7 +24,7 @@ from kvgraft.explain import ExplainedRequest, RunKind, read_requests
 from kvgraft.inspector import FileSource, RequestHistory, create_inspector
 from kvgraft.inspector.entries import EntryLog, Filter
 from kvgraft.inspector.rows import bar, row
-from kvgraft.inspector.state import state_of
+from kvgraft.inspector.state import NAMES, read_samples, state_of
 from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
 from kvgraft.types import Miss, MissReason
@@ -56,10 +56,10 @@ class Source:
     async def refresh(self):
         pass
 
-    async def metrics(self):
+    async def samples(self):
         recorder = PrometheusRecorder("tiny")
         recorder.set_load(2, 3)
-        return recorder.exposition().decode()
+        return list(recorder.samples(NAMES))
 
     async def inspection(self):
         return None
@@ -266,7 +266,8 @@ def test_state_is_what_the_metrics_say():
     recorder.record_request(make_record())
     recorder.record_step(make_step())
     recorder.set_memory((1, 2, 3, 4), 5, 6, 7)
-    state = state_of(recorder.exposition().decode())
+    state = state_of(recorder.samples(NAMES))
+    assert state == state_of(read_samples(recorder.exposition().decode()))
     assert state["slots"] == {"free": 1, "request": 2, "cached": 3, "donor": 4}
     assert (state["donors"], state["donor_tokens"], state["host_bytes"]) == (5, 6, 7)
     assert sum(state["tokens"].values()) == 100
@@ -276,12 +277,12 @@ def test_state_is_what_the_metrics_say():
 
 def test_state_of_other_engines_is_read_and_summed():
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\nsglang:num_queue_reqs 4\n'
-    assert state_of(text) == {"running": 5, "waiting": 4}
+    assert state_of(read_samples(text)) == {"running": 5, "waiting": 4}
 
 
 @pytest.mark.parametrize("text", ["", "<html>", "kvgraft:donors{", "kvgraft:donors x\n", "\x00"])
 def test_what_is_no_metrics_page_has_no_state(text):
-    assert state_of(text) == {}
+    assert read_samples(text) == []
 
 
 class TestReportFile:
@@ -329,7 +330,7 @@ class TestReportFile:
 
     def test_a_server_that_does_not_answer_has_no_figures(self):
         source = FileSource(None, "http://127.0.0.1:9/metrics")
-        assert asyncio.run(source.metrics()) == ""
+        assert asyncio.run(source.samples()) == []
 
 
 def test_rows_are_json():
