@@ -77,7 +77,7 @@ def test_doctor_accepts_the_tiny_model(capsys, model_dir):
     assert json.loads(out)["shifted_reuse"] == "accepted"
 
 
-def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
+def test_bench_ttft_json_has_the_promised_fields_and_is_drawn(capsys, model_dir, tmp_path):
     code, out, _ = run(
         capsys,
         "bench",
@@ -93,8 +93,11 @@ def test_bench_ttft_json_has_the_promised_fields(capsys, model_dir):
         "--repeat",
         "1",
         "--json",
+        "--plot",
+        str(tmp_path / "plot.png"),
     )
     rows = json.loads(out)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert code == 0
     assert [row["length"] for row in rows] == [300, 400]
     promised = {

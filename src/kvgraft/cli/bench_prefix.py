@@ -6,12 +6,14 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvgraft.bench.panels import Panel
     from kvgraft.bench.prefix_replay import ReplayResult
 
 _ALL = "all"
@@ -41,6 +43,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--policy-config", default="{}", metavar="JSON", help="parameters of a single policy")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    add_plot_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -50,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.bench.prefix_replay import OPTIMUM, replay, replay_optimum
     from kvgraft.prefix import EVICTION_POLICIES, make_eviction_policy
 
+    check_plot(args)
     policies = [*sorted(EVICTION_POLICIES), OPTIMUM] if args.policy == _ALL else args.policy.split(",")
     config = _policy_config(args.policy_config)
     if config and len(policies) > 1:
@@ -71,7 +75,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([_as_dict(result) for result in results], indent=1))
     else:
         _print_table(results)
+    draw_plot(args, lambda: _panels(results), args.trace)
     return 0
+
+
+def _panels(results: Sequence[ReplayResult]) -> list[Panel]:
+    from kvgraft.bench.panels import Bars, Series
+
+    capacities = list(dict.fromkeys(result.capacity for result in results))
+    known = {(result.capacity, result.policy): 100 * result.hit_rate for result in results}
+    series = [
+        Series(policy, [known.get((capacity, policy)) for capacity in capacities])
+        for policy in dict.fromkeys(result.policy for result in results)
+    ]
+    names = ["no limit" if capacity is None else f"{capacity:,} tokens" for capacity in capacities]
+    return [Bars("prompt tokens served from the cache, %", names, series)]
 
 
 def _policy_config(text: str) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from kvgraft.bench.panels import Panel
     from kvgraft.bench.reuse import ReuseResult
 
 
@@ -41,6 +43,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--capacity", type=int, metavar="TOKENS", help="tokens of all donors together (default: no limit)"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    add_plot_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--min-run", args.min_run), ("--capacity", args.capacity)):
         if value is not None and value < GRAM_TOKENS:
             raise ConfigError(f"{option} must be at least {GRAM_TOKENS}, not {value}")
+    check_plot(args)
     tokenize = load_tokenizer(args.tokenizer)
     workloads = [workload for name in args.packs for workload in named_workloads(name)]
     with progress(sum(workload.num_prompts for workload in workloads), "prompts") as advance:
@@ -65,7 +69,19 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([result.as_dict() for result in results], indent=1))
     else:
         _print_table(results)
+    draw_plot(args, lambda: _panels(results), f"runs of {args.min_run} tokens and more, without a model")
     return int(any(result.wrong_tokens for result in results))
+
+
+def _panels(results: Sequence[ReuseResult]) -> list[Panel]:
+    from kvgraft.bench.panels import Bars, Series
+
+    labels = {"exact prefix": "prefix_tokens", "reused": "reused_tokens", "bound": "bound_tokens"}
+    series = [
+        Series(label, [100 * getattr(result, field) / max(result.tokens, 1) for result in results])
+        for label, field in labels.items()
+    ]
+    return [Bars("prompt tokens, %", [result.workload for result in results], series)]
 
 
 def _print_table(results: Sequence[ReuseResult]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.cli.lists import whole_numbers
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.cli.progress import progress
 from kvgraft.cli.watching import trace_file
 from kvgraft.errors import ConfigError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from kvgraft.bench.panels import Panel
     from kvgraft.bench.ttft import TtftResult
     from kvgraft.engine import LLM
 
@@ -42,6 +44,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds per length (default 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    add_plot_option(parser)
     add_model_options(parser, "trace_out")
     parser.set_defaults(run=run)
 
@@ -52,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--repeat and --shift must be at least 1")
     if min(args.lengths) < args.shift + 64:
         raise ConfigError(f"--lengths must be at least --shift + 64 = {args.shift + 64}")
+    check_plot(args)
     config = engine_config(args)
     with trace_file(config) as trace:
         llm = load_llm(config, shows_stages=not args.json, recorder=trace)
@@ -60,7 +64,27 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     else:
         _print_table(results)
+    draw_plot(args, lambda: _panels(results), f"{llm.loaded.name}, a known document behind {args.shift} new tokens")
     return 0
+
+
+def _panels(results: Sequence[TtftResult]) -> list[Panel]:
+    from kvgraft.bench.panels import Bars, Lines, Series
+
+    labels = {
+        "reuse off": "cold_s",
+        "exact prefixes": "prefix_s",
+        "grafted": "graft_s",
+        "same prompt again": "repeat_s",
+    }
+    rows = [dataclasses.asdict(result) for result in results]
+    lengths = [result.length for result in results]
+    times = [Series.of(label, rows, field, 1e3) for label, field in labels.items()]
+    reached = [Series.of("grafted", rows, "achieved_over_bound", 100)]
+    return [
+        Lines("time to first token, ms", "prompt tokens", lengths, times, is_log=True),
+        Bars("speed-up, % of the FLOP bound", [f"{length:,}" for length in lengths], reached, mark=100),
+    ]
 
 
 def _measured(llm: LLM, args: argparse.Namespace) -> list[TtftResult]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgraft.cli.model_options import engine_config, load_llm
+from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
@@ -68,11 +69,12 @@ def add_sample_options(parser: argparse.ArgumentParser, *, max_prompt_tokens: in
 
 
 def add_journal_options(parser: argparse.ArgumentParser) -> None:
-    """Add the seed, the journal and the form of the output."""
+    """Add the seed, the journal and the forms of the output."""
     add = parser.add_argument
     add("--seed", type=int, default=0, metavar="N", help="chooses what is drawn and the resampling (default 0)")
     add("--journal", metavar="FILE", help="keep what is measured there, and go on from it")
     add("--json", action="store_true", help="print a JSON object instead of a table")
+    add_plot_option(parser)
 
 
 def add_clock_option(parser: argparse.ArgumentParser) -> None:
@@ -103,10 +105,11 @@ def load_table_llm(args: argparse.Namespace) -> LLM:
     """Load the model, with all K/V of window layers kept while it is measured.
 
     Raises:
-        ConfigError: Its K/V cannot be moved.
+        ConfigError: Its K/V cannot be moved, or what was asked for cannot be written.
     """
     from kvgraft.bench.fidelity.one_space import in_one_space
 
+    check_plot(args)
     llm = load_llm(in_one_space(engine_config(args)), shows_stages=not args.json)
     if llm.graft_refusal is not None:
         raise ConfigError(f"K/V of model {llm.loaded.name} cannot be moved ({llm.graft_refusal}); choose another model")
@@ -169,8 +172,24 @@ def _print_table(
     title: str,
     absent: Sequence[str] = (),
 ) -> None:
-    """Print the table as JSON, or a line per row of what is known."""
-    told = dataclasses.asdict(settings) | {
+    """Print the table as JSON, or a line per row of what is known; draw it where that is asked for."""
+    from kvgraft.bench.suite.page import panels_of
+
+    told = _told(llm, settings, absent)
+    result = {"table": table, "title": title, "settings": told, "rows": list(rows)}
+    draw_plot(args, lambda: panels_of(table, {"result": result}), f"{title}: {llm.loaded.name}")
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return
+    for row in rows:
+        print("  ".join(f"{name} {_short(value)}" for name, value in row.items() if value is not None))
+    for name in absent:
+        print(f"{name}: not in {told['data']}, left out")
+
+
+def _told(llm: LLM, settings: DataclassInstance, absent: Sequence[str]) -> dict[str, Any]:
+    """Settings of the table and of the engine."""
+    return dataclasses.asdict(settings) | {
         "model": llm.loaded.name,
         "dtype": str(next(llm.adapter.model.parameters()).dtype).removeprefix("torch."),
         "policy": llm.policy.name,
@@ -178,13 +197,6 @@ def _print_table(
         "correction": llm.config.correction,
         "absent": list(absent),
     }
-    if args.json:
-        print(json.dumps({"table": table, "title": title, "settings": told, "rows": list(rows)}, indent=1))
-        return
-    for row in rows:
-        print("  ".join(f"{name} {_short(value)}" for name, value in row.items() if value is not None))
-    for name in absent:
-        print(f"{name}: not in {told['data']}, left out")
 
 
 def _short(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import json
+import sys
 
 import pytest
 
@@ -43,6 +44,21 @@ def test_table_has_a_line_per_workload(pack, capsys):
     header, line = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["workload", "requests", "tokens"]
     assert line.split()[:2] == ["docs", "3"]
+
+
+def test_the_table_is_drawn(pack, tmp_path):
+    plot = tmp_path / "plot.png"
+    assert run(pack, "--plot", plot) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_measured(pack, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="create it first"):
+        run(pack, "--plot", tmp_path / "absent" / "plot.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "kvgraft.bench.figure", raising=False)
+    with pytest.raises(ImportError, match=r"kvgraft\[bench\]"):
+        run(pack, "--plot", tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("options", [("--min-run", 8), ("--capacity", 3)])

@@ -85,6 +85,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, text):
 def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     path = write(tmp_path / "t.jsonl.gz", *[{"input_length": 1024, "hash_ids": [1, 2]}] * 3)
     assert main(["bench", "prefix", path, "--policy", "all", "--capacity", "1K,0.5M,0"]) == 0
+    plot = tmp_path / "plot.png"
     table = capsys.readouterr().out
     assert "66.67%" in table
     assert "no limit" in table
@@ -94,6 +95,8 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     )
     (result,) = json.loads(capsys.readouterr().out)
     assert (result["hit_tokens"], result["capacity"], result["policy"]) == (2048, None, "slru")
+    assert main(["bench", "prefix", path, "--policy", "all", "--capacity", "1K,0", "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

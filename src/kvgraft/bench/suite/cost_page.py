@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Series
 from kvgraft.bench.suite.cells import NOTHING, number, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.panels import Panel
 
     Row = Mapping[str, Any]
 
@@ -47,6 +50,22 @@ def render(record: Mapping[str, Any]) -> str:
             "that find nothing; memory that donors take from other uses is not in it.",
         ]
     )
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    rows = [row for row in record["result"]["rows"] if row.get("per_1k_tokens_ms") is not None]
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    known = {(row["length"], row["step"]): row for row in rows}
+    series = [
+        Series.of(f"prompts of {length:,}", [known.get((length, step), {}) for step in steps], "per_1k_tokens_ms")
+        for length in sorted({row["length"] for row in rows})
+    ]
+    return [Bars("milliseconds per 1,000 tokens", steps, series, is_log=True)]
 
 
 def _milliseconds(row: Row) -> str:

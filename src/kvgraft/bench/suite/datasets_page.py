@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Series
 from kvgraft.bench.suite.cells import claims, number, share, sides, table, with_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.panels import Panel
 
     Row = Mapping[str, Any]
 
@@ -75,6 +78,28 @@ def render(record: Mapping[str, Any]) -> str:
             _not_shown(rows),
         ]
     )
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    rows = record["result"]["rows"]
+    labels = {
+        "prefix": "prefix_share",
+        "256-prefix": "aligned_prefix_share",
+        "ours": "reused_share",
+        "bound": "bound_share",
+    }
+    shares = [Series.of(label, rows, field, 100) for label, field in labels.items()]
+    measured = [row for row in rows if row["sample"]]
+    faster = [Series.of("all requests", measured, "speedup_all_ratio")]
+    return [
+        Bars("prompt tokens that can be reused, %", [row["dataset"] for row in rows], shares),
+        Bars("speed-up of the first token, all requests", [row["dataset"] for row in measured], faster, mark=1),
+    ]
 
 
 def _shares(row: Row) -> list[str]:

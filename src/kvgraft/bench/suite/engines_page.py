@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Series
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvgraft.bench.panels import Panel
 
 _HEAD = (
     "| engine | prompts | variant | reused | prompts with a hit | TTFT p50 | p95 | speed-up over off | same first token"
@@ -50,6 +54,30 @@ def render(record: Mapping[str, Any]) -> str:
         _LIMITS.format(**settings, s="" if settings["threads"] == 1 else "s"),
     ]
     return "\n".join(lines)
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    rows = [row for row in record["result"]["rows"] if "failure" not in row]
+    places = list(dict.fromkeys((row["engine"], row["workload"]) for row in rows))
+    names = [f"{engine}, {workload}" for engine, workload in places]
+    known = {(row["engine"], row["workload"], row["variant"]): row for row in rows}
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+
+    def series(field: str) -> list[Series]:
+        return [
+            Series.of(variant, [known.get((*place, variant), {}) for place in places], field) for variant in variants
+        ]
+
+    return [
+        Bars("speed-up of the first token over off", names, series("ttft_ratio"), mark=1),
+        Bars("time to first token, median, ms", names, series("ttft_ms")),
+        Bars("time to first token, p95, ms", names, series("ttft_p95_ms")),
+    ]
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Lines, Series
 from kvgraft.bench.suite.cells import number, share, table, with_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.panels import Panel
 
     Row = Mapping[str, Any]
 
@@ -58,12 +61,25 @@ def render(record: Mapping[str, Any]) -> str:
     )
 
 
-def draw(record: Mapping[str, Any]) -> list[tuple[str, Sequence[float], Sequence[float]]]:
-    """Lines to draw, milliseconds by prompt tokens: name, lengths, times."""
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
     rows = record["result"]["rows"]
     lengths = [row["length"] for row in rows]
     names = {"cold": "cold", "default": "default policy", "none": "none computed again", "repeat": "same prompt again"}
-    return [(label, lengths, [row[f"{name}_ms"] for row in rows]) for name, label in names.items()]
+    times = [Series.of(label, rows, f"{name}_ms") for name, label in names.items()]
+    reached = [
+        Series.of(label, rows, f"{name}_of_bound_share", 100)
+        for name, label in names.items()
+        if name in ("default", "none")
+    ]
+    return [
+        Lines("time to first token, ms", "prompt tokens", lengths, times, is_log=True),
+        Bars("speed-up, % of the FLOP bound", [f"{length:,}" for length in lengths], reached, mark=100),
+    ]
 
 
 def _times(row: Row) -> list[str]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from kvgraft.bench.panels import Panel
+
     Record = Mapping[str, Any]
 
 
@@ -21,7 +23,7 @@ class Section(NamedTuple):
 
     Attributes:
         number: Of the table, as in T1.
-        name: Of the table, as on the command line; `kvgraft.bench.suite.{name}_page` renders its records.
+        name: Of the table, as on the command line; `kvgraft.bench.suite.{name}_page` renders and draws its records.
         title: Heading.
     """
 
@@ -48,6 +50,10 @@ commit, versions and machine. Do not edit it. How to read the figures of fidelit
 benchmarks are in [benchmarks.md](benchmarks.md). Reused tokens are counted by the engines, never inferred from times. Ratios
 mean something, seconds do not: the machine is small and shared."""
 
+_PICTURE = """![{section.title}]({pictures}/suite-{section.name}.png)
+
+Drawn by `kvgraft bench suite page benchmarks/results/suite-*.json --output docs/results.md --plots docs/images`."""
+
 
 def load_record(path: Path) -> Record:
     """Read a record of one of the tables.
@@ -69,14 +75,48 @@ def load_record(path: Path) -> Record:
     return found
 
 
-def page(records: Sequence[Record]) -> str:
-    """Return the page; of a table with several records, which differ in settings, all are shown, in their order."""
+def page(records: Sequence[Record], pictures: str = "") -> str:
+    """Return the page; of a table with several records, which differ in settings, all are shown, in their order.
+
+    Args:
+        records: In the order in which those of one table are shown.
+        pictures: Where `draw_pictures` has put them, as the page links to them; nothing for a page without.
+    """
     parts = [_HEAD, _contents(records)]
     for section in SECTIONS:
         own = [record for record in records if record["result"]["table"] == section.name]
         parts.append(f"## {section.number}. {section.title}")
+        if own and pictures:
+            parts.append(_PICTURE.format(section=section, pictures=pictures))
         parts += [_rendered(section, record) for record in own] or ["Not measured yet."]
     return "\n\n".join(parts) + "\n"
+
+
+def draw_pictures(records: Sequence[Record], folder: Path) -> None:
+    """Draw a picture of every table's first record into `folder`, `suite-TABLE.png`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from kvgraft.bench.figure import draw_panels
+
+    firsts = {record["result"]["table"]: record for record in reversed(records)}
+    for table, record in firsts.items():
+        told = record["result"]["settings"]
+        title = ", ".join([told["model"], *([told["dtype"]] if "dtype" in told else []), record["machine"]])
+        draw_panels(panels_of(table, record), title, folder / f"suite-{table}.png", source=source_of(record))
+
+
+def source_of(record: Record) -> str:
+    """The command that made a record, and the commit and day on which it did."""
+    command = re.sub(r" --journal \S+", "", record["command"])
+    return f"`{command}`, commit {record['commit']}, {record['date']}"
+
+
+def panels_of(table: str, record: Record) -> list[Panel]:
+    """What is drawn of a record; only its `result` is read."""
+    found: list[Panel] = _module(table).panels(record)
+    return found
 
 
 def _contents(records: Sequence[Record]) -> str:
@@ -93,10 +133,11 @@ def _rendered(section: Section, record: Record) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"
     )
-    command = re.sub(r" --journal \S+", "", record["command"])
-    source = (
-        f"`{command}`, commit {record['commit']}, {record['date']}, seed "
-        f"{record['result']['settings'].get('seed', 0)}; {record['machine']}; {versions}."
-    )
-    body: str = import_module(f"kvgraft.bench.suite.{section.name}_page").render(record)
+    seed = record["result"]["settings"].get("seed", 0)
+    source = f"{source_of(record)}, seed {seed}; {record['machine']}; {versions}."
+    body: str = _module(section.name).render(record)
     return f"{body}\n\nSource: {source}"
+
+
+def _module(table: str) -> Any:  # noqa: ANN401 - a module, of which no type is known
+    return import_module(f"kvgraft.bench.suite.{table}_page")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Point, Points, Series
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.panels import Panel
 
 NOISE_SHARE = 0.25
 """Of the gap of unrelated prompts: from there on K/V that were put in place are not those of the text."""
@@ -66,6 +70,39 @@ def render(record: Mapping[str, Any]) -> str:
         _LIMITS.format(**settings),
     ]
     return "\n".join(lines)
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    rows = [row for row in record["result"]["rows"] if "failure" not in row]
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    known = {(row["peer"], row["case"]): row for row in rows}
+    of_peer = {peer: [row for row in rows if row["peer"] == peer] for peer in peers}
+    limits = {peer: allowed_gap(own) for peer, own in of_peer.items()}
+    groups = {
+        peer: [
+            Point(row["case"], row["ttft_ratio"], row["gap"], is_right(row, limits[peer]) is False)
+            for row in own
+            if row["reused_tokens"]
+        ]
+        for peer, own in of_peer.items()
+    }
+    reused = [Series.of(peer, [known.get((peer, case), {}) for case in cases], "reused_share", 100) for peer in peers]
+    return [
+        Bars("prompt tokens reused, %", cases, reused),
+        Points(
+            "what reuse gives and changes (hollow: K/V of other text)",
+            "speed-up over its own cold run",
+            "gap of the first token, nats",
+            groups,
+            y_linear_below=1e-2,
+        ),
+    ]
 
 
 def allowed_gap(rows: Sequence[Mapping[str, Any]]) -> float | None:

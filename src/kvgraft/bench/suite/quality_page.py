@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Point, Points
 from kvgraft.bench.suite.cells import NOTHING, number, share, table, with_range
 from kvgraft.bench.suite.methods import ALL_SUITES, OFF, SUBSTITUTED, VERIFIED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.panels import Panel
 
     Row = Mapping[str, Any]
 
@@ -50,6 +53,33 @@ def render(record: Mapping[str, Any]) -> str:
             table(_COLUMNS, [_line(row) for row in chosen]),
         ]
     return "\n\n".join([*parts, _claims(rows, suites[0], _own(settings)), _NOT_SHOWN])
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    rows = [row for row in record["result"]["rows"] if row["mean_kl"] is not None]
+    suites = list(dict.fromkeys(row["suite"] for row in rows))
+    suite = ALL_SUITES if ALL_SUITES in suites else suites[0]
+    about = f"what the perplexity ratio hides ({suite})"
+    return [
+        _points(about, "perplexity ratio", "perplexity_ratio", 1, [row for row in rows if row["suite"] == suite]),
+        _points(
+            f"fidelity and reuse ({suite})", "reused, %", "reused_share", 100, [r for r in rows if r["suite"] == suite]
+        ),
+    ]
+
+
+def _points(title: str, label: str, field: str, factor: float, rows: Sequence[Row]) -> Points:
+    groups = {
+        row["method"]: [Point(row["method"], factor * row[field], row["mean_kl"], row["method"] == SUBSTITUTED)]
+        for row in rows
+        if row[field] is not None
+    }
+    return Points(title, label, "mean KL to full prefill, nats", groups, y_linear_below=1e-3)
 
 
 def _line(row: Row) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Series
 from kvgraft.bench.suite.cells import claims, number, share, sides, table, with_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvgraft.bench.panels import Panel
 
     Row = Mapping[str, Any]
 
@@ -66,6 +69,25 @@ def render(record: Mapping[str, Any]) -> str:
             "told by stale answers in T6. A small model knows few of these answers, so that equal scores prove little.",
         ]
     )
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    rows = record["result"]["rows"]
+    names = [_name(row).replace(" (negative control)", "") for row in rows]
+    shares = [
+        Series.of(label, rows, field, 100)
+        for label, field in {"could be reused": "bound_share", "reused": "reused_share"}.items()
+    ]
+    return [
+        Bars("prompt tokens, %, by sentences replaced", names, shares),
+        Bars("speed-up of the first token", names, [Series.of("on", rows, "speedup_ratio")], mark=1),
+        Bars("mean KL to full prefill, nats", names, [Series.of("on", rows, "mean_kl")]),
+    ]
 
 
 def _line(row: Row) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.bench.panels import Bars, Series
 from kvgraft.bench.suite.cells import number, share, table, with_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvgraft.bench.panels import Panel
 
     Row = Mapping[str, Any]
 
@@ -64,6 +67,24 @@ def render(record: Mapping[str, Any]) -> str:
             "answers.",
         ]
     )
+
+
+def panels(record: Mapping[str, Any]) -> list[Panel]:
+    """Return the pictures of the table, from left to right.
+
+    Args:
+        record: As `benchmarks/record.py` writes it.
+    """
+    latest = {row["kind"]: row for row in record["result"]["rows"]}
+    rows = list(latest.values())
+    names = [f"{row['kind']}, turns {row['turns']}" for row in rows]
+    modes = {"exact prefix": "exact", "ours": "graft", "ours, healed": "healed"}
+    shares = [Series.of(label, rows, f"{name}_share", 100) for label, name in modes.items()]
+    faster = [Series.of(label, rows, f"{name}_speedup_ratio") for label, name in modes.items()]
+    return [
+        Bars("prompt tokens reused, %", names, [*shares, Series.of("bound", rows, "bound_share", 100)]),
+        Bars("speed-up of the first token", names, faster, mark=1),
+    ]
 
 
 def _line(row: Row) -> list[str]:

@@ -35,8 +35,10 @@ def test_json_is_a_table_that_the_page_can_lay_out(capsys, tmp_path, table, page
     assert found["settings"]["model"] == "graft-tiny"
     assert {type(value) for row in found["rows"] for value in row.values()} <= {str, int, float, type(None)}
     assert "left out: tools." in page.render({"result": found})
-    assert run(table, *options, *SMALL, "--journal", journal) == 0
+    plot = tmp_path / "plot.png"
+    assert run(table, *options, *SMALL, "--journal", journal, "--plot", plot) == 0
     assert "tools: not in nowhere, left out" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"other arguments \(seed\)"):
         run(table, *options, *SMALL, "--journal", journal, "--seed", 1)
 
@@ -47,6 +49,8 @@ def test_json_is_a_table_that_the_page_can_lay_out(capsys, tmp_path, table, page
         (("datasets", "--limit", 0), "--limit must be at least 1, not 0"),
         (("datasets", "--min-run", 8), "--min-run must be at least 16"),
         (("quality", "--noise-floor", -1), "--noise-floor must be at least 0"),
+        (("length", "--plot", "nowhere/plot.png"), "--plot .* the folder does not exist"),
+        (("cost", "--plot", "."), "--plot . is a folder"),
     ],
 )
 def test_numbers_out_of_range_are_told_before_a_model_is_loaded(argv, message):

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from kvgraft.bench.suite.page import SECTIONS, load_record, page
+from kvgraft.bench.suite.page import SECTIONS, draw_pictures, load_record, page
 from kvgraft.cli import main
 from kvgraft.errors import ConfigError
 
@@ -44,9 +44,11 @@ def record(**changes):
     } | changes
 
 
-def test_every_table_can_be_rendered():
+def test_every_table_can_be_rendered_and_drawn():
     for section in SECTIONS:
-        assert callable(import_module(f"kvgraft.bench.suite.{section.name}_page").render)
+        module = import_module(f"kvgraft.bench.suite.{section.name}_page")
+        assert callable(module.render)
+        assert callable(module.panels)
 
 
 def test_a_record_is_shown_with_its_source_and_others_are_missed():
@@ -84,13 +86,33 @@ def test_records_of_other_tables_are_refused(tmp_path):
         load_record(path)
 
 
-def test_the_page_is_written_and_drawn(tmp_path, capsys):
+def test_the_page_is_written_and_shows_a_picture_of_each_table(tmp_path):
     path = tmp_path / "suite-length.json"
     path.write_text(json.dumps(record()))
-    out, plot = tmp_path / "page.md", tmp_path / "plot.png"
-    assert main(["bench", "suite", "page", str(path), "--output", str(out), "--plot", str(plot)]) == 0
+    out, plots = tmp_path / "page.md", tmp_path / "images"
+    plots.mkdir()
+    assert main(["bench", "suite", "page", str(path), "--output", str(out)]) == 0
     assert out.read_text() == page([record()])
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    path.write_text(json.dumps(record(result={"table": "cost", "settings": {}, "rows": []})))
-    assert main(["bench", "suite", "page", str(path), "--plot", str(plot)]) == 2
-    assert "length" in capsys.readouterr().err
+    assert "![" not in out.read_text()
+    assert main(["bench", "suite", "page", str(path), "--output", str(out), "--plots", str(plots)]) == 0
+    assert out.read_text() == page([record()], "images")
+    assert "![Time to first token by length](images/suite-length.png)" in out.read_text()
+    assert (plots / "suite-length.png").read_bytes().startswith(b"\x89PNG")
+    assert [each.name for each in plots.iterdir()] == ["suite-length.png"]
+
+
+def test_pictures_go_into_a_folder_that_is_there(tmp_path, capsys):
+    path = tmp_path / "suite-length.json"
+    path.write_text(json.dumps(record()))
+    assert main(["bench", "suite", "page", str(path), "--plots", str(tmp_path / "absent")]) == 2
+    assert "create it first" in capsys.readouterr().err
+
+
+def test_of_several_records_of_a_table_the_first_is_drawn(tmp_path):
+    other = record()
+    other["result"] = other["result"] | {"rows": [ROW | {"length": 2048, "cold_ms": 99.0}]}
+    for number, records in enumerate(([record(), other], [record()], [other])):
+        (tmp_path / str(number)).mkdir()
+        draw_pictures(records, tmp_path / str(number))
+    both, first, second = ((tmp_path / str(number) / "suite-length.png").read_bytes() for number in range(3))
+    assert both == first != second

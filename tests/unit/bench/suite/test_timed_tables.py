@@ -42,7 +42,7 @@ def test_length_counts_what_is_reused_and_goes_on_from_its_journal(capsys, tmp_p
     text = length_page.render({"result": found})
     assert "| 400 | 101 |" in text
     assert "| 8,192 |" not in text, "nobody measured it here"
-    assert next(name for name, *_ in length_page.draw({"result": found})) == "cold"
+    assert length_page.panels({"result": found})[0].series[0].name == "cold"
 
 
 def test_longer_prompts_than_the_model_takes_need_random_weights(capsys):
