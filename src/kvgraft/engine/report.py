@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +20,8 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
     besides = sum(flops.of_look(positions, layer) for positions, layer in outcome.looks)
     if kv.request.correction is not None:
         besides += flops.of_correction(kv.request.correction, outcome.drift_work)
-    kv.lineage.recompute(outcome.recomputed(kv.plan), inside=True)
-    report = request_report(
+    kv.lineage.recompute(outcome.recomputed_runs(kv.plan))
+    return request_report(
         kv.lineage,
         kv.plan.num_tokens,
         policy=kv.request.policy.name,
@@ -34,6 +33,3 @@ def prompt_report(kv: RequestKV, outcome: PrefillOutcome, flops: ModelFlops) -> 
         risk=kv.risk,
         substitution=kv.substitution,
     )
-    runs = outcome.recomputed_runs(kv.plan)
-    is_all = sum(length for _, length in runs) == report.recomputed_tokens  # not where an earlier prefill had some, too
-    return replace(report, recomputed_runs=runs) if runs and is_all else report

@@ -30,7 +30,7 @@ _COLOURS = {
     RunKind.COMPUTED: "33",
 }
 _WORDS = {
-    RunKind.EXACT: "exact prefix",
+    RunKind.EXACT: "reused exactly",
     RunKind.SHIFTED: "copied from another position",
     RunKind.SUBSTITUTED: "copied from other tokens",
     RunKind.COMPUTED: "computed",

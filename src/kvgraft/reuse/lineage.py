@@ -45,7 +45,8 @@ class Lineage:
     then gives back has the class that it had before, whatever the cache takes it for: `restart`. And it may compute what is
     approximate once more, from its exact prefix onwards: `heal`.
 
-    Invariant (`check`): spans ascend, are disjoint and lie at or behind `given_len`.
+    Invariant (`check`): spans ascend, are disjoint and lie at or behind `given_len`; what was computed over copies lies in
+    approximate ones.
     """
 
     def __init__(self, given_len: int) -> None:
@@ -53,7 +54,8 @@ class Lineage:
         self._given_len = given_len
         self._spans: tuple[SpanReport, ...] = ()
         self._exposed: tuple[tuple[int, int], ...] = ()
-        self._recomputed = self._recomputed_inside = 0
+        self._recomputed_runs: tuple[tuple[int, int], ...] = ()
+        self._recomputed_in_gaps = 0
         self._healed_len = 0
 
     @property
@@ -69,7 +71,16 @@ class Lineage:
     @property
     def recomputed(self) -> int:
         """Tokens that a donor had and that a selection policy had computed again."""
-        return self._recomputed
+        return self._recomputed_inside + self._recomputed_in_gaps
+
+    @property
+    def recomputed_runs(self) -> tuple[tuple[int, int], ...]:
+        """Ascending `(start, length)` of those that were computed over copies; those in gaps are not among them."""
+        return self._recomputed_runs
+
+    @property
+    def _recomputed_inside(self) -> int:
+        return sum(length for _, length in self._recomputed_runs)
 
     @property
     def is_approximate(self) -> bool:
@@ -96,15 +107,17 @@ class Lineage:
         """
         self._exposed += ((position, generation),)
 
-    def recompute(self, num_tokens: int, *, inside: bool) -> None:
-        """Note that a selection policy had `num_tokens` computed that a donor had.
+    def recompute(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Note that a selection policy had tokens of `spans` computed, over whose copies they were written.
 
         Args:
-            num_tokens: How many.
-            inside: They are part of `spans`, over whose copies they were written; otherwise they lie in the gaps.
+            runs: Ascending `(start, length)`, behind those noted so far.
         """
-        self._recomputed += num_tokens
-        self._recomputed_inside += num_tokens if inside else 0
+        self._recomputed_runs += tuple(runs)
+
+    def recompute_gap(self, num_tokens: int) -> None:
+        """Note that a selection policy had `num_tokens` computed that a donor had and that were not copied."""
+        self._recomputed_in_gaps += num_tokens
 
     def withdraw(self, start: int = 0) -> None:
         """Note that nothing copied lies at or behind `start`: the copy failed and the engine computes these positions."""
@@ -121,7 +134,7 @@ class Lineage:
     def healed(self) -> None:
         """Note that the frontier has passed everything: nothing approximate is left."""
         self._spans, self._exposed, self._healed_len = (), (), 0
-        self._recomputed = self._recomputed_inside = 0
+        self._recomputed_runs, self._recomputed_in_gaps = (), 0
 
     def restart(self, kept_len: int) -> None:
         """Note that the request begins again and that its cache gave the first `kept_len` positions back.
@@ -160,8 +173,18 @@ class Lineage:
             if span.target_start < end or span.length <= 0:
                 raise CorruptCacheError(f"span at {span.target_start} begins in front of {end} or is empty")
             end = span.target_start + span.length
-        if not 0 <= self._recomputed_inside <= self._recomputed:
-            raise CorruptCacheError(f"{self._recomputed_inside} of {self._recomputed} recomputed tokens lie in spans")
+        end = 0
+        for start, length in self._recomputed_runs:
+            if start < end or length <= 0 or not self._is_copied(start, start + length):
+                raise CorruptCacheError(f"{length} tokens at {start} cannot have been computed over approximate copies")
+            end = start + length
+
+    def _is_copied(self, start: int, stop: int) -> bool:
+        """Whether all of `[start, stop)` was copied and is approximate."""
+        for span in self._spans:
+            if span.target_start <= start < span.target_start + span.length and span.fidelity is not Fidelity.EXACT:
+                start = span.target_start + span.length
+        return start >= stop
 
     def _sources(self) -> list[tuple[int, int, int]]:
         """Ascending `(start, stop, generation)` of everything that came from a donor."""
@@ -185,7 +208,7 @@ class Lineage:
         )
         if kept != self._spans:
             self._spans = kept
-            self._recomputed = self._recomputed_inside = 0
+            self._recomputed_runs, self._recomputed_in_gaps = (), 0
         self._exposed = tuple((position, generation) for position, generation in self._exposed if position < stop)
 
 

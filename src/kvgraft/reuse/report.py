@@ -66,6 +66,7 @@ def request_report(
         shifted_tokens=shifted,
         substituted_tokens=substituted,
         recomputed_tokens=lineage.recomputed,
+        recomputed_runs=_recomputed_runs(lineage),
         computed_tokens=num_tokens - exact - shifted - substituted,
         spans=lineage.spans,
         policy=policy if lineage.is_approximate and not substituted else "none",
@@ -77,6 +78,12 @@ def request_report(
         risk=NOT_STATED_OF_SUBSTITUTES if substituted else risk,
         substitution=substitution if substituted else None,
     )
+
+
+def _recomputed_runs(lineage: Lineage) -> tuple[tuple[int, int], ...]:
+    """All that was computed again, by position; nothing where that is not known of some."""
+    runs = lineage.recomputed_runs
+    return runs if sum(length for _, length in runs) == lineage.recomputed else ()
 
 
 def verified_report(report: GraftReport, healing: HealingReport, flops: float) -> GraftReport:

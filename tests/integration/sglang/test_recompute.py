@@ -138,6 +138,7 @@ def test_answers_and_counts_are_the_embedded_engines(answers):
         attempt, report = attempt_of(got[where]), want.report
         assert report.recomputed_tokens >= 16, where
         assert attempt["recomputed_tokens"] == report.recomputed_tokens, where
+        assert attempt["recomputed_runs"] == [list(run) for run in report.recomputed_runs] != [], where
         assert attempt["corrected_tokens"] == report.corrected_tokens, where
         assert bool(report.corrected_tokens) == (correction == "drift"), where
         assert attempt["shifted_tokens"] == report.shifted_tokens, where

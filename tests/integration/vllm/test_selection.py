@@ -117,6 +117,7 @@ def test_query_seam_chooses_what_it_chooses_in_the_embedded_engine(served, refer
     np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-4)
     assert chosen == expected_chosen
     assert warm.report["recomputed_tokens"] == len(chosen) == expected.report.recomputed_tokens > 30
+    assert warm.report["recomputed_runs"] == [list(run) for run in expected.report.recomputed_runs] != []
     assert warm.report["policy"] == "query_seam"
     # Some rows are computed behind what was repaired that the embedded engine does not compute twice: those between the
     # graft and the query, and all gaps of models with windows.

@@ -41,7 +41,7 @@ def test_report_is_told_in_words(report_file, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "request abc1: finished, 4 tokens generated",
-        "       30 of 350 prompt tokens exact prefix",
+        "       30 of 350 prompt tokens reused exactly",
         "      300 of 350 prompt tokens copied from another position",
         "       20 of 350 prompt tokens computed",
         "        8 of the computed ones by policy first_k",

@@ -260,7 +260,7 @@ def test_exact_copies_are_told_apart_from_the_prefix_in_front_of_them():
         (700, 1000, RunKind.COMPUTED, ""),
     ]
     told = "\n".join(request_lines(request))
-    assert "200 of 1000 prompt tokens exact prefix" in told
+    assert "200 of 1000 prompt tokens reused exactly" in told
     assert "risk of the copied tokens" in told
     alone = one({"kvgraft": report(exact=200, spans=spans[:1], shifted_tokens=0, computed_tokens=800)})
     assert "risk" not in "\n".join(request_lines(alone))

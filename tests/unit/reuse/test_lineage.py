@@ -62,7 +62,8 @@ def test_own_blocks_given_back_after_a_preemption_stay_approximate():
 def test_preemption_that_keeps_half_a_span_cuts_it():
     lineage = Lineage(16)
     lineage.copy([span(20, 10, generation=2), span(40, 20)])
-    lineage.recompute(3, inside=True)
+    lineage.recompute([(20, 1), (44, 2)])
+    lineage.check()
     lineage.restart(25)
     assert [(kept.target_start, kept.length) for kept in lineage.spans] == [(20, 5)]
     assert lineage.recomputed == 0
@@ -86,14 +87,41 @@ def test_failed_copy_leaves_exact_text():
     assert lineage.exact_len(100) == 100
 
 
-@pytest.mark.parametrize(("inside", "shifted", "computed"), [(True, 15, 75), (False, 20, 70)])
-def test_recomputed_tokens_leave_their_span_or_lie_beside_it(inside, shifted, computed):
+@pytest.mark.parametrize(
+    ("runs", "in_gap", "told_runs", "shifted", "computed"),
+    [
+        ([(20, 4), (39, 1)], 0, ((20, 4), (39, 1)), 15, 75),
+        ([], 5, (), 20, 70),
+        ([(20, 4)], 1, (), 16, 74),  # where not all are known by position, none are told
+    ],
+)
+def test_recomputed_tokens_leave_their_span_or_lie_beside_it(runs, in_gap, told_runs, shifted, computed):
     lineage = Lineage(10)
     lineage.copy([span(20, 20)])
-    lineage.recompute(5, inside=inside)
+    lineage.recompute(runs)
+    lineage.recompute_gap(in_gap)
+    lineage.check()
     told = report(lineage)
     assert (told.shifted_tokens, told.recomputed_tokens, told.computed_tokens) == (shifted, 5, computed)
+    assert told.recomputed_runs == told_runs
     assert told.exact_tokens + told.shifted_tokens + told.computed_tokens == told.num_tokens
+
+
+@pytest.mark.parametrize("runs", [[(19, 2)], [(39, 2)], [(20, 0)], [(25, 2), (26, 1)], [(60, 1)]])
+def test_check_finds_tokens_computed_over_nothing_that_is_approximate(runs):
+    lineage = Lineage(10)
+    lineage.copy([span(20, 20), span(60, 5, fidelity=Fidelity.EXACT)])
+    lineage.recompute(runs)
+    with pytest.raises(CorruptCacheError, match="cannot have been computed"):
+        lineage.check()
+
+
+def test_a_run_may_go_on_from_one_span_into_the_next():
+    lineage = Lineage(10)
+    lineage.copy([span(20, 20), span(40, 20)])
+    lineage.recompute([(38, 4)])
+    lineage.check()
+    assert report(lineage).recomputed_runs == ((38, 4),)
 
 
 @pytest.mark.parametrize("spans", [[span(5, 10)], [span(20, 10), span(25, 10)], [span(20, 0)]])
@@ -141,6 +169,7 @@ class LineageMachine(RuleBasedStateMachine):
         self.positions = [("given", 0)] * given_len
         self.healed_len = 0
         self.exposures = []
+        self.again = []
 
     def attended(self):
         copied = [generation for kind, generation in self.positions if kind == "copied"]
@@ -160,6 +189,14 @@ class LineageMachine(RuleBasedStateMachine):
         self.lineage.copy([span(len(self.positions), length, generation)])
         self.positions += [("copied", generation)] * length
 
+    @rule(data=st.data())
+    def compute_copies_again(self, data):
+        behind = max(self.again, default=-1)
+        copied = [p for p, (kind, _) in enumerate(self.positions) if kind == "copied" and p > behind]
+        chosen = sorted(data.draw(st.sets(st.sampled_from(copied)))) if copied else []
+        self.lineage.recompute([(p, 1) for p in chosen])
+        self.again += chosen
+
     @rule(share=st.floats(0, 1))
     def heal(self, share):
         """A prefix of everything is computed again; the oracle calls it computed behind nothing copied."""
@@ -173,6 +210,7 @@ class LineageMachine(RuleBasedStateMachine):
         last = self.lineage.spans[-1]
         self.lineage.withdraw(last.target_start)
         del self.positions[last.target_start :]
+        self.again = []
         self.exposures = [(p, g) for p, g in self.exposures if p < last.target_start]
         self.healed_len = min(self.healed_len, last.target_start)
         self.positions += [("computed", self.attended())] * last.length
@@ -183,6 +221,8 @@ class LineageMachine(RuleBasedStateMachine):
         kept = int(share * len(self.positions))
         self.lineage.restart(kept)
         self.healed_len = min(self.healed_len, kept)
+        if any(kind == "copied" for kind, _ in self.positions[kept:]):
+            self.again = []
         del self.positions[kept:]
         self.exposures = [(p, g) for p, g in self.exposures if p < kept]
         if before is not None and kept:
@@ -209,7 +249,8 @@ class LineageMachine(RuleBasedStateMachine):
     def report_counts_every_token_once(self):
         told = report(self.lineage, len(self.positions))
         kinds = [kind for kind, _ in self.positions]
-        assert told.shifted_tokens == kinds.count("copied")
+        assert told.shifted_tokens == kinds.count("copied") - len(self.again)
+        assert told.recomputed_runs == tuple((p, 1) for p in self.again)
         assert told.exact_tokens + told.shifted_tokens + told.computed_tokens == len(self.positions)
         self.lineage.check()
 

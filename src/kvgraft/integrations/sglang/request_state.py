@@ -90,7 +90,7 @@ class RequestState:
     def loaded(self, spans: list[Span], sources: list[dict[str, object]]) -> None:
         """Note that `spans` were copied."""
         self.lineage.copy([span.report() for span in spans])
-        self.lineage.recompute(sum(span.recomputed for span in spans), inside=False)
+        self.lineage.recompute_gap(sum(span.recomputed for span in spans))
         self.sources += sources
 
     def withdraw(self) -> None:

@@ -374,7 +374,7 @@ class RequestReuse:
             tokens = np.frombuffer(req.full_untruncated_fill_ids[:], np.int64)
             found = recomputer.run(tokens, state.plan(len(tokens), spans), slots, policy)
             state.policy = policy.name
-            state.lineage.recompute(found.computed, inside=True)
+            state.lineage.recompute(found.runs)
             state.num_corrected += found.corrected
         except PolicyError as error:
             self._compute_copied(recomputer, state, req, slots, error)

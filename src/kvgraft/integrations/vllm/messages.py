@@ -139,7 +139,7 @@ class GraftOutcome:
     """What became of one graft on one rank.
 
     Attributes:
-        recomputed_tokens: Reused tokens that the policy had computed again.
+        recomputed_runs: Ascending `(start, length)` of reused tokens that the policy had computed again.
         inject_ms: Milliseconds of copying and rotating.
         compute_ms: Milliseconds of forward passes.
         fell_back: The reused tokens were computed instead; why, in one line.
@@ -150,7 +150,7 @@ class GraftOutcome:
         is_policy_error: It failed, or fell back, because the selection policy did.
     """
 
-    recomputed_tokens: int
+    recomputed_runs: tuple[tuple[int, int], ...]
     inject_ms: float
     compute_ms: float
     fell_back: str = ""
@@ -163,7 +163,7 @@ class GraftOutcome:
     def worst(self, other: GraftOutcome) -> GraftOutcome:
         """Join two ranks' outcomes: a failure of one is a failure of all, times are those of the slowest."""
         return GraftOutcome(
-            max(self.recomputed_tokens, other.recomputed_tokens),
+            self.recomputed_runs or other.recomputed_runs,  # the same on all ranks, but for one that failed
             max(self.inject_ms, other.inject_ms),
             max(self.compute_ms, other.compute_ms),
             self.fell_back or other.fell_back,

@@ -194,7 +194,7 @@ class Workers:
         donors = [read.get(span.donor_id, donor) for span, donor in zip(graft.spans, donors, strict=True)]
         if fate == "falls back" or any(donor is None for donor in donors):
             engine.compute(request, start, graft.end)
-            self.outcomes[graft.request_id] = GraftOutcome(0, 0.0, 0.0, "a donor is gone")
+            self.outcomes[graft.request_id] = GraftOutcome((), 0.0, 0.0, "a donor is gone")
         else:
             position = start
             for span, donor in zip(graft.spans, donors, strict=True):
@@ -204,14 +204,14 @@ class Workers:
                     request.kv.append(truth.at(request.text(len(request.kv) + 1)))
                 position = span.target_end
             engine.compute(request, position, graft.end)
-            self.outcomes[graft.request_id] = GraftOutcome(0, 1.0, 1.0)
+            self.outcomes[graft.request_id] = GraftOutcome((), 1.0, 1.0)
         for text_id, first, stop in graft.captures:
             if self.kept.pop(text_id, None):
                 self.texts[text_id] = request.kv[first:stop]
 
     def fail(self, graft):
         self.unpromoted |= {donor_id for donor_id, cold in graft.cold.items() if cold.is_promoted}
-        self.outcomes[graft.request_id] = GraftOutcome(0, 0.0, 0.0, "injected", failed=True)
+        self.outcomes[graft.request_id] = GraftOutcome((), 0.0, 0.0, "injected", failed=True)
         for text_id in (*(text_id for text_id, _, _ in graft.captures), graft.tail):
             if text_id is not None:
                 self.lose(text_id)

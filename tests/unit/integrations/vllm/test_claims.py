@@ -74,6 +74,6 @@ def test_a_policy_that_fails_is_no_claim():
 
 
 def test_the_outcome_of_a_policy_that_failed_on_one_rank_is_that_of_all():
-    mine, other = GraftOutcome(3, 1.0, 1.0), GraftOutcome(0, 0.0, 0.0, "no", failed=True, is_policy_error=True)
+    mine, other = GraftOutcome(((5, 3),), 1.0, 1.0), GraftOutcome((), 0.0, 0.0, "no", failed=True, is_policy_error=True)
     assert mine.worst(other).is_policy_error
     assert other.worst(mine).failed

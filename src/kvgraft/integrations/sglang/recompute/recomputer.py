@@ -12,7 +12,7 @@ import torch
 from kvgraft.errors import PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.select import FirstK, Observation, PolicySteps, expected_share, looks_at_query
-from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
+from kvgraft.graft.sparse_prefill import QUERY_ROWS, marked_runs, selection_context
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ which ranks tokens well enough and does not cost a second prefill."""
 
 
 class Recomputed(NamedTuple):
-    """How many reused tokens were computed again, and how many more were corrected by their drift."""
+    """Ascending `(start, length)` of reused tokens that were computed again, and how many others were corrected."""
 
-    computed: int
+    runs: tuple[tuple[int, int], ...]
     corrected: int
 
 
@@ -111,7 +111,9 @@ class Recomputer:
             self._compute(prompt, context, step, computed, corrected)
             observation = Observation(None, self._look(prompt) if step.observe_query else None)
             step = self._agreed(partial(steps.send, observation))
-        return Recomputed(int(computed[context.reused].sum()), int((corrected & ~computed).sum()))
+        is_again = np.zeros(plan.num_tokens, np.bool_)
+        is_again[context.reused] = computed[context.reused]
+        return Recomputed(marked_runs(is_again), int((corrected & ~computed).sum()))
 
     def _agreed(self, ask: Callable[[], Recompute | None]) -> Recompute | None:
         """Ask the policy; where it fails on one rank it has failed on all, which then run the same passes."""

@@ -386,7 +386,7 @@ class GraftScheduler:
             if state.claim is not None:
                 state.lineage.withdraw(state.claim.plan.exact_len)
         else:
-            state.lineage.recompute(outcome.recomputed_tokens, inside=True)
+            state.lineage.recompute(outcome.recomputed_runs)
         if outcome.failed:
             state.failure = state.failure or state.miss
         self._captures.graft_ended(state, failed=outcome.failed)

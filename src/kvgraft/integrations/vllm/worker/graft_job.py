@@ -11,7 +11,7 @@ import numpy as np
 from kvgraft.errors import IntegrationError, PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.select import NoRecompute, Observation, PolicySteps, Recompute
-from kvgraft.graft.sparse_prefill import QUERY_ROWS, selection_context
+from kvgraft.graft.sparse_prefill import QUERY_ROWS, marked_runs, selection_context
 from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import (
@@ -73,7 +73,6 @@ class GraftJob:
         self._policy = policy if is_chosen_from else NoRecompute()
         self._correction = None if command.is_substituted else correction
         self._context = selection_context(command.plan, command.token_ids)
-        self._num_recomputed = 0
         self._computed = np.zeros(command.end, np.bool_)
         self._corrected = np.zeros(command.end, np.bool_)
         self._has_begun = False
@@ -129,7 +128,7 @@ class GraftJob:
         for text_id in self._kept_texts:
             self._donors.discard(text_id)  # what was kept of it had attended to copies
         self._computed[:], self._corrected[:] = False, False
-        self._num_recomputed, self._has_begun, self._is_policy_error = 0, False, True
+        self._has_begun, self._is_policy_error = False, True
         self._compute_everything(str(failure or "the selection policy failed on another rank"))
 
     @property
@@ -215,7 +214,6 @@ class GraftJob:
         wanted = np.union1d(gaps, step.positions)
         new = wanted[~self._computed[wanted]]
         self._computed[new] = True
-        self._num_recomputed = int(self._computed.sum()) - len(gaps)
         if not len(new) or is_first:
             return new
         if any(home.forgets for home in self._homes):
@@ -252,13 +250,19 @@ class GraftJob:
             home.finish(self._prompt.spans, self.command.end)
         self._inject_s += time.perf_counter() - started
         self.outcome = GraftOutcome(
-            self._num_recomputed,
+            self._recomputed_runs(),
             self._inject_s * 1e3,
             self._compute_s * 1e3,
             self._fell_back,
             corrected_tokens=int((self._corrected & ~self._computed).sum()),
             is_policy_error=self._is_policy_error,
         )
+
+    def _recomputed_runs(self) -> tuple[tuple[int, int], ...]:
+        """Reused tokens that were computed again."""
+        plan, is_again = self.command.plan, self._computed.copy()
+        is_again[plan.compute[plan.compute < self.command.end]] = False
+        return marked_runs(is_again)
 
     def _spans(self, spans: Sequence[Match], source_starts: Sequence[int]) -> DonorSpans:
         return DonorSpans(self._donors, spans, source_starts, self._rank.rope, self._rank.device, awaited=self._awaited)

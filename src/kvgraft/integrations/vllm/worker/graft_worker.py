@@ -387,7 +387,7 @@ class GraftWorker:
 
 
 def _not_made(reason: str, *, is_store_miss: bool = False) -> GraftOutcome:
-    return GraftOutcome(0, 0.0, 0.0, reason, failed=True, is_store_miss=is_store_miss)
+    return GraftOutcome((), 0.0, 0.0, reason, failed=True, is_store_miss=is_store_miss)
 
 
 def _failed(error: Exception) -> GraftOutcome:
