@@ -342,8 +342,8 @@ class GraftReport:
         risk: What may be said about grafts of this kind; states nothing without a calibration.
         substitution: Whose K/V stand in, or None: the prompt's own, or those of equal text.
         healing: How the answer came to be verified, or None: it did not begin with a graft, or `reuse` was not `verified`.
-        recomputed_runs: Ascending `(start, length)` of the recomputed tokens; empty where some of them lie in gaps between the
-            spans, because the policy left them out of the copies.
+        recomputed_runs: Ascending `(start, length)` of the recomputed tokens; empty where some of them lie in gaps between
+            the spans, because the policy left them out of the copies.
     """
 
     num_tokens: int
