@@ -290,10 +290,10 @@ def test_metrics_count_drafts(server, client):
 
 def test_requests_in_a_pool_that_cannot_hold_them_get_their_answers():
     """Preempted amid drafts or not, alone or beside others: the answer is the same."""
-    texts = [f"# {number * 7_919}\n{DOCUMENTS[number % 5]}\nimport " for number in range(6)]
 
     async def main():
         llm = AsyncLLM("graft-tiny", num_slots=600, max_rows=MAX_ROWS)
+        num_asked = 0
 
         async def prepare(text, reuse, **fields):
             return await llm.prepare(text, SamplingParams(60, ignore_eos=True), reuse, **fields)
@@ -303,15 +303,19 @@ def test_requests_in_a_pool_that_cannot_hold_them_get_their_answers():
 
         for text in DOCUMENTS:
             await answer(text, "graft")
-        expected = [await answer(text, "off", cache_salt="off") for text in texts]
-        found = await run_together(
-            llm, [await prepare(text, "verified", provisional=number % 2 == 0) for number, text in enumerate(texts)]
-        )
-        for parts, plain in zip(found, expected, strict=True):
-            assert [part.token_id for part in parts if not part.is_provisional] == [part.token_id for part in plain]
-            assert "".join(part.text for part in parts if not part.is_provisional) == plain[-1].output.text
-        assert any(part.is_provisional for parts in found for part in parts)
-        assert llm.snapshot().num_preemptions
+        while not llm.snapshot().num_preemptions:  # how many meet in the engine depends on when it hears of them
+            assert num_asked < 60
+            numbers = range(num_asked, num_asked + 6)
+            num_asked += 6
+            texts = [f"# {number * 7_919}\n{DOCUMENTS[number % 5]}\nimport " for number in numbers]
+            expected = [await answer(text, "off", cache_salt="off") for text in texts]
+            found = await run_together(
+                llm, [await prepare(text, "verified", provisional=number % 2 == 0) for number, text in enumerate(texts)]
+            )
+            for parts, plain in zip(found, expected, strict=True):
+                assert [part.token_id for part in parts if not part.is_provisional] == [part.token_id for part in plain]
+                assert "".join(part.text for part in parts if not part.is_provisional) == plain[-1].output.text
+            assert any(part.is_provisional for parts in found for part in parts)
         await llm.check()
         await llm.close()
 

@@ -1,5 +1,4 @@
 """`kvgraft bench suite`: the tables that people choose by, a module per table.
 
-Public modules: `cost`, `datasets`, `length`, `length_page`, `page`, `plot`, `quality`, `random_weights`, `similarity`,
-`turns`.
+Public modules: `cost`, `datasets`, `length`, `page`, `quality`, `random_weights`, `similarity`, `turns`.
 """
