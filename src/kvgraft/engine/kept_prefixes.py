@@ -6,19 +6,20 @@ A hard pin for every session would fill the pool and stop the requests that need
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
+from kvgraft.prefix import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, KeysView
 
     from numpy.typing import NDArray
 
-    from kvgraft.prefix import PrefixHandle, RadixKey, SlotArray
+    from kvgraft.prefix import PrefixHandle, SlotArray
 
 SHARE = 0.5
 """Slots that are kept at most. The other half is for prefixes and donors of requests without a session: with more, idle
@@ -89,8 +90,7 @@ class KeptPrefixes:
         """Keep under a name that is not in use."""
         assert name not in self._kept
         self._kept[name] = kept
-        self._uses[kept.slots] += 1
-        self.num_slots += int((self._uses[kept.slots] == 1).sum())
+        self._entered(kept)
 
     def pop(self, name: Hashable) -> KeptPrefix | None:
         """Take out what is kept under `name`."""
@@ -109,6 +109,21 @@ class KeptPrefixes:
         shared = kept.key.match(key)
         return kept.slots[prefix_len : max(prefix_len, shared)]
 
+    def cut_tails(self, slots: SlotArray) -> list[SlotArray]:
+        """Keep no tail that has any of `slots`, which the prefix cache has taken over; returns the tails, the caller's now.
+
+        Complexity: O(kept prefixes) where there are tails.
+        """
+        cut = []
+        for name, kept in self._kept.items():
+            if len(kept.tail) and np.isin(kept.tail, slots).any():
+                key = RadixKey(kept.key.token_ids[: kept.stored_len], kept.key.extra_key, kept.key.cache_salt)
+                self._left(kept)
+                self._kept[name] = stored = replace(kept, key=key, slots=kept.slots[: kept.stored_len])
+                self._entered(stored)
+                cut.append(kept.tail)
+        return cut
+
     def check(self) -> None:
         """Verify the invariant; for tests and idle time.
 
@@ -120,6 +135,10 @@ class KeptPrefixes:
             uses[kept.slots] += 1
         if not np.array_equal(uses, self._uses) or self.num_slots != int((uses > 0).sum()):
             raise CorruptCacheError(f"{int((uses > 0).sum())} slots are kept for sessions, counted as {self.num_slots}")
+
+    def _entered(self, kept: KeptPrefix) -> None:
+        self._uses[kept.slots] += 1
+        self.num_slots += int((self._uses[kept.slots] == 1).sum())
 
     def _left(self, kept: KeptPrefix | None) -> KeptPrefix | None:
         if kept is not None:

@@ -181,7 +181,12 @@ class KVSpace:
             counted_len: Tokens that the request has stored before, which count as used once.
         """
         result = self.prefix.insert(key, slots, priority=priority, counted_len=counted_len)
-        self.allocator.retain(slots[result.prefix_len : result.total_len], Owner.CACHE)
+        taken = slots[result.prefix_len : result.total_len]
+        self.allocator.retain(taken, Owner.CACHE)
+        # A turn begins with its session's tail. Where it is aborted behind this, the tail lies in a page of the cache's, and a
+        # turn that went on from it with other text would store its slots in a second one.
+        for tail in self.kept.cut_tails(taken):
+            self.allocator.release(tail, Owner.CACHE)
 
     def lock(self, handle: PrefixHandle) -> PrefixLock:
         """Keep the prefix of `handle` from eviction until `unlock`."""
