@@ -183,8 +183,8 @@ class KVSpace:
         result = self.prefix.insert(key, slots, priority=priority, counted_len=counted_len)
         taken = slots[result.prefix_len : result.total_len]
         self.allocator.retain(taken, Owner.CACHE)
-        # A turn begins with its session's tail. Where it is aborted behind this, the tail lies in a page of the cache's, and a
-        # turn that went on from it with other text would store its slots in a second one.
+        # A turn begins with its session's tail. Where it is aborted after this, a page of the cache's has the tail, and a
+        # turn that went on from it with other text would store its slots in a second page.
         for tail in self.kept.cut_tails(taken):
             self.allocator.release(tail, Owner.CACHE)
 
