@@ -8,7 +8,7 @@ import torch
 
 from kvgraft.engine import LLM, FinishReason, SamplingParams
 from kvgraft.engine.loading import adopt_model
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -228,7 +228,13 @@ def test_closed_stream_releases_its_slots(rng):
     usage = llm.usage()
     assert usage.request == 0
     assert usage.free == usage.total - 100  # the prompt was computed and stays for others
-    llm.check()
+
+
+def test_slots_that_no_request_gives_back_are_noticed():
+    llm = make_llm()
+    llm.space.allocator.allocate(3)
+    with pytest.raises(CorruptCacheError, match="hold 0 slots, of which the allocator counts 3"):
+        llm.check()
 
 
 def test_streams_that_are_open_together_run_side_by_side(rng):

@@ -31,12 +31,14 @@ from kvgraft.engine.text import OutputText
 from kvgraft.errors import (
     OUT_OF_MEMORY,
     ConfigError,
+    CorruptCacheError,
     NothingToDrawError,
     OverloadedError,
     RequestError,
     is_out_of_memory,
     one_line,
 )
+from kvgraft.memory import Owner
 from kvgraft.observability import NullRecorder
 from kvgraft.observability.stages import stage
 from kvgraft.reuse import DonorAnnouncer
@@ -315,10 +317,15 @@ class Engine:
         return events
 
     def check(self) -> None:
-        """Verify every invariant of the K/V bookkeeping and of sessions; raises `CorruptCacheError`."""
+        """Verify every invariant of the K/V bookkeeping and of sessions; raises `CorruptCacheError`. Between steps."""
         self.space.check()
         self.sessions.check()
         self.healer.check()
+        held, references = self._num_held(), self.space.allocator.num_references(Owner.REQUEST)
+        if references < held or (references > held and not self.auditor.is_running):
+            raise CorruptCacheError(
+                f"unfinished requests hold {held} slots, of which the allocator counts {references}"
+            )
 
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
@@ -336,9 +343,11 @@ class Engine:
 
     def _unclaimed(self) -> int:
         """Slots that unfinished requests will not come to need; below 0 if they may need more than there are."""
-        held = (0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
-        missing = sum(active.max_tokens for active in self._active.values()) - sum(held)
-        return self.space.available - missing
+        return self.space.available - (sum(active.max_tokens for active in self._active.values()) - self._num_held())
+
+    def _num_held(self) -> int:
+        """Slots of unfinished requests, one that two of them hold twice."""
+        return sum(0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
 
     def heal_step(self) -> bool:
         """Heal a piece of a finished request, no longer than a new one may wait; False if there is nothing to heal now.
