@@ -32,7 +32,7 @@ class Access:
 
     def __init__(self, app: ASGIApp, key: str = "") -> None:
         self._app = app
-        self._digest = _digest(key.encode()) if key else None
+        self._digest = key_digest(key.encode()) if key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 or 403."""
@@ -44,7 +44,7 @@ class Access:
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         if self._digest is not None:
-            if hmac.compare_digest(_digest(_presented(scope)), self._digest):
+            if hmac.compare_digest(key_digest(_presented(scope)), self._digest):
                 return None
             return PlainTextResponse(
                 "the page's key is needed, as the password; any name will do\n",
@@ -92,5 +92,6 @@ def _is_here(scope: Scope) -> bool:
         return False
 
 
-def _digest(key: bytes) -> bytes:
+def key_digest(key: bytes) -> bytes:
+    """Return 32 bytes that stand for a key: comparing these takes as long whatever of a key fits, or how long it is."""
     return hashlib.sha256(key).digest()

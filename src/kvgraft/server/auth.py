@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from typing import TYPE_CHECKING
 
+from kvgraft.inspector.access import key_digest
 from kvgraft.server.access_log import note_error
 from kvgraft.server.errors import APIError
 
@@ -21,7 +21,7 @@ UI_PATH = "/ui"
 
 def owner_of(scope: Scope, keys: Sequence[str]) -> str:
     """Say who a client is, for what belongs to it: a digest of its key, the same for everybody where there are no keys."""
-    return _digest(_presented(scope)[1]).hex() if keys else ""
+    return key_digest(_presented(scope)[1]).hex() if keys else ""
 
 
 class BearerAuth:
@@ -29,7 +29,7 @@ class BearerAuth:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode("ascii")) for key in keys]
+        self._digests = [key_digest(key.encode("ascii")) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
@@ -49,7 +49,7 @@ class BearerAuth:
     def _accepts(self, scope: Scope) -> bool:
         """Compare digests with every key, in time that does not depend on which one fits or how much of it."""
         scheme, key = _presented(scope)
-        digest = _digest(key)
+        digest = key_digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme == b"bearer" and any(matches)
 
@@ -63,7 +63,3 @@ def _presented(scope: Scope) -> tuple[bytes, bytes]:
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, key = given.partition(b" ")
     return scheme.lower(), key.strip()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
