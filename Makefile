@@ -82,17 +82,23 @@ test-sglang: .venv-sglang/.installed
 	touch $@
 
 # Clients of OpenAI's API as they are released, against `kvgraft serve` of .venv; 1.4 GB, nine minutes on 2 cores that do much else. Without tests/conftest.py,
-# which needs torch; `llm` in a folder beside, because it needs another version of the openai client than the others.
+# which needs torch; `llm` in a folder beside, because it needs another version of the openai client than the others. promtool is
+# Debian's, taken out of its package because that has a service, too; what else asks for it runs here once more, because `make test` may have been without.
 CLIENT_TESTS := tests/clients
 
 test-clients: venv .venv-clients/.installed
-	.venv-clients/bin/python -m pytest --confcutdir=$(CLIENT_TESTS) $(CLIENT_TESTS)
+	PATH="$(CURDIR)/.venv-clients/bin:$$PATH" .venv-clients/bin/python -m pytest --confcutdir=$(CLIENT_TESTS) $(CLIENT_TESTS)
+	PATH="$(CURDIR)/.venv-clients/bin:$$PATH" $(BIN)/python -m pytest tests/deploy/test_alerts.py tests/unit/observability/test_prometheus.py
 
 .venv-clients/.installed: $(CLIENT_TESTS)/requirements.txt $(CLIENT_TESTS)/llm-requirements.txt
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(CLIENT_TESTS)/requirements.txt
 	.venv-clients/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target .venv-clients/llm -r $(CLIENT_TESTS)/llm-requirements.txt
+	@command -v promtool > /dev/null \
+		|| (cd .venv-clients && apt-get download prometheus && dpkg-deb --fsys-tarfile prometheus_*.deb \
+			| tar -x --strip-components=3 -C bin ./usr/bin/promtool && rm prometheus_*.deb) > .venv-clients/promtool.log 2>&1 \
+		|| echo "make: cannot get promtool out of Debian's prometheus ($$(tail -1 .venv-clients/promtool.log)); its tests are skipped"
 	touch $@
 
 # The inspector's page in a headless Chromium, two minutes; Debian has the browser, and whoever cannot install it is told so.
