@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("selenium", reason="`make test-browser` runs these")
 
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -139,6 +140,53 @@ def test_the_list_is_reached_by_keys(browser):
         until(browser, lambda: browser.find_element(By.ID, "detail-section").is_displayed())
         browser.switch_to.active_element.send_keys(Keys.ESCAPE)
         until(browser, lambda: not browser.find_element(By.ID, "detail-section").is_displayed())
+
+
+def first_news(url):
+    """What a page is told when it is opened."""
+    with urllib.request.urlopen(f"{url}/ui/events", timeout=PATIENCE_S) as stream:
+        line = next(line for line in iter(stream.readline, b"") if line.startswith(b"data: "))
+    return json.loads(line.removeprefix(b"data: "))
+
+
+def clock(browser, at):
+    """A moment as the browser writes it."""
+    return browser.execute_script("return new Date(1000 * arguments[0]).toLocaleTimeString()", at)
+
+
+def pointed_at(browser, curve):
+    """What stands below a curve when the pointer is at its left end: a time and figures, by name."""
+    over = browser.find_element(By.CSS_SELECTOR, f"#{curve} .u-over")
+    left = 2 - over.size["width"] // 2
+    ActionChains(browser).move_to_element(over).move_to_element_with_offset(over, left, 0).perform()
+    parts = browser.find_elements(By.CSS_SELECTOR, f"#{curve} .u-series")
+    return {each.find_element(By.TAG_NAME, "th").text: each.find_element(By.TAG_NAME, "td").text for each in parts}
+
+
+def test_who_opens_the_page_later_sees_what_was_before(browser):
+    with serve() as server:
+        before = first_news(server.url)["timeline"]
+        server.complete(document(0))
+        server.complete([9, 8, 7, *document(0), 5])
+        # The server looks every few seconds.
+        until(browser, lambda: len(first_news(server.url)["timeline"]) >= len(before) + 2)
+        browser.get(server.url + "/ui/")
+        until(browser, lambda: len(browser.find_elements(By.CSS_SELECTOR, "#slots .u-over")) == 1)
+        kept = first_news(server.url)["timeline"]
+        until(browser, lambda: pointed_at(browser, "slots")["Time"] == clock(browser, kept[0]["at"]))
+        assert pointed_at(browser, "slots")["free"] == "4,000"
+        # What came about between the first two looks is known at the second.
+        until(browser, lambda: pointed_at(browser, "tokens")["Time"] == clock(browser, kept[1]["at"]))
+        keep(browser, "inspector-opened-later")
+
+
+def test_curves_of_another_server_are_kept_by_the_page_over_its_metrics(browser):
+    with serve() as server, Process("ui", "--metrics", server.url + "/metrics", "--port", "0") as page:
+        server.complete(document(0))
+        until(browser, lambda: len(first_news(page.url)["timeline"]) >= 2)
+        browser.get(page.url + "/ui/")
+        kept = first_news(page.url)["timeline"]
+        until(browser, lambda: pointed_at(browser, "slots")["Time"] == clock(browser, kept[0]["at"]))
 
 
 def test_what_is_typed_is_looked_for(browser, tmp_path):

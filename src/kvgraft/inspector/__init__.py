@@ -12,5 +12,15 @@ from kvgraft.inspector.engine_source import EngineSource
 from kvgraft.inspector.file_source import FileSource
 from kvgraft.inspector.history import RequestHistory
 from kvgraft.inspector.source import Source
+from kvgraft.inspector.timeline import followed
 
-__all__ = ["Access", "EngineSource", "FileSource", "RequestHistory", "Source", "create_inspector", "inspector_server"]
+__all__ = [
+    "Access",
+    "EngineSource",
+    "FileSource",
+    "RequestHistory",
+    "Source",
+    "create_inspector",
+    "followed",
+    "inspector_server",
+]

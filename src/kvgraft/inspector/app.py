@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from kvgraft.inspector.access import Access
 from kvgraft.inspector.entries import Filter
 from kvgraft.inspector.rows import row
 from kvgraft.inspector.state import state_of
+from kvgraft.inspector.timeline import followed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -48,15 +51,25 @@ _REPORT_POLICY = (
 
 
 def create_inspector(source: Source, key: str = "") -> ASGIApp:
-    """Return an ASGI app that shows `source` to holders of `key`; without a key, to this machine alone."""
+    """Return an ASGI app that shows `source` to holders of `key`; without a key, to this machine alone.
+
+    Whoever mounts it follows the source (`timeline.followed`): apps that are mounted are not told of starts and ends.
+    """
     return Access(_Inspector(source).app(), key)
 
 
 def inspector_server(source: FileSource, key: str = "") -> Starlette:
     """Return an app of its own that shows `source` at `/ui/`, as `create_inspector` does, and closes it in the end."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        async with followed(source):
+            yield
+
     app = Starlette(
         routes=[Route(path, lambda _: RedirectResponse("/ui/")) for path in ("/", "/ui")]
-        + [Mount("/ui", create_inspector(source, key))]
+        + [Mount("/ui", create_inspector(source, key))],
+        lifespan=lifespan,
     )
     app.state.context = source
     return app
@@ -127,7 +140,10 @@ class _Inspector:
         return JSONResponse(None if found is None else _shown(found))
 
     async def events(self, request: Request) -> Response:
-        """News once a second as server-sent events: figures, and requests behind the last event that the browser has seen."""
+        """News once a second as server-sent events: figures, and requests behind the last event that the browser has seen.
+
+        The first event has the figures of the last hour, too: of a browser that comes back, some time is missing.
+        """
         if self._num_streams >= _MOST_STREAMS:
             return PlainTextResponse(f"{_MOST_STREAMS} browsers watch already; close one\n", 503)
         epoch, _, seen = request.headers.get("last-event-id", "").partition("-")
@@ -139,6 +155,7 @@ class _Inspector:
         self._num_streams += 1
         try:
             yield "retry: 1000\n\n"
+            past = {"timeline": self._source.timeline.told()}
             while not self._source.is_closing:
                 await self._source.refresh()
                 newest = self._source.log.newest
@@ -146,12 +163,14 @@ class _Inspector:
                 news = {
                     "epoch": self._epoch,
                     "name": self._source.name,
+                    "at": time.time(),
                     "newest": newest,
                     "state": state_of(await self._source.samples()),
                     "requests": await _rows(rows),
+                    **past,
                 }
                 yield f"id: {self._epoch}-{newest}\ndata: {json.dumps(news)}\n\n"
-                last = newest
+                last, past = newest, {}
                 await asyncio.sleep(_PERIOD_S)
         finally:
             self._num_streams -= 1

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.errors import OverloadedError
 from kvgraft.inspector.state import NAMES
+from kvgraft.inspector.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ class EngineSource:
         history: The engine tells it of requests.
         samples: Gives the metrics with these names as of now.
         is_closing: Says whether the server is being stopped.
+
+    Attributes:
+        timeline: Figures of the last hour.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class EngineSource:
         is_closing: Callable[[], bool],
     ) -> None:
         self.name = name
+        self.timeline = Timeline()
         self._engine = engine
         self._history = history
         self._samples = samples

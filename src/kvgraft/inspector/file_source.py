@@ -13,6 +13,7 @@ from kvgraft.errors import ConfigError
 from kvgraft.explain import read_requests
 from kvgraft.inspector.entries import COUNTED, Entry, EntryLog
 from kvgraft.inspector.state import read_samples
+from kvgraft.inspector.timeline import Timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +46,7 @@ class FileSource:
     def __init__(self, file: Path | None, metrics_url: str = "") -> None:
         self.name = file.name if file is not None else metrics_url
         self.log = EntryLog()
+        self.timeline = Timeline()
         self._file = file
         self.is_closing = False
         self._metrics_url = metrics_url

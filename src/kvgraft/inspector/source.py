@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.inspection import Inspection
     from kvgraft.inspector.entries import EntryLog
+    from kvgraft.inspector.timeline import Timeline
 
 
 class Source(Protocol):
@@ -24,6 +25,11 @@ class Source(Protocol):
     @property
     def log(self) -> EntryLog:
         """Requests that ended."""
+        ...
+
+    @property
+    def timeline(self) -> Timeline:
+        """Figures of the last hour, where somebody follows the source (`timeline.followed`)."""
         ...
 
     @property

@@ -15,7 +15,7 @@ from starlette.routing import Mount, Route
 
 from kvgraft.config import page_key
 from kvgraft.errors import KVGraftError
-from kvgraft.inspector import EngineSource, create_inspector
+from kvgraft.inspector import EngineSource, create_inspector, followed
 from kvgraft.server import status, tokenization
 from kvgraft.server.absent import absent_endpoint
 from kvgraft.server.access_log import AccessLog, note_error
@@ -64,6 +64,7 @@ def create_app(
         ConfigError: There are several API keys and none for the page, which shows requests of all of them.
     """
     context = ServerContext(engine, config, metrics)
+    source = None if history is None else _source(context, history)
     app = Starlette(
         routes=[
             Route("/", status.index),
@@ -79,11 +80,11 @@ def create_app(
             Route("/v1/completions", create_completion, methods=["POST"]),
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
             Route("/v1/responses", create_response, methods=["POST"]),
-            *([] if history is None else _inspector(context, history)),
+            *([] if source is None else _inspector(source, config)),
         ],
         middleware=_middleware(config, metrics, traces),
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},
-        lifespan=_lifespan,
+        lifespan=partial(_lifespan, source=source),
     )
     app.router.redirect_slashes = False
     app.state.context = context
@@ -91,20 +92,19 @@ def create_app(
 
 
 @asynccontextmanager
-async def _lifespan(app: Starlette) -> AsyncGenerator[None]:
-    yield
+async def _lifespan(app: Starlette, source: EngineSource | None) -> AsyncGenerator[None]:
+    async with followed(source):
+        yield
     await app.state.context.close(0.0)
 
 
-def _inspector(context: ServerContext, history: RequestHistory) -> list[BaseRoute]:
-    source = EngineSource(
-        context.model_id,
-        context.engine,
-        history,
-        partial(status.samples, context),
-        lambda: context.is_closing,
-    )
-    page = create_inspector(source, page_key(context.config))
+def _source(context: ServerContext, history: RequestHistory) -> EngineSource:
+    samples = partial(status.samples, context)
+    return EngineSource(context.model_id, context.engine, history, samples, lambda: context.is_closing)
+
+
+def _inspector(source: EngineSource, config: ServerConfig) -> list[BaseRoute]:
+    page = create_inspector(source, page_key(config))
     return [Route(UI_PATH, lambda _: RedirectResponse("ui/")), Mount(UI_PATH, page)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
@@ -21,10 +22,12 @@ from tests.unit.server.conftest import FakeEngine, exchange
 from kvgraft.config import ServerConfig
 from kvgraft.errors import ConfigError
 from kvgraft.explain import ExplainedRequest, RunKind, read_requests
-from kvgraft.inspector import FileSource, RequestHistory, create_inspector
+from kvgraft.inspector import FileSource, RequestHistory, create_inspector, inspector_server
+from kvgraft.inspector import app as app_module
 from kvgraft.inspector.entries import EntryLog, Filter
 from kvgraft.inspector.rows import bar, row
 from kvgraft.inspector.state import NAMES, read_samples, state_of
+from kvgraft.inspector.timeline import Timeline
 from kvgraft.observability.prometheus import PrometheusRecorder
 from kvgraft.server import create_app
 from kvgraft.types import Miss, MissReason
@@ -40,6 +43,7 @@ class Source:
 
     def __init__(self, *records, num_events=1):
         self.history = RequestHistory()
+        self.timeline = Timeline()
         for record in records:
             self.history.record_request(record)
         self._events_left = num_events
@@ -67,6 +71,14 @@ class Source:
 
 def ask(source, path, *, key="", headers=(HERE,)):
     return asyncio.run(exchange(create_inspector(source, key), "GET", path, headers=headers))
+
+
+@asynccontextmanager
+async def running(app):
+    """The app between its start and its end, behind its first look at figures."""
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)
+        yield
 
 
 def news(reply):
@@ -154,6 +166,15 @@ class TestStream:
         (told,) = news(ask(Source(make_record("r0")), "/events"))
         assert (told["name"], told["newest"], told["requests"][0]["id"]) == ("tiny", 1, "r0")
         assert (told["state"]["running"], told["state"]["waiting"]) == (2, 3)
+
+    def test_the_first_event_alone_has_the_last_hour(self, monkeypatch):
+        monkeypatch.setattr(app_module, "_PERIOD_S", 0.0)
+        source = Source(num_events=2)
+        source.timeline.add(12.5, {"slots": {"free": 3.0}, "running": 1.0})
+        first, second = news(ask(source, "/events"))
+        assert first["timeline"] == [{"at": 12.5, "tokens": {}, "slots": {"free": 3.0}}]
+        assert "timeline" not in second
+        assert second["at"] >= first["at"] > 12.5
 
     def test_a_browser_that_comes_back_gets_what_it_has_not_seen(self):
         source = Source(make_record("r0"), make_record("r1"), num_events=9)
@@ -328,6 +349,23 @@ class TestReportFile:
         with pytest.raises(ConfigError, match="cannot be read"):
             FileSource(tmp_path / "absent.jsonl")
 
+    def test_its_page_is_followed_from_its_start_on(self, monkeypatch):
+        recorder = PrometheusRecorder("other")
+        recorder.set_memory((1, 2, 3, 4), 5, 6, 7)
+
+        async def samples():
+            return list(recorder.samples(NAMES))
+
+        source = FileSource(None, "http://127.0.0.1:9/metrics")
+        monkeypatch.setattr(source, "samples", samples)
+
+        async def first_news():
+            async with running(app := inspector_server(source)):
+                return await exchange(app, "GET", "/ui/events", headers=(HERE,), leave_after=2)
+
+        (point, *_) = news(asyncio.run(first_news()))[0]["timeline"]
+        assert point["slots"] == {"free": 1, "request": 2, "cached": 3, "donor": 4}
+
     def test_a_server_that_does_not_answer_has_no_figures(self):
         source = FileSource(None, "http://127.0.0.1:9/metrics")
         assert asyncio.run(source.samples()) == []
@@ -357,6 +395,16 @@ class TestInTheServer:
     @pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/events", "/ui/api/requests"])
     def test_elsewhere_it_is_not(self, path):
         assert self.get(path).status == 404
+
+    def test_its_curves_begin_with_the_server(self):
+        app = create_app(FakeEngine(), ServerConfig(), PrometheusRecorder("fake"), None, RequestHistory())
+
+        async def first_news():
+            async with running(app):
+                return await exchange(app, "GET", "/ui/events", headers=(HERE,), leave_after=2)
+
+        (point, *_) = news(asyncio.run(first_news()))[0]["timeline"]
+        assert point["slots"].keys() == {"free", "request", "cached", "donor"}
 
     def test_it_wants_the_only_key_of_clients(self):
         assert self.get("/ui/", RequestHistory(), api_key=("k",)).status == 401

@@ -1,5 +1,7 @@
-// Curves since the page was opened; half an hour at most.
-const MOST_POINTS = 1800;
+// Curves of the last hour: what the server kept of it when the page was opened, and what it has told since.
+const SPAN_S = 3600;
+// A point that comes later than this belongs to no line with the one in front of it: the server was away.
+const GAP_S = 20;
 // Names that the metrics have, with those of the page and their colours.
 const KINDS = [
   ["prefix", "exact", "--exact"],
@@ -15,6 +17,9 @@ const HOLDERS = [
   ["donor", "donors", "--shifted"],
 ];
 
+const CLOCK = { label: "Time", value: (_, at) => (at === null ? "--" : new Date(1000 * at).toLocaleTimeString()) };
+const figure = (_, value) => (value === null ? "--" : value.toLocaleString("en", { maximumFractionDigits: 1 }));
+
 export class Curves {
   #tokens;
   #slots;
@@ -25,16 +30,20 @@ export class Curves {
     this.#slots = new Curve(slots, HOLDERS);
   }
 
-  take(epoch, state) {
-    const now = Date.now() / 1000;
-    const counts = state.tokens ?? {};
-    if (this.#last?.epoch === epoch) {
-      const seconds = Math.max(0.1, now - this.#last.now);
-      const rate = (kind) => Math.max(0, (counts[kind] ?? 0) - (this.#last.counts[kind] ?? 0)) / seconds;
-      this.#tokens.add(now, rate);
-    }
-    this.#last = { epoch, now, counts };
-    if (state.slots) this.#slots.add(now, (holder) => state.slots[holder] ?? 0);
+  take(news) {
+    for (const point of news.timeline ?? []) this.#add(news.epoch, point.at, point);
+    this.#add(news.epoch, news.at, news.state);
+    this.#tokens.draw();
+    this.#slots.draw();
+  }
+
+  #add(epoch, at, { tokens, slots }) {
+    if ((!tokens && !slots) || (this.#last && at <= this.#last.at)) return;
+    const last = this.#last?.epoch === epoch ? this.#last : null;
+    const counts = tokens ?? {};  // none before the first request
+    if (last) this.#tokens.add(at, (kind) => Math.max(0, (counts[kind] ?? 0) - (last.counts[kind] ?? 0)) / (at - last.at));
+    if (slots) this.#slots.add(at, (holder) => slots[holder] ?? 0);
+    this.#last = { epoch, at, counts };
   }
 }
 
@@ -52,7 +61,7 @@ class Curve {
     const options = {
       width: place.clientWidth || 300,
       height: 180,
-      series: [{}, ...lines.map(([, label, color]) => ({ label, stroke: style.getPropertyValue(color), width: 2 }))],
+      series: [CLOCK, ...lines.map(([, label, color]) => ({ label, stroke: style.getPropertyValue(color), width: 2, value: figure }))],
       axes: [{ stroke: text, grid }, { stroke: text, grid, size: 60 }],
       scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)] } },
     };
@@ -60,10 +69,19 @@ class Curve {
     new ResizeObserver(() => this.#plot.setSize({ width: place.clientWidth, height: 180 })).observe(place);
   }
 
-  add(now, value) {
-    this.#data[0].push(now);
-    this.#names.forEach((name, index) => this.#data[index + 1].push(value(name)));
-    if (this.#data[0].length > MOST_POINTS) this.#data.forEach((values) => values.shift());
+  add(at, value) {
+    const times = this.#data[0];
+    if (times.length && at - times.at(-1) > GAP_S) this.#push(times.at(-1) + GAP_S / 2, () => null);
+    this.#push(at, value);
+    while (times[0] < at - SPAN_S) this.#data.forEach((values) => values.shift());
+  }
+
+  draw() {
     this.#plot.setData(this.#data);
+  }
+
+  #push(at, value) {
+    this.#data[0].push(at);
+    this.#names.forEach((name, index) => this.#data[index + 1].push(value(name)));
   }
 }

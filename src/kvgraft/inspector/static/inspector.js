@@ -18,7 +18,7 @@ events.addEventListener("message", (event) => {
   element("name").textContent = news.name;
   document.title = `kvgraft ${news.name}`;
   list.take(news);
-  curves.take(news.epoch, news.state);
+  curves.take(news);
   showFigures(element("figures"), news);
   showRisk(element("risk"), news.state.risk);
 });
