@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -102,15 +103,48 @@ def test_an_update_restores_the_order_of_policies_whose_keys_do_not_grow(policy)
 
 def test_check_says_so_if_the_run_is_out_of_order():
     queue = make_queue([1, 2, 3])
-    queue._run.move_to_end(queue.first())
+    queue._move_to_end(queue.first())
     with pytest.raises(CorruptCacheError, match="out of order"):
         queue.check()
+
+
+@pytest.mark.parametrize("link", ["queue_before", "queue_after"])
+def test_check_says_so_if_the_run_has_lost_a_node(link):
+    queue = make_queue([1, 2, 3, 4])
+    node = list(queue)[1]
+    setattr(node, link, getattr(getattr(node, link), link))
+    with pytest.raises(CorruptCacheError, match="broken links"):
+        queue.check()
+
+
+def test_check_says_so_if_a_node_of_the_heap_has_neighbours():
+    queue = make_queue([1, 3, 2])
+    queue._items[0].queue_before = queue.first()
+    with pytest.raises(CorruptCacheError, match="neighbours"):
+        queue.check()
+
+
+def test_what_has_left_keeps_no_neighbour_alive():
+    queue = make_queue([1, 2, 3, 4])
+    first, second, third, fourth = queue
+    queue.pop()
+    queue.remove(third)
+    queue.clear()
+    assert not any(node.queue_before or node.queue_after for node in (first, second, third, fourth))
+
+
+def test_a_long_run_is_freed_without_recursion():
+    queue = make_queue(range(200_000))
+    assert len(queue) == 200_000
+    del queue
+    assert gc.collect() >= 200_000
 
 
 def test_clear_withdraws_all():
     queue = make_queue([3, 1, 2])
     nodes = list(queue)
     queue.clear()
+    queue.check()
     assert len(queue) == 0
     assert not any(node.is_queued for node in nodes)
 

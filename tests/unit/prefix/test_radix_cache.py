@@ -364,7 +364,7 @@ def break_size(cache, node):
 
 def break_order(cache, node):
     oldest = cache._queue.first()
-    cache._queue._run.move_to_end(oldest)
+    cache._queue._move_to_end(oldest)
 
 
 def break_queue(cache, node):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from kvgraft.prefix.eviction.queue import NOT_QUEUED
+from kvgraft.prefix.eviction.queue import NOT_QUEUED, Queueable
 from kvgraft.prefix.key import TOKEN_BYTES
 from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 
 _INT64 = np.dtype(np.int64)
+_LONG = 8192
+"""Slots from which on a loop of numpy copies faster than `memcpy`, whose string instruction is slow between addresses that
+are aligned differently: 10 % at 8K and 128K, 20-30 % between. Below, the loop starts later by more than that."""
 
 
-class RadixNode(PrefixHandle):
+class RadixNode(Queueable, PrefixHandle):
     """Tokens between two branching points. Behaviour is the tree's; the node only holds state.
 
     Tokens are kept as raw bytes because `bytes.startswith` compares them with a key at the speed of `memcmp`, without
@@ -44,7 +47,6 @@ class RadixNode(PrefixHandle):
         priority: Largest priority of an insert through this node.
         reach: Length of the longest sequence that was inserted through this node.
         page_hashes: Digests of the pages, 32 bytes each, where events are recorded.
-        queue_index: Place in the eviction queue, or `NOT_QUEUED`.
     """
 
     __slots__ = (
@@ -61,7 +63,6 @@ class RadixNode(PrefixHandle):
         "page_hashes",
         "parent",
         "priority",
-        "queue_index",
         "reach",
         "tokens",
         "tree",
@@ -96,7 +97,8 @@ class RadixNode(PrefixHandle):
         self.priority = priority
         self.reach = end
         self.page_hashes = b""
-        self.queue_index = NOT_QUEUED
+        self.queue_index = NOT_QUEUED  # what `Queueable` sets, without the call
+        self.queue_key = self.queue_before = self.queue_after = None
 
     def __len__(self) -> int:
         return len(self.kv_indices)
@@ -215,6 +217,11 @@ class RadixNode(PrefixHandle):
 
 def frozen_copy(array: SlotArray) -> SlotArray:
     """Copy into a read-only int64 array of its own."""
-    copy = array.copy() if array.dtype is _INT64 else array.astype(np.int64)
+    if array.dtype is not _INT64:
+        copy = array.astype(np.int64)
+    elif len(array) < _LONG:
+        copy = array.copy()
+    else:
+        copy = np.positive(array)
     copy.setflags(write=False)
     return copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.prefix.eviction.queue import NOT_QUEUED
+from kvgraft.prefix.eviction.queue import Queueable
 from kvgraft.prefix.radix.node import RadixNode, frozen_copy
 from kvgraft.prefix.results import PrefixHandle, SlotArray
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class Window:
+class Window(Queueable):
     """The sliding-window KV of one node.
 
     Attributes:
@@ -20,17 +20,16 @@ class Window:
         swa_indices: Read-only int64, one slot of the sliding-window pool per element of the node; owned.
         lock_ref: Receipts that cover this window.
         last_access: Time of the last match or insert whose window reached it.
-        queue_index: Place in the queue of evictable windows, or `NOT_QUEUED`.
     """
 
-    __slots__ = ("last_access", "lock_ref", "node", "queue_index", "swa_indices")
+    __slots__ = ("last_access", "lock_ref", "node", "swa_indices")
 
     def __init__(self, node: SWANode, swa_indices: SlotArray, now: int) -> None:
+        super().__init__()
         self.node = node
         self.swa_indices = frozen_copy(swa_indices)
         self.lock_ref = 0
         self.last_access = now
-        self.queue_index = NOT_QUEUED
 
     def __len__(self) -> int:
         return len(self.swa_indices)
