@@ -1,10 +1,12 @@
 """Times prefix trees side by side: lookups and inserts by length, operations on large trees, memory per node. Prints JSON.
 
-    PYTHONPATH=src python benchmarks/prefix/bench_trees.py [--nodes 10000,100000] [--pages 1,16] [--quick]
+    PYTHONPATH=src python benchmarks/prefix/bench_trees.py [--nodes 10000,100000] [--pages 1,16] [--rounds 3] [--quick]
 
 SGLang's trees take part where it is installed (`pip install --no-deps sglang==0.5.23` in an environment of its own with
-torch and transformers). Times are medians in microseconds of calls that a request makes, building its key included.
-The process starts itself again with an allocator that keeps what is freed (`STEADY_MEMORY`), the same for every tree.
+torch and transformers). Times are medians in microseconds of calls that a request makes, building its key included. The
+trees take turns, each figure is the median of its rounds, so that a slow moment of the machine is nobody's figure.
+The process starts itself again with an allocator that keeps what is freed (`STEADY_MEMORY`), the same for every tree, and
+one thread for torch, as SGLang sets in its own process beside a GPU (`OMP_NUM_THREADS` says otherwise).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
     from trees import Tree
 
+    Make = Callable[[], Tree]
+
 LENGTHS = {"1K": 1024, "8K": 8192, "32K": 32_768, "128K": 131_072}
 NODE_TOKENS = 512
 KEY_TOKENS = 947
@@ -36,6 +41,8 @@ KEY_TOKENS = 947
 SEED = 20261121
 STEADY_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """Keeps freed memory in the process, as a long-running one has it: page faults of the first touch are no tree's cost."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Threads of torch unless the environment says otherwise. With more it copies what is longer than 32K with all of them."""
 
 
 def median_us(call: Callable[[int], object], repeats: int) -> float:
@@ -71,7 +78,7 @@ def by_length(build: Callable[[], Tree], num_tokens: int, repeats: int) -> dict[
         tree.insert(tokens, native)
     warm = [build() for _ in range(2 * few)]
     for tree in warm:  # memory that a long-running process has touched before
-        tree.insert(tokens, native)
+        tree.insert_copy(tokens, native)
     del warm, tree
     fresh = [build() for _ in range(few)]
     kept = one.hand_over(tokens)
@@ -83,7 +90,7 @@ def by_length(build: Callable[[], Tree], num_tokens: int, repeats: int) -> dict[
         "match, nodes of 512, slots": median_us(lambda _: chain.slots_of(chain.match(tokens)), repeats),
         "miss": median_us(lambda index: one.match(misses[index % len(misses)]), repeats),
         "match that splits": median_us(lambda index: split[index].match(half), few),
-        "cold insert": median_us(lambda index: fresh[index].insert(tokens, native), few),
+        "cold insert": median_us(lambda index: fresh[index].insert_copy(tokens, native), few),
         "cold insert, tokens handed over": handed_over(build, (kept, native), few),
         "lock and unlock, nodes of 512": median_us(lambda _: chain.lock_and_unlock(path), repeats),
     }
@@ -155,23 +162,38 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def in_turn(makes: dict[str, Make], figures: Callable[[Make], Any], rounds: int) -> dict[str, Any]:
+    """What `figures` says of each tree: medians over `rounds`, in each of which the trees take turns."""
+    measured: dict[str, list[Any]] = {name: [] for name in makes}
+    for _ in range(rounds):
+        for name, make in makes.items():
+            measured[name].append(figures(make))
+    return {name: middle(runs) for name, runs in measured.items()}
+
+
+def middle(runs: list[Any]) -> Any:  # noqa: ANN401 (a figure, or figures by name)
+    """Median of figures that belong together."""
+    if isinstance(runs[0], dict):
+        return {key: middle([run[key] for run in runs]) for key in runs[0]}
+    return round(statistics.median(runs), 2)
+
+
 def measure(
-    name: str, build: Callable[[int], Tree], pages: list[int], nodes: list[int], *, quick: bool
-) -> dict[str, Any]:
-    """All figures of one tree."""
+    builds: dict[str, Callable[[int], Tree]], page_size: int, nodes: list[int], *, rounds: int, quick: bool
+) -> dict[str, dict[str, Any]]:
+    """All figures of all trees at one page size."""
     repeats = 30 if quick else 101
-    result: dict[str, Any] = {}
-    for page_size in pages:
-
-        def make(page_size: int = page_size) -> Tree:
-            return build(page_size)
-
-        figures: dict[str, Any] = {name: by_length(make, length, repeats) for name, length in LENGTHS.items()}
-        figures["128K in chunks of 512, ms"] = chunked(make, 3)
-        figures |= {f"{num_nodes} nodes": large(make, num_nodes, repeats) for num_nodes in nodes}
-        figures["bytes per node of 192 tokens"] = bytes_per_node_apart(name, page_size, 20_000)
-        result[f"page {page_size}"] = figures
-    return result
+    makes: dict[str, Make] = {name: partial(build, page_size) for name, build in builds.items()}
+    figures: dict[str, dict[str, Any]] = {}
+    for label, num_tokens in LENGTHS.items():
+        print(f"page {page_size}: {label}", file=sys.stderr)
+        figures[label] = in_turn(makes, partial(by_length, num_tokens=num_tokens, repeats=repeats), rounds)
+    figures["128K in chunks of 512, ms"] = in_turn(makes, partial(chunked, runs=3), rounds)
+    for num_nodes in nodes:
+        print(f"page {page_size}: {num_nodes} nodes", file=sys.stderr)
+        figures[f"{num_nodes} nodes"] = in_turn(makes, partial(large, num_nodes=num_nodes, repeats=repeats), rounds)
+    figures["bytes per node of 192 tokens"] = {name: bytes_per_node_apart(name, page_size, 20_000) for name in makes}
+    return {name: {label: by_tree[name] for label, by_tree in figures.items()} for name in makes}
 
 
 def installed(package: str) -> str:
@@ -188,6 +210,7 @@ def main() -> None:
     parser.add_argument("--nodes", default="10000,100000")
     parser.add_argument("--pages", default="1,16")
     parser.add_argument("--trees", default="", help="names, comma-separated; default all that are there")
+    parser.add_argument("--rounds", type=int, default=3, help="times that the trees take turns")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--memory", default="", metavar="TREE,PAGE,NODES", help="print bytes per node and end")
     args = parser.parse_args()
@@ -198,15 +221,18 @@ def main() -> None:
     pages, nodes = ([int(part) for part in text.split(",") if part] for text in (args.pages, args.nodes))
     trees = available_trees()
     names = args.trees.split(",") if args.trees else list(trees)
-    result = {}
-    for name in names:
-        print(f"measuring {name}", file=sys.stderr)
-        result[name] = measure(name, trees[name], pages, nodes, quick=args.quick)
+    chosen = {name: trees[name] for name in names}
+    result: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for page_size in pages:
+        for name, figures in measure(chosen, page_size, nodes, rounds=args.rounds, quick=args.quick).items():
+            result[name][f"page {page_size}"] = figures
     versions = {package: installed(package) for package in ("numpy", "sglang", "torch")}
-    print(json.dumps({"seed": SEED, "versions": versions, "trees": result}, indent=1))
+    threads = os.environ.get("OMP_NUM_THREADS", "all cores")
+    print(json.dumps({"seed": SEED, "versions": versions, "torch threads": threads, "trees": result}, indent=1))
 
 
 if __name__ == "__main__":
-    if not STEADY_MEMORY.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | STEADY_MEMORY)
+    settled = ONE_THREAD | os.environ | STEADY_MEMORY
+    if settled != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], settled)
     main()

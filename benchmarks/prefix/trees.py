@@ -29,7 +29,11 @@ class Tree(ABC):
 
     @abstractmethod
     def insert(self, tokens: Any, slots: Any) -> Any:
-        """Store a prompt."""
+        """Store a prompt; its tokens may be kept as they are."""
+
+    def insert_copy(self, tokens: Any, slots: Any) -> Any:
+        """Store a prompt whose tokens the caller goes on writing to: a tree that does not copy them is given a copy."""
+        return self.insert(tokens, slots)
 
     @abstractmethod
     def match(self, tokens: Any) -> Any:
@@ -146,6 +150,8 @@ class SGLangTree(Tree):
         from sglang.srt.mem_cache.radix_cache import RadixKey as FlatKey
 
         self._torch, self._base, self._key = torch, base, FlatKey
+        # Whole pages are a slice of the key, which copies; the Rust core copies into memory of its own.
+        self._keeps_tokens = page_size == 1 and kind != "unified-rust"
         params: dict[str, Any] = {
             "disable": False,
             "req_to_token_pool": None,
@@ -173,6 +179,10 @@ class SGLangTree(Tree):
         """Build the key and insert."""
         key = self._aligned(tokens)
         return self.cache.insert(self._base.InsertParams(key=key, value=slots[: len(key)]))
+
+    def insert_copy(self, tokens: Any, slots: Any) -> Any:
+        """As SGLang's engine does, which slices a request's tokens for each insert."""
+        return self.insert(tokens[:] if self._keeps_tokens else tokens, slots)
 
     def match(self, tokens: Any) -> Any:
         """Build the key and match."""
