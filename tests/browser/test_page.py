@@ -56,8 +56,8 @@ class Process:
             return json.loads(answer.read())
 
 
-def serve(port=0):
-    return Process("serve", "--ui", "--num-slots", "4000", "--port", str(port))
+def serve(port=0, *more):
+    return Process("serve", "--ui", "--num-slots", "4000", "--port", str(port), *more)
 
 
 def document(first):
@@ -187,6 +187,39 @@ def test_curves_of_another_server_are_kept_by_the_page_over_its_metrics(browser)
         browser.get(page.url + "/ui/")
         kept = first_news(page.url)["timeline"]
         until(browser, lambda: pointed_at(browser, "slots")["Time"] == clock(browser, kept[0]["at"]))
+
+
+CALIBRATION = """
+import sys
+from pathlib import Path
+from kvgraft.engine import LLM
+from kvgraft.engine.risk import risk_binding
+from kvgraft.fidelity.control import Calibration, NotchResult, save_calibration
+from kvgraft.reuse.notches import notches_of
+
+llm = LLM("graft-tiny", num_slots=100)
+names = tuple(each.name for each in notches_of(llm.policy))
+results = tuple(NotchResult(name, 500, 0.0, 0.006, 1e-5, name == names[1], 0.1) for name in names[1:])
+binding = risk_binding(llm.config, llm.loaded, llm.policy)
+made = Calibration(binding, "greedy:2", 0.9, 0.05, names[1], names, 500, results, "2026-11-24", {})
+save_calibration(Path(sys.argv[1]), made)
+"""
+
+
+def test_risk_and_audits_are_told(browser, tmp_path):
+    calibration = str(tmp_path / "calibration.json")
+    subprocess.run([str(PYTHON), "-c", CALIBRATION, calibration], check=True, capture_output=True)
+    with serve(0, "--calibration", calibration, "--audit-share", "1") as server:
+        server.complete(document(0))
+        answer = server.complete([9, 8, 7, *document(0), 5])
+        browser.get(server.url + "/ui/")
+        until(browser, lambda: "calibrated 1 none yet" in browser.find_element(By.ID, "risk").text)
+        browser.find_element(By.CSS_SELECTOR, "summary").click()
+        until(browser, lambda: browser.find_element(By.ID, "audits").is_displayed())
+        (audit,) = browser.find_elements(By.CSS_SELECTOR, "#audits tr:not(:first-child)")
+        assert answer["id"] in audit.text
+        assert "(greedy:2)" in audit.text
+        keep(browser, "inspector-risk")
 
 
 def test_what_is_typed_is_looked_for(browser, tmp_path):

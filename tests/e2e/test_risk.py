@@ -13,6 +13,7 @@ import torch
 
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams, audit
 from kvgraft.engine.core import Engine
+from kvgraft.engine.inspection import Inspection
 from kvgraft.engine.loading import adopt_model
 from kvgraft.engine.risk import OWN_SETTINGS, WITHDRAWN, risk_binding
 from kvgraft.errors import ConfigError
@@ -180,6 +181,11 @@ class TestAudit:
         assert llm.audit() == 1
         (known,) = llm.risk._controller.classes.values()
         assert (known.audits, known.loss_sum) == (1, 0.0 if mutation else 1.0)
+        (told,) = Inspection.of(llm._engine).audits
+        (reuse_class,) = llm.risk._controller.classes
+        assert told.request_id == output.request_id
+        assert (told.reuse_class, told.notch, told.loss_kind) == (reuse_class, "none", "greedy:4")
+        assert told.loss == known.loss_sum
         llm.check()
 
     @pytest.mark.parametrize("loss", ["first_token", "greedy:4", "kl:0.01"])
@@ -226,6 +232,9 @@ class TestAudit:
             notches.append(output.report.risk.notch)
         assert notches == sorted(notches, key=["none", "5 %", "full"].index)
         assert set(notches) == {"none", "5 %", "full"}
+        told = Inspection.of(llm._engine).audits
+        assert [each.event for each in reversed(told) if each.event] == ["tightened", "switched_off"]
+        assert sorted(each.at for each in told) == [each.at for each in reversed(told)]
         assert output.report.miss.reason is MissReason.RISK
         assert output.report.risk.status is RiskStatus.BREACHED
         again = LLM(loaded(), **settings)
@@ -256,6 +265,7 @@ class TestAudit:
             next(llm.loaded.model.parameters())[0, 0] += 1
         llm.reset()
         assert llm.risk.start == WITHDRAWN
+        assert Inspection.of(llm._engine).audits == ()
         outputs = llm.generate([document, behind(rng, document)], ANSWER)
         assert {output.report.risk for output in outputs} == {WITHDRAWN}
         assert llm.audit() == 0

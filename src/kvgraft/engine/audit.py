@@ -161,7 +161,7 @@ class Auditor:
         self._pending.popleft()
         if loss is not None:
             full = loss.evidence(score.logits.numpy(force=True))
-            self._risk.audited(audit.sampled, loss.of(full, audit.evidence))
+            self._risk.audited(audit.sampled, loss.of(full, audit.evidence), audit.request.request_id)
 
     def _leave_out(self) -> None:
         self._running = None

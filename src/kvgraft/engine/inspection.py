@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.active import ActiveRequest
     from kvgraft.engine.core import Engine
+    from kvgraft.engine.risk import AuditFacts
     from kvgraft.prefix import OutlineNode
 
 _MOST_REQUESTS = 200
@@ -71,6 +72,7 @@ class Inspection:
         donors: The most valuable 200, in descending order.
         num_donors: All of them.
         prefixes: The tree of exact prefixes, up to 1,000 nodes from the root on; empty where the cache is no tree.
+        audits: The last 50 audits, the newest first.
     """
 
     requests: tuple[LiveRequest, ...]
@@ -78,6 +80,7 @@ class Inspection:
     donors: tuple[DonorFacts, ...]
     num_donors: int
     prefixes: tuple[OutlineNode, ...]
+    audits: tuple[AuditFacts, ...] = ()
 
     @classmethod
     def of(cls, engine: Engine) -> Inspection:
@@ -89,6 +92,7 @@ class Inspection:
             tuple(_donors(engine)),
             len(engine.space.donors),
             tuple(engine.space.prefix.outline(_MOST_NODES)),
+            tuple(reversed(engine.risk.latest)),
         )
 
 

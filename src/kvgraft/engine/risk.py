@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN_SETTINGS = RiskStatement(reason="the request chose a policy or correction of its own, which was not calibrated")
+_MOST_LATEST = 50
+"""Audits that are kept to be looked at."""
 WITHDRAWN = RiskStatement(reason="what was calibrated is gone: the weights have changed")
 
 
@@ -50,6 +54,29 @@ class Sampled:
 
     reuse_class: str
     notch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFacts:
+    """An audit that was done.
+
+    Attributes:
+        at: Unix time in seconds.
+        request_id: What was audited.
+        reuse_class: Of its graft.
+        notch: Name of the notch that it was served at.
+        loss_kind: What counts as a loss, as `Loss` is written.
+        loss: In [0, 1].
+        event: What it brought about (`RiskEvent`), or empty.
+    """
+
+    at: float
+    request_id: str
+    reuse_class: str
+    notch: str
+    loss_kind: str
+    loss: float
+    event: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +102,7 @@ class HeldRisk:
     Attributes:
         policy: What requests compute again that name no policy.
         loss: What counts as a loss; None without a calibration.
+        latest: The last audits, the oldest first.
     """
 
     def __init__(
@@ -83,6 +111,7 @@ class HeldRisk:
         self.policy = policy
         self._correction = correction
         self.loss: Loss | None = None
+        self.latest: deque[AuditFacts] = deque(maxlen=_MOST_LATEST)
         self._binding = dict(binding)
         self._notches = notches_of(policy)
         self._controller: RiskController | None = None
@@ -166,11 +195,15 @@ class HeldRisk:
         sampled = Sampled(name, notch) if is_sampled else None
         return Served(policy, self._controller.statement(name), sampled)
 
-    def audited(self, sampled: Sampled, loss: float) -> None:
+    def audited(self, sampled: Sampled, loss: float, request_id: str = "") -> None:
         """Take in the loss of an audited request; what follows is logged and kept."""
         if self._controller is None:
             return
         event = self._controller.audit(sampled.reuse_class, sampled.notch, loss)
+        notch = self._controller.target.notches[sampled.notch]
+        self.latest.append(
+            AuditFacts(time.time(), request_id, sampled.reuse_class, notch, str(self.loss), loss, event or "")
+        )
         if event is not None:
             statement = self._controller.statement(sampled.reuse_class)
             logger.warning("risk of grafts %s: %s, now %s", sampled.reuse_class, event, statement)
@@ -183,6 +216,7 @@ class HeldRisk:
             logger.warning("risk of grafted answers: uncalibrated from here on, because %s", reason)
             self._nothing = WITHDRAWN
         self._controller = None
+        self.latest.clear()
 
     def _save(self, path: Path, controller: RiskController) -> None:
         try:

@@ -6,7 +6,7 @@ times and names of requests, never texts. Needs the extra `server`.
 
 from __future__ import annotations
 
-from kvgraft.inspector.access import Access
+from kvgraft.inspector.access import Access, key_digest
 from kvgraft.inspector.app import create_inspector, inspector_server
 from kvgraft.inspector.engine_source import EngineSource
 from kvgraft.inspector.file_source import FileSource
@@ -23,4 +23,5 @@ __all__ = [
     "create_inspector",
     "followed",
     "inspector_server",
+    "key_digest",
 ]

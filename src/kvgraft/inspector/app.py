@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-    from kvgraft.engine.inspection import Inspection
+    from kvgraft.engine.inspection import DonorFacts, Inspection, LiveRequest
+    from kvgraft.engine.risk import AuditFacts
     from kvgraft.inspector.entries import Entry
     from kvgraft.inspector.file_source import FileSource
     from kvgraft.inspector.source import Source
@@ -184,12 +185,17 @@ async def _rows(entries: list[Entry]) -> list[dict[str, Any]]:
 def _shown(found: Inspection) -> dict[str, Any]:
     """An engine's state as JSON. `dataclasses.asdict` copies every number, in several times the time."""
     return {
-        "requests": [{name: getattr(each, name) for name in each.__slots__} for each in found.requests],
+        "requests": [_fields(each) for each in found.requests],
         "num_requests": found.num_requests,
-        "donors": [{name: getattr(each, name) for name in each.__slots__} for each in found.donors],
+        "donors": [_fields(each) for each in found.donors],
         "num_donors": found.num_donors,
         "prefixes": found.prefixes,
+        "audits": [_fields(each) for each in found.audits],
     }
+
+
+def _fields(facts: LiveRequest | DonorFacts | AuditFacts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in facts.__slots__}
 
 
 def _told(entry: Entry) -> dict[str, Any]:

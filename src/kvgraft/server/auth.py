@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING
 
-from kvgraft.inspector.access import key_digest
+from kvgraft.inspector import key_digest
 from kvgraft.server.access_log import note_error
 from kvgraft.server.errors import APIError
 

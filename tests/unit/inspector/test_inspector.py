@@ -20,8 +20,11 @@ from tests.unit.observability.records import make_record, make_report, make_step
 from tests.unit.server.conftest import FakeEngine, exchange
 
 from kvgraft.config import ServerConfig
+from kvgraft.engine.inspection import DonorFacts, Inspection, LiveRequest
+from kvgraft.engine.risk import AuditFacts
 from kvgraft.errors import ConfigError
 from kvgraft.explain import ExplainedRequest, RunKind, read_requests
+from kvgraft.fidelity.control.controller import RiskEvent
 from kvgraft.inspector import FileSource, RequestHistory, create_inspector, inspector_server
 from kvgraft.inspector import app as app_module
 from kvgraft.inspector.entries import EntryLog, Filter
@@ -44,6 +47,7 @@ class Source:
     def __init__(self, *records, num_events=1):
         self.history = RequestHistory()
         self.timeline = Timeline()
+        self.inspected = None
         for record in records:
             self.history.record_request(record)
         self._events_left = num_events
@@ -66,7 +70,7 @@ class Source:
         return list(recorder.samples(NAMES))
 
     async def inspection(self):
-        return None
+        return self.inspected
 
 
 def ask(source, path, *, key="", headers=(HERE,)):
@@ -159,6 +163,27 @@ class TestRequest:
             history.record_request(make_record(f"r{number}"))
         assert [entry.request_id for entry in log.select(Filter(), limit=9)] == ["r4", "r3"]
         assert (log.newest, log.get(3), log.get(4).request_id) == (5, None, "r3")
+
+
+class TestEngine:
+    def test_where_there_is_none_nothing_is_told(self):
+        assert ask(Source(), "/api/engine").json is None
+
+    def test_what_lies_in_it_is_told_under_the_names_that_it_has(self):
+        source = Source()
+        source.inspected = Inspection(
+            (LiveRequest(HOSTILE, "decode", 9, 5, 2, 0.5),),
+            1,
+            (DonorFacts(7, 300, "host", 1.5, 150, 0),),
+            1,
+            ((-1, 64, False), (0, 32, True)),
+            (AuditFacts(12.5, HOSTILE, "near", "10 %", "greedy:4", 1.0, RiskEvent.TIGHTENED),),
+        )
+        told = ask(source, "/api/engine").json
+        assert told["requests"][0]["request_id"] == told["audits"][0]["request_id"] == HOSTILE
+        assert told["donors"][0]["saved_tokens"] == 150
+        assert told["prefixes"] == [[-1, 64, False], [0, 32, True]]
+        assert (told["audits"][0]["loss"], told["audits"][0]["event"]) == (1.0, "tightened")
 
 
 class TestStream:

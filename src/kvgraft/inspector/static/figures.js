@@ -35,7 +35,7 @@ export function showRisk(place, risk) {
     facts.notch ?? "",
     facts.status ?? "",
     whole(facts.audits ?? 0),
-    facts.certified === undefined ? "" : facts.certified.toFixed(3),
+    facts.certified < 1 ? facts.certified.toFixed(3) : "none yet",
   ]);
   const table = htmlElement("table", {}, tableRows(["reuse class", "notch", "status", "audits", "certified mean loss"], rows));
   return place.replaceChildren(htmlElement("h3", {}, "Risk"), htmlElement("div", { class: "scroll" }, [table]));
