@@ -101,7 +101,7 @@ test-clients: venv .venv-clients/.installed
 		|| echo "make: cannot get promtool out of Debian's prometheus ($$(tail -1 .venv-clients/promtool.log)); its tests are skipped"
 	touch $@
 
-# The inspector's page in a headless Chromium, two minutes; Debian has the browser, and whoever cannot install it is told so.
+# The inspector's page, and traces in Perfetto's, in a headless Chromium, three minutes; Debian has the browser, and whoever cannot install it is told so.
 test-browser: venv .venv-browser/.installed
 	.venv-browser/bin/python -m pytest --confcutdir=tests/browser tests/browser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +13,22 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 @pytest.fixture
 def browser():
     """A window of 1,600 pixels; a message of its console that is an error fails the test."""
+    with window() as driver:
+        yield driver
+        errors = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+        # Servers end before the window that watches them.
+        assert [message for message in errors if "net::ERR_" not in message] == []
+
+
+@pytest.fixture
+def foreign_browser():
+    """The same for pages of others, who look for servers that are not there and say so in the console."""
+    with window() as driver:
+        yield driver
+
+
+@contextmanager
+def window():
     if not CHROMIUM or not DRIVER:
         pytest.skip("chromium and chromium-driver are not installed: apt-get install chromium chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver")
@@ -23,8 +40,5 @@ def browser():
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     try:
         yield driver
-        errors = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-        # Servers end before the window that watches them.
-        assert [message for message in errors if "net::ERR_" not in message] == []
     finally:
         driver.quit()

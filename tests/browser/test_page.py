@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import threading
@@ -21,47 +19,17 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
+from tests.browser import processes
+from tests.browser.processes import PATIENCE_S, PYTHON, Process, document
 
-PATIENCE_S = 60
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv" / "bin" / "python"
 SCREENSHOTS = os.environ.get("SCREENSHOTS", "")
 COUNT = "return document.querySelectorAll('#list li').length"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 MIXED = "\u202egnirts desrever \U0001f600\U0001f680 \u05e9\u05dc\u05d5\u05dd"
 
 
-class Process:
-    """`kvgraft` with a page; a context manager."""
-
-    def __init__(self, *arguments):
-        self._arguments = arguments
-
-    def __enter__(self):
-        command = [str(PYTHON), "-m", "kvgraft", *self._arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        line = self._process.stdout.readline()
-        self.url = re.search(r"http://[\w.:]+", line)[0]
-        return self
-
-    def __exit__(self, *_):
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(PATIENCE_S)
-        self._process.stdout.close()
-
-    def complete(self, prompt, **fields):
-        body = json.dumps({"prompt": prompt, "max_tokens": 2} | fields).encode()
-        asked = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
-            return json.loads(answer.read())
-
-
 def serve(port=0, *more):
-    return Process("serve", "--ui", "--num-slots", "4000", "--port", str(port), *more)
-
-
-def document(first):
-    return [3 + (first + 7 * number) % 1500 for number in range(300)]
+    return processes.serve(port, "--ui", *more)
 
 
 def reports(file, names):

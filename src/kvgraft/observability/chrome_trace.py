@@ -1,4 +1,4 @@
-"""Steps and requests as Chrome trace events, in a JSON file that Perfetto and chrome://tracing open."""
+"""Steps and requests as Chrome trace events, in a JSON file that Perfetto opens."""
 
 from __future__ import annotations
 
