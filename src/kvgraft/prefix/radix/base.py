@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from kvgraft.prefix.request import RequestRow
 
 Node = TypeVar("Node", bound=RadixNode)
+
+_kv_indices = attrgetter("kv_indices")
 
 
 class BaseRadixCache(PrefixCache, Generic[Node]):
@@ -78,7 +81,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         self.policy = policy
         self._tree: RadixTree[Node] = RadixTree(page_size, self._node_class)
         self._page_size = page_size
-        self._queue: EvictionQueue[Node] = EvictionQueue(policy)
+        self._queue: EvictionQueue[Node] = EvictionQueue(policy.__call__)  # a bound method is called sooner than an object
         self._evictable_size = 0
         self._protected_size = 0
         self._events = events
@@ -150,7 +153,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if self._disabled:
             return MatchResult([], 0, self._tree.root)
         path, node = self._walk(key, self._tree.root, key.aligned_len(self._page_size))
-        return MatchResult([step.kv_indices for step in path], node.end, node)
+        return MatchResult(list(map(_kv_indices, path)), node.end, node)
 
     def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
         """Follow `key` from `start` as far as it is stored, split where it ends and mark the last node as used now.

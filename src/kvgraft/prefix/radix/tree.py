@@ -51,11 +51,11 @@ class RadixTree(Generic[Node]):
         start = node.end
         if start >= length:
             return path, None, 0
-        view, shared_bytes = key.view, TOKEN_BYTES * key.is_bigram  # in place of `slice_bytes`: a call per node less
+        view, shared_bytes = key.view, TOKEN_BYTES * key.is_bigram  # in place of `slice_bytes` and `namespace`: calls less
         edge_bytes = TOKEN_BYTES * self.page_size + shared_bytes
         at = TOKEN_BYTES * start
         page = view[at : at + edge_bytes].tobytes()
-        child = node.children.get((key.namespace, page) if node is self.root else page)
+        child = node.children.get(((key.extra_key, key.cache_salt, key.is_bigram), page) if node is self.root else page)
         while child is not None:
             stop = child.end
             after = TOKEN_BYTES * stop
