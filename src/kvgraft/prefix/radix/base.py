@@ -81,7 +81,8 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         self.policy = policy
         self._tree: RadixTree[Node] = RadixTree(page_size, self._node_class)
         self._page_size = page_size
-        self._queue: EvictionQueue[Node] = EvictionQueue(policy.__call__)  # a bound method is called sooner than an object
+        # A bound method is called sooner than an object.
+        self._queue: EvictionQueue[Node] = EvictionQueue(policy.__call__)
         self._evictable_size = 0
         self._protected_size = 0
         self._events = events

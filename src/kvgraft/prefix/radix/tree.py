@@ -51,7 +51,8 @@ class RadixTree(Generic[Node]):
         start = node.end
         if start >= length:
             return path, None, 0
-        view, shared_bytes = key.view, TOKEN_BYTES * key.is_bigram  # in place of `slice_bytes` and `namespace`: calls less
+        # In place of `slice_bytes` and `namespace`: calls less.
+        view, shared_bytes = key.view, TOKEN_BYTES * key.is_bigram
         edge_bytes = TOKEN_BYTES * self.page_size + shared_bytes
         at = TOKEN_BYTES * start
         page = view[at : at + edge_bytes].tobytes()
