@@ -43,6 +43,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--request-id", default="", metavar="ID", help="the request's id, or how it begins; without it all are listed")
     add("--diff", nargs=2, default=(), metavar="ID", help="compare two requests")
     add("--html", metavar="FILE", help="write a page into this file, which needs nothing else")
+    add("--text", action="store_true", help="show the prompt's text, too; needs --tokenizer")
     add("--tokenizer", default="", metavar="DIR", help="show the text, too, with this model's tokenizer.json")
     add("--prompt", metavar="FILE", help="the prompt as the model read it, where the report has no token ids")
     add("--json", action="store_true", help="print the report as it is")
@@ -53,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     """Find and show; 1 if no such request is in the file."""
     from kvgraft.explain.terminal import overview_lines
 
-    if args.prompt and not args.tokenizer:
-        raise ConfigError("--prompt needs --tokenizer, whose tokens the report counts")
+    _check(args)
     name, known = _known(args)
     asked = [args.request_id] if args.request_id else list(args.diff)
     if not asked and len(known) > 1:
+        _check_all(args, name, len(known))
         print("\n".join(overview_lines(known)))
         return 0
     found = [_latest(known, request_id) for request_id in asked] or known
@@ -67,6 +68,35 @@ def run(args: argparse.Namespace) -> int:
         return 1
     _show(args, [request for request in found if request is not None])
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    for option in ("prompt", "text"):
+        if getattr(args, option) and not args.tokenizer:
+            raise ConfigError(f"--{option} needs --tokenizer, a folder with the tokenizer.json of the model")
+    if args.diff and args.request_id:
+        raise ConfigError("--diff names two requests by itself; leave --request-id out")
+    for first, second in (("json", "diff"), ("json", "html")):
+        if getattr(args, first) and getattr(args, second):
+            raise ConfigError(f"--{first} prints the report of one request; leave --{second} out")
+
+
+def _check_all(args: argparse.Namespace, name: str, count: int) -> None:
+    """Refuse to list requests where one was to be shown in another way.
+
+    Raises:
+        ConfigError: It was.
+    """
+    for option in ("html", "json", "tokenizer"):
+        if getattr(args, option):
+            raise ConfigError(
+                f"{name} has {count:,} requests; --{option} is for one, which --request-id names; without it they are listed"
+            )
 
 
 def _known(args: argparse.Namespace) -> tuple[str, list[ExplainedRequest]]:
@@ -88,8 +118,12 @@ def _known(args: argparse.Namespace) -> tuple[str, list[ExplainedRequest]]:
 def _read(name: str) -> str:
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read as reports: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text, which reports are: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def _latest(known: Sequence[ExplainedRequest], request_id: str) -> ExplainedRequest | None:
@@ -106,7 +140,7 @@ def _show(args: argparse.Namespace, requests: Sequence[ExplainedRequest]) -> Non
         try:
             Path(args.html).write_text(page(requests, text=text), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{args.html} cannot be written ({error})") from error
+            raise ConfigError(f"{args.html} cannot be written: {error.strerror or error}") from error
         print(f"wrote {args.html}")
     elif args.json:
         print(json.dumps({"attempts": [dict(attempt.report) for attempt in requests[0].attempts]}, indent=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import urllib.request
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
@@ -42,6 +43,10 @@ def read_server(url: str, *, key: str = "", name: str = "") -> list[ExplainedReq
     except HTTPError as error:
         with error:
             raise ConfigError(f"{base} does not tell of its requests: {_refusal(error)}") from error
+    except HTTPException as error:  # it ended in the middle of an answer, or does not speak HTTP
+        raise ConfigError(
+            f"{base} gave no whole answer ({type(error).__name__}); is it a server of kvgraft?"
+        ) from error
     except (URLError, OSError, ValueError) as error:
         raise ConfigError(
             f"{base} cannot be asked ({getattr(error, 'reason', error)}); is the server running?"

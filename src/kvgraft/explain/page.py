@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvgraft.explain.text import PromptText
 
 _WIDTH = 1000.0
-_MOST_RUNS = 1200
-"""Runs that are drawn and listed; of more, the longest."""
+_MOST_RUNS = 240
+"""Runs that are told of one by one; of more, the longest. A page of 32K tokens stays below 500 KB whatever was reused."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --exact: #2e7d32; --shifted: #1565c0; --substituted: #8e24aa; --computed: #e08a00;
@@ -36,10 +36,10 @@ svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
 .key.substituted { background: var(--substituted); } .key.computed { background: var(--computed); }
 .key.recomputed { background: var(--recomputed); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; unicode-bidi: isolate; }
-pre span { border-bottom: 3px solid; } pre .exact { border-color: var(--exact); }
+pre bdi { border-bottom: 3px solid; } pre .exact { border-color: var(--exact); }
 pre .shifted { border-color: var(--shifted); }
 pre .substituted { border-color: var(--substituted); } pre .computed { border-color: var(--computed); }
-pre .recomputed { border-color: var(--recomputed); }
+pre b { font-weight: inherit; border-bottom: 3px solid var(--recomputed); }
 """
 
 
@@ -94,10 +94,23 @@ def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
     yield from _times(attempt.report)
     if text is not None:
         yield "<h2>The prompt</h2><pre>"
-        for run in attempt.pieces():
-            words = escape(text.between(run.start, run.stop))
-            yield f'<span class="{run.kind}" title="{escape(_told(run))}"><bdi>{words}</bdi></span>'
+        yield from _words(attempt, runs, text)
         yield "</pre>"
+
+
+def _words(attempt: Attempt, runs: Sequence[Run], text: PromptText) -> Iterator[str]:
+    """The prompt's words run by run, what was computed again marked in them. Long prompts have thousands of such marks."""
+    told = {run.start for run in runs}
+    pieces = attempt.pieces()
+    for run in attempt.runs:
+        title = f' title="{escape(_told(run, attempt.again_in(run)))}"' if run.start in told else ""
+        yield f"<bdi class={run.kind}{title}>"
+        at = run.start
+        while at < run.stop:
+            piece = next(pieces)
+            words, at = escape(text.between(piece.start, piece.stop)), piece.stop
+            yield f"<b>{words}</b>" if piece.kind is RunKind.RECOMPUTED else words
+        yield "</bdi>"
 
 
 def _drawn(runs: Sequence[Run]) -> list[Run]:
@@ -122,7 +135,10 @@ def _bars(attempt: Attempt, runs: Sequence[Run]) -> str:
             corners = f"{run.start * scale:.1f},34 {run.stop * scale:.1f},34 {right:.1f},{top} {left:.1f},{top}"
             parts.append(f'<polygon class="link {run.kind}" points="{corners}"/>')
             parts.append(_rectangle(run, left, right - left, top, 16))
-    parts += [_rectangle(run, run.start * scale, run.length * scale, 4, 30) for run in runs]
+    parts += _others(attempt, runs, scale)
+    parts += [
+        _rectangle(run, run.start * scale, run.length * scale, 4, 30, again=attempt.again_in(run)) for run in runs
+    ]
     return "".join([*parts, _recomputed(attempt, scale), "</svg>"])
 
 
@@ -135,17 +151,28 @@ def _recomputed(attempt: Attempt, scale: float) -> str:
     return f'<path class="recomputed" pointer-events="none" d="{marks}"/>' if marks else ""
 
 
-def _rectangle(run: Run, left: float, width: float, top: float, height: float) -> str:
+def _others(attempt: Attempt, runs: Sequence[Run], scale: float) -> Iterator[str]:
+    """Where runs lie that are not told of one by one, as a shape per class."""
+    told = {run.start for run in runs}
+    others = [run for run in attempt.runs if run.start not in told]
+    for kind in dict.fromkeys(run.kind for run in others):
+        places = {(round(run.start * scale), max(1, round(run.length * scale))) for run in others if run.kind is kind}
+        marks = "".join(f"M{left} 4h{width}v30h-{width}z" for left, width in sorted(places))
+        yield f'<path class="{kind}" d="{marks}"/>'
+
+
+def _rectangle(run: Run, left: float, width: float, top: float, height: float, *, again: int = 0) -> str:
     shape = f'x="{left:.1f}" y="{top}" width="{max(width, 0.3):.1f}" height="{height}"'
-    return f'<rect class="{run.kind}" {shape}><title>{escape(_told(run))}</title></rect>'
+    return f'<rect class="{run.kind}" {shape}><title>{escape(_told(run, again))}</title></rect>'
 
 
-def _told(run: Run) -> str:
+def _told(run: Run, again: int = 0) -> str:
     told = f"positions {run.start:,}-{run.stop - 1:,}: {run.length:,} tokens {run.kind}"
     if not run.donor:
         return told
     moved = f"moved by {run.moved_by:+,}, generation {run.generation}"
-    return f"{told}, from position {run.donor_start:,} of {run.donor}, {moved}"
+    recomputed = f", {again:,} of them computed again" if again else ""
+    return f"{told}, from position {run.donor_start:,} of {run.donor}, {moved}{recomputed}"
 
 
 def _reasons(attempt: Attempt) -> Iterator[str]:

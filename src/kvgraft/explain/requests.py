@@ -164,10 +164,16 @@ def read_requests(text: str, source: str) -> list[ExplainedRequest]:
     Raises:
         ConfigError: There is no report in it, one is not whole, or it is of a later version.
     """
+    if not text.strip():
+        raise ConfigError(f"{source} is empty; give a report file, or an answer with its kvgraft object")
     try:
         entries = list(_entries(text))
     except RecursionError as error:
         raise ConfigError(f"{source} cannot be read as reports: it is nested too deep") from error
+    if not entries:
+        raise ConfigError(
+            f"{source} has no JSON object, whole or in a line; give a report file, or a server's answers as they came"
+        )
     found = [
         _request(entry, f"{source}, entry {number}")
         for number, entry in enumerate(entries, 1)
@@ -222,6 +228,8 @@ def _request(entry: Mapping[str, Any], where: str) -> ExplainedRequest:
         tokens = choices[0].get("prompt_token_ids")
     try:
         attempts = (_attempt(reports[0]), *(_attempt(report) for report in reports[1:]))
+    except ConfigError as error:
+        raise ConfigError(f"{where} is {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{where} is no whole report ({type(error).__name__}: {error})") from error
     return ExplainedRequest(

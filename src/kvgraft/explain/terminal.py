@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvgraft.explain.text import PromptText
 
 WIDTH = 80
+_NAME = 28
+"""Letters of a request's name in a table, so that there is room for the longest reason."""
 _MARKS = {
     RunKind.EXACT: "#",
     RunKind.SHIFTED: "=",
@@ -58,7 +60,7 @@ def request_lines(request: ExplainedRequest, *, colour: bool = False, text: Prom
 
 def overview_lines(requests: Sequence[ExplainedRequest]) -> Iterator[str]:
     """Yield a table of requests, a line each."""
-    yield f"{'request':<32} {'tokens':>7} {'exact':>7} {'copied':>7} {'computed':>8}  nothing copied"
+    yield f"{'request':<{_NAME}} {'tokens':>7} {'exact':>7} {'copied':>7} {'computed':>8}  nothing copied"
     for request in requests:
         attempt = request.last
         copied = attempt.tokens(RunKind.SHIFTED) + attempt.tokens(RunKind.SUBSTITUTED)
@@ -66,7 +68,7 @@ def overview_lines(requests: Sequence[ExplainedRequest]) -> Iterator[str]:
         figures = (
             f"{attempt.num_tokens:7} {attempt.tokens(RunKind.EXACT):7} {copied:7} {attempt.tokens(RunKind.COMPUTED):8}"
         )
-        yield f"{printable(request.request_id)[:32]:<32} {figures}  {miss.get('reason', '')}".rstrip()
+        yield f"{printable(request.request_id)[:_NAME]:<{_NAME}} {figures}  {miss.get('reason', '')}".rstrip()
 
 
 def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colour: bool = False) -> Iterator[str]:

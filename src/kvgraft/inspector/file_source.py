@@ -7,6 +7,7 @@ import logging
 import time
 import urllib.request
 from functools import partial
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
@@ -73,7 +74,7 @@ class FileSource:
             return []
         try:
             return await asyncio.to_thread(lambda: read_samples(self._fetch()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             if not self._is_told:
                 logger.warning("%s gives no metrics: %s", self._metrics_url, error)
             self._is_told = True

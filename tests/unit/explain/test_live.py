@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -112,3 +113,34 @@ def test_the_key_goes_to_nobody_else(serve):
     with pytest.raises(ConfigError, match="it answered 307"):
         read_server(serve(away), key=KEY)
     assert asked == []
+
+
+def answering(reply):
+    """A server that answers one request with these bytes, as one that is killed does; its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        with listener, listener.accept()[0] as client:
+            client.recv(1 << 16)
+            client.sendall(reply)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"garbage\r\n\r\n",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n[{"request_id"',
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[{",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>",
+    ],
+)
+def test_one_that_gives_no_whole_answer_is_told_of_in_a_line(capsys, reply):
+    url = answering(reply)
+    assert main(["explain", "--server", url]) == 2
+    told = capsys.readouterr().err
+    assert url in told
+    assert told.count("\n") == 1

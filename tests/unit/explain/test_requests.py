@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -178,6 +179,13 @@ class Words:
         return f"{HOSTILE} {start} & " + "word " * (stop - start)
 
 
+class Letters:
+    """A text of four characters a token."""
+
+    def between(self, start, stop):
+        return "abc " * (stop - start)
+
+
 def test_text_is_shown_only_where_it_is_handed_in():
     request = one({"id": "a", "kvgraft": GRAFTED})
     assert "word" not in page([request])
@@ -195,9 +203,36 @@ def test_a_page_of_a_long_prompt_in_crumbs_is_small():
     assert len(told.encode()) < 500_000
     told = page([one({"id": "a", "kvgraft": report(32_768, 100, spans[:500])})])
     assert len(told.encode()) < 500_000
+    sources = [{"request": f"cmpl-{n % 10:032}-0", "position": 16 * n, "tier": "device"} for n in range(10, 2010)]
+    request = one({"id": "a", "kvgraft": report(32_768, 100, spans) | {"sources": sources}})
+    assert len(page([request], text=Letters()).encode()) < 500_000
     crumbs = [[8 + 16 * n, 1] for n in range(10, 2000)]
     told = page([one({"id": "a", "kvgraft": report(32_768, 0, [span(100, 32_600)], recomputed_runs=crumbs)})])
     assert len(told.encode()) < 100_000
+    scattered = [[110 + 10 * n, 1] for n in range(3200)]
+    request = one({"id": "a", "kvgraft": report(32_768, 0, [span(100, 32_600)], recomputed_runs=scattered)})
+    assert len(page([request], text=Letters()).encode()) < 500_000
+
+
+def test_text_is_whole_and_marks_what_was_computed_again():
+    told = page([one({"id": "a", "kvgraft": AGAIN})], text=Letters())
+    words = told.partition("<pre>")[2].partition("</pre>")[0]
+    assert re.sub("<[^>]*>", "", words) == "abc " * 1000
+    assert [len(part) for part in re.findall("<b>(.*?)</b>", words)] == [400, 160, 160]
+    assert (
+        "400 tokens shifted, from position 100 of donor 7, moved by +100, generation 0, 140 of them computed again"
+        in words
+    )
+
+
+def test_runs_that_are_too_many_to_be_told_of_are_drawn():
+    spans = [span(16 * n, 8) for n in range(10, 2010)]
+    told = page([one({"id": "a", "kvgraft": report(32_768, 100, spans)})])
+    drawn = re.findall(r'<path class="(\w+)" d="([^"]*)"', told)
+    assert [kind for kind, _ in drawn] == ["computed", "shifted"]
+    places = [int(left) for left in re.findall(r"M(\d+) ", drawn[0][1])]
+    assert places == sorted(set(places))
+    assert len(places) > 900
 
 
 def test_bars_show_what_most_tokens_are():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
+from tests.unit.explain.test_live import answering
 from tests.unit.explain.test_requests import report, span
 from tests.unit.observability.records import make_record, make_report, make_step
 from tests.unit.server.conftest import FakeEngine, exchange
@@ -393,6 +394,13 @@ class TestReportFile:
 
     def test_a_server_that_does_not_answer_has_no_figures(self):
         source = FileSource(None, "http://127.0.0.1:9/metrics")
+        assert asyncio.run(source.samples()) == []
+
+    @pytest.mark.parametrize(
+        "reply", [b"", b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"]
+    )
+    def test_nor_has_one_that_gives_no_whole_answer(self, reply):
+        source = FileSource(None, answering(reply) + "/metrics")
         assert asyncio.run(source.samples()) == []
 
 
