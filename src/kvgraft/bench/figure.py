@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel, Series
 
 _WIDTH = 6.4
+_MOST_MARKS = 24
+"""Places that are marked one by one; numbers of more would cover one another."""
 _MARKERS = "osD^vP*Xh<>"
 
 
@@ -65,7 +67,8 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
             _tell_numbers(axis)
-    axes.set_xticks(panel.places)
+    if len(panel.places) <= _MOST_MARKS:
+        axes.set_xticks(panel.places)
     axes.set_xlabel(panel.label)
     axes.legend(frameon=False, fontsize=8)
 

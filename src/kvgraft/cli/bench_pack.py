@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvgraft.bench.agents import AgentPrompt, AgentSettings
+    from kvgraft.bench.panels import Panel
 
 _ALL = "all"
 
@@ -54,13 +56,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add("--min-run", type=int, default=32, metavar="N", help="shortest run that counts (default 32)")
     add("--json", action="store_true", help="print the counts of every turn as JSON")
+    add_plot_option(agent)
     agent.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the packs; with no folder, or with `--json`, count."""
+    """Make the packs; with no folder, or with `--json` or `--plot`, count."""
     from kvgraft.bench.agents import AGENT_KINDS, AgentSettings, agent_prompts
 
+    check_plot(args)
     settings = AgentSettings(args.turns, args.sessions, args.files, args.max_characters, args.seed)
     kinds = list(AGENT_KINDS) if _ALL in args.kinds else list(dict.fromkeys(args.kinds))
     made = {kind: agent_prompts(kind, settings) for kind in kinds}
@@ -68,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
         for kind, prompts in made.items():
             path = _write(Path(args.output), kind, prompts)
             print(f"{path}: {len(prompts)} prompts", file=sys.stderr)
-    if args.json or args.output is None:
-        _count(args, made, settings)
+    if args.json or args.plot or args.output is None:
+        told = _counted(args, made)
+        _print(args, told, settings)
+        draw_plot(args, lambda: _panels(told), f"runs of {args.min_run} tokens and more, without a model")
     return 0
 
 
@@ -87,8 +93,8 @@ def _write(folder: Path, kind: str, prompts: Sequence[AgentPrompt]) -> Path:
     return path
 
 
-def _count(args: argparse.Namespace, made: dict[str, list[AgentPrompt]], settings: AgentSettings) -> None:
-    """Print tokens of every turn: of the prompt, in an exact prefix, reused, and reusable at any offset."""
+def _counted(args: argparse.Namespace, made: dict[str, list[AgentPrompt]]) -> dict[str, list[dict[str, int]]]:
+    """Tokens of every turn by kind: of the prompt, in an exact prefix, reused, and reusable at any offset."""
     from kvgraft.bench.packs import Session, Workload
     from kvgraft.bench.reuse import measure_reuse
     from kvgraft.bench.tokenization import load_tokenizer
@@ -109,6 +115,26 @@ def _count(args: argparse.Namespace, made: dict[str, list[AgentPrompt]], setting
             }
             for prompt, each in zip(prompts, found.prompts, strict=True)
         ]
+    return told
+
+
+def _panels(told: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Panel]:
+    from kvgraft.bench.panels import Lines, Series
+
+    # What lies within another comes later, so that it is seen where both are equal.
+    labels = {"prompt": "tokens", "bound": "bound", "reused": "reused", "exact prefix": "prefix"}
+    return [
+        Lines(
+            f"{kind}: tokens",
+            "prompt",
+            range(1, len(turns) + 1),
+            [Series(label, [turn[name] for turn in turns]) for label, name in labels.items()],
+        )
+        for kind, turns in told.items()
+    ]
+
+
+def _print(args: argparse.Namespace, told: Mapping[str, Sequence[Mapping[str, int]]], settings: AgentSettings) -> None:
     if args.json:
         print(json.dumps({"seed": settings.seed, "min_run": args.min_run, "turns": told}, indent=1))
         return

@@ -162,6 +162,17 @@ def test_counts_are_told_turn_by_turn(capsys):
     assert all(int(line[4]) == int(line[5]) > 500 for line in lines[1:])
 
 
+def test_counts_are_drawn(capsys, tmp_path):
+    plot, folder = tmp_path / "plot.png", tmp_path / "packs"
+    options = ["--turns", "30", "--plot", str(plot), "--output", str(folder)]
+    assert main(["bench", "pack", "agent", "clock", "edit", *options]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert (folder / "agent_edit.jsonl").is_file()
+    assert len(capsys.readouterr().out.splitlines()) == 61
+    assert main(["bench", "pack", "agent", "clock", "--plot", str(tmp_path / "absent" / "plot.png")]) == 2
+    assert "--plot" in capsys.readouterr().err
+
+
 def test_unknown_kinds_and_folders_are_named(capsys, tmp_path):
     assert main(["bench", "pack", "agent", "clok"]) == 2
     assert "choose growing, clock" in capsys.readouterr().err
