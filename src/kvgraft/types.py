@@ -69,6 +69,8 @@ class MissReason(StrEnum):
     STORE = "store"
     """What was to be read from a store did not come, or not in time."""
     RISK = "risk"
+    REFRESHED = "refreshed"
+    """It was reused approximately often enough, and is computed so that those to come have it exactly."""
     POLICY_ERROR = "policy_error"
     """The selection policy failed, or chose what cannot be computed."""
     ERROR = "error"
@@ -122,6 +124,7 @@ class Match:
         length: How many there are.
         is_exact: Whether the donor's K/V there are those of a full prefill of the prompt: it was computed from position 0
             on behind nothing approximate, and has every token of the prompt up to the end of the match.
+        generation: Of the donor.
     """
 
     target_start: int
@@ -129,6 +132,7 @@ class Match:
     donor_start: int
     length: int
     is_exact: bool = False
+    generation: int = 0
 
     @property
     def target_end(self) -> int:

@@ -47,8 +47,9 @@ def write(tmp_path):
 
 def test_there_are_few_settings():
     # Three are for browsers and TLS, which the engine cannot find out; tool_parser because templates do not always tell.
-    # Two say where traces go, which nobody but the user knows; two open a page, and to whom.
-    assert len(ServerConfig.rules()) <= 55
+    # Two say where traces go, which nobody but the user knows; two open a page, and to whom. refresh_after=0 is for those who
+    # measure grafts, or want no turn of a conversation to be computed in full.
+    assert len(ServerConfig.rules()) <= 56
 
 
 def test_environment_sets_typed_values():

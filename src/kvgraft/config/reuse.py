@@ -57,6 +57,13 @@ class ReuseSettings(Settings):
     max_generation: int = setting(
         2, "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g", REUSE, low=0
     )
+    refresh_after: int = setting(
+        2,
+        "prompts that may reuse one beginning approximately before the next one is computed in full, so that those to come "
+        "have it exactly; 0 for any number",
+        REUSE,
+        low=0,
+    )
     donor_tokens: int = setting(
         1 << 22,
         "tokens that the donor catalogue may hold in all tiers, about 40 bytes of host memory each",

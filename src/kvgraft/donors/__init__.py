@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvgraft.donors.catalogue import BYTES_PER_TOKEN, AddResult, DonorCatalogue, DonorWatcher, new_secret
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
-from kvgraft.donors.planner import CostModel, plan_graft
+from kvgraft.donors.planner import CostModel, ends_lineage, plan_graft
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -19,6 +19,7 @@ __all__ = [
     "Donor",
     "DonorCatalogue",
     "DonorWatcher",
+    "ends_lineage",
     "new_secret",
     "plan_graft",
 ]

@@ -264,8 +264,8 @@ class DonorCatalogue:
         pieces = tile(runs, ranks, min_run=self._min_run)
         proved = self._proved(runs, tokens, Fronts(namespace.key, tokens))
         exact, others = exact_first(proved, self._is_far[proved.rows], pieces, start=start, min_run=self._min_run)
-        matches = [replace(match, is_exact=True) for match in self._matches(exact)]
-        return sorted([*matches, *self._matches(others)], key=lambda match: match.target_start)
+        matches = [*self._matches(exact, is_exact=True), *self._matches(others)]
+        return sorted(matches, key=lambda match: match.target_start)
 
     def inside(
         self, namespace: Namespace | KeyedNamespace, token_ids: ArrayLike, *, min_generation: int
@@ -577,11 +577,12 @@ class DonorCatalogue:
     def _donor_of(self, row: int) -> Donor:
         return self._entry(DonorId(row | int(self._epochs[row]) << _ROW_BITS)).donor
 
-    def _matches(self, pieces: Runs) -> list[Match]:
+    def _matches(self, pieces: Runs, *, is_exact: bool = False) -> list[Match]:
         ids = pieces.rows | self._epochs[pieces.rows] << _ROW_BITS
         donor_starts = pieces.starts + pieces.diagonals - self._arena.starts[pieces.rows]
         lengths = pieces.ends - pieces.starts
-        return list(map(Match, pieces.starts.tolist(), ids.tolist(), donor_starts.tolist(), lengths.tolist()))
+        columns = pieces.starts, ids, donor_starts, lengths, np.full(len(ids), is_exact), self._generations[pieces.rows]
+        return list(map(Match, *(column.tolist() for column in columns)))
 
     def _entry(self, donor_id: DonorId) -> _Entry:
         try:

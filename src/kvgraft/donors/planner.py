@@ -140,6 +140,23 @@ def plan_graft(
     return plan
 
 
+def ends_lineage(plan: GraftPlan, last_generation: int) -> bool:
+    """Whether a plan computes at least as much that nobody may have from it as it has from donors of the last generation.
+
+    What is computed behind these is of a generation further and becomes no donor, so that the next turn of a conversation
+    computes it once more, and every turn more of it. Computed without them it is of the last generation itself.
+
+    Args:
+        plan: What is planned.
+        last_generation: The highest that a donor may have, above 0: behind exact text alone nothing has been handed on yet.
+    """
+    last = [span for span in plan.spans if not span.is_exact and span.generation >= last_generation]
+    if not last:
+        return False
+    lost = len(plan.compute) - int(plan.compute.searchsorted(last[0].target_end))
+    return sum(span.length for span in last) <= lost
+
+
 def _validate(num_tokens: int, exact_len: int, matches: Sequence[Match]) -> None:
     if not 0 <= exact_len <= num_tokens:
         raise ConfigError(f"an exact prefix of {exact_len} tokens does not fit a prompt of {num_tokens}")

@@ -181,6 +181,7 @@ def cache_manager(
         space.donors,
         min_run=config.min_run,
         max_generation=config.max_generation,
+        refresh_after=config.refresh_after,
         proposer=proposer,
         near=NearDonors(space.donors),
     )

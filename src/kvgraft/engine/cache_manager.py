@@ -395,7 +395,14 @@ class CacheManager:
             kv.miss = self._policy_miss(kv, error)
             return
         read_cost = None if self.space.stores is None else self.space.stores.read_cost
-        found = self._lookup.find(kv.namespace, request.token_ids, kv.plan.exact_len, costs, read_cost=read_cost)
+        found = self._lookup.find(
+            kv.namespace,
+            request.token_ids,
+            kv.plan.exact_len,
+            costs,
+            read_cost=read_cost,
+            may_refresh=request.reuse is ReuseMode.GRAFT,
+        )
         if not (request.reuse is ReuseMode.SUBSTITUTE and self._takes_stand_in(kv, found.planned)):
             self._grafting.adopt(kv, found)
 

@@ -11,8 +11,9 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvgraft.donors import plan_graft
+from kvgraft.donors import ends_lineage, plan_graft
 from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.refresh import Refresh
 from kvgraft.types import GraftPlan, Miss, MissReason
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Lookup:
         min_run: int,
         max_generation: int,
         min_saved_tokens: int = 0,
+        refresh_after: int = 0,
         deadline_ms: float = math.inf,
         cut: Cut | None = None,
         proposer: Proposer | None = None,
@@ -146,6 +148,7 @@ class Lookup:
             min_run: Shortest run of equal tokens that is reused.
             max_generation: Highest generation of a donor.
             min_saved_tokens: Least tokens that a graft must save on balance.
+            refresh_after: See `Refresh`.
             deadline_ms: Longest that a lookup may take; infinite where plans must depend on nothing but prompt and donors, as
                 on the ranks of one server, each of which looks up for itself.
             cut: Shrinks matches to what the engine can load; None if it can load any.
@@ -161,6 +164,7 @@ class Lookup:
         self._min_run = min_run
         self._max_generation = max_generation
         self._min_saved_tokens = min_saved_tokens
+        self._refresh = Refresh(refresh_after)
         self._deadline_ms = deadline_ms
         self._cut = cut
         self._near = near
@@ -176,6 +180,7 @@ class Lookup:
         *,
         start: int | None = None,
         read_cost: ReadCost | None = None,
+        may_refresh: bool = True,
     ) -> Found:
         """Match and plan one prompt.
 
@@ -187,6 +192,8 @@ class Lookup:
             start: Matches in front of it are not looked for; None for `exact_len`.
             read_cost: What reading the K/V of a match costs besides, in the unit of `costs`; None where all are at hand.
                 Asked several times.
+            may_refresh: Whether the prompt's own K/V are what others will have of it: not of one that is computed in full
+                whatever is grafted.
         """
         if not len(self._donors):
             return Found(Miss(MissReason.NO_DONORS))
@@ -203,6 +210,8 @@ class Lookup:
                 near = tuple(self._near.find(namespace, token_ids, start=first, max_generation=self._max_generation))
                 other = self._plan(near, exact_len, len(token_ids), costs, read_cost)
                 planned = max(planned, other, key=lambda plan: _saved(plan, costs, read_cost))
+            if may_refresh and isinstance(planned, GraftPlan):
+                planned = self._refresh.revised(namespace, token_ids, planned)
         except Exception as error:
             self.num_errors += 1
             logger.exception("a lookup failed; the request is computed instead")
@@ -253,7 +262,11 @@ class Lookup:
         usable = matches if self._cut is None else self._cut(matches, exact_len, num_tokens)
         if matches and not usable:
             return Miss(MissReason.NOT_WORTH_IT, "the matches are too short for this engine to load")
-        planned = plan_graft(num_tokens, exact_len, usable, costs, min_run=self._min_run, read_cost=read_cost)
+        plan = partial(plan_graft, num_tokens, exact_len, min_run=self._min_run, read_cost=read_cost)
+        planned = plan(usable, costs)
+        last = self._max_generation
+        if last and isinstance(planned, GraftPlan) and ends_lineage(planned, last):
+            planned = plan([match for match in usable if match.is_exact or match.generation < last], costs)
         if isinstance(planned, Miss):
             return planned
         saved = float(planned.reused_len)

@@ -26,6 +26,7 @@ _REJECTED = {
     MissReason.NO_ROOM,
     MissReason.DEADLINE,
     MissReason.RISK,
+    MissReason.REFRESHED,
 }
 _FAILED = {MissReason.ERROR, MissReason.POLICY_ERROR}
 

@@ -112,6 +112,7 @@ class LoadPlanner:
             Lookup,
             min_run=config.min_run,
             max_generation=config.max_generation,
+            refresh_after=config.refresh_after,
             deadline_ms=config.lookup_deadline_ms if has_deadline else math.inf,
             cut=self._cut,
             clock=clock,

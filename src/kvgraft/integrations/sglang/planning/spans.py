@@ -50,7 +50,8 @@ class Span:
         """Where its tokens stand in the prompt and at its donor, which this rank knows."""
         assert self.donor is not None
         is_exact = self.fidelity is Fidelity.EXACT
-        return Match(self.start, self.donor.donor_id, self.donor_start, self.length, is_exact)
+        donor = self.donor
+        return Match(self.start, donor.donor_id, self.donor_start, self.length, is_exact, donor.generation)
 
     def report(self) -> SpanReport:
         """Describe it once it is loaded."""

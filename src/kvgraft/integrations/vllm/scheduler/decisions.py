@@ -82,7 +82,15 @@ class Decisions:
         prompt = state.token_ids[: state.num_prompt_tokens]
         exact_len = min(state.exact_len, len(prompt))  # of a request that begins again, an answer may be cached too
         read_cost = self._read_cost if self._registry.stores else None
-        found = self._lookup.find(state.namespace, prompt, exact_len, self._costs, start=0, read_cost=read_cost)
+        found = self._lookup.find(
+            state.namespace,
+            prompt,
+            exact_len,
+            self._costs,
+            start=0,
+            read_cost=read_cost,
+            may_refresh=mode is ReuseMode.GRAFT,
+        )
         state.lookup_ms = found.lookup_ms
         planned = found.planned
         if isinstance(planned, Miss) and planned.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
@@ -153,6 +161,7 @@ def lookup_of(config: VLLMConfig, registry: DonorRegistry) -> Lookup:
         min_run=config.min_run,
         max_generation=config.max_generation,
         min_saved_tokens=config.min_saved_tokens,
+        refresh_after=config.refresh_after,
         deadline_ms=config.lookup_deadline_ms,
         near=NearDonors(registry.catalogue) if registry.stores else None,
     )
