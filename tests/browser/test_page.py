@@ -24,6 +24,10 @@ from tests.browser.processes import PATIENCE_S, PYTHON, Process, document
 
 SCREENSHOTS = os.environ.get("SCREENSHOTS", "")
 COUNT = "return document.querySelectorAll('#list li').length"
+FARTHEST = (
+    "return Math.max(...[...document.querySelectorAll('.u-series')].map((each) => each.getBoundingClientRect().right))"
+)
+"""Right end of what stands below the curves."""
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 MIXED = "\u202egnirts desrever \U0001f600\U0001f680 \u05e9\u05dc\u05d5\u05dd"
 
@@ -88,8 +92,10 @@ def test_requests_appear_and_one_is_looked_at(browser):
         keep(browser, "inspector-request")
         browser.execute_script("scrollTo(0, 0)")
         keep(browser, "inspector")
-        browser.set_window_size(500, 900)
+        metrics = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # windows have at least 500 pixels
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        until(browser, lambda: browser.execute_script(FARTHEST) <= 400)
         keep(browser, "inspector-narrow")
 
 
