@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvgraft.explain.requests import Attempt, Run
+    from kvgraft.explain.text import PromptText
 
 _LONG = 64
 """Tokens from which on it is worth a line that a run was moved."""
@@ -94,18 +95,34 @@ def reason_in_words(value: str) -> Reason:
         )
 
 
-def hints(attempt: Attempt) -> Iterator[str]:
-    """Yield sentences on what keeps reused text from being exact: what stands in front of it, or was read behind a graft."""
+_QUOTED = 60
+"""Characters of new text that are quoted."""
+
+
+def hints(attempt: Attempt, text: PromptText | None = None) -> Iterator[str]:
+    """Yield sentences on what keeps reused text from being exact: what stands in front of it, or was read behind a graft.
+
+    Args:
+        attempt: Of a request.
+        text: Words of the prompt, where they may be quoted.
+    """
     in_front = _computed_in_front(attempt)
     moved = sum(run.length for run in attempt.runs if run.kind is RunKind.SHIFTED)
     if in_front is not None and moved >= _LONG:
+        quoted = "" if text is None else f" ({_quote(text.between(in_front.start, in_front.stop))})"
         yield (
-            f"{in_front.length:,} new tokens at positions {in_front.start:,}-{in_front.stop - 1:,} stand in front of "
+            f"{in_front.length:,} new tokens{quoted} at positions {in_front.start:,}-{in_front.stop - 1:,} stand in front of "
             f"{moved:,} copied ones: behind these they would do no harm, and more could be exact"
         )
     deep = sum(run.length for run in attempt.runs if run.generation)
     if deep:
         yield f"{deep:,} tokens are copies of what stood behind a graft itself; they turn exact when the engine heals"
+
+
+def _quote(words: str) -> str:
+    """The beginning of a text, on one line."""
+    line = " ".join(words.split())
+    return f"\u201c{line if len(line) <= _QUOTED else line[: _QUOTED - 1] + chr(0x2026)}\u201d"
 
 
 def _computed_in_front(attempt: Attempt) -> Run | None:

@@ -89,7 +89,7 @@ def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
     yield "</p>"
     runs = _drawn(attempt.runs)
     yield _bars(attempt, runs)
-    yield from _reasons(attempt)
+    yield from _reasons(attempt, text)
     yield from _donors(attempt, runs)
     yield from _times(attempt.report)
     if text is not None:
@@ -175,8 +175,8 @@ def _told(run: Run, again: int = 0) -> str:
     return f"{told}, from position {run.donor_start:,} of {run.donor}, {moved}{recomputed}"
 
 
-def _reasons(attempt: Attempt) -> Iterator[str]:
-    sentences = list(hints(attempt))
+def _reasons(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
+    sentences = list(hints(attempt, text))
     miss = attempt.report.get("miss")
     if miss:
         told = reason_in_words(miss["reason"])

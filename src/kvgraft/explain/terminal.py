@@ -135,8 +135,8 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
     is_approximate = bool(attempt.tokens(RunKind.SHIFTED) or attempt.tokens(RunKind.SUBSTITUTED))
     if is_approximate and "risk" in report:
         yield from _wrapped(f"risk of the copied tokens: {_risk(report['risk'])}", indent=_INDENT)
-    for hint in hints(attempt):
-        yield from _wrapped(hint, indent=_INDENT)
+    for hint in hints(attempt, text):
+        yield from _wrapped(printable(hint), indent=_INDENT)
     yield from _timing_lines(report)
 
 

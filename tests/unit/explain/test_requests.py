@@ -155,6 +155,17 @@ def test_what_stands_in_front_is_named():
     assert not list(hints(one({"kvgraft": report(spans=[span(50, 20)])}).last))
 
 
+def test_the_words_that_move_a_text_are_quoted_for_those_who_show_text():
+    class Words:
+        def between(self, start, stop):
+            assert (start, stop) == (50, 200)
+            return "It is now\n14:07:31 " + "and so on " * 20
+
+    told = next(iter(hints(one({"kvgraft": GRAFTED}).last, Words())))
+    assert told.startswith("150 new tokens (\u201cIt is now 14:07:31 and so on ")
+    assert "\u2026\u201d) at positions 50-199" in told
+
+
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m\U0001f600"
 
 
