@@ -1,27 +1,30 @@
 """Time to first token over HTTP of a stock SGLang server on a CPU, with and without `--radix-cache-backend kvgraft`.
 
-    .venv-sglang/bin/python benchmarks/engines/sglang_ttft.py --lengths 1000,4000 --runs 5
+    .venv-sglang/bin/python benchmarks/engines/sglang_ttft.py --lengths 1000,4000 --runs 5 [--beside BACKEND=FOLDER]
 
 Per length and run: a cold document, the same prompt again, the document behind another head, and its three thirds in reverse
-order with fresh text between. Both servers run at the same time on the same machine and take turns, so that its noise hits
-both alike. Prints JSON with medians; the model has 29 M random parameters, so the figures show plumbing, not a GPU's gain.
+order with fresh text between. With `--beside` another package's radix-cache backend, whose entry point lies in a folder, is
+measured in a third server. All servers run at the same time on the same machine and take turns, so that its noise hits
+all alike. Prints JSON with medians; the model has 29 M random parameters, so the figures show plumbing, not a GPU's gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integration" / "sglang"))
 
 from models import write_model
-from server import SGLangServer
+from server import SHARED_STANDINS, STANDINS, SGLangServer
 
 VOCABULARY = 8192
 OPTIONS = {
@@ -38,13 +41,17 @@ def main() -> int:
     parser.add_argument("--lengths", default="1000,4000", help="document lengths in tokens")
     parser.add_argument("--runs", type=int, default=5, help="documents per length")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--beside", default="", metavar="BACKEND=FOLDER", help="another backend, and where it is found")
     args = parser.parse_args()
     lengths = [int(text) for text in args.lengths.split(",")]
     options = {**OPTIONS, "--dtype": args.dtype}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model("llama-29m", Path(folder))
-        with SGLangServer(model, options) as kvgraft, SGLangServer(model, options, backend=None) as stock:
-            servers = {"stock": stock, "kvgraft": kvgraft}
+        with ExitStack() as stack:
+            made = {"stock": SGLangServer(model, options, backend=None), "kvgraft": SGLangServer(model, options)}
+            if args.beside:
+                made["beside"] = another_backend(model, options, args.beside)
+            servers = {name: stack.enter_context(server) for name, server in made.items()}
             for server in servers.values():
                 first_token_ms(server, list(range(3, 200)))
             rows = [row for length in lengths for row in measure(servers, length, args.runs)]
@@ -54,6 +61,13 @@ def main() -> int:
         )
     )
     return 0
+
+
+def another_backend(model: str, options: dict[str, object], beside: str) -> SGLangServer:
+    """A server with the backend of another package, on the same stand-ins for what only a GPU has."""
+    backend, _, folder = beside.partition("=")
+    path = os.pathsep.join([str(STANDINS), str(SHARED_STANDINS), str(Path(folder).resolve())])
+    return SGLangServer(model, options, {"PYTHONPATH": path}, backend)
 
 
 def measure(servers: dict[str, SGLangServer], length: int, runs: int) -> list[dict[str, object]]:
