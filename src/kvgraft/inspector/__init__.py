@@ -10,9 +10,9 @@ from kvgraft.inspector.access import Access, key_digest
 from kvgraft.inspector.app import create_inspector, inspector_server
 from kvgraft.inspector.engine_source import EngineSource
 from kvgraft.inspector.file_source import FileSource
+from kvgraft.inspector.following import followed
 from kvgraft.inspector.history import RequestHistory
 from kvgraft.inspector.source import Source
-from kvgraft.inspector.timeline import followed
 
 __all__ = [
     "Access",

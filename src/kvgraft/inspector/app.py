@@ -24,9 +24,9 @@ from starlette.routing import Mount, Route
 from kvgraft.explain.page import page
 from kvgraft.inspector.access import Access
 from kvgraft.inspector.entries import Filter
+from kvgraft.inspector.following import followed
 from kvgraft.inspector.rows import row
 from kvgraft.inspector.state import state_of
-from kvgraft.inspector.timeline import followed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -54,7 +54,7 @@ _REPORT_POLICY = (
 def create_inspector(source: Source, key: str = "") -> ASGIApp:
     """Return an ASGI app that shows `source` to holders of `key`; without a key, to this machine alone.
 
-    Whoever mounts it follows the source (`timeline.followed`): apps that are mounted are not told of starts and ends.
+    Whoever mounts it follows the source (`following.followed`): apps that are mounted are not told of starts and ends.
     """
     return Access(_Inspector(source).app(), key)
 

@@ -29,7 +29,7 @@ class Source(Protocol):
 
     @property
     def timeline(self) -> Timeline:
-        """Figures of the last hour, where somebody follows the source (`timeline.followed`)."""
+        """Figures of the last hour, where somebody follows the source (`following.followed`)."""
         ...
 
     @property

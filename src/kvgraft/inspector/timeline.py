@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections import deque
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.inspector.state import state_of
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import Mapping
 
-    from kvgraft.inspector.source import Source
-
-logger = logging.getLogger(__name__)
-
-_PERIOD_S = 5.0
 _MOST_POINTS = 720
-"""An hour of them."""
+"""An hour of them, one every `following.PERIOD_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +46,3 @@ class Timeline:
     def told(self) -> list[dict[str, Any]]:
         """All points in types that JSON has."""
         return [point.told() for point in self._points]
-
-
-@asynccontextmanager
-async def followed(source: Source | None, period_s: float = _PERIOD_S) -> AsyncGenerator[None]:
-    """Add to `source.timeline` every `period_s` seconds, for as long as the context lasts; with None do nothing."""
-    if source is None:
-        yield
-        return
-    following = asyncio.create_task(_follow(source, period_s))
-    try:
-        yield
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-
-
-async def _follow(source: Source, period_s: float) -> None:
-    """Look until cancelled; a look that fails leaves a gap, of which the log tells the first time."""
-    is_told = False
-    while True:
-        try:
-            source.timeline.add(time.time(), state_of(await source.samples()))
-        except Exception:
-            if not is_told:
-                logger.exception("the page's curves have gaps: figures could not be read")
-            is_told = True
-        await asyncio.sleep(period_s)

@@ -10,7 +10,8 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.samples import Sample
 
-from kvgraft.inspector.timeline import Timeline, followed
+from kvgraft.inspector.following import followed
+from kvgraft.inspector.timeline import Timeline
 
 
 class Source:
