@@ -71,6 +71,16 @@ def test_a_conversation_that_goes_on_is_an_exact_prefix_from_the_third_turn_on(m
     assert_kept_is_exact(llm, text[: output.report.num_tokens])
 
 
+def test_a_reset_forgets_who_reused_what(moved, rng):
+    llm = make_llm(refresh_after=1)
+    document, instruction = moved
+    for _ in range(3):
+        llm.generate(document, GREEDY)
+        report = llm.generate(np.concatenate([instruction, document, new_text(rng, TURN)]), GREEDY)[0].report
+        assert report.shifted_tokens > 0
+        llm.reset()
+
+
 def test_zero_reuses_approximately_for_ever(moved, rng):
     llm = make_llm(refresh_after=0)
     document, instruction = moved

@@ -138,6 +138,11 @@ class CacheManager:
             raise
         return kv
 
+    def reset(self) -> None:
+        """Forget all prefixes and donors, and which prompts reused them; see `KVSpace.reset`."""
+        self.space.reset()
+        self._lookup.reset()
+
     def exact_len(self, request: Request) -> int:
         """Tokens of the request's prompt whose exact K/V the prefix cache has; its last one may be among them."""
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))

@@ -245,7 +245,7 @@ class Engine:
         """
         self.scheduler.restart_loading()
         self.sessions.reset()
-        self.space.reset()
+        self.manager.reset()
         self._events.flush()
         self.auditor.clear()
         self.healer.clear()

@@ -220,6 +220,10 @@ class Lookup:
         self._recent_ms_per_token.append(lookup_ms / max(1, len(token_ids)))
         return Found(planned, matches, lookup_ms)
 
+    def reset(self) -> None:
+        """All that was computed is forgotten, and so is which prompts reused it; how long lookups take is not."""
+        self._refresh.clear()
+
     def _matches(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int) -> tuple[Match, ...]:
         """Matches of the indexes, and where these leave much out, with what is proposed."""
         find = partial(self._donors.find, namespace, token_ids, start=start, max_generation=self._max_generation)

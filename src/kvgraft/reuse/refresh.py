@@ -47,6 +47,11 @@ class Refresh:
         self._paid: OrderedDict[bytes, int] = OrderedDict()
         self._answers: OrderedDict[bytes, int] = OrderedDict()
 
+    def clear(self) -> None:
+        """Remember nothing: what was reused is gone."""
+        self._paid.clear()
+        self._answers.clear()
+
     def revised(
         self, namespace: Namespace | KeyedNamespace, token_ids: NDArray[np.integer[Any]], plan: GraftPlan
     ) -> GraftPlan | Miss:

@@ -539,6 +539,7 @@ class RequestReuse:
     def _forget(self) -> None:
         """Forget all donors, and what was promised of them."""
         self.library.clear()
+        self.planner.reset()
         self._have_stores_failed = False
         for state in self._states.values():
             state.spans, state.reads = [], None

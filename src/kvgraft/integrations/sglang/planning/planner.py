@@ -144,6 +144,11 @@ class LoadPlanner:
             return LoadPlan((), miss, found.lookup_ms)
         return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
 
+    def reset(self) -> None:
+        """All donors are forgotten."""
+        self._at_hand.reset()
+        self._everywhere.reset()
+
     def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
         regions, self._recomputed = loadable(
             matches,

@@ -113,6 +113,10 @@ class Decisions:
             matches = tuple(match for match in matches if not self._is_cold(match))
         return claim, matches
 
+    def reset(self) -> None:
+        """All donors are forgotten."""
+        self._lookup.reset()
+
     def deadline_s(self, claim: Claim) -> float:
         """Seconds that the reads of a claim may take."""
         cold = [span for span in claim.spans if self._is_cold(span)]
