@@ -90,6 +90,12 @@ class CostModel:
         tail = self.tail_passes * self.compute_cost(plan.spans[-1].target_end, plan.num_tokens)
         return tail + self.compute_cost(query_start, plan.num_tokens)
 
+    def rent(self, plan: GraftPlan) -> float:
+        """What a prompt that begins like `plan` pays because reused text of it is approximate, where it could be exact."""
+        approximate = (span for span in plan.spans if not span.is_exact)
+        again = sum(self.compute_cost(span.target_start, span.target_end) for span in approximate)
+        return self.look_cost(plan) + self.recompute_ratio * again
+
 
 def plan_graft(
     num_tokens: int,
@@ -99,6 +105,7 @@ def plan_graft(
     *,
     min_run: int = GRAM_TOKENS,
     read_cost: ReadCost | None = None,
+    followers: int = 0,
 ) -> GraftPlan | Miss:
     """Choose the matches to reuse and the positions to compute.
 
@@ -112,6 +119,7 @@ def plan_graft(
         cost_model: Which matches pay; None for the defaults.
         min_run: Shortest match, its last token included, that is reused behind the exact prefix.
         read_cost: What reading costs besides, of what may be left of each match; None where all K/V are at hand.
+        followers: Prompts that are expected to begin like this one, and to pay for what is approximate in it.
 
     Raises:
         ConfigError: The arguments contradict one another.
@@ -135,8 +143,11 @@ def plan_graft(
         return Miss(MissReason.NOT_WORTH_IT, f"none of {len(behind)} matches saves more than it costs")
     # All spans or none: without the last one, the tail would only be longer.
     plan = GraftPlan.over(num_tokens, exact_len, spans)
-    if sum(saving for _, saving in savings) <= costs.look_cost(plan):
+    saved = sum(saving for _, saving in savings)
+    if saved <= costs.look_cost(plan):
         return Miss(MissReason.NOT_WORTH_IT, "looking at what stands behind the matches costs more than they save")
+    if saved <= costs.look_cost(plan) + followers * costs.rent(plan):
+        return Miss(MissReason.NOT_WORTH_IT, "the next turns would pay more for what is approximate than it saves now")
     return plan
 
 

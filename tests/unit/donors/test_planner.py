@@ -228,3 +228,28 @@ class TestReading:
         costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0, tail_passes=1)
         assert plan_graft(200, 0, [match], costs, read_cost=lambda _: 10.0).spans == (match,)
         assert isinstance(plan_graft(200, 0, [match], costs, read_cost=lambda _: 30.0), Miss)
+
+
+class TestFollowers:
+    """Prompts that begin alike pay for what is approximate: what a graft saves must be more than that."""
+
+    COSTS = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0.1, query_rows=50)
+
+    def test_what_followers_pay_is_a_look_and_the_share_that_is_computed_again(self):
+        planned = plan(400, 0, make_match(100, 200), cost_model=self.COSTS)
+        assert self.COSTS.rent(planned) == pytest.approx(50 + 0.1 * 200)
+
+    def test_exact_spans_cost_followers_nothing(self):
+        exact = dataclasses.replace(make_match(0, 200), is_exact=True)
+        planned = plan(400, 0, exact, cost_model=self.COSTS)
+        assert self.COSTS.rent(planned) == 0
+
+    @pytest.mark.parametrize(
+        ("length", "followers", "is_made"), [(56, 0, True), (55, 0, False), (214, 2, False), (215, 2, True)]
+    )
+    def test_a_graft_saves_more_than_its_look_and_what_followers_pay(self, length, followers, is_made):
+        """0.9 of the length is saved; 50 for the look, and for each follower 50 and a tenth of the length."""
+        made = plan_graft(2_000, 1_000, [make_match(1_200, length)], self.COSTS, min_run=16, followers=followers)
+        assert isinstance(made, GraftPlan) == is_made
+        if not is_made:
+            assert made.reason is MissReason.NOT_WORTH_IT

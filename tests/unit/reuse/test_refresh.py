@@ -229,3 +229,20 @@ class TestLineagesEnd:
 
     def test_text_that_was_read_exactly_is_reused_though_nothing_may_be_handed_on(self):
         assert self.plan(0, 500, max_generation=0) == [(50, 200, 0), (250, 60, 0)]
+
+
+class TestTurnsToCome:
+    """In a conversation, a prompt of which half and more is an exact prefix, small grafts are not made."""
+
+    COSTS = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, recompute_ratio=0.1, query_rows=50)
+
+    @pytest.mark.parametrize(
+        ("exact_len", "refresh_after", "is_made"), [(700, 2, False), (699, 2, True), (700, 0, True), (0, 2, True)]
+    )
+    def test_half_of_it_is_an_exact_prefix(self, exact_len, refresh_after, is_made):
+        catalogue = DonorCatalogue(4096)
+        catalogue.add(NAMESPACE, DOCUMENT, None)
+        lookup = Lookup(catalogue, min_run=16, max_generation=2, refresh_after=refresh_after)
+        tokens = prompt(np.arange(20_000, 21_000), DOCUMENT, np.arange(30_000, 30_200))
+        planned = lookup.find(NAMESPACE, tokens, exact_len, self.COSTS).planned
+        assert isinstance(planned, GraftPlan) == is_made
