@@ -197,6 +197,7 @@ class Lookup:
                 whatever is grafted.
         """
         if not len(self._donors):
+            self._refresh.clear()
             return Found(Miss(MissReason.NO_DONORS))
         expected_ms = self._expected_ms(len(token_ids))
         if expected_ms > self._deadline_ms:

@@ -191,6 +191,15 @@ class TestLookup:
         assert isinstance(self.find(lookup, 3), GraftPlan)
         assert is_refreshed(self.find(lookup, 4))
 
+    def test_where_all_donors_have_gone_nobody_has_reused_anything(self, catalogue):
+        lookup = Lookup(catalogue, min_run=16, max_generation=2, refresh_after=1)
+        assert isinstance(self.find(lookup, 0), GraftPlan)
+        (donor,) = list(catalogue)
+        catalogue.remove(donor.donor_id)
+        assert self.find(lookup, 1).reason is MissReason.NO_DONORS
+        catalogue.add(NAMESPACE, DOCUMENT, None)
+        assert isinstance(self.find(lookup, 2), GraftPlan)
+
     def test_text_that_donors_have_exactly_in_front_is_reused(self, catalogue):
         catalogue.add(NAMESPACE, INSTRUCTION, None)
         lookup = Lookup(catalogue, min_run=16, max_generation=2, refresh_after=1)

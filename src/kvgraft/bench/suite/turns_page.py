@@ -61,8 +61,8 @@ def render(record: Mapping[str, Any]) -> str:
             "Without time between turns (*ours*) what stands behind a graft stays approximate, and every later turn pays for "
             "looking at it and computing a part of it again. So a beginning that two turns reused is computed in full by the "
             "next one, and a small graft in a prompt that is an exact prefix for the most part is not made "
-            "([why](adr/0014-renting-and-buying.md)). Where *exact* is still ahead of *ours*, these turns paid for it. `kvgraft "
-            "serve` heals whenever nobody waits (setting `heal`): that is *healed*.",
+            "([why](adr/0014-renting-and-buying.md)). Where *exact* is still ahead of *ours*, these turns paid for it. "
+            "`kvgraft serve` heals whenever nobody waits (setting `heal`): that is *healed*.",
             "**What this does not show.** What the model would have done: answers are scripted, so that every mode is asked "
             "the same. Long sessions: prompts of real agents are ten times as long, where a prefill that is saved is worth "
             "more. Whether the answers are as good: the first token is compared, no more; T3 and T6 say what reuse does to "
