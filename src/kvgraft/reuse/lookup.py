@@ -164,7 +164,6 @@ class Lookup:
         self._min_run = min_run
         self._max_generation = max_generation
         self._min_saved_tokens = min_saved_tokens
-        self._refresh_after = refresh_after
         self._refresh = Refresh(refresh_after)
         self._deadline_ms = deadline_ms
         self._cut = cut
@@ -269,7 +268,7 @@ class Lookup:
         if matches and not usable:
             return Miss(MissReason.NOT_WORTH_IT, "the matches are too short for this engine to load")
         # A prompt that is an exact prefix for the most part is a turn of a conversation, and others will follow.
-        followers = self._refresh_after if 2 * exact_len >= num_tokens else 0
+        followers = self._refresh.after if 2 * exact_len >= num_tokens else 0
         plan = partial(
             plan_graft, num_tokens, exact_len, min_run=self._min_run, read_cost=read_cost, followers=followers
         )

@@ -37,13 +37,13 @@ class Refresh:
     """
 
     def __init__(self, after: int) -> None:
-        """Remember nothing.
+        """Remember nothing; `after` can be read.
 
         Args:
             after: Prompts that may reuse one beginning approximately before the next one is computed in full; 0 for any
                 number.
         """
-        self._after = after
+        self.after = after
         self._paid: OrderedDict[bytes, int] = OrderedDict()
         self._answers: OrderedDict[bytes, int] = OrderedDict()
 
@@ -61,7 +61,7 @@ class Refresh:
 
         Complexity: O(num_tokens) of hashing where the plan has approximate spans.
         """
-        if not self._after or not plan.is_approximate:
+        if not self.after or not plan.is_approximate:
             return plan
         stop = self._due(namespace.key, token_ids, plan)
         kept = [span for span in plan.spans if span.is_exact or span.target_start >= stop]
@@ -71,7 +71,7 @@ class Refresh:
             return GraftPlan.over(plan.num_tokens, plan.exact_len, kept)
         return Miss(
             MissReason.REFRESHED,
-            f"{self._after} prompts with the same beginning reused {plan.reused_len} tokens of it approximately",
+            f"{self.after} prompts with the same beginning reused {plan.reused_len} tokens of it approximately",
         )
 
     def _due(self, key: bytes, token_ids: NDArray[np.integer[Any]], plan: GraftPlan) -> int:
@@ -82,7 +82,7 @@ class Refresh:
         known = self._answers.get(prompt)
         if known is not None:
             return known
-        num_due = max((i + 1 for i, place in enumerate(places) if self._paid.get(place, 0) >= self._after), default=0)
+        num_due = max((i + 1 for i, place in enumerate(places) if self._paid.get(place, 0) >= self.after), default=0)
         rest = sum(span.length for span in spans[num_due:])
         if rest < sum(span.length for span in spans[:num_due]):
             num_due = len(spans)  # a little that stays approximate keeps everything behind it from being exact
