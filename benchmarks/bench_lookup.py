@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.bench.bound import covered_positions
-from kvgraft.bench.shared_text import SHARED_TEXT
 from kvgraft.donors import GUARANTEED_RUN, DonorCatalogue
 from kvgraft.types import Namespace
+from shared_text import SHARED_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,10 +115,10 @@ def bench_lookup(num_donors: int, donor_tokens: int) -> dict[str, Any]:
     long_texts = random_tokens(rng, 50, PROMPT_TOKENS)
     result["register_32k"] = percentiles([timed(lambda t=t: catalogue.add(NAMESPACE, t, None)) for t in long_texts])
     newest = [donor for donor in catalogue if donor.num_tokens == PROMPT_TOKENS]
-    before = catalogue.num_anchors
+    before = len(catalogue.finder.index)
     result["remove_32k"] = percentiles([timed(lambda d=d: catalogue.remove(d.donor_id)) for d in newest])
-    result["anchors_per_removal"] = round((before - catalogue.num_anchors) / len(newest))
-    result["anchors_left"] = catalogue.num_anchors
+    result["anchors_per_removal"] = round((before - len(catalogue.finder.index)) / len(newest))
+    result["anchors_left"] = len(catalogue.finder.index)
     shared = {"pieces": PROMPT_TOKENS, "shifted": min(DOCUMENT_TOKENS, texts.size), "fresh": 0}
     for name, most in shared.items():
         found = result[name]["matched_tokens"]

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_risk.py [--streams 400] [--audits 20000] [--json]
 
-No model: whether a request is a loss is drawn with a known risk, so that it can be told when a statement is wrong.
+No model: whether a request is a loss is drawn with a known risk, so that a wrong statement is seen.
 `calibrate` draws a sample of prompts per stream and setting, picks the setting by Learn then Test and holds its true risk
 against epsilon. `crossings` counts the audits until a certificate or an alarm. `streams` lets the shipped controller serve: a
 calibration picks the setting, in the middle of the stream the risk of every setting is multiplied, and what was served is
@@ -202,14 +202,14 @@ def main() -> int:
     for name in ("calibrate", "crossings", "streams"):
         print(name)
         for row in result[name]:
-            print("  " + "  ".join(f"{key} {told(value)}" for key, value in row.items()))
+            print("  " + "  ".join(f"{key} {text_of(value)}" for key, value in row.items()))
     return 0
 
 
-def told(value: object) -> str:
+def text_of(value: object) -> str:
     """Show a cell."""
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {told(each)}" for key, each in value.items())
+        return ", ".join(f"{key}: {text_of(each)}" for key, each in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

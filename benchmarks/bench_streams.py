@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from kvgraft.bench.client import CompletionsClient, Exchange, completion_body, now
+from kvgraft.bench.client import CompletionsClient, TimedRequest, completion_body, now
 from kvgraft.bench.server_process import ServerProcess, end_on_sigterm
 from kvgraft.errors import KVGraftError
 
@@ -71,7 +71,7 @@ class StreamBench:
     async def slow_down(self, number: int) -> SlowDownRound:
         """Run the streams to their ends twice, once with prompts beside them."""
         figures: dict[str, StreamFigures] = {}
-        prefills: list[Exchange] = []
+        prefills: list[TimedRequest] = []
         for kind in ("alone", "loaded") if number % 2 == 0 else ("loaded", "alone"):
             bodies = [
                 self._body(self._tokens(_STREAM_PROMPT_TOKENS), self._args.stream_tokens)
@@ -95,7 +95,7 @@ class StreamBench:
         return ScalingRound(await self._rate(1), await self._rate(self._args.streams))
 
     async def _rate(self, streams: int) -> float:
-        """Output tokens per second behind each stream's first token, summed over streams."""
+        """Output tokens per second after each stream's first token, summed over streams."""
         bodies = [self._body(self._tokens(_STREAM_PROMPT_TOKENS), self._args.scaling_tokens) for _ in range(streams)]
         exchanges, tasks = self._start(bodies)
         await asyncio.gather(*tasks)
@@ -106,7 +106,7 @@ class StreamBench:
             rates.append(1 / exchange.tpot_s)
         return sum(rates)
 
-    async def _prefills(self, exchanges: list[Exchange]) -> None:
+    async def _prefills(self, exchanges: list[TimedRequest]) -> None:
         """Send cold prompts, noting them in `exchanges`, until cancelled; what is unanswered then is cancelled too."""
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -118,8 +118,8 @@ class StreamBench:
         finally:
             await _cancel(tasks)
 
-    def _start(self, bodies: list[bytes]) -> tuple[list[Exchange], list[asyncio.Task[None]]]:
-        exchanges = [Exchange(now()) for _ in bodies]
+    def _start(self, bodies: list[bytes]) -> tuple[list[TimedRequest], list[asyncio.Task[None]]]:
+        exchanges = [TimedRequest(now()) for _ in bodies]
         pairs = zip(bodies, exchanges, strict=True)
         return exchanges, [asyncio.ensure_future(self._client.stream(body, exchange)) for body, exchange in pairs]
 
@@ -130,7 +130,7 @@ class StreamBench:
         return completion_body(prompt, model=self._model, max_tokens=max_tokens, reuse=self._args.reuse)
 
 
-async def _first_tokens(exchanges: list[Exchange], tasks: list[asyncio.Task[None]]) -> None:
+async def _first_tokens(exchanges: list[TimedRequest], tasks: list[asyncio.Task[None]]) -> None:
     while not all(exchange.token_s for exchange in exchanges):
         if any(task.done() for task in tasks):
             return
@@ -143,7 +143,7 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _stream_figures(exchanges: list[Exchange]) -> StreamFigures:
+def _stream_figures(exchanges: list[TimedRequest]) -> StreamFigures:
     failed = next((exchange.failure for exchange in exchanges if exchange.failure), None)
     if failed is not None:
         raise SystemExit(f"a stream failed: {failed}")

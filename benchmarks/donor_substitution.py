@@ -4,7 +4,7 @@
 
 PACK has pairs of texts that differ in the answer to one question (`adversarial.pairs.jsonl`). One text is read with the
 question, then the other is asked. The baseline does what a cache does that goes by similarity: it finds the near-duplicate,
-takes its K/V for everything in front of what both prompts end with, and computes the rest. It lives here and not in the
+takes its K/V for everything before the end that both prompts share, and computes the rest. It lives here and not in the
 package. Whether an answer is stale (right for the text read before, and not for this one) is judged for all three alike.
 """
 
@@ -27,6 +27,7 @@ from kvgraft.bench.fidelity.suites import load_suite
 from kvgraft.cli.progress import progress
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.errors import KVGraftError
+from kvgraft.fidelity import cache_argument, cache_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,14 +43,14 @@ FULL, KVGRAFT, SUBSTITUTED = "full prefill", "kvgraft", "donor's K/V"
 
 @torch.inference_mode()
 def substituted_answer(model: PreTrainedModel, prompt: TokenArray, donor: TokenArray, eos: frozenset[int]) -> list[int]:
-    """Answer `prompt` from the K/V of `donor`, which take the place of everything in front of the common end."""
+    """Answer `prompt` from the K/V of `donor`, which take the place of everything before the common end."""
     shorter = min(len(prompt), len(donor)) - 1
     differs = np.flatnonzero(prompt[::-1][:shorter] != donor[::-1][:shorter])
     common = max(1, int(differs[0]) if len(differs) else shorter)
-    past = model(_row(donor[:-common], model), use_cache=True, logits_to_keep=1).past_key_values
+    past = cache_of(model(_row(donor[:-common], model), use_cache=True, logits_to_keep=1))
     newest, answer = prompt[-common:], []
     while len(answer) < ANSWER_TOKENS and not (answer and answer[-1] in eos):
-        logits = model(_row(newest, model), past_key_values=past, use_cache=True, logits_to_keep=1).logits
+        logits = model(_row(newest, model), use_cache=True, logits_to_keep=1, **cache_argument(model, past)).logits
         answer.append(int(logits[0, -1].argmax()))
         newest = np.asarray(answer[-1:])
     return answer

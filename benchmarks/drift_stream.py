@@ -1,9 +1,9 @@
-"""A stream of requests whose documents change slowly: what of it can be reused near exact, with healing and without.
+"""A stream of requests with documents that change slowly: the share that is reused near exact, with healing and without.
 
     python benchmarks/drift_stream.py [--model graft-tiny] [--requests 2000] [--idle 0.5] [--json]
 
 Each prompt is a head of its own, several documents of a working set in any order, and a question. Documents leave the set
-and novel ones come, which are read for the first time behind whatever stands in front of them: mostly grafts. Three engines
+and novel ones come, which are read for the first time after other text, mostly grafts. Three engines
 answer the same stream, drawn from the seed:
 
 - `healing`: between two requests as many rows are healed as idle time would allow: with `--idle 0.5` the engine is idle half
@@ -11,7 +11,7 @@ answer the same stream, drawn from the seed:
 - `none`: the same without healing;
 - `oracle`: computes everything, so that all donors are of generation 0.
 
-Told per window of requests, as shares of prompt tokens: what exact prefixes and donors of generation 0 (`exact`), of at most
+Per window of requests, as shares of prompt tokens: what exact prefixes and donors of generation 0 (`exact`), of at most
 1 (`near`) and of any (`any`) have before the prompt comes, and what was given or grafted from the first two (`reused_near`;
 of the oracle, 0).
 """
@@ -31,13 +31,14 @@ import numpy as np
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.healing import MOST_ROWS
-from kvgraft.engine.loading import load_model
+from kvgraft.engine.idle.healing import MOST_ROWS
+from kvgraft.engine.model.loading import load_model
+from kvgraft.engine.requests.options import RequestOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvgraft.engine.request import RequestOutput
+    from kvgraft.engine.requests.request import RequestOutput
     from kvgraft.types import TokenArray
 
 ARMS = ("healing", "none", "oracle")
@@ -128,13 +129,13 @@ class Arm:
     def _held(self, prompt: TokenArray, generation: int | None) -> int:
         """Tokens of a prompt that its exact prefix and donors of at most `generation` have."""
         request = self.engine.builder.build(prompt)
-        exact_len = min(self.engine.manager.exact_len(request), len(prompt) - 1)
-        found = self.engine.space.donors.find(request.namespace, prompt, start=exact_len, max_generation=generation)
-        return exact_len + sum(match.length for match in found)
+        prefix_len = min(self.engine.manager.look(request).total, len(prompt) - 1)
+        found = self.engine.space.donors.find(request.namespace, prompt, start=prefix_len, max_generation=generation)
+        return prefix_len + sum(match.length for match in found)
 
     def _answer(self, prompt: TokenArray) -> RequestOutput:
         reuse = "off" if self.name == "oracle" else "graft"
-        self.engine.add(self.engine.builder.build(prompt, SamplingParams(1, ignore_eos=True), reuse))
+        self.engine.add(self.engine.builder.build(prompt, RequestOptions(SamplingParams(1, ignore_eos=True), reuse)))
         output = None
         while self.engine.has_work:
             for event in self.engine.step():
@@ -149,13 +150,13 @@ class Arm:
         self.credit += computed * self.idle / (1.0 - self.idle)
         while self.credit > 0:
             before, room = self.engine.healer.num_tokens, self.engine.space.available
-            # Not `Engine.heal_step`, whose pieces depend on how fast the machine is.
+            # Not `Engine.heal_step`: its pieces depend on how fast the machine is.
             if not self.engine.healer.step(MOST_ROWS, math.inf, room, is_alone=True):
                 self.credit = 0.0  # idle time cannot be saved up
                 return
             self.credit -= self.engine.healer.num_tokens - before
 
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """As JSON values."""
         healer = self.engine.healer
         return {
@@ -181,7 +182,7 @@ def measured(model: str, traffic: Traffic, settings: dict[str, object], *, idle:
         arms.append(arm)
         arm.engine.close()
         print(f"{name}: {arm.windows[-1].shares()}", file=sys.stderr, flush=True)
-    return {arm.name: arm.told() for arm in arms}
+    return {arm.name: arm.figures() for arm in arms}
 
 
 def main() -> int:

@@ -4,7 +4,7 @@
 
 Reads what `kvgraft bench fidelity --json F` writes beside F. Only requests that were grafted under every setting count. A
 ratio is that of means over the same requests, with a 95 % interval from 4,000 resamples of requests within their suites:
-two settings whose own intervals overlap can still differ in nearly every request.
+two settings with intervals that overlap can still differ in nearly every request.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def markdown(rows: list[dict[str, object]], against: list[str]) -> str:
         ]
         cells += [f"{row['worst_tenth_kl']:.3f}"]
         for figure, names in (("mean_kl", against), ("first_kl", against[:1])):
-            cells += [told(row["against"].get(name, {}).get(figure)) for name in names]
+            cells += [figure_text(row["against"].get(name, {}).get(figure)) for name in names]
         cells += [f"{row['first_flip']:.1%}", f"{row['top1']:.1%}", f"{row['greedy_equal']:.0%}"]
         lines.append(f"| `{row['setting']}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -134,7 +134,7 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     draw_fidelity(drawn, None, f"the same {rows[0]['n']} requests under every setting", path)
 
 
-def told(found: dict[str, object] | None) -> str:
+def figure_text(found: dict[str, object] | None) -> str:
     """A ratio and its interval."""
     if found is None:
         return "1"

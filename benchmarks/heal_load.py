@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.bench.arrivals import arrival_times
-from kvgraft.bench.client import CompletionsClient, Exchange, completion_body
+from kvgraft.bench.client import CompletionsClient, TimedRequest, completion_body
 from kvgraft.bench.load import run_closed_loop, run_open_loop
 from kvgraft.bench.serve_workload import load_workload
 from kvgraft.bench.server_process import ServerProcess, end_on_sigterm
@@ -71,7 +71,7 @@ class Load:
         self._bodies = [completion_body(text, model=args.model, max_tokens=args.tokens) for text in prompts]
 
     def capacity(self) -> float:
-        """Requests per second that clients get that wait for one another, behind the warm-up, with `heal` off."""
+        """Requests per second that clients get that wait for one another, after the warm-up, with `heal` off."""
         with ServerProcess([*self._server_args, "--heal", "off"]) as server:
             return asyncio.run(self._capacity(server.url))
 
@@ -92,7 +92,7 @@ class Load:
             metrics = urllib.request.urlopen(server.url + "/metrics", timeout=_PATIENCE_S).read().decode()
         return summed(mode, exchanges, healed_tokens(metrics))
 
-    async def _serve(self, url: str, rate: float) -> Sequence[Exchange]:
+    async def _serve(self, url: str, rate: float) -> Sequence[TimedRequest]:
         warmup, bodies = self._args.warmup, self._bodies
         arrivals = arrival_times(None, len(bodies) - warmup, rate, self._args.seed).tolist()
         async with CompletionsClient(url) as client:
@@ -106,7 +106,7 @@ def healed_tokens(metrics: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{HEALED}(?:{{[^}}]*}})? (\S+)$", metrics, re.MULTILINE))
 
 
-def summed(mode: str, exchanges: Sequence[Exchange], healed: float) -> Run:
+def summed(mode: str, exchanges: Sequence[TimedRequest], healed: float) -> Run:
     """Take the times out of what clients noted."""
     done = [exchange for exchange in exchanges if exchange.succeeded]
     prompt_tokens = sum(exchange.prompt_tokens for exchange in done)

@@ -3,7 +3,7 @@
     python benchmarks/inspector_overhead.py [--model smollm2-135m] [--rounds 40] [--pages 1] [--json]
 
 Two servers of one model, one without `--ui`. In every round each of three ways answers one streamed request over a prompt of
-its own of as many random words: `off`, `on` (with `--ui`, nobody looks) and `open` (pages follow the stream of news, and ask
+its own of as many random words: `off`, `on` (with `--ui`, no page open) and `open` (pages follow the stream of news, and ask
 for the engine's state as often as the page does). The order changes from round to round. Ratios are to `off` of all rounds,
 with 95 % bootstrap intervals over rounds.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from kvgraft.bench.server_process import ServerProcess, end_on_sigterm
-from kvgraft.bench.suite.statistics import array_median, median, ratio_of_medians, with_interval
+from suite.statistics import array_median, median, ratio_of_medians, with_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ WORDS = (
 
 
 class Timed(NamedTuple):
-    """One answer: seconds to its first token, and tokens per second behind it."""
+    """One answer: seconds to its first token, and tokens per second after it."""
 
     ttft_s: float
     tokens_per_s: float
@@ -75,8 +75,8 @@ def main() -> int:
         print(json.dumps(result, indent=1))
     else:
         for way, row in result["ways"].items():
-            told = (f"{name} {value:.4g}" for name, value in row.items() if value is not None)
-            print(f"{way}: {', '.join(told)}")
+            figures = (f"{name} {value:.4g}" for name, value in row.items() if value is not None)
+            print(f"{way}: {', '.join(figures)}")
     return 0
 
 
@@ -126,7 +126,7 @@ def watching(url: str, num_pages: int) -> Iterator[None]:
 
 
 class _Page:
-    """What a browser asks for while somebody looks."""
+    """Requests of a browser with the page open."""
 
     def __init__(self, url: str, ended: threading.Event) -> None:
         self._url, self._ended = url, ended
@@ -138,7 +138,7 @@ class _Page:
         for thread in self._threads:
             thread.start()
         if not self._heard.wait(30):
-            sys.exit(f"{self._url} tells its page nothing")
+            sys.exit(f"{self._url} sends its page nothing")
 
     def end(self) -> None:
         for thread in self._threads:

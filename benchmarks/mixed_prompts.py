@@ -100,7 +100,7 @@ def _edits(count: int, rng: random.Random) -> Iterator[str]:
 
 
 def _sessions(count: int, rng: random.Random) -> Iterator[str]:
-    """Conversations whose oldest turns fall out of the window."""
+    """Conversations with oldest turns that fall out of the window."""
     known = _passages(rng)
     for number in range(count):
         first, turn = number // _TURNS * _TURNS, number % _TURNS

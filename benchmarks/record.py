@@ -25,16 +25,17 @@ def main() -> int:
     """Run the command after `--` and write its record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="file name of the record, without .json")
-    parser.add_argument("command", nargs="+", help="the benchmark, behind --")
+    parser.add_argument("command", nargs="+", help="the benchmark, after --")
     args = parser.parse_args()
     scripts = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     finished = subprocess.run(args.command, stdout=subprocess.PIPE, check=False, env=environment)
     if finished.returncode:
         return finished.returncode
+    is_changed = _git("status", "--porcelain", "src", "benchmarks/suite")
     record = {
         "command": " ".join(args.command),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "src") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if is_changed else ""),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_cpu_model()}, no GPU",

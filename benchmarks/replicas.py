@@ -44,7 +44,7 @@ class Replicas:
     """`kvgraft serve`, several times.
 
     Args:
-        model: What `--model` is told.
+        model: Value of `--model`.
         count: How many.
         first_port: Of three per server.
         options: Further ones of `kvgraft serve`.
@@ -94,7 +94,7 @@ class Replicas:
             self._forget(url)
 
     def worker(self, number: int) -> str:
-        """What `--worker` is told of one."""
+        """Value of `--worker` for one."""
         ends = f"events={self.events(number)},replay=tcp://127.0.0.1:{self._ports[number].replay}"
         return f"{self.urls[number]},{ends},name={self.name(number)}"
 
@@ -112,7 +112,7 @@ class Replicas:
         return {"kvgraft": {"reuse": reuse}}
 
     def reused(self) -> dict[str, float] | None:
-        """Tokens reused so far, `exact` and `shifted`, by the servers' count; None where each answer tells its own."""
+        """Tokens reused so far, `exact` and `shifted`, by the servers' count; None where each answer reports its own."""
         return None
 
     def store(self) -> str | None:
@@ -120,7 +120,7 @@ class Replicas:
         return None if self._folder is None else f"file:{self._folder.name}/kv"
 
     def _empty(self, folder: Path) -> None:
-        """Remove what is stored until nothing more comes: donors are written behind their requests."""
+        """Remove what is stored until nothing more comes: donors are written after their requests."""
         is_first = True
         while is_first or any(folder.rglob("*.safetensors")):
             is_first = False

@@ -1,11 +1,11 @@
 """Risk asked against risk held, on losses that a real model had: many calibrations, each followed by a served stream.
 
-    kvgraft calibrate --model smollm2-135m --prompts builtin --chat --loss kl:1 --json > losses.json
+    kvgraft calibrate --model smollm2-135m --prompts builtin --chat --loss kl:1 --repair before --json > losses.json
     python benchmarks/risk_streams.py losses.json [--streams 200] [--epsilon 0.02 0.05 0.1] [--prompts 100 150 300] [--json]
 
-The grafted requests of `kvgraft calibrate --json`, each with its loss at every notch, are taken for all the traffic that
-there is, so that the true risk of every notch is known: their mean. A stream draws its calibration prompts from them, picks a
-notch by Learn then Test, and serves requests drawn likewise, every one of them audited by the shipped controller.
+The grafted requests of `kvgraft calibrate --repair before --json`, each with its loss at every notch, are taken for all the
+traffic that there is, so that the true risk of every notch is known: their mean. A stream draws its calibration prompts from
+them, picks a notch by Learn then Test, and serves requests drawn likewise, all of them audited by the shipped controller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench_risk import told
+from bench_risk import text_of
 from kvgraft.fidelity.control import LossSample, RiskController, RiskEvent, RiskTarget, fixed_sequence
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class Traffic:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             notches, loss = tuple(found["notches"]), found["loss"]
-            grafted = [found["losses"][name] for name in notches[1:]]
+            losses = [found["losses"][name] for name in notches[1:]]
+            # Files from before repairs after the first token know one part, and do not name it.
+            grafted = [known if isinstance(known, list) else known["whole"] for known in losses]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: no output of 'kvgraft calibrate --json' ({error!r})") from error
         counts = {len(each) for each in grafted}
@@ -154,9 +156,9 @@ def main() -> int:
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
-    print(f"{traffic.loss}, {traffic.losses.shape[1]} requests; true risk: {told(risks)}")
+    print(f"{traffic.loss}, {traffic.losses.shape[1]} requests; true risk: {text_of(risks)}")
     for each in rows:
-        print("  ".join(f"{key} {told(value)}" for key, value in each.items()))
+        print("  ".join(f"{key} {text_of(value)}" for key, value in each.items()))
     return 0
 
 

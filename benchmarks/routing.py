@@ -1,4 +1,4 @@
-"""Replicas behind `kvgraft router`: what is reused and how long the first token takes, by policy, and what a death costs.
+"""Replicas behind `kvgraft router`: reuse and time to first token by policy, and the cost of a replica that dies.
 
     python benchmarks/record.py routing-rag -- python benchmarks/routing.py ../shared/data/dev/rag --requests 120 \
         --dynamo .venv-dynamo/bin/python
@@ -7,9 +7,9 @@
 
 Two `kvgraft serve` on this machine, or two vLLM servers, answer the same requests, in the same order and from empty caches,
 once per policy: `one` is a single replica without a router, `dynamo` sends a request where Dynamo's selection service says,
-reading the same events; `reuse@SRC` is policy `reuse` of another version, whose sources lie in SRC. With `--share` replicas
+reading the same events; `reuse@SRC` is policy `reuse` of another version, with its sources in SRC. With `--share` replicas
 share a directory of donors. With `--kill` one replica is ended with SIGKILL in the middle of one of its streams, among
-requests that reuse exact prefixes only, so that every answer can be compared with a full prefill's. `choices` tells per
+requests that reuse exact prefixes only, so that every answer can be compared with a full prefill's. `choices` counts per
 request which replica answered; with `--held` also the tokens of the prompt that each one held by its events.
 """
 
@@ -48,7 +48,7 @@ POLICIES = ("one", "round_robin", "prefix_hash", "dynamo", "reuse")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request."""
+    """The end of a request."""
 
     index: int
     worker: str
@@ -96,7 +96,7 @@ class Dynamo:
 
 @contextmanager
 def router(replicas: Replicas, model: str, policy: str) -> Iterator[ServerProcess]:
-    """A router in front of the replicas."""
+    """A router before the replicas."""
     workers = [part for number in range(len(replicas.urls)) for part in ("--worker", replicas.worker(number))]
     name, _, source = policy.partition("@")
     environ = {"PYTHONPATH": source} if source else None
@@ -112,7 +112,7 @@ class Stream:
         target: Where a prompt goes.
         fields: What request `index` says besides its prompt.
         concurrency: Requests at the same time.
-        on_first: Told of each first token: who gave it, and how many requests are done.
+        on_first: Receives each first token: its replica, and how many requests are done.
         held: What each replica holds of a prompt, exact and shifted.
     """
 
@@ -270,7 +270,7 @@ def named_worker(worker: str, replicas: Replicas) -> str:
 
 
 def targeted(policy: str, args: argparse.Namespace, replicas: Replicas, stack: ExitStack) -> Target:
-    """What tells where a prompt goes; ends with the stack."""
+    """Return the chooser of replicas; it ends with the stack."""
     if policy == "one":
         return lambda _: replicas.urls[0]
     if policy == "dynamo":

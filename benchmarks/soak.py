@@ -25,8 +25,8 @@ import numpy as np
 from kvgraft.bench.client import (
     DONE,
     CompletionsClient,
-    Exchange,
     HTTPStatusError,
+    TimedRequest,
     completion_body,
     has_text,
     note_usage,
@@ -107,7 +107,7 @@ class Soak:
                     await asyncio.wait_for(self._one(kind), _STALL_SECONDS)
                 except TimeoutError:
                     self._findings.problems[f"{kind}: no end after {_STALL_SECONDS:.0f} s"] += 1
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+                except Exception as error:  # noqa: BLE001 - any error is a finding
                     self._findings.problems[f"{kind}: {type(error).__name__}: {error}"[:200]] += 1
                 self._findings.done[kind] += 1
 
@@ -137,7 +137,7 @@ class Soak:
             self._problem(f"malformed: no error object for {wrong}")
 
     async def _whole(self) -> None:
-        exchange = Exchange(0.0)
+        exchange = TimedRequest(0.0)
         body, wanted = self._exact_body(stream=False)
         status, content = await self._client.post(body)
         if status != 200:
@@ -147,7 +147,7 @@ class Soak:
         self._count("whole", exchange, wanted)
 
     async def _stream(self) -> None:
-        exchange = Exchange(now())
+        exchange = TimedRequest(now())
         body, wanted = self._exact_body(stream=True)
         await self._client.stream(body, exchange)
         if exchange.failure:
@@ -196,7 +196,7 @@ class Soak:
         """Learn the model's name."""
         self._model = str((await self._client.get_json("/v1/models"))["data"][0]["id"])
 
-    def _count(self, kind: str, exchange: Exchange, wanted: int) -> None:
+    def _count(self, kind: str, exchange: TimedRequest, wanted: int) -> None:
         self._findings.prompt_tokens += exchange.prompt_tokens
         self._findings.reused_tokens += exchange.reused_tokens or 0
         if exchange.completion_tokens != wanted:
@@ -272,7 +272,7 @@ def memory(samples: list[tuple[int, int]], tolerance_mb: float) -> tuple[dict[st
 
 
 async def main_phase(server: ServerProcess, args: argparse.Namespace, findings: Findings) -> None:
-    """Send all requests and see that nothing is left behind."""
+    """Send all requests and see that nothing is left."""
     async with CompletionsClient(server.url) as client:
         soak = Soak(client, args.seed, findings)
         await soak.prepare()

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kvgraft.donors.record import PAGE_TOKENS
 from kvgraft.memory.store.file import FileStore
 from kvgraft.memory.store.layout import Field, RowLayout
+from kvgraft.memory.store.record import PAGE_TOKENS
 from kvgraft.memory.store.tier import StoreReader
 from kvgraft.testing.stored_objects import SPACE, StoredObject, make_object
 

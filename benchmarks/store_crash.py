@@ -40,22 +40,22 @@ class Writer:
     Attributes:
         pid: Of the child.
         pipe: Acknowledged numbers come out of it, a line each.
-        told: Those read so far.
+        reported: Those read so far.
     """
 
     pid: int
     pipe: int
-    told: list[int] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
 
     def kill(self) -> None:
-        """End it now, wherever it is, and read what it had told."""
+        """End it now, and read what it had reported."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         raw = b""
         while part := os.read(self.pipe, 1 << 16):
             raw += part
         os.close(self.pipe)
-        self.told = [int(line) for line in raw.split(b"\n")[:-1]]
+        self.reported = [int(line) for line in raw.split(b"\n")[:-1]]
 
 
 def object_of(number: int) -> StoredObject:
@@ -94,16 +94,16 @@ def crash(root: Path, num_puts: int, dice: random.Random) -> dict[str, object]:
         writer.kill()
         kills += 1
         num_temporary += len(list(root.glob("*/.*.tmp")))
-        acknowledged.update(writer.told)
-        first = max(writer.told, default=first - 1) + 1  # what was under way is put again by the next
-        faults.update(look(root, set(writer.told)))
+        acknowledged.update(writer.reported)
+        first = max(writer.reported, default=first - 1) + 1  # what was under way is put again by the next
+        faults.update(look(root, set(writer.reported)))
         if kills % 10 == 0:
             other.kill()
-            acknowledged.update(other.told)
-            faults.update(look(root, set(other.told)))
-            other = start_writer(root, max(other.told, default=1_000_000 - 1) + 1)
+            acknowledged.update(other.reported)
+            faults.update(look(root, set(other.reported)))
+            other = start_writer(root, max(other.reported, default=1_000_000 - 1) + 1)
     other.kill()
-    acknowledged.update(other.told)
+    acknowledged.update(other.reported)
     faults.update(look(root, acknowledged))
     store = FileStore(root, max_bytes=_MAX_BYTES)
     known = {object_of(number).key for number in acknowledged}

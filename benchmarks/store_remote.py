@@ -126,7 +126,7 @@ def fetched(port: int, path: str) -> Any:  # noqa: ANN401 - JSON
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

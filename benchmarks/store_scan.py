@@ -21,9 +21,9 @@ from unittest import mock
 import numpy as np
 
 from kvgraft.donors import DonorCatalogue
-from kvgraft.donors.record import DonorRecord, encode_head, space_name
 from kvgraft.memory.store.checksums import page_checksums
 from kvgraft.memory.store.file import FileStore
+from kvgraft.memory.store.record import DonorRecord, encode_head, space_name
 from kvgraft.memory.store.tier import StoreFeed
 from kvgraft.reuse.stored import StoredDonors
 from kvgraft.types import Namespace
@@ -62,7 +62,8 @@ def scan(root: Path, num_donors: int) -> dict[str, float]:
     feed = StoreFeed(store, [_SPACE])
     while len(catalogue) < num_donors:
         begun = time.perf_counter()
-        stored.take(feed.news())
+        for record in feed.news().added:
+            stored.join(record, 0)
         takes.append(time.perf_counter() - begun)
         if len(catalogue) and not first_s:
             first_s = time.perf_counter() - started
@@ -100,7 +101,7 @@ def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--donors", default="1000,10000", help="sizes of the catalogue")
-    parser.add_argument("--repeats", type=int, default=3, help="the median is told")
+    parser.add_argument("--repeats", type=int, default=3, help="the median is reported")
     parser.add_argument("--dir", type=Path, help="where the store lies; by default a temporary directory")
     args = parser.parse_args()
     rows = []

@@ -48,14 +48,14 @@ _MB = 1 << 20
 
 
 class FaultySystem:
-    """The module `os`, some of whose calls fail by chance while `is_on`."""
+    """The module `os`; some of its calls fail by chance while `is_on`."""
 
     def __init__(self, dice: random.Random) -> None:
         self.is_on = True
         self.happened: Counter[str] = Counter()
         self._dice = dice
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever `os` has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - all that `os` has
         return getattr(os, name)
 
     def write(self, descriptor: int, data: memoryview) -> int:
@@ -244,7 +244,7 @@ class Soak:
         """Wait until the feed has looked and rests."""
         self.require(self.feed.look(_PATIENCE_S), "a look takes for ever")
         for record in self.feed.news(10 * _OBJECTS).added:
-            self.require(record.key in self.numbers, "the feed tells of a donor that nobody put")
+            self.require(record.key in self.numbers, "the feed reports a donor that was never put")
         for key in present - self.present():
             self.forget(key)
 
@@ -332,7 +332,7 @@ def _open_files() -> int:
 
 
 def _wait_for_threads(foreign: set[threading.Thread]) -> None:
-    """Threads of the tier end by themselves behind what they are doing; those of others are theirs."""
+    """Threads of the tier end by themselves after their work; those of others are left alone."""
     deadline = time.monotonic() + _PATIENCE_S
     while set(threading.enumerate()) - foreign and time.monotonic() < deadline:
         time.sleep(0.005)

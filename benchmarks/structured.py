@@ -1,8 +1,8 @@
 """Structured output: which library makes masks faster, whether answers are valid, and what it costs the streams.
 
-    python benchmarks/structured.py masks [--model DIR]
-    python benchmarks/structured.py answers [--requests 1000]
-    python benchmarks/structured.py streams [--model DIR] [--rounds 5]
+    python -m benchmarks.structured masks [--model DIR]
+    python -m benchmarks.structured answers [--requests 1000]
+    python -m benchmarks.structured streams [--model DIR] [--rounds 5]
 
 `masks`: llguidance, which the engine uses, and xgrammar, if it is installed, compile twenty schemas and some hard ones, and
 follow the same texts token by token, on one thread. Answers may be wrong in a library that allows what a schema forbids, so
@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import torch
+from tests.support.schemas import SCHEMAS
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import FinishReason, SamplingParams, StructureSpec
 from kvgraft.engine.core import Engine
-from kvgraft.engine.grammars import Grammars
-from kvgraft.testing.schemas import SCHEMAS
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.sampling.grammars import Grammars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvgraft.engine import RequestOutput
-    from kvgraft.engine.grammar_state import Matcher
-    from kvgraft.engine.structure import Structure
+    from kvgraft.engine.sampling.grammar_state import Matcher
+    from kvgraft.engine.sampling.structure import Structure
 
 STREAMS = 8
 _LETTERS = "abcdefghij"
@@ -245,7 +246,7 @@ def _run(engine: Engine, prompts: Sequence[str], sampling: Sequence[SamplingPara
     """Generate for all prompts together, each with its own parameters."""
     names = []
     for prompt, params in zip(prompts, sampling, strict=True):
-        request = engine.builder.build(prompt, params, "off")
+        request = engine.builder.build(prompt, RequestOptions(params, "off"))
         engine.add(request)
         names.append(request.request_id)
     outputs = {}

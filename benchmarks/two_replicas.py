@@ -4,7 +4,7 @@
 
 The stream is dealt to the engines in turn, one request after another in one process, so that no time is of two requests at
 once. Engines that share know of one another's donors through the store alone, as soon as these are written and seen there:
-nobody waits for that. Reused share: of all prompt tokens, those that were not computed.
+no request waits for that. Reused share: of all prompt tokens, those that were not computed.
 """
 
 from __future__ import annotations

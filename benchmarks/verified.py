@@ -25,14 +25,15 @@ import numpy as np
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.scoring import score
+from kvgraft.engine.idle.scoring import score
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.types import ReuseMode
 from mixed_prompts import BUILTIN, mixed_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvgraft.engine.request import Request, RequestOutput, StreamPart
+    from kvgraft.engine.requests.request import Request, RequestOutput, StreamPart
     from mixed_prompts import MixedPrompt
 
 Row = dict[str, object]
@@ -68,7 +69,7 @@ class Asked:
             self.provisional.pop()
         if part.is_provisional:
             self.provisional.append(part.token_id)
-            return problem if self.request.provisional else "a provisional token that nobody asked for"
+            return problem if self.request.provisional else "a provisional token that was not asked for"
         if self.provisional and self.provisional[0] == part.token_id:
             self.provisional.popleft()
         else:
@@ -122,7 +123,7 @@ class Comparison:
                 print(f"\r{len(self.rows):,} prompts, {steps:,} steps", end="", file=sys.stderr, flush=True)
         self._engine.check()
         if held := self._engine.space.usage().request:
-            self.problems[f"{held} slots are held by nobody"] += 1
+            self.problems[f"{held} slots have no holder"] += 1
 
     def _asked(self, index: int) -> list[Asked]:
         """The requests of one prompt: the verified one, perhaps one that will be cancelled, and full prefill's."""
@@ -133,12 +134,14 @@ class Comparison:
         sampling = SamplingParams(
             args.tokens, temperature=0.8 if is_sampled else 0.0, seed=index if is_sampled else None, ignore_eos=True
         )
-        verified = builder.build(token_ids, sampling, ReuseMode.VERIFIED)
+        verified = builder.build(token_ids, RequestOptions(sampling, ReuseMode.VERIFIED))
         asked = [Asked(index, "verified", replace(verified, provisional=rng.random() < 0.5))]
         if rng.random() < args.aborts:
-            doomed = builder.build(token_ids, sampling, rng.choice((ReuseMode.VERIFIED, ReuseMode.GRAFT)))
+            doomed = builder.build(
+                token_ids, RequestOptions(sampling, rng.choice((ReuseMode.VERIFIED, ReuseMode.GRAFT)))
+            )
             asked.append(Asked(index, "doomed", doomed, steps_left=rng.randint(0, 12)))
-        asked.append(Asked(index, "off", builder.build(token_ids, sampling, ReuseMode.OFF)))
+        asked.append(Asked(index, "off", builder.build(token_ids, RequestOptions(sampling, ReuseMode.OFF))))
         return asked
 
     def _add(self, asked: Asked) -> None:
@@ -146,7 +149,7 @@ class Comparison:
         self._open[asked.request.request_id] = asked
 
     def _disturb(self) -> None:
-        """Cancel whose time has come, and take somebody's slots."""
+        """Cancel requests that are due, and take the slots of one."""
         for name, asked in list(self._open.items()):
             if asked.steps_left is None:
                 continue
@@ -157,7 +160,7 @@ class Comparison:
                 self.counts["aborts"] += 1
         scheduler = self._engine.scheduler
         if scheduler.running and self._rng.random() < self._args.preemptions:
-            scheduler._preempt(self._rng.choice(scheduler.running))
+            scheduler.preempt(self._rng.choice(scheduler.running))
 
     def _take(self, name: str, part: StreamPart | None, error: Exception | None, state: Path | None) -> None:
         asked = self._open[name]
@@ -261,7 +264,9 @@ def main() -> int:
     parser.add_argument(
         "--aborts", type=float, default=0.2, help="share of prompts beside which a request is cancelled"
     )
-    parser.add_argument("--preemptions", type=float, default=0.02, help="how likely somebody loses its slots in a step")
+    parser.add_argument(
+        "--preemptions", type=float, default=0.02, help="how likely a request loses its slots in a step"
+    )
     parser.add_argument("--concurrency", type=int, default=6)
     parser.add_argument("--num-slots", type=int, default=3_600)
     parser.add_argument("--max-rows", type=int, default=256, help="rows of a forward pass: prompts run in such pieces")

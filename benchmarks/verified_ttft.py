@@ -2,7 +2,7 @@
 
     python benchmarks/record.py verified-ttft -- python benchmarks/verified_ttft.py --plot docs/images/verified.png
 
-Code of the standard library is read once from position 0; then a prompt that has other text in front of it is answered, in
+Code of the standard library is read once from position 0; then a prompt that has other text before it is answered, in
 turns and each from the same cache, by full prefill, by a graft with nothing recomputed, as drafts are made, by a graft as
 configured, and verified with provisional tokens shown. Times are those of a client, from the request on; medians of rounds.
 Steps are as long as in a server. `--clock cpu` counts what the process computes instead: for machines that do other work.
@@ -26,6 +26,7 @@ from kvgraft.config import EngineConfig
 from kvgraft.demo.documents import stdlib_modules
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from kvgraft.engine.request import Request, RequestOutput
+    from kvgraft.engine.requests.request import Request, RequestOutput
     from kvgraft.types import TokenArray
 
 HEAD_TOKENS = 200
@@ -95,18 +96,19 @@ class Measurement:
         """Ask every side for the same prompt, in an order that is drawn, each with only the document known."""
         document, head = self._cut(length - HEAD_TOKENS), self._cut(HEAD_TOKENS)
         prompt = np.concatenate([head, document])
-        build = self._engine.builder.build
-        cheap = {"selection": "none", "correction": "none"}
-        asked = {
-            "off": build(prompt, self._sampling, ReuseMode.OFF),
-            "cheap graft": build(prompt, self._sampling, ReuseMode.GRAFT, **cheap),
-            "graft": build(prompt, self._sampling, ReuseMode.GRAFT),
-            "verified": replace(build(prompt, self._sampling, ReuseMode.VERIFIED), provisional=True),
+        build, sampling = self._engine.builder.build, self._sampling
+        options = {
+            "off": RequestOptions(sampling, ReuseMode.OFF),
+            "cheap graft": RequestOptions(sampling, ReuseMode.GRAFT, selection="none", correction="none"),
+            "graft": RequestOptions(sampling, ReuseMode.GRAFT),
+            "verified": RequestOptions(sampling, ReuseMode.VERIFIED, provisional=True),
         }
+        asked = {side: build(prompt, each) for side, each in options.items()}
+        known = RequestOptions(replace(sampling, max_new_tokens=1), ReuseMode.OFF)
         answers = {}
         for side in self._rng.sample(SIDES, len(SIDES)):
             self._engine.reset()
-            answer(self._engine, build(document, replace(self._sampling, max_new_tokens=1), ReuseMode.OFF))
+            answer(self._engine, build(document, known))
             answers[side] = answer(self._engine, asked[side], self._clock)
         if answers["verified"].output.token_ids != answers["off"].output.token_ids:
             raise SystemExit("a verified answer is not full prefill's")

@@ -2,9 +2,9 @@
 
     python benchmarks/warm_restart.py --json
 
-Per run: a server with an empty store answers a document behind a question of its own (cold), and is killed with SIGKILL when
-the store has it. A second server finds it and answers the same document behind another question (warm); with `--same-front`
-behind the same one, and another question at its end. Both answer a short
+Per run: a server with an empty store answers a document after a question of its own (cold), and is killed with SIGKILL when
+the store has it. A second server finds it and answers the same document after another question (warm); with `--same-front`
+after the same one, and another question at its end. Both answer a short
 prompt first, so that neither pays for what only a first forward pass does. Seconds are from the request to its first token.
 """
 
@@ -38,7 +38,7 @@ class Run:
     Attributes:
         tokens: Of the prompt.
         cold_s: To the first token without a store's help.
-        warm_s: Behind the restart.
+        warm_s: After the restart.
         found_s: From the moment the second server was ready until it knew what is stored.
         reused_tokens: Of the warm request.
         timings_ms: Of the warm request, by step.

@@ -20,7 +20,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from kvgraft.donors import set_process_secret
 from kvgraft.testing.registries import isolated_registries
+
+set_process_secret(bytes(32))  # which runs below 32 tokens a lookup finds depends on it
 
 # glibc keeps what engines and their threads have freed, gigabytes over many tests; elsewhere there is nothing to set.
 with contextlib.suppress(OSError, AttributeError):
@@ -66,16 +69,15 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(autouse=True)
-def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a test do the same in every run; lookups of runs below 32 tokens depend on the catalogue's secret."""
+def _seeded() -> None:
+    """Make a test do the same in every run."""
     torch.manual_seed(0)
-    monkeypatch.setattr("kvgraft.donors.catalogue._PROCESS_SECRET", bytes(32))
 
 
 @pytest.fixture
 def looks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what a graft does or leaves behind, where tiny models and short texts would make none that pays."""
-    monkeypatch.setattr("kvgraft.engine.cache_manager._ROWS_RUN_TWICE", 0)
+    monkeypatch.setattr("kvgraft.engine.kv.planning.QUERY_ROWS", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +88,16 @@ def _registries():
 
 
 @pytest.fixture(autouse=True)
-def _log_level():
-    """Commands quieten the package's logger for their process; the next test wants to hear it again."""
-    package = logging.getLogger("kvgraft")
-    level = package.level
+def _logging():
+    """Commands set up the logs of their process: later tests want their own handlers, and to hear the package again."""
+    root, package = logging.getLogger(), logging.getLogger("kvgraft")
+    handlers, levels = set(root.handlers), (root.level, package.level)
     yield
-    package.setLevel(level)
+    for handler in set(root.handlers) - handlers:
+        root.removeHandler(handler)  # it writes to the stderr of a test that is over
+    root.setLevel(levels[0])
+    package.setLevel(levels[1])
+    logging.captureWarnings(capture=False)
 
 
 @pytest.fixture(scope="module")

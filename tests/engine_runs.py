@@ -6,10 +6,13 @@ import asyncio
 import threading
 
 from kvgraft.engine import SamplingParams
+from kvgraft.engine.requests.options import RequestOptions
 
 
 def submit(engine, prompt, count, reuse="graft", selection=None):
-    request = engine.builder.build(prompt, SamplingParams(count, ignore_eos=True), reuse, selection=selection)
+    request = engine.builder.build(
+        prompt, RequestOptions(SamplingParams(count, ignore_eos=True), reuse, selection=selection)
+    )
     engine.add(request)
     return engine._active[request.request_id]
 

@@ -35,7 +35,7 @@ class PageIndex:
 def tree_pages(cache):
     """The pages of a radix tree in the same form."""
     pages, texts = {}, {}
-    for node in cache._tree.root.subtree():
+    for node in cache.root_handle.subtree():
         if node.parent is None:
             texts[node] = ()
             continue

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from kvgraft.engine.logit_rules import LogitRules
+from kvgraft.engine.sampling.logit_rules import LogitRules
 from kvgraft.testing.tiny_models import VOCABULARY
 
 TOKEN = st.integers(3, VOCABULARY - 1)
 
-RULES = st.one_of(
+RULES: st.SearchStrategy[dict[str, object]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
         {},

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,13 +53,21 @@ def need_mooncake() -> None:
         pytest.skip(f"Mooncake needs libraries of the system: {error}")
 
 
-class Server:
+class Server(ABC):
     """A process that can be killed, stopped for a while, and started again at its port."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
         self.port = port
         self._process: subprocess.Popen | None = None
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """The program and its arguments."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether it answers."""
 
     def __enter__(self):
         self.start()
@@ -82,10 +91,14 @@ class Server:
             self._process.wait()
 
     def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None, "not started"
+        self._process.send_signal(number)
 
 
 class RedisServer(Server):

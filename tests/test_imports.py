@@ -54,6 +54,35 @@ def test_missing_extra_is_named(missing):
     )
 
 
+@pytest.mark.parametrize("name", ["LLM", "AsyncLLM", "SamplingParams"])
+def test_engine_classes_of_the_package_are_loaded_when_they_are_used(name):
+    code = f"""
+import sys, kvgraft
+assert "torch" not in sys.modules and "kvgraft.engine" not in sys.modules
+from kvgraft import {name}
+import kvgraft.engine
+print({name} is kvgraft.engine.{name}, "{name}" in kvgraft.__all__)
+"""
+    result = run_python(code)
+    assert result.stdout.strip() == "True True", result.stderr
+
+
+def test_engine_class_without_its_extra_names_the_extra():
+    result = run_python(
+        HIDE.format(hidden={"torch"}) + "import kvgraft; print(kvgraft.__version__)\nfrom kvgraft import LLM"
+    )
+    assert result.stdout.strip()
+    assert (
+        result.stderr.strip().splitlines()[-1]
+        == "ImportError: kvgraft.engine needs torch: pip install 'kvgraft[torch]'"
+    )
+
+
+def test_package_has_no_other_attributes():
+    result = run_python("import kvgraft, sys; assert not hasattr(kvgraft, 'Llm'); assert 'torch' not in sys.modules")
+    assert result.returncode == 0, result.stderr
+
+
 def test_command_line_says_what_is_missing_in_one_line():
     result = run_python(
         HIDE.format(hidden={"torch"}) + "import sys; from kvgraft.cli import main; sys.exit(main(['generate', 'x']))"

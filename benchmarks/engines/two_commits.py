@@ -1,14 +1,16 @@
-"""Time to first token of two checkouts of kvgraft inside the same engine, in turns.
+"""Time to first token of two checkouts of kvgraft, embedded or inside the same engine, in turns.
 
     git worktree add ../before REVISION
     .venv/bin/python benchmarks/engines/two_commits.py vllm --before ../before --venv .venv-vllm
     .venv-sglang/bin/python benchmarks/engines/two_commits.py sglang --before ../before
+    .venv/bin/python benchmarks/engines/two_commits.py embedded --before ../before --model smollm2-135m
 
-Two servers run at the same time, each with the sources of one checkout, and answer the same prompts one after the other, each
-first in every second round, so that the noise of the machine hits both alike. A round has a new document, read behind one
-head; then it is asked for behind another head (`moved`), the same prompt again (`again`), and a prompt of which nothing is
-known (`unknown`). Per kind and length: both medians, and the median of the rounds' ratios after / before with a bootstrapped
-95 % interval. JSON goes to standard output.
+Two servers, or engines, run at the same time, each with the sources of one checkout, and answer the same prompts one after
+the other, each first in every second round, so that the noise of the machine hits both alike.
+A round has a new document, read
+after one head; then it is asked for after another head (`moved`), the same prompt again (`again`), and a prompt of which
+nothing is known (`unknown`). Per kind and length: both medians, and the median of the rounds' ratios after / before with a
+bootstrapped 95 % interval. JSON goes to standard output.
 """
 
 from __future__ import annotations
@@ -132,7 +134,35 @@ def sglang_sides(trees: dict[str, Path], args: argparse.Namespace) -> Iterator[d
         yield sides
 
 
-ENGINES = {"vllm": vllm_sides, "sglang": sglang_sides}
+@contextmanager
+def embedded_sides(trees: dict[str, Path], args: argparse.Namespace) -> Iterator[dict[str, Ask]]:
+    """Start two embedded engines, each in a process of its own."""
+    worker = Path(__file__).with_name("embedded_worker.py")
+
+    def started(tree: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, str(worker), str(args.model)]
+        variables = os.environ | environment(tree)
+        return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def asker(process: subprocess.Popen[str]) -> Ask:
+        def ask(prompt: list[int]) -> tuple[float, int]:
+            process.stdin.write(json.dumps(prompt) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            return answer["ms"], answer["cached"]
+
+        return ask
+
+    with ExitStack() as stack:
+        processes = {side: stack.enter_context(started(tree)) for side, tree in trees.items()}
+        for process in processes.values():
+            json.loads(process.stdout.readline())  # it is ready
+        yield {side: asker(process) for side, process in processes.items()}
+        for process in processes.values():
+            process.stdin.close()
+
+
+ENGINES = {"vllm": vllm_sides, "sglang": sglang_sides, "embedded": embedded_sides}
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -158,7 +188,12 @@ def main() -> int:
     parser.add_argument("--lengths", type=lengths, default=(1024, 4096), help="tokens of a prompt, with commas")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--venv", type=Path, default=Path(".venv-vllm"), help="environment with vLLM")
-    parser.add_argument("--model", type=Path, default=Path("runs/engine-model"), help="for vLLM; made if not there")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("runs/engine-model"),
+        help="for vLLM, made if not there; for the embedded engine, any",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if min(args.lengths) <= 2 * INSTRUCTION_TOKENS:

@@ -80,6 +80,11 @@ class ProcessGroup:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def group(self) -> int:
+        """Number of the process group."""
+        return self._process.pid
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Hold every process of the group still: the threads of an idle engine spin for a while."""

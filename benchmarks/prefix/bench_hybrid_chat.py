@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.hybrid_space import HybridKVSpace
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.kv.hybrid_space import HybridKVSpace
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.prefix import RadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 

@@ -1,6 +1,6 @@
 """Random operations on the prefix caches beside their oracles, `check()` after each; prints rate and memory as it goes.
 
-    PYTHONPATH=src python benchmarks/prefix/soak.py [--operations 1000000] [--seed N]
+    python -m benchmarks.prefix.soak [--operations 1000000] [--seed N]
 
 Ends with 1 at the first difference or broken invariant, or if memory grew by more than `--max-growth-mb` after the first
 tenth. Prints one JSON object at the end.
@@ -16,9 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.radix_walk import RadixModel
+from tests.support.swa_walk import random_walk
+
 from kvgraft.prefix import EVICTION_POLICIES
-from kvgraft.testing.radix_walk import RadixModel
-from kvgraft.testing.swa_walk import random_walk
 from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 PAGES, WINDOWS = (1, 2, 4, 16), (1, 2, 3, 5, 8, 16, 33, 64)

@@ -156,8 +156,8 @@ def proposals(embedder: Embedder, piece: int, *, lost: bool) -> dict[str, Any]:
         catalogue.add(NAMESPACE, donor, None)
     proposer.discovery.wait()
     if lost:
-        catalogue._index.clear()
-        catalogue._passages.clear()
+        catalogue.finder.index.clear()
+        catalogue.finder.passages.clear()
     alone, helped, asked = 0, 0, 0
     alone_ms, helped_ms = [], []
     for _ in range(PROMPTS):
@@ -183,7 +183,7 @@ def proposals(embedder: Embedder, piece: int, *, lost: bool) -> dict[str, Any]:
         "piece_tokens": piece,
         "indexes": "lost" if lost else "full",
         "displaced_share": rounded(
-            catalogue.num_displaced_anchors / max(1, catalogue.num_anchors + catalogue.num_displaced_anchors)
+            catalogue.finder.num_displaced / max(1, len(catalogue.finder.index) + catalogue.finder.num_displaced)
         ),
         "found_alone": rounded(alone / asked),
         "found_with_proposals": rounded(helped / asked),
@@ -200,7 +200,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median of several calls behind one that warms up."""
+    """Median of several calls after one that warms up."""
     call()
     return rounded(np.median([timed(call) for _ in range(repeats)]))
 

@@ -19,7 +19,7 @@ class ConfigError(KVGraftError, ValueError):
     """An argument, a setting or an input file is wrong.
 
     Attributes:
-        argument: Name of the argument, where it is one; servers tell it by the name that their clients know.
+        argument: Name of the argument, where it is one; servers use the name that their clients know.
     """
 
     def __init__(self, message: str = "", argument: str | None = None) -> None:
@@ -51,8 +51,24 @@ class RequestError(KVGraftError):
     """The engine failed while it computed a request; others go on."""
 
 
-class NothingToDrawError(RequestError):
-    """What a request says about its tokens leaves none."""
+class UnservableError(RequestError):
+    """A request turns out to be impossible while it is computed: its own fault, and no failure of the engine.
+
+    Attributes:
+        argument: Name of the argument that asks for it, where it is one.
+    """
+
+    argument: str | None = None
+
+
+class NothingToDrawError(UnservableError):
+    """A request's rules leave no token."""
+
+
+class StructureError(UnservableError):
+    """A request's structure cannot be followed: it is too large, too ambiguous, or breaks what follows it."""
+
+    argument = "structure"
 
 
 class ModelError(KVGraftError):
@@ -97,7 +113,7 @@ def one_line(error: BaseException) -> str:
 
 
 OUT_OF_MEMORY = "out of memory; lower num_slots or kv_bytes, host_bytes, max_rows or donor_tokens"
-"""What is said where memory is out and nothing more is known."""
+"""Message where memory is out and nothing more is known."""
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
 

@@ -6,12 +6,13 @@ import difflib
 import importlib
 import threading
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvgraft.errors import ConfigError, IntegrationError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 Factory = TypeVar("Factory")
 
@@ -62,7 +63,7 @@ class NamedFactories(Generic[Factory]):
             self.by_name[name] = factory
 
     def find(self, name: str) -> Factory:
-        """Return the factory of that name, from an installed package if nobody has registered it.
+        """Return the factory of that name, from an installed package if it is not registered.
 
         Raises:
             ConfigError: There is none; names the closest.
@@ -88,7 +89,7 @@ class NamedFactories(Generic[Factory]):
             raise IntegrationError(
                 f"{self._what} {name!r} ({offered[name].value}) cannot be loaded: {error}"
             ) from error
-        # Whoever was first wins. The lock is not held while a module is imported: that may wait for another thread's import,
+        # The first one wins. The lock is not held while a module is imported: that may wait for another thread's import,
         # which may look up a name here.
         with self._lock:
             self.by_name.setdefault(name, factory)
@@ -109,7 +110,7 @@ def imported(what: str, name: str) -> object:
         found: object = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise IntegrationError(
-            f"{what} {name!r} cannot be loaded: {one_line(error)}; write module:Class, of a module on PYTHONPATH or installed"
+            f"{what} {name!r} cannot be loaded: {one_line(error)}; write module:NAME, of a module on PYTHONPATH or installed"
         ) from error
     return found
 
@@ -118,3 +119,19 @@ def added_names(group: str) -> set[str]:
     """Return what is known besides the built-in names of a group: what was registered, and what installed packages offer."""
     registered = _TABLES[group].added if group in _TABLES else set()
     return registered | {entry.name for entry in entry_points(group=group)}
+
+
+def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
+    """Refuse early what would fail for want of a package when it is made; imports nothing.
+
+    Args:
+        what: What needs them, for the message.
+        packages: Names as imported.
+        extra: What of kvgraft installs them.
+
+    Raises:
+        ImportError: One is not installed.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ImportError(f"{what} needs {' and '.join(missing)}: pip install 'kvgraft[{extra}]'", name=missing[0])

@@ -28,13 +28,13 @@ STAND_IN = DonorId(-1)
 
 
 class ReuseMode(StrEnum):
-    """What a request may reuse: nothing, exact prefixes, matches at any offset as well, or even text that is not its own."""
+    """Reuse that a request allows: none, exact prefixes, matches at any offset as well, or even text that is not its own."""
 
     OFF = "off"
     EXACT = "exact"
     GRAFT = "graft"
     SUBSTITUTE = "substitute"
-    """As `graft`, and the server's semantic provider may name another text whose K/V stand in: the answer may be wrong."""
+    """As `graft`, and K/V of another text, named by the server's semantic provider, may stand in: the answer may be wrong."""
     VERIFIED = "verified"
     """Tokens are drafted as with `graft` while the prompt is computed in full; the answer is that of a full prefill."""
 
@@ -44,11 +44,20 @@ class ReuseMode(StrEnum):
         return self in (ReuseMode.GRAFT, ReuseMode.SUBSTITUTE, ReuseMode.VERIFIED)
 
 
+class RepairTime(StrEnum):
+    """When the tokens that a selection policy chooses are computed again."""
+
+    BEFORE = "before"
+    """Before the first token, which waits for it."""
+    AFTER = "after"
+    """With the second token: the first one comes as soon as if nothing were computed again, and is as near."""
+
+
 class Fidelity(StrEnum):
     """How a reused token relates to what a full prefill would have computed."""
 
     EXACT = "exact"
-    """Same tokens in front, same position: the KV that a full prefill gives."""
+    """Same tokens before it, same position: the KV that a full prefill gives."""
     SHIFTED = "shifted"
     """Same token, other position or other context: approximate."""
     SUBSTITUTED = "substituted"
@@ -67,7 +76,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"
     DEADLINE = "deadline"
     STORE = "store"
-    """What was to be read from a store did not come, or not in time."""
+    """K/V that were to be read from a store did not come, or not in time."""
     RISK = "risk"
     REFRESHED = "refreshed"
     """It was reused approximately often enough, and is computed so that those to come have it exactly."""
@@ -78,17 +87,14 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True)
 class Namespace:
-    """What may be reused together: one model state, one adapter, one tenant.
-
-    Attributes:
-        model_fingerprint: Weights revision, dtype, RoPE parameters and tokenizer, digested.
-        adapter: LoRA adapter, empty for none.
-        tenant_salt: `cache_salt` of the request, empty for none.
-    """
+    """Texts that may be reused together: one model state, one adapter, one tenant."""
 
     model_fingerprint: str
+    """Weights revision, dtype, RoPE parameters and tokenizer, digested."""
     adapter: str = ""
+    """LoRA adapter, empty for none."""
     tenant_salt: str = ""
+    """`cache_salt` of the request, empty for none."""
 
     @cached_property
     def key(self) -> bytes:
@@ -102,13 +108,10 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class KeyedNamespace:
-    """A namespace of which only the key is known: of donors that another process has stored. Its tenant stays unknown.
-
-    Attributes:
-        key: As `Namespace.key`; namespaces with the same key are the same.
-    """
+    """A namespace of which only the key is known: of donors that another process has stored. Its tenant stays unknown."""
 
     key: bytes
+    """As `Namespace.key`; namespaces with the same key are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +119,21 @@ class Match:
     """Equal tokens in prompt and donor, verified id by id.
 
     `prompt[target_start : target_start + length] == donor.token_ids[donor_start : donor_start + length]`
-
-    Attributes:
-        target_start: First prompt position.
-        donor_id: Whose tokens they are.
-        donor_start: Index of the first one among the donor's.
-        length: How many there are.
-        is_exact: Whether the donor's K/V there are those of a full prefill of the prompt: it was computed from position 0
-            on behind nothing approximate, and has every token of the prompt up to the end of the match.
-        generation: Of the donor.
     """
 
     target_start: int
     donor_id: DonorId
     donor_start: int
+    """Index of the first one among the donor's."""
     length: int
     is_exact: bool = False
+    """Whether the donor's K/V there are those of a full prefill of the prompt: it was computed from position 0 on with
+    nothing approximate before it, and has every token of the prompt up to the end of the match."""
     generation: int = 0
 
     @property
     def target_end(self) -> int:
-        """First prompt position behind the match."""
+        """First prompt position after the match."""
         return self.target_start + self.length
 
     @property
@@ -145,7 +142,7 @@ class Match:
         return self.target_start - self.donor_start
 
     def part(self, start: int, stop: int) -> Match:
-        """What of it lies at prompt positions `[start, stop)`, which is not empty."""
+        """Return the part at prompt positions `[start, stop)`, which is not empty."""
         start, stop = max(start, self.target_start), min(stop, self.target_end)
         donor_start = self.donor_start + start - self.target_start
         return replace(self, target_start=start, donor_start=donor_start, length=stop - start)
@@ -153,37 +150,33 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraftPlan:
-    """Which prompt positions are reused and which are computed.
-
-    Attributes:
-        num_tokens: Length of the prompt.
-        exact_len: Positions `[0, exact_len)` come from the exact prefix cache.
-        spans: Sorted, disjoint matches behind `exact_len`.
-        compute: Ascending int64 positions of everything else, and the last position always.
-    """
+    """The prompt positions that are reused and those that are computed."""
 
     num_tokens: int
-    exact_len: int
+    prefix_len: int
+    """Positions `[0, prefix_len)` come from the exact prefix cache."""
     spans: tuple[Match, ...]
+    """Sorted, disjoint matches after `prefix_len`."""
     compute: NDArray[np.int64]
+    """Ascending int64 positions of everything else, and the last position always."""
 
     @classmethod
-    def over(cls, num_tokens: int, exact_len: int, spans: Iterable[Match] = ()) -> GraftPlan:
-        """Return the plan that reuses `spans`, sorted and disjoint behind `exact_len`, and computes the rest.
+    def over(cls, num_tokens: int, prefix_len: int, spans: Iterable[Match] = ()) -> GraftPlan:
+        """Return the plan that reuses `spans`, sorted and disjoint after `prefix_len`, and computes the rest.
 
         Complexity: O(n + spans).
         """
         spans = tuple(spans)
         is_computed = np.ones(num_tokens, np.bool_)
-        is_computed[: min(exact_len, num_tokens - 1)] = False
+        is_computed[: min(prefix_len, num_tokens - 1)] = False
         for span in spans:
             is_computed[span.target_start : min(span.target_end, num_tokens - 1)] = False
-        return cls(num_tokens, exact_len, spans, np.flatnonzero(is_computed))
+        return cls(num_tokens, prefix_len, spans, np.flatnonzero(is_computed))
 
     @property
     def exact_end(self) -> int:
-        """Positions in front of it have exact K/V once spans are copied: the prefix, and exact spans that follow at once."""
-        end = self.exact_len
+        """End of the exact K/V once spans are copied: the prefix, and exact spans that follow at once."""
+        end = self.prefix_len
         for span in self.spans:
             if not span.is_exact or span.target_start != end:
                 break
@@ -198,7 +191,7 @@ class GraftPlan:
     @property
     def reused_len(self) -> int:
         """Tokens taken from donors (an always-computed last token not counted)."""
-        return self.num_tokens - self.exact_len - len(self.compute)
+        return self.num_tokens - self.prefix_len - len(self.compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +204,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class NamedPart:
-    """Tokens of a text that its sender has given a name.
-
-    Attributes:
-        document_id: The name.
-        start: First token.
-        length: How many there are.
-    """
+    """Tokens of a text that its sender has given a name."""
 
     document_id: str
     start: int
@@ -225,13 +212,13 @@ class NamedPart:
 
     @property
     def stop(self) -> int:
-        """The token behind the last."""
+        """First token after the last one."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """One reused span as it is told to the user."""
+    """One reused span in a report."""
 
     target_start: int
     length: int
@@ -241,13 +228,13 @@ class SpanReport:
     fidelity: Fidelity
     generation: int
     tier: str = ""
-    """Where the donor's K/V lay: `device`, `host` or the name of a store; empty where the engine does not tell."""
+    """Where the donor's K/V lay: `device`, `host` or the name of a store; empty where the engine does not say."""
     documents: tuple[NamedPart, ...] = ()
     """Parts of the donor that lie in the span and that its sender had named; `start` is a position of the prompt."""
 
 
 class RiskStatus(StrEnum):
-    """What is known of the risk of grafted requests."""
+    """State of knowledge about the risk of grafted requests."""
 
     UNCALIBRATED = "uncalibrated"
     """Nothing is stated: no calibration file is in use, or the request chose a selection policy of its own."""
@@ -261,25 +248,24 @@ class RiskStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RiskStatement:
-    """What may be said about grafted requests of this kind: a rate over traffic like the audited one, never one answer.
-
-    Attributes:
-        status: How much is known.
-        epsilon: Mean loss that is not to be exceeded; None if nothing is stated.
-        delta: Probability with which the statement may be wrong; None if nothing is stated.
-        loss: What counts as a loss, such as `first_token`; empty if nothing is stated.
-        notch: Name of the policy's setting, `full` where nothing is grafted; empty if nothing is stated.
-        audits: Requests of this kind, at this notch, that were compared with full prefill while serving.
-        reason: Why nothing is stated; empty if something is.
-    """
+    """A statement about grafted requests of one kind: a rate over traffic like the audited one, never one answer."""
 
     status: RiskStatus = RiskStatus.UNCALIBRATED
     epsilon: float | None = None
+    """Mean loss that is not to be exceeded; None if nothing is stated."""
     delta: float | None = None
+    """Probability with which the statement may be wrong; None if nothing is stated."""
     loss: str = ""
+    """What counts as a loss, such as `first_token`; empty if nothing is stated."""
     notch: str = ""
+    """Name of the policy's setting, `full` where nothing is grafted; empty if nothing is stated."""
     audits: int = 0
+    """Requests of this kind, at this notch, that were compared with full prefill while serving."""
     reason: str = ""
+    """Why nothing is stated; empty if something is."""
+    part: str = ""
+    """Part of the answer about which least is known: its `first` token, drawn before the repair, its `later` ones, or the
+    `whole` of an answer that waited for the repair; empty if nothing is stated."""
 
 
 UNCALIBRATED = RiskStatement(reason="no calibration is in use")
@@ -288,15 +274,12 @@ UNCALIBRATED = RiskStatement(reason="no calibration is in use")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Substitution:
-    """Whose K/V stand in for a prompt's.
-
-    Attributes:
-        source_id: Name that the semantic provider gave the other text.
-        metadata: What it said besides, such as a similarity.
-    """
+    """The text with K/V that stand in for a prompt's."""
 
     source_id: str
+    """Name that the semantic provider gave the other text."""
     metadata: Mapping[str, object]
+    """What it said besides, such as a similarity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,74 +287,85 @@ class HealingReport:
     """How the K/V of a request that began with a graft became those of a full prefill, and what its drafts were worth.
 
     Seconds count from the request's arrival.
-
-    Attributes:
-        spans: What was copied for the drafts, in prompt order; none of it is left.
-        healed_tokens: Positions of the prompt that were computed again.
-        drafted_tokens: Provisional tokens that were drawn.
-        retracted_tokens: Of them, those that a full prefill does not give.
-        first_provisional_s: Until the first provisional token.
-        first_verified_s: Until the first verified one.
-        healed_at_s: Until nothing approximate was left, of the prompt and of what was drafted behind it.
     """
 
     spans: tuple[SpanReport, ...] = ()
+    """What was copied for the drafts, in prompt order; none of it is left."""
     healed_tokens: int = 0
     drafted_tokens: int = 0
     retracted_tokens: int = 0
+    """Of them, those that a full prefill does not give."""
     first_provisional_s: float = 0.0
     first_verified_s: float = 0.0
     healed_at_s: float = 0.0
+    """Until nothing approximate was left, of the prompt and of what was drafted after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """When the choice of the selection policy was computed.
+
+    Tokens of the answer count from 1.
+    """
+
+    time: RepairTime
+    reason: str = ""
+    """Why it is not the time that was asked for; empty if it is."""
+    from_token: int | None = None
+    """First token drawn from the repaired K/V; 1 for all, None if the answer ended before the repair."""
+    rows_per_step: int = 0
+    """Further rows that each decode step computes exactly, in order, from then on (`repair_rows`)."""
+    exact_from_token: int | None = None
+    """First token drawn from K/V that are all those of a full prefill, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraftReport:
-    """What was reused for one request, from where, and at what cost. One object feeds response, metrics and traces.
-
-    Attributes:
-        num_tokens: Length of the prompt.
-        exact_tokens: Prompt tokens whose KV is what a full prefill gives.
-        shifted_tokens: Prompt tokens with approximate KV (recomputed ones not counted).
-        substituted_tokens: Prompt tokens with the KV of another token.
-        recomputed_tokens: Reused tokens that the selection policy had computed again.
-        computed_tokens: Prompt tokens computed in all, the recomputed ones included.
-        spans: Reused spans in prompt order.
-        policy: Name of the selection policy.
-        corrected_tokens: Shifted tokens that were corrected by the drift of recomputed ones; approximate all the same.
-        timings_ms: Milliseconds by step (`lookup`, `graft`, `prefill`, ...).
-        miss: Why nothing was grafted, or None.
-        computed_flops: Floating-point operations of all rows that were run for the prompt, those that several passes ran as
-            often, a look at the first layers by its share of the layers, and what a drift correction takes.
-        full_flops: Those of a full prefill.
-        risk: What may be said about grafts of this kind; states nothing without a calibration.
-        substitution: Whose K/V stand in, or None: the prompt's own, or those of equal text.
-        healing: How the answer came to be verified, or None: it did not begin with a graft, or `reuse` was not `verified`.
-        recomputed_runs: Ascending `(start, length)` of the recomputed tokens; empty where some of them lie in gaps between
-            the spans, because the policy left them out of the copies.
-    """
+    """Reuse of one request: what, from where, and at what cost. One object feeds response, metrics and traces."""
 
     num_tokens: int
     exact_tokens: int = 0
+    """Prompt tokens with the K/V of a full prefill."""
     shifted_tokens: int = 0
+    """Prompt tokens with approximate KV (recomputed ones not counted)."""
     substituted_tokens: int = 0
+    """Prompt tokens with the KV of another token."""
     recomputed_tokens: int = 0
+    """Reused tokens that the selection policy had computed again."""
     computed_tokens: int = 0
+    """Prompt tokens computed in all, the recomputed ones included."""
     spans: tuple[SpanReport, ...] = ()
     policy: str = "none"
     corrected_tokens: int = 0
+    """Shifted tokens that were corrected by the drift of recomputed ones; approximate all the same."""
     timings_ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds by step (`lookup`, `graft`, `prefill`, ...)."""
     miss: Miss | None = None
     computed_flops: float = 0.0
+    """Floating-point operations of all rows that were run for the prompt, those that several passes ran as often, a look at
+    the first layers by its share of the layers, and what a drift correction takes."""
     full_flops: float = 0.0
     risk: RiskStatement = UNCALIBRATED
+    """What may be said about grafts of this kind; states nothing without a calibration."""
     substitution: Substitution | None = None
+    """The other text with K/V that stand in; None where all are of equal text."""
     healing: HealingReport | None = None
+    """How the answer came to be verified, or None: it did not begin with a graft, or `reuse` was not `verified`."""
     recomputed_runs: tuple[tuple[int, int], ...] = ()
+    """Ascending `(start, length)` of the recomputed tokens; empty where some of them lie in gaps between the spans, because
+    the policy left them out of the copies."""
+    repair: RepairReport | None = None
+    """When the recomputed tokens were computed; None where nothing approximate is reused, or no policy chooses."""
 
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens that were not computed for this request."""
         return self.exact_tokens + self.shifted_tokens + self.substituted_tokens
+
+    @property
+    def num_copied(self) -> int:
+        """Prompt tokens with K/V of a donor when the first row was computed."""
+        return sum(span.length for span in self.spans)
 
     @property
     def num_donors(self) -> int:
@@ -381,22 +375,16 @@ class GraftReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """What a store has done for an engine so far.
-
-    Attributes:
-        name: Of the store.
-        reads: Reads by what became of them: `hit`, `missing`, `corrupt`, `failed`, `refused`, `cancelled`, `late`.
-        read_bytes: Bytes of those that arrived.
-        writes: Donors by what became of them: `stored`, `known`, `dropped`, `refused`, `failed`.
-        written_bytes: Bytes of those that were written.
-        is_resting: Whether it is left alone at present.
-        failed_looks: How often it could not be asked for what it has.
-    """
+    """Counters of a store."""
 
     name: str
     reads: Mapping[str, int] = field(default_factory=dict)
+    """Reads by outcome: `hit`, `missing`, `corrupt`, `failed`, `refused`, `cancelled`, `late`."""
     read_bytes: int = 0
     writes: Mapping[str, int] = field(default_factory=dict)
+    """Donors by outcome: `stored`, `known`, `dropped`, `refused`, `failed`."""
     written_bytes: int = 0
     is_resting: bool = False
+    """Whether it is left alone at present."""
     failed_looks: int = 0
+    """How often it could not be asked for what it has."""

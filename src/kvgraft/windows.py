@@ -2,7 +2,7 @@
 
 Two kinds are known. In a *sliding* window a row reads the last W keys, its own included; in a *chunked* one (Llama 4) it
 reads the keys of its own chunk of C positions, `[floor(p / C) * C, p]`. Everything that prefix caches, engines and attention
-backends need to know about a kind is asked here, so that none of them tells the kinds apart.
+backends need to know about a kind is asked here, so that none of them distinguishes the kinds.
 
 Positions may be numbers, numpy arrays or tensors where they are said to be.
 """
@@ -25,9 +25,9 @@ _P = TypeVar("_P", bound=Any)
 
 @dataclass(frozen=True, slots=True)
 class WindowKind(ABC):
-    """What a row of a window layer reads.
+    """The keys that a row of a window layer reads.
 
-    `first_key` and `first_needed` never fall when the position rises; everybody relies on it.
+    `first_key` and `first_needed` never fall when the position rises; all callers rely on it.
 
     Attributes:
         size: Keys that a row reads at most, its own included.
@@ -45,7 +45,7 @@ class WindowKind(ABC):
 
     @abstractmethod
     def first_needed(self, num_tokens: int) -> int:
-        """The first position whose window K/V a prefix of `num_tokens` must have, for rows behind it to be computed.
+        """Return the first position of the window K/V that a prefix of `num_tokens` needs, for rows after it to be computed.
 
         `num_tokens` itself where it needs none. What it says may include positions that no row reads, never fewer.
         """
@@ -56,7 +56,7 @@ class WindowKind(ABC):
 
     @abstractmethod
     def stretch_end(self, position: int) -> int:
-        """Where the rows from `position` on end whose masks are one and the same mask, moved along: that of `band`."""
+        """Return the end of the rows from `position` on that share one mask, moved along: that of `band`."""
 
     @property
     @abstractmethod

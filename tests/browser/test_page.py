@@ -167,13 +167,15 @@ CALIBRATION = """
 import sys
 from pathlib import Path
 from kvgraft.engine import LLM
-from kvgraft.engine.risk import risk_binding
-from kvgraft.fidelity.control import Calibration, NotchResult, save_calibration
-from kvgraft.reuse.notches import notches_of
+from kvgraft.engine.requests.risk import risk_binding
+from kvgraft.fidelity.control import AnswerPart, Calibration, NotchResult, PartResult, save_calibration
+from kvgraft.fidelity.control.notches import notches_of
+from kvgraft.types import RepairTime
 
 llm = LLM("graft-tiny", num_slots=100)
-names = tuple(each.name for each in notches_of(llm.policy))
-results = tuple(NotchResult(name, 500, 0.0, 0.006, 1e-5, name == names[1], 0.1) for name in names[1:])
+names = tuple(each.name for each in notches_of(llm.policy, RepairTime.AFTER))
+parts = (PartResult(AnswerPart.WHOLE, 500, 0.0, 0.006, 1e-5),)
+results = tuple(NotchResult(name, parts, name == names[1], 0.1) for name in names[1:])
 binding = risk_binding(llm.config, llm.loaded, llm.policy)
 made = Calibration(binding, "greedy:2", 0.9, 0.05, names[1], names, 500, results, "2026-11-24", {})
 save_calibration(Path(sys.argv[1]), made)

@@ -15,8 +15,8 @@ from tests.unit.server.conftest import exchange
 from kvgraft.config import ServerConfig
 from kvgraft.engine.async_llm import AsyncLLM
 from kvgraft.integrations.sglang.reporting import metrics as sglang_metrics
-from kvgraft.integrations.vllm.families import made_families
 from kvgraft.observability.prometheus import PrometheusRecorder
+from kvgraft.reuse.families import MetricFamilies
 from kvgraft.server import create_app
 
 _SCRAPED = ("job", "instance")
@@ -96,7 +96,8 @@ def embedded(tmp_path_factory):
 def vllm():
     registry = prometheus_client.CollectorRegistry()
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
-    made_families(*(partial(kind, registry=registry) for kind in kinds), ["model_name", "engine"], [("m", "0")])
+    made = (partial(kind, registry=registry) for kind in kinds)
+    MetricFamilies(*made, ["model_name", "engine"], gauge_mode=lambda _: "mostrecent").begin(("m", "0"))
     return Exposed(of_registry(registry) | VLLM)
 
 

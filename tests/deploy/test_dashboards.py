@@ -123,7 +123,7 @@ def test_panels_name_their_metrics_and_say_what_no_traffic_is(engine):
             for selector in read(target["expr"]).selectors:
                 assert f"`{base_name(selector.metric)}`" in panel["description"], panel["title"]
         defaults = panel["fieldConfig"]["defaults"]
-        assert defaults["noValue"] in {"No traffic", "No store", "No embedder", "No calibration", "None"}
+        assert defaults["noValue"] in {"No traffic", "No store", "No embedder", "No provider", "No calibration", "None"}
         assert any(one["options"].get("match") == "null+nan" for one in defaults["mappings"])
 
 

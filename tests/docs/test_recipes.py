@@ -19,12 +19,12 @@ from tests.docs.pages import page
 
 from kvgraft.donors import CostModel, DonorCatalogue
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.graft.rope import RopePairing, RopeSpec
 from kvgraft.memory.store import register_store
 from kvgraft.prefix import RadixCache, RadixKey
-from kvgraft.reuse import Lineage, Lookup, Registration, configured_policy, report_as_dict, request_report, samples
+from kvgraft.reuse import DonorRules, Lineage, Lookup, configured_policy, report_as_dict, request_report, samples
 from kvgraft.reuse.lineage import reused_span
 from kvgraft.semantic import Embedder, EmbeddingProvider, register_embedder, unit_rows
 from kvgraft.testing import tiny_models
@@ -112,7 +112,7 @@ import numpy as np
 from kvgraft.config import EngineConfig, SGLangConfig, VLLMConfig, resolve, settings_table
 from kvgraft.cli import build_parser
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.prefix import RadixCache, RadixKey
 from kvgraft.testing.tiny_models import tiny_model
 
@@ -180,7 +180,9 @@ def changed(tmp_path_factory):
             '    if name == "last_k":\n        return selection_policy(name, k=last_k)\n    if name == FirstK.name:',
         ),
     )
-    edit("engine/request_builder.py", ("first_k=config.first_k", "first_k=config.first_k, last_k=config.last_k"))
+    edit(
+        "engine/requests/request_builder.py", ("first_k=config.first_k", "first_k=config.first_k, last_k=config.last_k")
+    )
 
     (root / "engine/attention/toy.py").write_text(TOY_ATTENTION)
     edit(
@@ -272,12 +274,12 @@ def test_a_kv_store():
         llm = LLM(
             adopt_model("llama", tiny_models.tiny_model("llama"), None), num_slots=600, selection="none", store=name
         )
-        if llm._engine.stores is not None:
-            llm._engine.stores.flops_per_s = lambda: 1.0  # so slow that every read pays
+        if llm.engine.stores is not None:
+            llm.engine.stores.flops_per_s = lambda: 1.0  # so slow that every read pays
             deadline = time.monotonic() + 60
             while opened[1:] and not len(llm.space.donors):
                 assert time.monotonic() < deadline
-                llm._engine.poll_stores()
+                llm.engine.poll_stores()
                 time.sleep(0.01)
         if not opened[1:]:
             llm.generate(document, SamplingParams(1))
@@ -287,7 +289,7 @@ def test_a_kv_store():
         llm.check()
         llm.close()
     assert opened == [("here", {"size": "3"})] * 2
-    (space,) = {space for space, _ in kept._objects}
+    (space,) = {space for space, _ in kept.objects}
     assert kept.keys(space)
     again = answers["toy:here?size=3"][1]
     assert again.report.shifted_tokens == 200
@@ -315,7 +317,7 @@ class TestEmbedder:
         assert [given["path"] for given in self.given] == ["weights"]
         llm.generate(self.DOCUMENT, SamplingParams(1))
         (donor,) = llm.space.donors
-        proposer = llm._engine.proposer
+        proposer = llm.engine.proposer
         assert proposer.discovery.wait(60)
         namespace = donor.namespace
         assert proposer.propose(namespace, self.DOCUMENT[:50]) == (donor.donor_id,)
@@ -350,7 +352,7 @@ class ToyEngine:
         self.catalogue = DonorCatalogue(10_000)
         self.namespace = Namespace("toy")
         self.lookup = Lookup(self.catalogue, min_run=16, max_generation=2)
-        self.registration = Registration(self.catalogue, min_run=16, max_generation=2)
+        self.registration = DonorRules(self.catalogue, min_run=16, max_generation=2)
         self.policy = configured_policy("none", first_k=1)
         self.rope = [RopeSpec(torch.tensor([1.0]), RopePairing.HALF)]
         self.prefixes = RadixCache()

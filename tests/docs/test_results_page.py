@@ -4,34 +4,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from benchmarks.suite.page import BLOCK, blocks_of, first_records, load_records, source_of, update
+from benchmarks.suite.tables import TABLES
 from PIL import Image
 
-from kvgraft.bench.suite.page import SECTIONS, load_record, page, source_of
-
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-COMMAND = "kvgraft bench suite page benchmarks/results/suite-*.json --output docs/results.md --plots docs/images"
+PAGE = ROOT / "docs" / "results.md"
+COMMAND = "python -m benchmarks.suite page --plots docs/images"
 
 
+@pytest.fixture(scope="module")
 def records():
-    """Records of the suite: `suite-TABLE.json`, and `suite-TABLE-WORD.json` where a table has more than one."""
-    names = sorted(RESULTS.glob("suite-*.json"), key=lambda path: path.stem)
-    return [load_record(path) for path in names]
+    return load_records(ROOT / "benchmarks" / "results")
 
 
-def test_the_page_is_made_of_the_committed_records():
-    assert (ROOT / "docs" / "results.md").read_text() == page(records(), "images"), f"run: {COMMAND}"
+def test_tables_are_made_of_the_committed_records(records):
+    assert PAGE.read_text() == update(PAGE.read_text(), records), f"run: {COMMAND}"
 
 
-def test_pictures_are_drawn_from_the_committed_records():
-    firsts = {record["result"]["table"]: record for record in reversed(records())}
-    for table, record in firsts.items():
+def test_every_block_of_every_record_is_on_the_page_once(records):
+    found = [(block["record"], block["block"]) for block in BLOCK.finditer(PAGE.read_text())]
+    assert len(found) == len(set(found))
+    assert set(found) == {(name, block) for name, record in records.items() for block in blocks_of(record)}
+
+
+def test_pictures_are_drawn_from_the_committed_records(records):
+    for table, record in first_records(records.values()).items():
         picture = Image.open(ROOT / "docs" / "images" / f"suite-{table}.png")
         assert picture.text["Comment"] == source_of(record), f"run: {COMMAND}"
+        assert f"(images/suite-{table}.png)" in PAGE.read_text()
 
 
-def test_records_are_named_after_their_tables():
-    for path in RESULTS.glob("suite-*.json"):
-        table = load_record(path)["result"]["table"]
-        assert path.stem.removeprefix("suite-").split("-")[0] == table
-        assert table in {section.name for section in SECTIONS}
+def test_records_are_named_after_their_tables(records):
+    for name, record in records.items():
+        assert name.removeprefix("suite-").split("-")[0] == record["result"]["table"]
+    assert {record["result"]["table"] for record in records.values()} == set(TABLES)

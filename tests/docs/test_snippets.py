@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -60,7 +60,6 @@ NOT_RUN = {
     "doctor": "run by tests/e2e/test_cli.py; with --engine it needs the engine",
     "calibrate": "minutes; run at toy size by tests/e2e/test_calibrate.py",
     "bench fidelity": "minutes; run at toy size by tests/unit/cli/test_bench_fidelity.py",
-    "bench suite": "minutes; run at toy size by tests/unit/bench/suite",
     "bench serve": "minutes; run at toy size by tests/unit/bench/test_bench_serve_command.py",
     "bench ttft": "minutes; run at toy size by tests/e2e/test_cli.py",
     "store verify": "with --remove it deletes; run by tests/unit/cli/test_store.py",
@@ -196,7 +195,7 @@ def test_programs_run(page, request, tmp_path, monkeypatch):
         close_all(namespace)
 
 
-def close_all(namespace: dict[str, object]) -> None:
+def close_all(namespace: dict[str, Any]) -> None:
     """End what the programs of a page have begun."""
     for name, value in namespace.items():
         if name == "app":
@@ -304,7 +303,7 @@ def test_what_is_ours_in_lines_of_other_programs(snippet, command):
         assert words[words.index("--radix-cache-backend") + 1] in PROJECT["entry-points"]["sglang.srt.plugins"]
 
 
-def check_connector(config: Mapping[str, object]) -> None:
+def check_connector(config: Mapping[str, Any]) -> None:
     """What vLLM is told of a connector of ours names one, and settings that it has."""
     if not str(config["kv_connector"]).startswith("Graft"):
         return

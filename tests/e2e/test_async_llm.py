@@ -7,18 +7,21 @@ import contextlib
 import copy
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from tests.engine_runs import begin_together, run_together
 
-from kvgraft.engine import LLM, AsyncLLM, FinishReason, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine import LLM, AsyncLLM, FinishReason, SamplingParams, async_llm
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError, KVGraftError, OverloadedError, RequestError
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 PATIENCE_S = 120.0
+EAGER = 1e6
+"""`stream_slowdown` that holds no prompt back: at the default, a slow machine admits them one by one and preempts none."""
 
 
 def make(family="llama", **settings):
@@ -68,7 +71,7 @@ def test_concurrent_greedy_text_is_that_of_single_runs_though_slots_run_out(sing
     need = sum(len(prompt) + int(length) for prompt, length in zip(prompts, lengths, strict=True))
 
     async def main():
-        llm = make(family, num_slots=need // 8)
+        llm = make(family, num_slots=need // 8, stream_slowdown=EAGER)
         requests = [
             await llm.prepare(prompt, SamplingParams(int(length), ignore_eos=True), reuse)
             for prompt, length in zip(prompts, lengths, strict=True)
@@ -156,7 +159,7 @@ def test_preempted_graft_is_computed_again_without_one_and_says_what_was_grafted
     document = rng.integers(3, VOCABULARY, 120)
 
     async def main():
-        llm = make(num_slots=850)
+        llm = make(num_slots=850, stream_slowdown=EAGER)
         await run(llm, document, SamplingParams(2), "off")
         prompts = [np.concatenate([rng.integers(3, VOCABULARY, 20), document]) for _ in range(4)]
         sampling = SamplingParams(150, ignore_eos=True)
@@ -380,3 +383,56 @@ def test_recorder_that_fails_harms_no_request(rng):
         return parts
 
     assert len(asyncio.run(main())) == 3
+
+
+def test_a_stream_is_told_once_that_its_request_is_accepted():
+    async def serve():
+        llm = make(max_waiting=1, max_running=1)
+        told, parts = [], []
+        try:
+            first = await llm.prepare([5] * 40, SamplingParams(4, ignore_eos=True), "off")
+            async for part in llm.stream(first, partial(told.append, "accepted")):
+                if not parts:
+                    told.append("token")
+                parts.append(part)
+            same = [
+                await llm.prepare([5] * 40, SamplingParams(300, ignore_eos=True), request_id="same") for _ in range(2)
+            ]
+            async with asyncio.timeout(PATIENCE_S):
+                results = await asyncio.gather(
+                    *(drain(llm.stream(request, partial(told.append, "same"))) for request in same),
+                    return_exceptions=True,
+                )
+            return told, [type(result) for result in results]
+        finally:
+            await llm.close()
+
+    told, results = asyncio.run(serve())
+    assert told[:2] == ["accepted", "token"]
+    assert told[2:].count("same") == results.count(list)
+    assert ConfigError in results
+
+
+async def drain(stream):
+    return [part async for part in stream]
+
+
+def test_an_engine_that_does_not_end_its_step_is_given_up(rng, monkeypatch):
+    monkeypatch.setattr(async_llm, "_LAST_STEP_S", 0.01)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    async def main():
+        llm = make()
+        task = asyncio.ensure_future(run(llm, rng.integers(3, VOCABULARY, 20), SamplingParams(40)))
+        llm._command(lambda: (hangs.set(), goes_on.wait()), lambda error: None)
+        await asyncio.to_thread(hangs.wait)
+        await llm.close()
+        assert llm.is_stuck
+        with pytest.raises(OverloadedError):
+            await task
+        with pytest.raises(OverloadedError):
+            await llm.check()
+        goes_on.set()
+        await asyncio.to_thread(llm._thread.join)
+
+    asyncio.run(main())

@@ -6,31 +6,37 @@ the server, or its help.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.util
 import io
 import itertools
 import json
+import os
 import py_compile
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 from tests.store_servers import need_mooncake, need_redis
 from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 
-from kvgraft.bench.client import Exchange
+from kvgraft.bench.client import TimedRequest
 from kvgraft.donors import DonorCatalogue
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.drafts import Drafts
-from kvgraft.engine.request import StreamPart
-from kvgraft.engine.sampling import Sampler
+from kvgraft.engine.requests.request import StreamPart
+from kvgraft.engine.sampling.sampling import Sampler
+from kvgraft.engine.schedule.drafts import Drafts
+from kvgraft.graft.drift_layout import DriftRun, RunLayout
+from kvgraft.graft.select import Observation, SelectionContext
 from kvgraft.models import bundled_model_path, smollm2_path
 from kvgraft.prefix import EvictResult, RadixCache
 
@@ -38,6 +44,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
 
 HELPERS = {
+    "engines/embedded_worker.py",
     "engines/suite_servers.py",
     "engines/vllm_replicas.py",
     "engines/vllm_server.py",
@@ -47,7 +54,10 @@ HELPERS = {
     "peers/suite_peer_servers.py",
     "prefix/sglang_stand_ins.py",
     "prefix/trees.py",
+    "prefix/block_traces.py",
+    "prefix/replay.py",
     "replicas.py",
+    "shared_text.py",
     "semantic/suites.py",
 }
 """Imported by the scripts, or started by them where their engine is."""
@@ -58,9 +68,12 @@ COVERED = HELPERS | {
     "bench_risk.py",
     "bench_streams.py",
     "donor_substitution.py",
+    "drift_cost.py",
+    "drift_estimators.py",
     "drift_stream.py",
     "fidelity_pairs.py",
     "heal_load.py",
+    "host_copies.py",
     "inspector_overhead.py",
     "record.py",
     "routing.py",
@@ -81,17 +94,22 @@ COVERED = HELPERS | {
     "prefix/bench_host_tier.py",
     "prefix/bench_hybrid_chat.py",
     "prefix/bench_hybrid_memory.py",
+    "prefix/bench_policies.py",
     "prefix/bench_trees.py",
     "prefix/soak.py",
     "prefix/table.py",
+    "engines/answers.py",
     "engines/dynamo_selection.py",
     "engines/make_model.py",
     "engines/make_smollm2.py",
+    "engines/new_text.py",
+    "engines/rounds.py",
     "engines/sglang_rag.py",
     "engines/sglang_restart.py",
     "engines/sglang_ttft.py",
     "engines/suite_engines.py",
     "engines/two_commits.py",
+    "engines/vllm_burst.py",
     "engines/vllm_restart.py",
     "engines/vllm_ttft.py",
     "peers/exact_runs.py",
@@ -102,7 +120,10 @@ COVERED = HELPERS | {
 
 
 def test_every_script_has_a_test_here():
-    assert {str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.rglob("*.py")} == COVERED
+    found = {str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.rglob("*.py")}
+    assert {name for name in found if not name.startswith("suite/")} == COVERED, (
+        "the suite has tests/unit/benchmarks/suite"
+    )
 
 
 @pytest.fixture
@@ -138,6 +159,61 @@ def run(monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     return run_main
+
+
+def test_copies_to_host_memory_are_counted_on_both_kinds_of_memory(load, run, monkeypatch):
+    script = load("host_copies.py")
+    monkeypatch.setattr(script, "_KEPT", 3)
+    monkeypatch.setattr(script, "_REST_S", 0)
+    code, out = run(script, "--tokens", 40, "--rounds", 7)
+    rows = json.loads(out)["rows"]
+    assert (code, [(row["memory"], row["rounds"]) for row in rows]) == (0, [("new", 2), ("used before", 4)])
+    rng = np.random.default_rng(0)
+    cache = script.Cache(40, rng)
+    for ours, theirs in zip(cache.packed().keys, cache.apart().keys, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+class TestNewText:
+    """Servers that answer in simulated times."""
+
+    @pytest.fixture
+    def script(self, load):
+        return load("engines/new_text.py")
+
+    def test_every_side_is_asked_for_the_same_prompts_and_each_first_in_turn(self, script):
+        asked = []
+
+        class Answers:
+            found: ClassVar[list] = []
+
+            def __init__(self, name):
+                self.name, self.found = name, []
+
+            def ask(self, prompt):
+                asked.append((self.name, tuple(prompt)))
+                return script.Measured(1.0, 0.5, 0)
+
+        sides = [Answers("off"), Answers("kvgraft")]
+        args = argparse.Namespace(tokens=30, warmup=1, rounds=4, healing=True)
+        script.measure(sides, args, np.random.default_rng(0))
+        assert [len(side.found) for side in sides] == [4, 4]
+        alone = [pair for pair in asked if len(pair[1]) == 30][2:]  # after the document that is left to heal
+        assert [name for name, _ in alone[:4]] == ["off", "kvgraft", "kvgraft", "off"]
+        grafted = {prompt for _, prompt in asked if len(prompt) == 100}
+        assert len(grafted) == 2, "text to heal is left anew after four rounds"
+
+    def test_ratios_are_those_of_medians(self, script):
+        off = [script.Measured(1.0, 0.5, 0)] * 5
+        row = script.figures([script.Measured(1.1, 0.6, 0)] * 5, off, 0)
+        assert (row["ms_ratio"], row["cpu_ms_ratio"], row["ms_ratio_ci"]) == (1.1, 1.2, [1.1, 1.1])
+
+    def test_processor_time_is_that_of_the_group(self, script):
+        before, started = script.cpu_seconds(os.getpgid(0)), time.process_time()
+        while time.process_time() < started + 0.05:
+            pass
+        assert script.cpu_seconds(os.getpgid(0)) >= before + 0.04
+        assert script.cpu_seconds(1 << 30) == 0.0
 
 
 def test_startup_takes_mistakes_that_end_in_one_line(load, run, monkeypatch):
@@ -346,6 +422,83 @@ class TestFidelityPairs:
             script.read(files)
         with pytest.raises(SystemExit, match="no setting z"):
             script.compare(script.read(files[:1]), ["z"], 0)
+
+
+class TestDriftEstimators:
+    ARGS = ("builtin", "--model", "graft-tiny", "--limit", 3, "--max-prompt-tokens", 700, "--dtype", "float32")
+
+    @pytest.fixture
+    def script(self, load, monkeypatch):
+        script = load("drift_estimators.py")
+        # The script adds names to both, for its own process.
+        for held in (script.CORRECTIONS, script.fidelity_settings.POLICIES):
+            for name in (*script.ESTIMATORS, "mine", "other", script.Layer1Probes.name):
+                monkeypatch.setitem(held, name, None)
+        return script
+
+    def test_equal_estimators_err_alike_and_a_run_goes_on(self, script, run, tmp_path):
+        policies = (
+            "none",
+            "query_seam:0.2+positions",
+            "query_seam:0.2+mine",
+            "query_seam:0.2+other",
+            "layer1:0.2+mean",
+        )
+        journal = tmp_path / "j.jsonl"
+        given = (*self.ARGS, "--ridge", "mine=0.3,1,16,0,5", "other=2,1,16,0,1", "--journal", journal)
+        code, out = run(script, *given, "--policy", *policies)
+        assert code == 0
+        found = json.loads(out)
+        assert {request["suite"] for request in found["requests"]} == {"builtin"}
+        for request in found["requests"]:
+            errors = request["mean_kl"]
+            assert errors["query_seam:0.2+mine"] == errors["query_seam:0.2+positions"]
+        rows = {row["setting"]: row for row in found["rows"]}
+        assert rows["query_seam:0.2+other"]["mean_kl"] != rows["query_seam:0.2+mine"]["mean_kl"]
+        assert rows["layer1:0.2+mean"]["against"]["none"]["mean_kl"]["ratio"] > 0
+        measured = journal.read_text()
+        assert json.loads(run(script, *given, "--policy", *policies)[1])["rows"] == found["rows"]
+        assert journal.read_text() == measured
+
+    def test_probes_of_layer_1_stand_for_their_run(self, script):
+        context = SelectionContext(10, np.arange(2, 8), np.arange(6), np.array([0, 1, 8, 9]))
+        steps = script.Layer1Probes(ratio=0.3).steps(context)
+        assert next(steps).observe_key_deviation
+        deviation = np.array([0, 0, 1, 9, 2, 8, 3, 4, 0, 0.0])
+        chosen = steps.send(Observation(None, None, deviation))
+        assert chosen.positions.tolist() == chosen.sample.tolist() == [3, 5]
+
+    def test_weight_of_a_mean(self, script):
+        run = DriftRun(np.arange(4), np.arange(4, 9))
+        layout = RunLayout.of([run], torch.device("cpu"))
+        moved = torch.arange(8.0).view(4, 1, 2)
+        shifts = script.WeightedMean(0.5).for_layer(layout, None)(moved, torch.empty(5, 1, 2))
+        assert shifts.tolist() == [[[1.5, 2.0]]] * 5
+
+    def test_nothing_grafted_gets_one_line(self, script, run, monkeypatch):
+        record = {"suite": "builtin", "index": 0, "settings": {"none": {"is_grafted": False}}}
+        monkeypatch.setattr(script.SuiteRunner, "run", lambda _, __, journal, ___: journal.add(record))
+        with pytest.raises(SystemExit, match="nothing was grafted"):
+            run(script, *self.ARGS, "--policy", "none")
+
+
+class TestDriftCost:
+    def test_every_estimator_is_timed_in_every_part(self, load, run):
+        script = load("drift_cost.py")
+        code, out = run(script, "--lengths", 200, "--rounds", 2)
+        assert code == 0
+        rows = json.loads(out)["rows"]
+        assert [(row["sample"], row["num_sampled"], row["estimator"]) for row in rows] == [
+            (sample, number, name) for sample, number in (("head", 16), ("tenth", 20)) for name in script.ESTIMATORS
+        ]
+        assert all(row["form"] > 0 and row["all"] > 0 for row in rows)
+
+    def test_medians(self, load):
+        timer = load("drift_cost.py").Timer()
+        for once, form in ((1, 10), (5, 3), (2, 4)):
+            timer.add("once", once / 1e3)
+            timer.add("form", form / 1e3)
+        assert timer.medians() == {"once": 2, "form": 4, "all": 8}
 
 
 class TestDonorSubstitution:
@@ -566,6 +719,18 @@ class TestEngines:
         assert (tmp_path / "tokenizer.json").exists()
         assert (tmp_path / "config.json").exists()
 
+    def test_a_burst_is_compared_with_off_of_the_same_round(self, load):
+        script = load("engines/vllm_burst.py")
+        figures = dict.fromkeys(("last_ttft_s", "shifted", "exact", "prompt_tokens"), 1)
+        rows = [
+            {"variant": variant, "round": number, "seconds": seconds * number, "median_ttft_s": seconds, **figures}
+            for number in (1, 2, 3)
+            for variant, seconds in zip(script.VARIANTS, (8.0, 4.0, 2.0, 1.0), strict=True)
+        ]
+        found = script.summary(rows)
+        assert [found[each]["seconds_sooner_than_off"] for each in script.VARIANTS] == [1, 2, 4, 8]
+        assert found["wait"]["seconds"] == 8
+
     @pytest.mark.parametrize(("share", "error"), [(0.0, 0.0), (0.8, 0.5)])
     def test_vllm_rows_tell_reuse_from_none(self, load, share, error):
         script = load("engines/vllm_ttft.py")
@@ -651,10 +816,35 @@ class TestEngines:
             assert row["after_cached_tokens"] == 500
             assert row["rounds"] == 4
 
+    def test_the_embedded_engine_is_compared_with_itself(self, load):
+        script = load("engines/two_commits.py")
+        tree = BENCHMARKS.parent
+        with script.embedded_sides(dict.fromkeys(script.SIDES, tree), SimpleNamespace(model="graft-tiny")) as sides:
+            rows = script.measure(sides, 800, 1, random.Random(0))
+        cached = {row["kind"]: (row["before_cached_tokens"], row["after_cached_tokens"]) for row in rows}
+        assert cached["unknown"] == (0, 0)
+        assert cached["moved"][0] == cached["moved"][1] > 0
+        assert cached["again"][0] == cached["again"][1] > 700
+
     def test_two_commits_need_a_checkout(self, load, tmp_path):
         script = load("engines/two_commits.py")
         with pytest.raises(SystemExit, match="no checkout of kvgraft"):
             script.environment(tmp_path)
+
+    @pytest.mark.parametrize("sooner", [0.5, 2.0])
+    def test_bursts_are_compared_with_the_same_round_without_a_graft(self, load, sooner):
+        script = load("engines/vllm_burst.py")
+
+        def row(variant, number, seconds):
+            times = {"seconds": seconds, "median_ttft_s": 2 * seconds, "last_ttft_s": 1.0}
+            return {"variant": variant, "round": number, **times, "shifted": 7, "exact": 5, "prompt_tokens": 9}
+
+        rows = [row("off", number, off) for number, off in enumerate((1.0, 4.0, 9.0))]
+        rows += [row(variant, off["round"], off["seconds"] / sooner) for off in rows for variant in script.VARIANTS[1:]]
+        found = script.summary(rows)
+        assert found["off"]["seconds_sooner_than_off"] == 1
+        assert found["wait"]["seconds_sooner_than_off"] == found["wait"]["median_ttft_s_sooner_than_off"] == sooner
+        assert (found["void"]["seconds"], found["void"]["shifted"]) == (4 / sooner, 7)
 
     def test_peers_have_help(self, load, run):
         script = load("peers/peers_ttft.py")
@@ -1032,8 +1222,8 @@ class TestWarmRestart:
 class TestTwoReplicas:
     def test_sharing_finds_what_the_other_has_read(self, load, run, tmp_path, monkeypatch):
         """The stream deals every document to both engines in turn; seen through the store at once, for the test."""
-        monkeypatch.setattr("kvgraft.engine.store_tier._LEAST_PATIENCE_S", 60.0)
-        monkeypatch.setattr("kvgraft.engine.pace.Pace.flops_per_s", None)
+        monkeypatch.setattr("kvgraft.reuse.reads._LEAST_PATIENCE_S", 60.0)
+        monkeypatch.setattr("kvgraft.engine.schedule.pace.Pace.flops_per_s", None)
         generate = LLM.generate
 
         def behind_stores(llm, *args, **kwargs):
@@ -1200,7 +1390,7 @@ class TestHealLoad:
 
     def test_settings_are_compared_with_off(self, script):
         def exchange(first, gap):
-            return Exchange(0.0, 0.0, [first, first + gap], first + gap, None, 100, 2, 50)
+            return TimedRequest(0.0, 0.0, [first, first + gap], first + gap, None, 100, 2, 50)
 
         runs = [
             script.summed(mode, [exchange(first, 0.01)] * 20, healed)
@@ -1370,7 +1560,7 @@ class TestSuite:
 
     def test_a_failure_is_a_line_without_paths(self, load):
         script = load("engines/vllm_server.py")
-        said = 'it said:\n  File "/work/x/y.py"\nValueError: no room in /work/x/y for it\nkilled'
+        said = 'it said:\n  File "/srv/x/y.py"\nValueError: no room in /srv/x/y for it\nkilled'
         assert script.reason(script.ServerError(said)) == "ValueError: no room in ... for it"
         assert script.reason(script.ServerError("there is no server")) == "there is no server"
 
@@ -1435,3 +1625,52 @@ class TestSuite:
         record = json.loads(out)
         assert (code, record["table"]) == (0, "peers")
         assert [row["failure"] for row in record["rows"]] == ["there is no kvboost", "there is no llama.cpp"]
+
+
+class TestAnswers:
+    """`engines/answers.py`."""
+
+    @pytest.fixture
+    def script(self, load):
+        return load("engines/answers.py")
+
+    def test_every_kind_is_asked_once_per_round_for_a_document_that_was_read(self, script):
+        sent = []
+
+        def send(kind, prompt):
+            sent.append((kind, prompt))
+            return script.Timed(1.0, 2.0, 9.0)
+
+        found = script.measure(send, 40, 3, np.random.default_rng(0))
+        assert {kind: len(times) for kind, times in found.items()} == dict.fromkeys(script.KINDS, 3)
+        for number in range(4):
+            (_, known), *asked = sent[5 * number : 5 * number + 5]
+            document = known[script.HEAD : script.HEAD + 40]
+            assert sorted(kind for kind, _ in asked) == sorted(script.KINDS)
+            for kind, prompt in asked:
+                start = script.HEAD if kind == "exact" else script.NEW_HEAD
+                assert prompt[start : start + 40] == document
+                assert (prompt[: script.HEAD] == known[: script.HEAD]) == (kind == "exact")
+
+    def test_tokens_are_events_with_something_new(self, script):
+        completion = [b'data: {"choices": [{}]}\n', b"\n", b'data: {"choices": []}\n', b'data: {"choices": [{}]}\n']
+        assert len(list(script.token_times(completion))) == 2
+        growing = [b'data: {"output_ids": [1]}\n', b'data: {"output_ids": [1]}\n', b'data: {"output_ids": [1, 2]}\n']
+        assert len(list(script.token_times(growing))) == 2
+
+    def test_each_engine_is_asked_in_its_own_words(self, script):
+        path, body = script.asked("vLLM", "after")([1])
+        assert (path, body["kv_transfer_params"]) == (
+            "/v1/completions",
+            {"kvgraft": "graft", "kvgraft_repair": "after"},
+        )
+        path, body = script.asked("SGLang", "off")([1])
+        assert (path, body["sampling_params"]["custom_params"]) == ("/generate", {"kvgraft": "off"})
+        assert script.asked("kvgraft serve", "before")([1])[1]["kvgraft"] == {"reuse": "graft", "repair": "before"}
+
+    def test_ratios_are_those_of_medians(self, script):
+        found = {kind: [script.Timed(1.0, 1.0, 2.0)] * 3 for kind in script.KINDS}
+        found["after"] = [script.Timed(2.0, 5.0, 8.0)] * 3
+        row = script.row("after", found, 0)
+        assert (row["first_of_exact"], row["total_of_off"], row["second_ms"]) == (2.0, 4.0, 5.0)
+        assert row["first_of_off_ci"] == [2.0, 2.0]

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from tests.engine_runs import run_to_end, submit
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
+from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.graft.select import Observable, QuerySeam, Recompute, SelectionPolicy
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
-from kvgraft.types import MissReason
+from kvgraft.types import MissReason, RepairTime
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ LATER = [
 ]
 
 
-def make_engine(family="llama"):
-    config = EngineConfig(num_slots=1_500, max_rows=40)
+def make_engine(family="llama", repair="before"):
+    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair)
     return Engine(adopt_model(family, tiny_model(family), None), config)
 
 
@@ -187,10 +189,71 @@ def test_preempted_at_any_moment_it_is_exact_all_the_same(world, fault, steps):
     for _ in range(steps):
         engine.step()
         engine.check()
-    engine.scheduler._preempt(active)
+    engine.scheduler.preempt(active)
     (output,) = run_to_end(engine).values()
     assert output.num_preemptions == 1
     assert_exact(engine, output, expected[0])
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def answering_first(request):
+    """An engine that repairs after the first token, a document, and a prompt that grafts it."""
+    engine, rng = make_engine(request.param, "after"), np.random.default_rng(6)
+    document = rng.integers(3, VOCABULARY, 150)
+    return (
+        engine,
+        document,
+        np.concatenate([rng.integers(3, VOCABULARY, 20), document, rng.integers(3, VOCABULARY, 30)]),
+    )
+
+
+@pytest.mark.parametrize("fault", LATER)
+def test_a_policy_that_fails_after_the_first_token_leaves_exact_kv_from_the_second_on(answering_first, fault):
+    engine, document, prompt = answering_first
+    learn(engine, document)
+    errors = engine.manager.num_errors
+    submit(engine, prompt, 6, selection=Broken(fault))
+    (output,) = run_to_end(engine).values()
+    report = output.report
+    if report.miss is not None:  # it failed at once
+        assert report.miss.reason is MissReason.POLICY_ERROR
+        return
+    assert report.shifted_tokens == 150, "the first token was drawn from all of the graft"
+    assert (report.repair.time, report.repair.from_token, report.repair.exact_from_token) == (RepairTime.AFTER, 2, 2)
+    assert engine.manager.num_errors == errors + 1
+    text = text_of(output)
+    namespace = engine.builder.build(text[:2]).namespace
+    assert assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) == len(text)
+    assert_donors_are_exact(engine.adapter, engine.space, [text, document])
+    engine.check()
+
+
+class FailsAtTheChoice(SelectionPolicy):
+    """Looks at the query, as the pass that answers does, and fails when it is to choose."""
+
+    name = "broken"
+    observes = frozenset({Observable.QUERY_ATTENTION})
+    recompute_ratio = 0.1
+
+    def steps(self, context):
+        yield Recompute(context.reused[:0], observe_query=True)
+        raise ValueError("no choice")
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_choice_that_fails_before_a_token_is_drawn_is_a_miss_and_no_token_rests_on_the_graft(answering_first, count):
+    """The first token may be the last: nothing of the graft may be published with it as what a full prefill gives."""
+    engine, document, prompt = answering_first
+    engine.reset()
+    submit(engine, prompt, count, "off")
+    expected = next(iter(run_to_end(engine).values())).token_ids
+    learn(engine, document)
+    sampling = SamplingParams(count, stop_token_ids=(int(expected[0]),) if count == 2 else (), ignore_eos=True)
+    engine.add(engine.builder.build(prompt, RequestOptions(sampling, selection=FailsAtTheChoice())))
+    (output,) = run_to_end(engine).values()
+    assert_exact(engine, output, expected[:1] if count == 2 else expected)
+    engine.check()
+    assert_donors_are_exact(engine.adapter, engine.space, [text_of(output), document])
 
 
 @pytest.mark.parametrize("steps", [2, 6])

@@ -8,17 +8,18 @@ import math
 import numpy as np
 import pytest
 
-from kvgraft.bench.calibrate import Asked, calibration_of, references, sample_notch, summed_up, tokenized
+from kvgraft.bench.calibrate import AskedRisk, calibration_of, references, sample_notch, summed_up, tokenized
 from kvgraft.bench.chat import user_message
-from kvgraft.bench.packs import Session
+from kvgraft.bench.packs import PackSession
 from kvgraft.bench.prompts import read_sessions
 from kvgraft.cli import main
 from kvgraft.engine import LLM
 from kvgraft.errors import ConfigError
-from kvgraft.fidelity.control import Loss, load_calibration
-from kvgraft.reuse.notches import notches_of
+from kvgraft.fidelity.control import AnswerPart, Loss, load_calibration
+from kvgraft.fidelity.control.notches import notches_of
+from kvgraft.types import RepairTime
 
-pytestmark = pytest.mark.usefixtures("looks_are_free")
+pytestmark = [pytest.mark.usefixtures("looks_are_free"), pytest.mark.slow]
 
 PASSAGE = "def area(width, height):\n    return width * height\n\n\ndef volume(w, h, d):\n    return d * area(w, h)\n"
 
@@ -38,25 +39,43 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
-def test_only_grafted_requests_count_and_each_notch_serves_all(model_dir, prompts):
-    llm = LLM(model_dir, num_slots=2_000, selection="query_seam")
+PARTS = {
+    RepairTime.BEFORE: {AnswerPart.WHOLE},
+    RepairTime.AFTER: {AnswerPart.FIRST, AnswerPart.LATER, AnswerPart.WHOLE},
+}
+"""Rows of a notch at which requests may be repaired as late as this."""
+
+
+@pytest.mark.parametrize("repair", ["before", "after"])
+def test_only_grafted_requests_count_and_each_notch_serves_all(model_dir, prompts, repair):
+    llm = LLM(model_dir, num_slots=2_000, selection="query_seam", repair=repair)
     loss = Loss.parse("greedy:4")
     tokens = tokenized(llm, read_sessions(prompts), loss.num_tokens)
     steps = []
     expected = references(llm, tokens, loss, lambda: steps.append(0))
+    notches = notches_of(llm.policy, RepairTime(repair))
     samples = {
         notch.name: sample_notch(llm, notch, tokens, expected, loss, advance=lambda: steps.append(0))
-        for notch in notches_of(llm.policy)
+        for notch in notches
     }
-    assert len(steps) == tokens.count * 7
-    assert samples["full"].grafted == [0.0] * 13
-    assert [len(sample.grafted) for sample in samples.values()][1:] == [11] * 5
+    assert len(steps) == tokens.count * (1 + len(notches))
+    assert samples["full"].losses == {AnswerPart.WHOLE: [0.0] * 13}
+    for notch in notches[1:]:
+        losses = samples[notch.name].losses
+        assert set(losses) == PARTS[notch.repair]
+        assert {part: len(lost) for part, lost in losses.items()} == dict.fromkeys(losses, 11)
+    firsts = [sample.losses[AnswerPart.FIRST] for sample in samples.values() if AnswerPart.FIRST in sample.losses]
+    assert firsts == firsts[:1] * len(firsts), "what is computed after it cannot matter to the first token"
+    wholes = {name: sample.losses[AnswerPart.WHOLE] for name, sample in samples.items()}
+    if repair == "after":
+        assert wholes.pop("50 % before") == wholes["50 %"]
+        samples.pop("50 % before")
     shares = [sample.recomputed / sample.reused for name, sample in samples.items() if name != "full"]
     reused = samples["none"].reused // 11
     assert shares == pytest.approx(
         [math.ceil(share * reused) / reused for share in (0.5, 0.25, 0.1, 0.05, 0.0)], abs=0.01
     )
-    assert sum(samples["none"].grafted) > 0
+    assert sum(wholes["none"]) > 0
     assert llm.usage().free == llm.usage().total
 
 
@@ -65,19 +84,45 @@ def test_kl_is_measured_where_tokens_agree(model_dir, prompts):
     loss = Loss.parse("kl:1e-6")
     tokens = tokenized(llm, read_sessions(prompts, 3), loss.num_tokens)
     expected = references(llm, tokens, loss, lambda: None)
-    full, none = (sample_notch(llm, n, tokens, expected, loss, advance=lambda: None) for n in notches_of(llm.policy))
-    assert sum(full.grafted) < 0.1
-    assert sum(none.grafted) > 0.5
+    full, none = (
+        sample_notch(llm, notch, tokens, expected, loss, advance=lambda: None)
+        for notch in notches_of(llm.policy, RepairTime.AFTER)
+    )
+    assert sum(full.losses[AnswerPart.WHOLE]) < 0.1
+    assert all(sum(none.losses[part]) > 0.5 for part in AnswerPart)
+    assert none.losses[AnswerPart.FIRST] == pytest.approx(none.losses[AnswerPart.WHOLE], rel=1e-3)
+
+
+def test_a_first_token_that_is_unsure_enough_to_wait_is_the_one_that_waited(model_dir, prompts):
+    """With a margin of 1 all wait."""
+    loss, found = Loss.parse("kl:1"), {}
+    for margin in (0.0, 1.0):
+        llm = LLM(model_dir, num_slots=2_000, selection="query_seam", repair_below_margin=margin)
+        tokens = tokenized(llm, read_sessions(prompts, 4), loss.num_tokens)
+        notch = next(notch for notch in notches_of(llm.policy, RepairTime.AFTER) if notch.name == "50 %")
+        expected = references(llm, tokens, loss, lambda: None)
+        found[margin] = sample_notch(llm, notch, tokens, expected, loss, advance=lambda: None).losses
+    assert found[0.0][AnswerPart.FIRST] != found[0.0][AnswerPart.WHOLE] == found[1.0][AnswerPart.WHOLE]
+    assert found[1.0][AnswerPart.FIRST] == found[1.0][AnswerPart.WHOLE]
+
+
+def test_what_scores_do_not_repair_is_not_calibrated(model_dir, prompts):
+    llm = LLM(model_dir, num_slots=2_000, repair_rows=4)
+    tokens = tokenized(llm, read_sessions(prompts, 2), 4)
+    with pytest.raises(ConfigError, match=r"repair_rows goes on to repair.*; use first_token"):
+        references(llm, tokens, Loss.parse("greedy:4"), lambda: None)
+    assert len(references(llm, tokens, Loss.parse("first_token"), lambda: None)) == 2
 
 
 def test_sessions_begin_with_an_empty_cache(model_dir):
     llm = LLM(model_dir, num_slots=2_000, selection="none")
     loss = Loss.parse("first_token")
-    sessions = [Session((), (f"One. {PASSAGE}",)), Session((f"Two. {PASSAGE}",), (f"Number three. {PASSAGE}",))]
+    sessions = [PackSession((), (f"One. {PASSAGE}",)), PackSession((f"Two. {PASSAGE}",), (f"Number three. {PASSAGE}",))]
     tokens = tokenized(llm, sessions, 1)
     expected = references(llm, tokens, loss, lambda: None)
-    sample = sample_notch(llm, notches_of(llm.policy)[-1], tokens, expected, loss, advance=lambda: None)
-    assert len(sample.grafted) == 1
+    none = notches_of(llm.policy, RepairTime.AFTER)[-1]
+    sample = sample_notch(llm, none, tokens, expected, loss, advance=lambda: None)
+    assert [len(lost) for lost in sample.losses.values()] == [1] * 3
 
 
 def test_too_few_prompts_certify_nothing_and_say_how_many_it_takes(capsys, model_dir, prompts, tmp_path):
@@ -95,13 +140,16 @@ def test_what_is_certified_is_written_and_served(capsys, model_dir, prompts, tmp
     options = ("--epsilon", "0.95", "--delta", "0.2", "--output", str(output), "--plot", str(plot))
     code, out, _ = run(capsys, "calibrate", "--model", model_dir, "--prompts", prompts, *options)
     assert code == 0
-    assert out.count("certified\n") == 5
+    assert out.count("certified\n") == 6
+    assert all(" whole " in line for line in out.splitlines() if line.endswith("  certified"))
     assert "first_token at most 0.95 at notch 'none'" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert load_calibration(output).notch == "none"
     llm = LLM(model_dir, num_slots=2_000, calibration=str(output))
     assert llm.policy.name == "none"
-    assert llm.risk.start.notch == "none"
+    assert (llm.risk.start.notch, llm.risk.start.part) == ("none", "first")
+    with pytest.raises(ConfigError, match=r"is of another repair \(after, here before\)"):
+        LLM(model_dir, num_slots=2_000, calibration=str(output), repair="before")
     with pytest.raises(ConfigError, match="is of another min_run"):
         LLM(model_dir, num_slots=2_000, calibration=str(output), min_run=32)
 
@@ -110,12 +158,15 @@ def test_json_says_the_same(capsys, model_dir, prompts):
     code, out, _ = run(capsys, "calibrate", "--model", model_dir, "--prompts", prompts, "--limit", "4", "--json")
     result = json.loads(out)
     assert (code, result["notch"], result["prompts"]) == (1, "full", 4)
-    assert [row["requests"] for row in result["results"]] == [3] * 5
-    assert result["full_prefill"] == {"requests": 4, "loss_sum": 0.0}
-    assert [len(result["losses"][name]) for name in ("full", "50 %", "none")] == [4, 3, 3]
-    assert [sum(result["losses"][row["notch"]]) for row in result["results"]] == [
-        row["loss_sum"] for row in result["results"]
+    assert [[(part["part"], part["requests"]) for part in row["parts"]] for row in result["results"]] == [
+        [("whole", 3)],
+        *[[("first", 3), ("later", 3), ("whole", 3)]] * 5,
     ]
+    assert result["full_prefill"] == {"requests": 4, "loss_sum": 0.0}
+    assert [len(result["losses"][name]["whole"]) for name in ("full", "50 %", "none")] == [4, 3, 3]
+    for row in result["results"]:
+        for part in row["parts"]:
+            assert sum(result["losses"][row["notch"]][part["part"]]) == part["loss_sum"]
 
 
 def test_prompts_of_a_chat_need_a_template(capsys, model_dir, prompts):
@@ -127,7 +178,7 @@ def test_prompts_of_a_chat_need_a_template(capsys, model_dir, prompts):
 def test_prompts_of_a_chat_are_what_the_template_makes_of_them():
     llm = LLM("graft-tiny", num_slots=600)
     llm.loaded.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    made = tokenized(llm, [Session((), ("word",))], 1, lambda text: user_message(llm, text))
+    made = tokenized(llm, [PackSession((), ("word",))], 1, lambda text: user_message(llm, text))
     ((_, (prompt,)),) = made.sessions
     assert llm.loaded.tokenizer.decode(prompt) == "<user>word<assistant>"
 
@@ -136,20 +187,30 @@ class TestSummary:
     def results(self, losses, count=300):
         from kvgraft.bench.calibrate import NotchSample
 
-        samples = {"full": NotchSample([0.0] * count)}
+        samples = {"full": NotchSample({AnswerPart.WHOLE: [0.0] * count})}
         for name, lost in losses.items():
-            samples[name] = NotchSample([1.0] * lost + [0.0] * (count - lost))
-        return summed_up(samples, Asked(Loss.parse("first_token"), 0.02, 0.05))
+            parts = lost if isinstance(lost, dict) else {AnswerPart.WHOLE: lost}
+            samples[name] = NotchSample(
+                {part: [1.0] * number + [0.0] * (count - number) for part, number in parts.items()}
+            )
+        return summed_up(samples, AskedRisk(Loss.parse("first_token"), 0.02, 0.05))
 
     def test_certifies_up_to_the_first_failure(self):
         results = self.results({"50 %": 0, "25 %": 1, "10 %": 6, "none": 0})
         assert [result.is_certified for result in results] == [True, True, False, False]
 
+    def test_a_notch_is_as_good_as_its_worst_part(self):
+        parts = dict.fromkeys(AnswerPart, 0)
+        for part in AnswerPart:
+            results = self.results({"50 %": parts, "25 %": parts | {part: 6}, "10 %": parts})
+            assert [result.is_certified for result in results] == [True, False, False]
+            assert results[1].worst.part is part
+
     def test_nothing_where_the_most_conservative_one_fails(self, model_dir):
         results = self.results({"50 %": 9, "none": 0})
         assert not any(result.is_certified for result in results)
         llm = LLM(model_dir, num_slots=2_000)
-        assert calibration_of(llm, results, Asked(Loss.parse("first_token"), 0.02, 0.05), 300).notch == "full"
+        assert calibration_of(llm, results, AskedRisk(Loss.parse("first_token"), 0.02, 0.05), 300).notch == "full"
 
 
 class TestPrompts:
@@ -192,9 +253,9 @@ class TestPrompts:
 
     def test_prompts_that_do_not_fit_are_left_out(self, model_dir):
         llm = LLM(model_dir, num_slots=600)
-        assert tokenized(llm, [Session((), ("short", PASSAGE * 40))], 1).num_too_long == 1
+        assert tokenized(llm, [PackSession((), ("short", PASSAGE * 40))], 1).num_too_long == 1
         with pytest.raises(ConfigError, match="no prompt has at most"):
-            tokenized(llm, [Session((), (PASSAGE * 40,))], 1)
+            tokenized(llm, [PackSession((), (PASSAGE * 40,))], 1)
 
 
 def test_arguments_are_checked_before_anything_is_loaded(capsys, prompts):
@@ -213,7 +274,8 @@ def test_arguments_are_checked_before_anything_is_loaded(capsys, prompts):
 
 def test_notches_are_ordered_by_what_they_compute_again(model_dir):
     for selection in ("query_seam", "first_k", "none"):
-        policies = [notch.policy for notch in notches_of(LLM(model_dir, num_slots=600, selection=selection).policy)]
+        llm = LLM(model_dir, num_slots=600, selection=selection)
+        policies = [notch.policy for notch in notches_of(llm.policy, RepairTime.BEFORE)]
         assert policies[0] is None
         ratios = [policy.recompute_ratio for policy in policies[1:]]
         assert ratios == sorted(ratios, reverse=True)

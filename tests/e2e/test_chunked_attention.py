@@ -9,7 +9,7 @@ from tests.e2e.test_hybrid import GREEDY, assert_close, make_llm, random_prompt,
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model, load_model
+from kvgraft.engine.model.loading import adopt_model, load_model
 from kvgraft.errors import ModelError
 from kvgraft.prefix import SWARadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import FAMILIES, VOCABULARY, tiny_model

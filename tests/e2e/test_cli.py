@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvgraft.bench.timed_answer import timed_answer
 from kvgraft.cli import main
 from kvgraft.testing.tiny_models import tiny_model
 
@@ -113,6 +114,30 @@ def test_bench_ttft_json_has_the_promised_fields_and_is_drawn(capsys, model_dir,
     assert promised <= set(rows[0])
     assert rows[0]["computed_tokens"] == 50 + 25 + 1  # a tenth of the reused; the last token is always computed
     assert rows[0]["flop_bound"] > 1
+    for row in rows:
+        assert row["tokens"] == 8
+        assert 0 < row["graft_s"] < row["graft_s"] + row["graft_second_gap_s"] < row["graft_total_s"]
+        assert 0 < row["hit_s"] < row["hit_total_s"]
+        assert row["cold_s"] < row["cold_total_s"]
+
+
+def test_bench_ttft_asks_for_as_many_tokens_as_it_is_told(capsys, model_dir, monkeypatch):
+    """With several the default repairs after the first, with one before it."""
+    answers = []
+
+    def noted(*args, **options):
+        answers.append(timed_answer(*args, **options))
+        return answers[-1]
+
+    monkeypatch.setattr("kvgraft.bench.ttft.timed_answer", noted)
+    options = ("--num-slots", "3000", "--lengths", "300", "--shift", "50", "--repeat", "1")
+    for tokens in ("1", "3"):
+        assert run(capsys, "bench", "ttft", "--model", model_dir, *options, "--tokens", tokens)[0] == 0
+    repairs = [answer.report.repair for answer in answers]
+    assert [repair.time for repair in repairs if repair is not None] == ["before", "after"]
+    assert {len(answer.times_s) for answer in answers} == {1, 3}
+    code, _, err = run(capsys, "bench", "ttft", "--model", model_dir, *options, "--tokens", "0")
+    assert (code, "--tokens must be at least 1" in err) == (2, True)
 
 
 def test_bench_ttft_of_a_model_that_grafts_nothing_is_an_error(capsys, tmp_path, monkeypatch):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
-from kvgraft.engine.document_names import DocumentLabel, document_reuse
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.document_names import DocumentLabel, document_reuse
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.errors import ConfigError
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -176,10 +177,10 @@ def test_labels_that_are_wrong_are_refused(labels, message):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_what_heals_keeps_its_name_or_loses_it(family):
     llm = LLM(adopt_model(family, tiny_model(family), None), num_slots=2_000, selection="none", heal="idle")
-    engine, new = llm._engine, RNG.integers(3, VOCABULARY, 70)
+    engine, new = llm.engine, RNG.integers(3, VOCABULARY, 70)
 
     def ask(*texts, documents=()):
-        engine.add(engine.builder.build(np.concatenate(texts), SAMPLING, "graft", documents=documents))
+        engine.add(engine.builder.build(np.concatenate(texts), RequestOptions(SAMPLING, "graft", documents=documents)))
         told = [event.part for _ in range(200) if engine.has_work for event in engine.step()]
         return told[-1].output
 

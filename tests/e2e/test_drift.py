@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from tests.support.kept_kv import assert_donors_are_exact, own_kv
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.adapter import TransformersAdapter
 from kvgraft.engine.core import Engine
-from kvgraft.engine.drift_pass import BatchDrift
-from kvgraft.engine.loading import adopt_model
-from kvgraft.engine.self_check import self_check
+from kvgraft.engine.model.adapter import TransformersAdapter
+from kvgraft.engine.model.drift_pass import BatchDrift
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.model.self_check import self_check
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift import CORRECTIONS, DriftCorrection, KeyFrame
 from kvgraft.graft.drift_estimate import MeanShift
@@ -22,8 +24,8 @@ from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopeShift, rotate_keys
 from kvgraft.graft.select import Adaptive, KVDeviation, Observation, QueryAttention, QuerySeam, RandomShare, Recompute
 from kvgraft.graft.sparse_prefill import SparsePrefill
+from kvgraft.graft.steps import GraftSteps
 from kvgraft.memory import HybridSlotPool
-from kvgraft.testing.kept_kv import assert_donors_are_exact, own_kv
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import DonorId, GraftPlan, Match
 
@@ -33,11 +35,15 @@ SPANS = ((8, 50), (60, 90), (150, 40))
 GREEDY = SamplingParams(8, ignore_eos=True)
 
 
-def make_plan(exact_len=5):
+def make_plan(prefix_len=5):
     spans = tuple(Match(start, DonorId(number), 0, length) for number, (start, length) in enumerate(SPANS))
-    computed = np.arange(exact_len, NUM_TOKENS)
+    computed = np.arange(prefix_len, NUM_TOKENS)
     reused = np.concatenate([np.arange(start, start + length) for start, length in SPANS])
-    return GraftPlan(NUM_TOKENS, exact_len, spans, np.setdiff1d(computed, reused))
+    return GraftPlan(NUM_TOKENS, prefix_len, spans, np.setdiff1d(computed, reused))
+
+
+def num_recomputed(outcome):
+    return sum(length for _, length in outcome.work.recomputed_runs)
 
 
 class Prompt:
@@ -90,10 +96,12 @@ class Prompt:
                     moved = rotate_keys(moved, turn, rope.pairing)
                 self.place(at).write(layer, keys[at] + moved, values[at] + shift[1])
 
+    def sparse_prefill(self, policy, correction):
+        steps = GraftSteps(self.plan, policy, token_ids=self.token_ids, correction=correction)
+        return SparsePrefill(self.token_ids, self.slots, steps, swa_indices=self.window_slots)
+
     def prefill(self, policy, correction, max_rows=10_000):
-        prefill = SparsePrefill(
-            self.token_ids, self.plan, self.slots, policy, swa_indices=self.window_slots, correction=correction
-        )
+        prefill = self.sparse_prefill(policy, correction)
         outcome, pieces = None, 0
         while outcome is None:
             outcome = prefill.receive(self.adapter.forward([prefill.next_rows(max_rows)])[0])
@@ -129,11 +137,11 @@ def test_constant_drift_is_taken_away_exactly(policy, frame, rng):
     prompt = Prompt(rng)
     prompt.move(frame)
     outcome, _ = prompt.prefill(policy, None)
-    assert outcome.num_corrected == 0
+    assert outcome.work.num_corrected == 0
     assert prompt.error() > 0.1
     prompt.move(frame)
     corrected, _ = prompt.prefill(policy, DriftCorrection(RAW, frame))
-    assert corrected.num_corrected == sum(length for _, length in SPANS) - corrected.recomputed(prompt.plan) > 0
+    assert corrected.work.num_corrected == sum(length for _, length in SPANS) - num_recomputed(corrected) > 0
     assert prompt.error() < 1e-4
     assert torch.allclose(corrected.logits, prompt.logits, atol=1e-4)
 
@@ -159,12 +167,11 @@ def test_tokens_without_a_window_slot_are_corrected_in_full_layers_only(rng):
     prompt = Prompt(rng, "gemma3_text", is_hybrid=True)
     prompt.move()
     before = [tuple(x.clone() for x in prompt.read(layer)) for layer in range(prompt.adapter.num_layers)]
-    held = prompt.window_slots.copy()
-    rows = SparsePrefill(
-        prompt.token_ids, prompt.plan, prompt.slots, RandomShare(0.3), swa_indices=held, correction=DriftCorrection(RAW)
-    ).next_rows(10_000)
+    rows = prompt.sparse_prefill(RandomShare(0.3), DriftCorrection(RAW)).next_rows(10_000)
     gone = np.setdiff1d(np.arange(8, 20), rows.positions)
+    held = prompt.window_slots.copy()
     held[gone] = -1
+    rows = replace(rows, swa_indices=held)
     drift = BatchDrift([rows], prompt.adapter.pool, prompt.adapter.rope)
     for layer, (keys, values) in enumerate(prompt.exact):
         for corrected in drift.corrected(layer, keys[rows.positions], values[rows.positions]):
@@ -194,7 +201,7 @@ def test_how_a_pass_is_cut_changes_nothing(policy, rng):
     assert [pieces for _, pieces, _ in found] == sorted(pieces for _, pieces, _ in found)
     assert found[-1][1] > found[0][1]
     for outcome, _, other in others:
-        assert outcome.computed.tolist() == whole.computed.tolist()
+        assert outcome.work.computed.tolist() == whole.work.computed.tolist()
         assert torch.allclose(outcome.logits, whole.logits, atol=1e-4)
         for one, two in zip(kv, other, strict=True):
             assert torch.allclose(one[0], two[0], atol=1e-4)
@@ -210,7 +217,7 @@ def test_batched_rows_are_corrected_as_if_alone(rng):
     other_ids, other_slots = rng.integers(3, VOCABULARY, 50), np.arange(300, 350)
     other = SequenceRows(other_ids, np.arange(50), other_slots)
     expected = prompt.adapter.forward([other])[0].logits
-    prefill = SparsePrefill(prompt.token_ids, prompt.plan, prompt.slots, RandomShare(0.2), correction=DriftCorrection())
+    prefill = prompt.sparse_prefill(RandomShare(0.2), DriftCorrection())
     first, second = prompt.adapter.forward([other, prefill.next_rows(10_000)])
     outcome = prefill.receive(second)
     assert torch.allclose(first.logits, expected, atol=1e-5)
@@ -222,9 +229,7 @@ def test_batched_rows_are_corrected_as_if_alone(rng):
 def test_pass_that_runs_again_does_not_correct_twice(rng):
     prompt = Prompt(rng)
     prompt.move()
-    prefill = SparsePrefill(
-        prompt.token_ids, prompt.plan, prompt.slots, RandomShare(0.2), correction=DriftCorrection(RAW)
-    )
+    prefill = prompt.sparse_prefill(RandomShare(0.2), DriftCorrection(RAW))
     rows = prefill.next_rows(10_000)
     prompt.adapter.forward([rows])
     prompt.adapter.forward([rows])
@@ -234,16 +239,14 @@ def test_pass_that_runs_again_does_not_correct_twice(rng):
 def test_failure_while_correcting_leaves_the_layer_as_it_was(rng, monkeypatch):
     prompt = Prompt(rng)
     prompt.move()
-    rows = SparsePrefill(
-        prompt.token_ids, prompt.plan, prompt.slots, RandomShare(0.2), correction=DriftCorrection(RAW)
-    ).next_rows(10_000)
+    rows = prompt.sparse_prefill(RandomShare(0.2), DriftCorrection(RAW)).next_rows(10_000)
     calls = []
 
-    def fails_late(self, layout, moved, inner=MeanShift._shift):
+    def fails_late(self, layout, moved, out, inner=MeanShift._shift):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 4:  # values of the second layer that is corrected, after its keys
             raise MemoryError
-        return inner(self, layout, moved)
+        return inner(self, layout, moved, out)
 
     with monkeypatch.context() as patch:
         patch.setattr(MeanShift, "_shift", fails_late)
@@ -267,7 +270,7 @@ def test_later_steps_add_what_earlier_ones_left(rng):
     prompt.move()
     outcome, pieces = prompt.prefill(Twice(0.5), DriftCorrection(RAW))
     assert pieces == 2
-    assert outcome.recomputed(prompt.plan) > 70
+    assert num_recomputed(outcome) > 70
     assert prompt.error() < 1e-4
 
 
@@ -297,10 +300,10 @@ def test_key_deviation_is_the_distance_from_what_was_reused(family, layer, max_r
     notes = []
     outcome, _ = prompt.prefill(Seen(0.1, layer, (notes,)), None, max_rows)
     assert np.allclose(notes[0][reused], expected, rtol=1e-3, atol=1e-4)
-    chosen = np.isin(reused, np.setdiff1d(outcome.computed, prompt.plan.compute))
+    chosen = np.isin(reused, np.setdiff1d(outcome.work.computed, prompt.plan.compute))
     assert chosen.sum() == np.ceil(0.1 * len(reused))
     assert expected[chosen].min() >= expected[~chosen].max() * (1 - 1e-3)
-    ((looked, number),) = outcome.looks
+    ((looked, number),) = outcome.work.looks
     assert (looked.tolist(), number) == (list(range(5, NUM_TOKENS)), layer)
 
 
@@ -339,10 +342,10 @@ def test_report_counts_what_was_corrected_and_all_operations(rng):
     llm, texts = make_llm(), documents(rng)
     llm.generate(np.concatenate(texts), SamplingParams(1))
     prompt, continuation = reordered(rng, texts), rng.integers(3, VOCABULARY, 3)
-    flops = llm._engine.manager.flops
+    flops = llm.engine.manager.flops
 
     def report(selection, correction=None):
-        return llm.score(prompt, continuation, selection=selection, correction=correction).report
+        return llm.score(prompt, continuation, selection=selection, correction=correction, repair="before").report
 
     random = report(RandomShare(0.2))
     assert random.corrected_tokens == random.shifted_tokens == 450 - 90
@@ -391,7 +394,7 @@ def run_all(engine, requests, *, preempt=False):
         for active in list(engine.scheduler.running):
             if preempt and active.is_prefilling and active.request.request_id not in victims:
                 victims.add(active.request.request_id)
-                engine.scheduler._preempt(active)
+                engine.scheduler.preempt(active)
     assert not preempt or len(victims) == len(requests)
     return tokens
 
@@ -405,7 +408,7 @@ def test_answers_do_not_depend_on_what_runs_beside(how, rng):
     assert [out.token_ids for out in plain] != expected, "the correction must change something for this test to tell"
     settings = {"max_rows": 64} if how in ("in small pieces", "preempted") else {}
     engine = make_and_read(texts, **settings)._engine
-    requests = [engine.builder.build(prompt, GREEDY, selection=RandomShare(0.2)) for prompt in prompts]
+    requests = [engine.builder.build(prompt, RequestOptions(GREEDY, selection=RandomShare(0.2))) for prompt in prompts]
     groups = [[request] for request in requests] if how == "alone" else [requests]
     found = {}
     for group in groups:

@@ -8,12 +8,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from tests.e2e.test_kept_kv import assert_kept_is_exact
+from tests.support.kept_kv import assert_prefix_is_exact
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import PolicyError
 from kvgraft.graft.select import NoRecompute
-from kvgraft.testing.kept_kv import assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import Fidelity, MissReason
 
@@ -58,11 +58,11 @@ def test_a_prefix_that_host_memory_still_has_is_exact(document, rng):
     assert (report.exact_tokens, report.shifted_tokens, report.computed_tokens) == (LENGTH, 0, NEW)
     assert (report.recomputed_tokens, report.corrected_tokens, report.policy, report.miss) == (0, 0, "none", None)
     assert output.token_ids == llm.generate(prompt, GREEDY, "off")[0].token_ids
-    namespace = llm._engine.builder.build(prompt).namespace
+    namespace = llm.engine.builder.build(prompt).namespace
     assert assert_prefix_is_exact(llm.adapter, llm.space, namespace, prompt) >= LENGTH
     again = llm.generate(prompt, GREEDY)[0].report
     assert (again.exact_tokens, again.spans) == (LENGTH + NEW - 1, ())
-    assert_kept_is_exact(llm._engine, [output])
+    assert_kept_is_exact(llm.engine, [output])
 
 
 @pytest.mark.parametrize("selection", ["none", "query_seam", "kv_deviation", "first_k", "adaptive"])
@@ -83,7 +83,7 @@ def test_policies_choose_among_what_is_approximate_alone(family, selection, docu
     assert report.num_tokens == report.reused_tokens + report.computed_tokens
     if selection != "adaptive":  # which may compute everything
         assert [span.fidelity for span in others] == [Fidelity.SHIFTED]
-    namespace = llm._engine.builder.build(prompt).namespace
+    namespace = llm.engine.builder.build(prompt).namespace
     assert assert_prefix_is_exact(llm.adapter, llm.space, namespace, prompt) >= LENGTH
     llm.check()
 

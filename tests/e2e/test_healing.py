@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 
 import numpy as np
 import pytest
 import torch
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import LLM, AsyncLLM, SamplingParams, healing
+from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.document_names import DocumentLabel
-from kvgraft.engine.heal_queue import MOST_CANDIDATES
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.idle import healing
+from kvgraft.engine.idle.heal_queue import MOST_CANDIDATES, HealQueue
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.document_names import DocumentLabel
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.errors import CapacityError, ConfigError
 from kvgraft.memory.store import register_store
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from kvgraft.testing.memory_store import MemoryStore
 from kvgraft.testing.registries import isolated_registries
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -70,7 +73,7 @@ def approximate(llm):
 
 
 def healer_of(llm):
-    return llm._engine.healer
+    return llm.engine.healer
 
 
 def text_of(prompt, output):
@@ -78,7 +81,7 @@ def text_of(prompt, output):
 
 
 def namespace_of(llm, prompt, salt=""):
-    return llm._engine.builder.build(prompt, cache_salt=salt).namespace
+    return llm._engine.builder.build(prompt, RequestOptions(cache_salt=salt)).namespace
 
 
 @FAMILIES
@@ -112,7 +115,7 @@ class TestHealed:
         llm = make_llm(family, page_size=page_size)
         prompt, output = grafted(llm, words)
         pieces = 0
-        while llm._engine.heal_step():
+        while llm.engine.heal_step():
             pieces += 1
             llm.check()
             assert llm.usage().request == 0
@@ -131,8 +134,8 @@ class TestHealed:
             family, page_size=page_size, num_slots=450, host_bytes=1_000_000, hybrid_kvcache_ratio=0.8, max_running=2
         )
         prompts = [grafted(llm, words, novel=160)[0] for _ in range(3)]
-        for number in range(60):
-            llm._engine.heal_step()
+        for number in range(30):
+            llm.engine.heal_step()
             llm.check()
             if number % 3 == 0:
                 llm.generate(np.concatenate([words(20), prompts[number % 2][140:260]]), ANSWER)
@@ -158,12 +161,12 @@ def test_the_donors_of_other_requests_with_the_text_go_too(family, words):
 
 def test_what_waits_to_be_healed_keeps_nothing_of_how_its_answer_was_drawn(words):
     llm = make_llm()
-    engine = llm._engine
+    engine = llm.engine
     llm.generate(words(300), ANSWER)
     donor = next(iter(llm.space.donors))
     prompt = np.concatenate([words(30), donor.token_ids[:200].astype(np.int64), words(20)])
     sampling = SamplingParams(4, allowed_token_ids=tuple(range(VOCABULARY)), ignore_eos=True)
-    engine.add(engine.builder.build(prompt, sampling, documents=[DocumentLabel("x", 0, 9)]))
+    engine.add(engine.builder.build(prompt, RequestOptions(sampling, documents=[DocumentLabel("x", 0, 9)])))
     seen = []
     while engine.has_work:
         engine.step()
@@ -245,7 +248,7 @@ def test_the_hottest_text_is_healed_first(words, small_pieces):
     for _ in range(3):
         llm.generate(np.concatenate([words(40), second[140:240], words(9)]), ANSWER, "graft")
     while healer_of(llm).num_requests == 0:
-        assert llm._engine.heal_step()
+        assert llm.engine.heal_step()
     exact = llm.generate(second, ANSWER, "exact")[0].report.exact_tokens
     assert exact == len(second) - 1
     assert llm.generate(first, ANSWER, "exact")[0].report.exact_tokens < 140
@@ -287,11 +290,37 @@ class TestNothingIsLeftBehind:
             llm.heal(-1)
 
     @FAMILIES
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_an_abandoned_piece_leaves_nothing_and_begins_again(self, family, layer, words, small_pieces):
+        llm = make_llm(family)
+        prompt, output = grafted(llm, words)
+        text = text_of(prompt, output)
+        llm.engine.heal_step()
+        frontier, asked = healer_of(llm).num_tokens, []
+        free = llm.space.allocator.free_size
+
+        def is_wanted():
+            asked.append(None)
+            return len(asked) > layer
+
+        assert not llm.engine.heal_step(is_wanted)
+        assert len(asked) == layer + 1  # it ends at the layer at which it is asked, not at its end
+        assert (healer_of(llm).num_tokens, healer_of(llm).num_abandoned) == (frontier, 1)
+        assert llm.space.allocator.free_size == free
+        assert healer_of(llm).has_work
+        llm.check()
+        llm.heal()
+        assert healer_of(llm).num_requests == 1
+        assert assert_prefix_is_exact(llm.adapter, llm.space, namespace_of(llm, prompt), text) == len(text)
+        assert_donors_are_exact(llm.adapter, llm.space, [text])
+        llm.check()
+
+    @FAMILIES
     def test_a_reset_between_pieces_forgets_all_of_it(self, family, words, small_pieces):
         llm = make_llm(family)
         grafted(llm, words)
-        llm._engine.heal_step()
-        llm._engine.heal_step()
+        llm.engine.heal_step()
+        llm.engine.heal_step()
         with torch.no_grad():
             llm.loaded.model.get_input_embeddings().weight.mul_(1.5)
         llm.reset()
@@ -337,7 +366,7 @@ class TestNothingIsLeftBehind:
         def full(*_, **__):
             raise CapacityError("no slots")
 
-        monkeypatch.setattr(llm._engine.manager, "begin", full)
+        monkeypatch.setattr(llm.engine.manager, "begin", full)
         assert llm.heal() == 0
         assert healer_of(llm).dropped["no_room"] == 1
         assert not healer_of(llm).has_work
@@ -350,9 +379,9 @@ class TestNothingIsLeftBehind:
         def broken(*_, **__):
             raise RuntimeError("broken")
 
-        owner = {"forward": llm.adapter, "begin": llm._engine.manager, "heal": llm._engine.manager}
+        owner = {"forward": llm.adapter, "begin": llm.engine.manager, "heal": llm.engine.manager}
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "kvgraft"):
-            patch.setattr(owner.get(where, llm._engine.manager._register), where, broken)
+            patch.setattr(owner.get(where, llm.engine.manager._request_donors), where, broken)
             llm.heal()
         assert healer_of(llm).dropped["error"] == 1
         assert not healer_of(llm).has_work
@@ -366,7 +395,7 @@ class TestNothingIsLeftBehind:
         grafted(llm, words)
         llm.space.donors.record_hit(approximate(llm)[0].donor_id, 1)  # worth what others lose
         steps = 0
-        while llm._engine.heal_step():
+        while llm.engine.heal_step():
             steps += 1
             llm.space._release_forgotten(llm.space.prefix.evict(10_000))
             assert steps < 200
@@ -376,7 +405,7 @@ class TestNothingIsLeftBehind:
     def test_there_are_so_many_candidates_and_the_coldest_go(self, words):
         llm = make_llm()
         prompt, _ = grafted(llm, words)
-        request = llm._engine.builder.build(prompt)
+        request = llm.engine.builder.build(prompt)
         healer = healer_of(llm)
         for _ in range(MOST_CANDIDATES + 5):
             healer.add(request, namespace_of(llm, prompt), words(40), [])
@@ -430,7 +459,7 @@ class TestBesideOthers:
 
 def run(engine, prompt, sampling=ANSWER):
     """Token ids of the answer; every invariant is checked behind every step."""
-    engine.add(engine.builder.build(prompt, sampling))
+    engine.add(engine.builder.build(prompt, RequestOptions(sampling)))
     output = None
     while engine.has_work:
         for event in engine.step():
@@ -458,6 +487,90 @@ def test_an_idle_server_heals_by_itself_and_tells_of_it(words):
             assert not any(snapshot.heals_dropped.values())
             parts = [part async for part in llm.stream(await llm.prepare(prompt, ANSWER))]
             assert parts[-1].output.report.exact_tokens == len(prompt) - 1
+        finally:
+            await llm.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_arrives_waits_for_a_layer_of_what_is_healed_and_not_for_a_piece(words, monkeypatch):
+    """A piece that is under way waits at its second layer until a request has come: it must end there."""
+    written, is_under_way, may_go_on = [], threading.Event(), threading.Event()
+
+    async def main():
+        llm = AsyncLLM(loaded(), num_slots=3_000, selection="query_seam")
+        try:
+            document = words(100)
+            prompt = np.concatenate([words(30), document, words(205)])
+            async for _ in llm.stream(await llm.prepare(np.concatenate([words(7), document]), ANSWER)):
+                pass
+            heal_step = llm._engine.heal_step
+
+            def watched(is_wanted=None):
+                def asks():
+                    written.append(None)
+                    if len(written) == 2:
+                        is_under_way.set()
+                        assert may_go_on.wait(PATIENCE_S)
+                    return is_wanted()
+
+                return heal_step(asks if len(written) < 2 else is_wanted)
+
+            monkeypatch.setattr(llm._engine, "heal_step", watched)
+            async for _ in llm.stream(await llm.prepare(prompt, ANSWER)):
+                pass
+            assert await asyncio.to_thread(is_under_way.wait, PATIENCE_S)
+            inspected = asyncio.ensure_future(llm.inspect())  # a question does not end a piece, a request does
+            stream = llm.stream(await llm.prepare(words(50), ANSWER))
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            may_go_on.set()
+            await first
+            await inspected
+            assert len(written) == 2
+            assert llm._engine.healer.num_abandoned >= 1
+            async for _ in stream:
+                pass
+            async with asyncio.timeout(PATIENCE_S):
+                while not llm.snapshot().num_healed_requests:
+                    await asyncio.sleep(0.01)
+            await llm.check()
+        finally:
+            may_go_on.set()
+            await llm.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_healed_while_a_request_is_being_made(words, monkeypatch):
+    async def main():
+        llm = AsyncLLM(loaded(), num_slots=3_000, selection="query_seam")
+        try:
+            healed, may_build, build = [], threading.Event(), llm._engine.builder.build
+            heal_step = llm._engine.heal_step
+            monkeypatch.setattr(
+                llm._engine, "heal_step", lambda is_wanted: healed.append(is_wanted()) or heal_step(is_wanted)
+            )
+            document = words(100)
+            for prompt in (np.concatenate([words(7), document]), np.concatenate([words(30), document, words(205)])):
+                request = await llm.prepare(prompt, ANSWER)
+                if len(prompt) > 200:
+                    monkeypatch.setattr(
+                        llm._engine.builder, "build", lambda *a: may_build.wait(PATIENCE_S) and build(*a)
+                    )
+                    making = asyncio.ensure_future(llm.prepare(words(50), ANSWER))
+                    await asyncio.sleep(0)
+                async for _ in llm.stream(request):
+                    pass
+            assert llm.snapshot().num_heal_candidates == 1
+            await llm.check()  # the engine's thread has gone round meanwhile
+            assert not healed
+            may_build.set()
+            await making
+            async with asyncio.timeout(PATIENCE_S):
+                while not llm.snapshot().num_healed_requests:
+                    await asyncio.sleep(0.01)
+            assert not any(healed)
         finally:
             await llm.close()
 
@@ -498,14 +611,14 @@ def test_stores_get_what_is_exact_in_the_end_and_no_pieces(family, words, small_
         try:
             prompt, output = grafted(llm, words)
             llm.sync_stores(PATIENCE_S)
-            before = set(memory._objects)
-            llm._engine.heal_step()
-            llm._engine.heal_step()
+            before = set(memory.objects)
+            llm.engine.heal_step()
+            llm.engine.heal_step()
             llm.sync_stores(PATIENCE_S)
-            assert set(memory._objects) == before
+            assert set(memory.objects) == before
             llm.heal()
             llm.sync_stores(PATIENCE_S)
-            assert len(set(memory._objects) - before) == 1
+            assert len(set(memory.objects) - before) == 1
             llm.check()
         finally:
             llm.close()
@@ -519,3 +632,65 @@ def test_stores_get_what_is_exact_in_the_end_and_no_pieces(family, words, small_
             assert generations == {0}
         finally:
             other.close()
+
+
+@pytest.fixture
+def counted_looks(monkeypatch):
+    """The healer gives up with an error after so many looks for the hottest text as no queue needs."""
+    asked, best = [], HealQueue.best
+
+    def counted(queue, is_due):
+        asked.append(queue)
+        assert len(asked) < 1_000, "the healer looks for ever"
+        return best(queue, is_due)
+
+    monkeypatch.setattr(HealQueue, "best", counted)
+    return asked
+
+
+class TestPrefixesOnTheHost:
+    """What a text's exact beginning is cannot depend on whether somebody has looked."""
+
+    def test_healing_ends_where_texts_take_each_others_room(self, counted_looks):
+        rng = np.random.default_rng(247)
+        page_size = int(rng.choice([1, 16]))
+        llm = make_llm(num_slots=300, prefix_host_bytes=1 << 20, selection="none", page_size=page_size)
+        documents = [rng.integers(3, VOCABULARY, int(rng.integers(20, 100))) for _ in range(3)]
+        for _ in range(int(rng.integers(2, 12))):
+            head = rng.integers(3, VOCABULARY, int(rng.integers(1, 40)))
+            middle = [documents[number] for number in rng.integers(0, 3, int(rng.integers(1, 3)))]
+            question = rng.integers(3, VOCABULARY, int(rng.integers(1, 60)))
+            llm.generate(np.concatenate([head, *middle, question])[:270], SamplingParams(4, ignore_eos=True))
+            counted_looks.clear()
+            if rng.random() < 0.5:
+                llm.heal()
+                llm.check()
+
+    def test_a_look_moves_nothing(self, words):
+        llm = make_llm(num_slots=300, prefix_host_bytes=1 << 20)
+        texts = [words(120) for _ in range(3)]
+        for text in texts:
+            llm.generate(text, ANSWER, "exact")
+        before = (llm.usage(), llm.space.prefix_host_tokens, llm.space.prefix.num_nodes)
+        seen = [llm.engine.manager.look(llm.engine.builder.build(text)) for text in [*texts, texts[0]]]
+        assert (llm.usage(), llm.space.prefix_host_tokens, llm.space.prefix.num_nodes) == before
+        assert [found.total for found in seen] == [120] * 4
+        assert seen[0].host_hit_len
+        assert llm.space.num_loaded_tokens == 0
+
+    def test_a_piece_is_no_longer_where_the_host_does_not_give_what_was_seen(self, words, monkeypatch, small_pieces):
+        llm = make_llm(num_slots=1_000, prefix_host_bytes=1 << 20)
+        prompt, output = grafted(llm, words)
+        healer, manager = healer_of(llm), llm.engine.manager
+        assert llm.engine.heal_step()
+        llm.generate(words(990), ANSWER, "exact")  # takes the room
+        assert manager.look(next(iter(healer._queue)).request).host_hit_len
+        monkeypatch.setattr(healing.IdleHealer, "_is_hot", lambda healer, candidate: True)
+        monkeypatch.setattr(llm.space, "take_slots", lambda num_tokens: None)
+        before = healer.num_tokens
+        assert llm.engine.heal_step()
+        assert healer.num_tokens - before <= 40
+        monkeypatch.undo()
+        llm.heal()
+        llm.check()
+        assert_prefix_is_exact(llm.adapter, llm.space, namespace_of(llm, prompt), text_of(prompt, output))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.engine import LLM, SamplingParams, slot_plan
-from kvgraft.engine.hybrid_space import HybridKVSpace
-from kvgraft.engine.kv_space import KVSpace
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine.kv.hybrid_space import HybridKVSpace
+from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.model import slot_plan
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import CapacityError, ConfigError
 from kvgraft.prefix import RadixCache, SWARadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -225,7 +226,7 @@ def test_far_too_few_window_slots_change_nothing_but_time(family, rng, few_windo
 
 @KINDS
 def test_streams_that_do_not_fit_side_by_side_are_preempted_and_exact(family, rng, few_windows):
-    llm = make_llm(family, num_slots=1_500)
+    llm = make_llm(family, num_slots=1_500, stream_slowdown=1e6)  # no prompt waits for its turn
     prompts = [random_prompt(rng, 5) for _ in range(6)]
     streams = [llm.stream(prompt, SamplingParams(80, ignore_eos=True), "exact") for prompt in prompts]
     outputs = [[] for _ in prompts]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tests.engine_runs import run_to_end, submit
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.memory import HybridSlotPool
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
@@ -64,7 +64,7 @@ def test_preempted_graft_launders_nothing(family, moments, rng):
     for moment in moments:
         run_until(engine, lambda moment=moment: active.kv is not None and len(active.output_ids) >= moment)
         reports.append(active.report)
-        engine.scheduler._preempt(active)
+        engine.scheduler.preempt(active)
     second = run_to_end(engine)
     (output,) = second.values()
     assert output.num_preemptions == len(moments)
@@ -82,7 +82,7 @@ def test_donors_made_behind_a_graft_are_never_of_generation_0(family, rng):
     prompt = np.concatenate([random_prompt(rng, 30), document, tail])
     active = submit(engine, prompt, 30)
     run_until(engine, lambda: len(active.output_ids) >= 2)
-    engine.scheduler._preempt(active)
+    engine.scheduler.preempt(active)
     engine.cancel(active.request.request_id)
     engine.space.check()
     behind = [d for d in engine.space.donors if np.isin(tail[:40], d.token_ids).all() and d.num_tokens >= 40]
@@ -132,7 +132,7 @@ def test_preempted_request_that_straddles_a_reset_starts_afresh(family, rng):
     run_until(engine, lambda: len(active.output_ids) >= 4)
     change_weights(engine.loaded.model)
     engine.reset()
-    engine.scheduler._preempt(active)
+    engine.scheduler.preempt(active)
     outputs = run_to_end(engine)
     assert_kept_is_exact(engine, outputs.values())
 

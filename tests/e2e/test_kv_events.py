@@ -23,18 +23,17 @@ from tests.standins.scripted_provider import FOLDER, Script  # noqa: E402
 from kvgraft.cli import main  # noqa: E402
 from kvgraft.engine import LLM, SamplingParams  # noqa: E402
 from kvgraft.engine.async_llm import AsyncLLM  # noqa: E402
-from kvgraft.engine.loading import adopt_model  # noqa: E402
+from kvgraft.engine.event_feed import EventFeed  # noqa: E402
+from kvgraft.engine.model.loading import adopt_model  # noqa: E402
 from kvgraft.errors import ConfigError, IntegrationError  # noqa: E402
 from kvgraft.prefix import (  # noqa: E402
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     ZmqEventSubscriber,
-    donor_scope,
-    is_donor,
-    scope_of,
 )
 from kvgraft.prefix.events import wire  # noqa: E402
+from kvgraft.reuse.donor_events import donor_scope, is_donor, scope_of  # noqa: E402
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model  # noqa: E402
 
 GREEDY = SamplingParams(8, ignore_eos=True)
@@ -164,7 +163,7 @@ def test_a_substituted_request_is_told_of_nowhere(endpoints, rng, tmp_path, monk
         semantic_provider="scripted_provider:Scripted",
         semantic_deadline_ms=60_000,
     )
-    publisher = llm._engine._events._publisher
+    publisher = llm.engine._events._publisher
     stored, prompt = random_prompt(rng, 200), random_prompt(rng, 150)
     llm.generate(stored, GREEDY, "off")
     script.answer(stored.tolist())
@@ -229,6 +228,31 @@ def test_a_port_in_use_is_told_in_one_line_before_a_model_is_loaded(capsys):
     assert line.startswith("kvgraft: cannot open 'tcp://*:")
 
 
+def test_tokens_that_other_machines_can_read_are_told_of_in_one_line(caplog):
+    port = free_port()
+    EventFeed(f"tcp://*:{port}").close()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"any client that reaches tcp://*:{port} reads the tokens of all prompts")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:{}", "ipc:///{}/kv", "tcp://router.example.org:{}"])
+def test_others_are_not(caplog, tmp_path, endpoint):
+    EventFeed(endpoint.format(str(tmp_path).lstrip("/") if "ipc" in endpoint else free_port())).close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_an_endpoint_of_this_machine_s_own_is_bound():
+    """Only where somebody is connected to can a reader connect."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    feed = EventFeed(endpoint)
+    try:
+        with pytest.raises(IntegrationError, match="choose a free endpoint"):
+            EventFeed(endpoint)
+    finally:
+        feed.close()
+
+
 def await_free(port):
     """ZeroMQ closes a socket behind the call that closes it."""
     for _ in range(600):
@@ -262,7 +286,7 @@ def test_a_program_that_forgets_to_close_ends(tmp_path):
     script = f"""
 import numpy as np
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.testing.tiny_models import tiny_model
 llm = LLM(adopt_model("llama", tiny_model("llama"), None), num_slots=500, kv_events="ipc://{tmp_path}/events")
 llm.generate(np.arange(3, 100), SamplingParams(2))
@@ -275,8 +299,8 @@ print("done")
 def test_without_readers_nothing_is_recorded(rng):
     llm = make_llm("")
     llm.generate(random_prompt(rng, 100), GREEDY)
-    assert llm._engine._events.log is None
-    assert all(not node.page_hashes for node in llm.space.prefix._tree.root.subtree())
+    assert llm.engine._events.log is None
+    assert all(not node.page_hashes for node in llm.space.prefix.root_handle.subtree())
 
 
 def test_only_replay_keeps_what_was_sent(endpoints, rng):
@@ -284,7 +308,7 @@ def test_only_replay_keeps_what_was_sent(endpoints, rng):
     endpoint, replay = endpoints
     for setting, kept in ((endpoint, False), (json.dumps({"endpoint": endpoint, "replay_endpoint": replay}), True)):
         llm = make_llm(setting)
-        publisher = llm._engine._events._publisher
+        publisher = llm.engine._events._publisher
         llm.generate(random_prompt(rng, 100), GREEDY)
         llm.close()
         assert publisher._num_published > 0
@@ -294,7 +318,7 @@ def test_only_replay_keeps_what_was_sent(endpoints, rng):
 def test_batches_are_what_readers_of_vllm_and_sglang_take(endpoints, rng):
     endpoint, replay = endpoints
     llm = make_llm(json.dumps({"endpoint": endpoint, "replay_endpoint": replay, "as_arrays": True}))
-    publisher = llm._engine._events._publisher
+    publisher = llm.engine._events._publisher
     prompt = random_prompt(rng, 40)
     llm.generate(prompt, SamplingParams(1))
     llm.close()
@@ -359,5 +383,5 @@ def test_donors_are_told_of_where_that_is_asked_for(endpoints, rng, family):
 
 
 def test_announcing_donors_to_nobody_is_refused():
-    with pytest.raises(ConfigError, match="announce_donors tells of donors among the KV events; set kv_events"):
+    with pytest.raises(ConfigError, match="announce_donors adds donors to the KV events; set kv_events"):
         make_llm("", announce_donors=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvgraft.engine import LLM, FinishReason, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixCache, register_radix_cache_backend
@@ -85,7 +85,7 @@ def test_document_behind_a_new_beginning_is_reused(rng, document):
 
 def test_recomputing_everything_reused_gives_the_full_prefill(rng, document):
     """The most a policy can do is full prefill, and then nothing of the graft may be left."""
-    llm = make_llm(selection="first_k", first_k=200)
+    llm = make_llm(selection="first_k", first_k=200, repair="before")
     llm.generate(document, GREEDY)
     prompt, continuation = behind(rng, document), rng.integers(3, VOCABULARY, 5)
     grafted = llm.score(prompt, continuation, "graft")
@@ -101,7 +101,7 @@ def test_more_recomputation_comes_closer_to_full_prefill(rng, document):
     full = llm.score(prompt, continuation, "off").logits
     errors = []
     for ratio in (0.05, 0.5, 0.95):
-        other = make_llm(selection="query_seam", recompute_ratio=ratio)
+        other = make_llm(selection="query_seam", recompute_ratio=ratio, repair="before")
         other.generate(document, GREEDY)
         errors.append(float((other.score(prompt, continuation).logits - full).abs().max()))
     assert errors[0] > errors[1] > errors[2]
@@ -278,7 +278,7 @@ def test_failure_to_store_a_preempted_request_is_a_counted_miss(family, rng, mon
     """Nobody waits for the answer of `suspend`; a failure there would end the engine's thread."""
     llm = make_llm(family, num_slots=150)
     prompts = [rng.integers(3, VOCABULARY, 40) for _ in range(4)]
-    manager, suspended = llm._engine.manager, []
+    manager, suspended = llm.engine.manager, []
     suspend = manager.suspend
 
     def broken(*_, **__):

@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.support.kept_kv import assert_prefix_is_exact
 
 from kvgraft.cli import main
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import EVICTION_POLICIES, RadixCache, TreeCacheBuildContext, register_radix_cache_backend
-from kvgraft.testing.kept_kv import assert_prefix_is_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 PAGES = [1, 16, pytest.param(64, marks=pytest.mark.slow)]
@@ -60,7 +60,7 @@ def test_chat_extends_its_prefix_in_whole_pages_and_is_exact(family, page_size, 
         stored = len(history) + 39
         history = np.concatenate([history, output.token_ids, random_prompt(rng, 10)])
     assert assert_prefix_is_exact(
-        llm.adapter, llm.space, llm._engine.builder.build(history).namespace, history
+        llm.adapter, llm.space, llm.engine.builder.build(history).namespace, history
     ) == in_pages(stored, page_size)
 
 
@@ -103,7 +103,7 @@ def test_moved_text_is_stored_as_nobodys_prefix(family, page_size, rng):
 @pytest.mark.parametrize("page_size", PAGES)
 def test_preempted_and_reset_requests_are_exact(family, page_size, rng):
     llm = make_llm(family, page_size=page_size, num_slots=420)
-    engine = llm._engine
+    engine = llm.engine
     assert isinstance(engine, Engine)
     prompts = [random_prompt(rng, length) for length in (90, 33, 128)]
     streams = [llm.stream(prompt, SamplingParams(60, ignore_eos=True), "exact") for prompt in prompts]
@@ -112,7 +112,7 @@ def test_preempted_and_reset_requests_are_exact(family, page_size, rng):
         for own, part in zip(tokens, parts, strict=True):
             own.append(part.token_id)
         if number in (10, 30) and engine.scheduler.running:
-            engine.scheduler._preempt(engine.scheduler.running[0])
+            engine.scheduler.preempt(engine.scheduler.running[0])
         if number == 40:
             llm.reset()
         llm.check()
@@ -154,7 +154,7 @@ def survivors(llm, prompts):
 def key_of(llm, prompt):
     from kvgraft.prefix import RadixKey
 
-    return RadixKey(prompt, llm._engine.builder.build(prompt).namespace.key)
+    return RadixKey(prompt, llm.engine.builder.build(prompt).namespace.key)
 
 
 DONORS = [{}, {"host_bytes": 0}, {"donor_tokens": 16}]
@@ -200,14 +200,30 @@ def test_a_preempted_request_uses_its_prefix_once(family, rng):
     prompt = random_prompt(rng, 140)
     stream = llm.stream(prompt, SamplingParams(20, ignore_eos=True), "exact")
     tokens = [next(stream).token_id for _ in range(5)]
-    llm._engine.scheduler._preempt(llm._engine.scheduler.running[0])
+    llm.engine.scheduler.preempt(llm.engine.scheduler.running[0])
+    tokens += [part.token_id for part in stream]
+    assert tuple(tokens) == stock_greedy(llm, prompt, 20)
+    assert max(node.hit_count for node in path_of(llm, prompt)) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_that_is_preempted_again_in_its_prefill_uses_its_prefix_once(family, rng):
+    llm = make_llm(family, eviction_policy="lfu")
+    scheduler = llm._engine.scheduler
+    prompt = random_prompt(rng, 140)
+    stream = llm.stream(prompt, SamplingParams(20, ignore_eos=True), "exact")
+    tokens = [next(stream).token_id for _ in range(5)]
+    scheduler.preempt(scheduler.running[0])
+    scheduler.schedule()
+    assert scheduler.running[0].is_prefilling
+    scheduler.preempt(scheduler.running[0])
     tokens += [part.token_id for part in stream]
     assert tuple(tokens) == stock_greedy(llm, prompt, 20)
     assert max(node.hit_count for node in path_of(llm, prompt)) == 1
 
 
 def path_of(llm, prompt):
-    node = llm.space.prefix._tree.root
+    node = llm.space.prefix.root_handle
     for _ in range(100):
         found = [child for child in node.children.values() if child.token_ids[0] == prompt[node.end]]
         if not found:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import MissReason
 
@@ -25,7 +25,7 @@ def new_text(rng, length):
 
 def assert_kept_is_exact(llm, prompt):
     """What prefixes and donors have of a prompt are the K/V of a full prefill, where they are called so."""
-    namespace = llm._engine.builder.build(prompt[:2]).namespace
+    namespace = llm.engine.builder.build(prompt[:2]).namespace
     assert_prefix_is_exact(llm.adapter, llm.space, namespace, prompt)
     assert_donors_are_exact(llm.adapter, llm.space, [prompt])
     llm.check()

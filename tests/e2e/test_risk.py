@@ -11,18 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.engine import LLM, AsyncLLM, SamplingParams, audit
+from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.idle import audit
 from kvgraft.engine.inspection import Inspection
-from kvgraft.engine.loading import adopt_model
-from kvgraft.engine.risk import OWN_SETTINGS, WITHDRAWN, risk_binding
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.requests.risk import OWN_SETTINGS, WITHDRAWN, risk_binding
+from kvgraft.engine.schedule.active import Phase
 from kvgraft.errors import ConfigError
-from kvgraft.fidelity import stock_answer
-from kvgraft.fidelity.control import Calibration, NotchResult, save_calibration
+from kvgraft.fidelity import stock_logits
+from kvgraft.fidelity.control import AnswerPart, Calibration, NotchResult, PartResult, save_calibration
+from kvgraft.fidelity.control.notches import notches_of
 from kvgraft.graft.select import QuerySeam
-from kvgraft.reuse.notches import notches_of
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
-from kvgraft.types import UNCALIBRATED, MissReason, ReuseMode, RiskStatus
+from kvgraft.types import UNCALIBRATED, MissReason, RepairTime, ReuseMode, RiskStatus
 
 ANSWER = SamplingParams(4, ignore_eos=True)
 SETTINGS = {"num_slots": 4_000, "selection": "query_seam"}
@@ -43,15 +46,16 @@ def tiny():
 def calibrated(tmp_path, tiny):
     """Return a function that writes a calibration for the tiny model at a notch; gives the settings that use it."""
 
-    def write(notch, loss="first_token", epsilon=0.02, **changes):
-        names = tuple(each.name for each in notches_of(tiny.policy))
+    def write(notch, loss="first_token", epsilon=0.02, *, repair="after", **changes):
+        names = tuple(each.name for each in notches_of(tiny.policy, RepairTime(repair)))
         certified = names[1 : 1 + names.index(notch)]
-        results = tuple(NotchResult(name, 500, 0.0, 0.006, 1e-5, name in certified, 0.1) for name in names[1:])
-        binding = risk_binding(tiny.config, tiny.loaded, tiny.policy)
+        parts = (PartResult(AnswerPart.WHOLE, 500, 0.0, 0.006, 1e-5),)
+        results = tuple(NotchResult(name, parts, name in certified, 0.1) for name in names[1:])
+        binding = risk_binding(tiny.config, tiny.loaded, tiny.policy) | {"repair": repair}
         found = Calibration(binding, loss, epsilon, 0.05, notch, names, 500, results, "2026-11-22", {"model": "llama"})
         path = tmp_path / "calibration.json"
         save_calibration(path, dataclasses.replace(found, **changes))
-        return SETTINGS | {"calibration": str(path)}
+        return SETTINGS | {"calibration": str(path), "repair": repair}
 
     return write
 
@@ -63,6 +67,31 @@ def document(rng):
 
 def behind(rng, document, count=50):
     return np.concatenate([rng.integers(3, VOCABULARY, count), document, rng.integers(3, VOCABULARY, 10)])
+
+
+def greedy_logits(llm, prompt, count):
+    """Return the logits that a greedy answer is drawn from, row by row, without leaving a trace."""
+    token_ids = []
+    while len(token_ids) < count:
+        rows = llm.score(prompt, [*token_ids, 5, 5], "graft").logits
+        token_ids.append(int(rows[len(token_ids)].argmax()))
+    return list(rows[:count])
+
+
+def loss_of(loss, part, full, served):
+    """Return the loss of a part of an answer, from logits of full prefill along it and those that it was drawn from."""
+    at = 1 if part is AnswerPart.LATER else 0
+    if loss == "kl:0.01":
+        logs = [logits[at].double().log_softmax(-1) for logits in (full, served)]
+        return min(1.0, float((logs[0].exp() * (logs[0] - logs[1])).sum()) / 0.01)
+    stop = {"first": 1, "later": 4, "whole": 4}[part] if loss == "greedy:4" else at + 1
+    return float(any(int(full[token].argmax()) != int(served[token].argmax()) for token in range(at, stop)))
+
+
+def audited(llm, part):
+    """Return how many answers had this part audited, of all classes, and the sum of its losses."""
+    known = [each.parts[part] for each in llm.risk._controller.classes.values() if part in each.parts]
+    return sum(each.audits for each in known), sum(each.loss_sum for each in known)
 
 
 def poison(llm):
@@ -122,7 +151,16 @@ class TestNotch:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("model", "0" * 32), ("dtype", "bfloat16"), ("policy", "first_k"), ("policy version", "0"), ("min_run", "99")],
+        [
+            ("model", "0" * 32),
+            ("dtype", "bfloat16"),
+            ("policy", "first_k"),
+            ("policy version", "2"),
+            ("repair", "before"),
+            ("repair_below_margin", "0.1"),
+            ("repair_rows", "16"),
+            ("min_run", "99"),
+        ],
     )
     def test_a_calibration_of_something_else_is_refused_in_one_line(self, calibrated, tiny, name, value):
         binding = risk_binding(tiny.config, tiny.loaded, tiny.policy) | {name: value}
@@ -143,6 +181,13 @@ class TestNotch:
             next(other.parameters())[0, 0] += 1
         with pytest.raises(ConfigError, match="is of another model"):
             LLM(adopt_model("llama", other, None), **calibrated("10 %"))
+
+    def test_a_file_of_before_the_repair_names_the_remedy(self, tmp_path):
+        path = tmp_path / "calibration.json"
+        path.write_text('{"kind": "kvgraft calibration", "version": 1}')
+        with pytest.raises(ConfigError, match=r"file of version 1, .*; run 'kvgraft calibrate' again") as caught:
+            LLM(loaded(), **SETTINGS, calibration=str(path))
+        assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"kind": "kvgraft calibration", "version": 2}'])
     def test_a_file_that_is_none_is_refused_in_one_line(self, tmp_path, text):
@@ -179,38 +224,108 @@ class TestAudit:
         output = llm.generate(behind(rng, document), ANSWER)[0]
         assert output.report.spans
         assert llm.audit() == 1
-        (known,) = llm.risk._controller.classes.values()
-        assert (known.audits, known.loss_sum) == (1, 0.0 if mutation else 1.0)
-        (told,) = Inspection.of(llm._engine).audits
+        for part in (AnswerPart.FIRST, AnswerPart.LATER):
+            assert audited(llm, part) == (1, 0.0 if mutation else 1.0)
         (reuse_class,) = llm.risk._controller.classes
-        assert told.request_id == output.request_id
-        assert (told.reuse_class, told.notch, told.loss_kind) == (reuse_class, "none", "greedy:4")
-        assert told.loss == known.loss_sum
+        facts = Inspection.of(llm.engine).audits
+        assert {each.part for each in facts} == {"first", "later"}
+        for each in facts:
+            assert each.request_id == output.request_id
+            assert (each.reuse_class, each.notch, each.loss_kind) == (reuse_class, "none", "greedy:4")
+            assert each.loss == (0.0 if mutation else 1.0)
         llm.check()
 
+    @pytest.mark.parametrize("repair", ["before", "after"])
     @pytest.mark.parametrize("loss", ["first_token", "greedy:4", "kl:0.01"])
-    def test_losses_are_those_of_the_model_s_own_forward_pass(self, calibrated, rng, document, loss):
-        llm = LLM(loaded(), **calibrated("none", loss, epsilon=0.95), audit_share=1.0)  # no breach that begins anew
+    def test_losses_are_those_of_the_model_s_own_forward_pass(self, calibrated, rng, document, loss, repair):
+        settings = calibrated("5 %", loss, epsilon=0.95, repair=repair)  # no breach that begins anew
+        llm = LLM(loaded(), **settings, audit_share=1.0)
         llm.generate(document, ANSWER)
-        expected = []
+        parts = [AnswerPart.WHOLE] if repair == "before" else [AnswerPart.FIRST, AnswerPart.LATER]
+        expected = {part: [] for part in parts}
         for count in range(20, 44):
             prompt = behind(rng, document, count)
-            score = llm.score(prompt, [5], "graft")  # before the prompt leaves donors of its own
+            served = greedy_logits(llm, prompt, 4)  # before the prompt leaves donors of its own
             output = llm.generate(prompt, ANSWER)[0]
-            assert output.report.spans
+            assert list(output.token_ids) == [int(row.argmax()) for row in served]
+            assert output.report.repair.from_token == (1 if repair == "before" else 2)
             with llm.adapter.stock() as model:
-                full = stock_answer(model, prompt, 4)
-            if loss == "kl:0.01":
-                logs = [logits[0].double().log_softmax(-1) for logits in (full.logits, score.logits)]
-                expected.append(min(1.0, float((logs[0].exp() * (logs[0] - logs[1])).sum()) / 0.01))
-            else:
-                compared = 1 if loss == "first_token" else 4
-                expected.append(float(full.token_ids[:compared].tolist() != list(output.token_ids[:compared])))
+                full = stock_logits(model, prompt, np.asarray(output.token_ids))
+            for part in parts:
+                expected[part].append(loss_of(loss, part, full, served))
         assert llm.audit() == 24
-        classes = llm.risk._controller.classes
-        assert sum(known.audits for known in classes.values()) == 24
-        assert 0 < sum(expected) < 24
-        assert sum(known.loss_sum for known in classes.values()) == pytest.approx(sum(expected), rel=1e-3)
+        for part in parts:
+            assert audited(llm, part) == (24, pytest.approx(sum(expected[part]), rel=1e-3))
+        assert 0 < sum(map(sum, expected.values())) < 24 * len(parts)
+
+    def test_an_answer_of_one_token_is_a_row_of_its_own(self, calibrated, rng, document):
+        """It waits for the repair on a server that does not, and so does one that asks for that."""
+        llm = LLM(loaded(), **calibrated("10 %"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        one = llm.generate(behind(rng, document, 20), SamplingParams(1))[0].report
+        before = llm.generate(behind(rng, document, 30), ANSWER, repair="before")[0].report
+        after = llm.generate(behind(rng, document, 40), ANSWER)[0].report
+        assert [report.risk.part for report in (one, before, after)] == ["whole", "whole", "first"]
+        assert {report.risk.status for report in (one, before, after)} == {RiskStatus.CALIBRATED}
+        assert llm.audit() == 3
+        assert [audited(llm, part)[0] for part in AnswerPart] == [1, 1, 2]
+
+    def test_a_request_that_repairs_later_than_was_calibrated_is_not_meant(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("10 %", repair="before"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        output = llm.generate(behind(rng, document), ANSWER, repair="after")[0]
+        assert output.report.repair.time is RepairTime.AFTER
+        assert output.report.risk == OWN_SETTINGS
+        assert llm.audit() == 0
+
+    def test_an_answer_that_ends_at_its_first_token_says_nothing_of_later_ones(self, calibrated, rng, document):
+        llm = LLM(loaded(), **calibrated("10 %", "kl:1"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        prompt = behind(rng, document)
+        first = int(greedy_logits(llm, prompt, 1)[0].argmax())
+        output = llm.generate(prompt, SamplingParams(4, stop_token_ids=(first,)))[0]
+        assert (len(output.token_ids), output.report.repair.from_token) == (1, None)
+        assert llm.audit() == 1
+        assert [audited(llm, part)[0] for part in AnswerPart] == [1, 0, 0]
+
+    def test_a_first_token_that_breaches_waits_for_the_repair(self, calibrated, rng, document):
+        """Bolder or stricter shares leave it as it is; the later tokens keep their risk."""
+        llm = LLM(loaded(), **calibrated("10 %"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        controller = llm.risk._controller
+        while controller.audit("shifted", controller.notch("shifted"), 1.0, AnswerPart.FIRST) is None:
+            continue
+        output = llm.generate(behind(rng, document), ANSWER)[0]
+        report = output.report
+        assert (report.repair.time, report.repair.from_token) == (RepairTime.BEFORE, 1)
+        assert report.repair.reason == "the risk that is held leaves no first token unrepaired"
+        assert (report.risk.notch, report.risk.status, report.risk.part) == (
+            "50 % before",
+            RiskStatus.BREACHED,
+            "whole",
+        )
+        assert report.recomputed_tokens >= report.shifted_tokens - 1
+        assert llm.audit() == 1
+        assert [audited(llm, part)[0] for part in AnswerPart] == [0, 0, 1]
+        llm.check()
+
+    def test_an_answer_begun_again_after_a_breach_is_not_called_exact(self, calibrated, rng, document):
+        """Its first token is out, and the class waits by now: what follows is drawn from repaired K/V, not exact ones."""
+        llm = LLM(loaded(), **calibrated("10 %"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        engine, controller, outputs = llm.engine, llm.risk._controller, []
+        engine.add(engine.builder.build(behind(rng, document), RequestOptions(ANSWER)))
+        while engine.has_work:
+            outputs += [event.part.output for event in engine.step() if event.part.output is not None]
+            for active in list(engine.scheduler.running):
+                if active.phase is Phase.REPAIR and not active.num_preemptions:
+                    while controller.audit("shifted", controller.notch("shifted"), 1.0, AnswerPart.FIRST) is None:
+                        continue
+                    engine.scheduler.preempt(active)
+        (output,) = outputs
+        assert output.num_preemptions == 1
+        assert (output.report.repair.from_token, output.report.repair.exact_from_token) == (2, None)
+        llm.check()
 
     def test_leaves_no_trace(self, calibrated, rng, document):
         llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
@@ -220,8 +335,12 @@ class TestAudit:
         assert (llm.usage(), len(llm.space.donors)) == before
         llm.check()
 
-    def test_a_breach_tightens_then_switches_off_and_restarts_remember(self, calibrated, rng, document, tmp_path):
-        settings = calibrated("none", "greedy:4") | {"audit_share": 1.0, "risk_state": str(tmp_path / "risk.json")}
+    @pytest.mark.parametrize(("repair", "next_notch"), [("before", "5 %"), ("after", "50 % before")])
+    def test_a_breach_tightens_then_switches_off_and_restarts_remember(
+        self, calibrated, rng, document, tmp_path, *, repair, next_notch
+    ):
+        settings = calibrated("none", "greedy:4", repair=repair)
+        settings |= {"audit_share": 1.0, "risk_state": str(tmp_path / "risk.json")}
         llm = LLM(loaded(), **settings)
         llm.generate(document, ANSWER)
         poison(llm)
@@ -230,9 +349,9 @@ class TestAudit:
             output = llm.generate(behind(rng, document, count), ANSWER)[0]
             llm.audit()
             notches.append(output.report.risk.notch)
-        assert notches == sorted(notches, key=["none", "5 %", "full"].index)
-        assert set(notches) == {"none", "5 %", "full"}
-        told = Inspection.of(llm._engine).audits
+        assert notches == sorted(notches, key=["none", next_notch, "full"].index)
+        assert set(notches) == {"none", next_notch, "full"}
+        told = Inspection.of(llm.engine).audits
         assert [each.event for each in reversed(told) if each.event] == ["tightened", "switched_off"]
         assert sorted(each.at for each in told) == [each.at for each in reversed(told)]
         assert output.report.miss.reason is MissReason.RISK
@@ -253,7 +372,7 @@ class TestAudit:
         llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
         llm.generate(document, ANSWER)
         llm.generate([behind(rng, document, 20 + count) for count in range(5)], ANSWER)
-        assert (llm._engine.auditor.num_pending, llm._engine.auditor.num_left_out) == (3, 2)
+        assert (llm.engine.auditor.num_pending, llm.engine.auditor.num_left_out) == (3, 2)
 
     def test_a_reset_forgets_pending_audits_and_changed_weights_the_statement(self, calibrated, rng, document):
         llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
@@ -265,7 +384,7 @@ class TestAudit:
             next(llm.loaded.model.parameters())[0, 0] += 1
         llm.reset()
         assert llm.risk.start == WITHDRAWN
-        assert Inspection.of(llm._engine).audits == ()
+        assert Inspection.of(llm.engine).audits == ()
         outputs = llm.generate([document, behind(rng, document)], ANSWER)
         assert {output.report.risk for output in outputs} == {WITHDRAWN}
         assert llm.audit() == 0
@@ -273,7 +392,7 @@ class TestAudit:
     def test_gives_its_slots_back_to_requests_that_need_them(self, calibrated, rng, document):
         llm = LLM(loaded(), **calibrated("none") | {"num_slots": 600}, audit_share=1.0, max_rows=64)
         llm.generate([document, behind(rng, document)], ANSWER)
-        engine = llm._engine
+        engine = llm.engine
         engine.audit_step()
         assert engine.auditor.is_running
         held = llm.usage().request
@@ -282,16 +401,16 @@ class TestAudit:
         assert output.num_preemptions == 0
         assert not engine.auditor.is_running
         assert llm.audit() == 1
-        assert sum(known.audits for known in llm.risk._controller.classes.values()) == 1
+        assert audited(llm, AnswerPart.FIRST)[0] == 1
         llm.check()
 
     def test_pauses_while_requests_run_and_goes_on(self, calibrated, rng, document):
         llm = LLM(loaded(), **calibrated("none"), audit_share=1.0, max_rows=64)
         llm.generate([document, behind(rng, document)], ANSWER)
-        llm._engine.audit_step()
-        running = llm._engine.auditor._running
+        llm.engine.audit_step()
+        running = llm.engine.auditor._running
         llm.generate(rng.integers(3, VOCABULARY, 50), ANSWER)
-        assert llm._engine.auditor._running is running
+        assert llm.engine.auditor._running is running
         assert llm.audit() == 1
         llm.check()
 
@@ -301,7 +420,7 @@ class TestAudit:
         with monkeypatch.context() as patch:
             patch.setattr(llm.adapter, "forward", lambda *_: 1 / 0)
             llm.audit()
-        assert llm._engine.auditor.num_left_out == 1
+        assert llm.engine.auditor.num_left_out == 1
         assert llm.risk.statements() == {}
         llm.check()
         llm.generate(document, ANSWER)
@@ -312,7 +431,7 @@ class TestAudit:
         llm.generate([document, behind(rng, document), behind(rng, document)], ANSWER)
         llm.audit()
         assert sum("cannot be written" in record.getMessage() for record in caplog.records) == 1
-        assert sum(risk.audits for risk in llm.risk.statements().values()) == 2
+        assert audited(llm, AnswerPart.LATER)[0] == 2
 
 
 def test_a_server_s_engine_audits_by_itself_and_only_while_nothing_waits(calibrated, rng, document, monkeypatch):
@@ -331,7 +450,7 @@ def test_a_server_s_engine_audits_by_itself_and_only_while_nothing_waits(calibra
         await answer(llm, document)
         await asyncio.gather(*(answer(llm, behind(rng, document, 20 + count)) for count in range(8)))
         async with asyncio.timeout(PATIENCE_S):
-            while sum(risk.audits for risk in llm.snapshot().class_risks.values()) < 8:
+            while sum(parts["first"].audits for parts in llm.snapshot().class_risks.values()) < 8:
                 await asyncio.sleep(0.01)
         await llm.check()
         snapshot = llm.snapshot()

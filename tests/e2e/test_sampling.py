@@ -10,10 +10,12 @@ import torch
 from tests.sampling_rules import assert_scored
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import LLM, FinishReason, SamplingParams, scheduler
+from kvgraft.engine import LLM, FinishReason, SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
-from kvgraft.engine.sampling import Sampler
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.sampling.sampling import Sampler
+from kvgraft.engine.schedule import scheduler
 from kvgraft.errors import ConfigError, NothingToDrawError
 from kvgraft.graft.select import FirstK
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -30,8 +32,9 @@ def words(count, seed):
 DOCUMENT = words(150, 0)
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 BAD = tuple((int(a), int(b)) for a, b in np.random.default_rng(5).integers(3, 40, (60, 2)))
+BAD_IDS = (*BAD, (50,), (51,))
 MASKS = {
-    "bad_token_ids": (*BAD, (50,), (51,)),
+    "bad_token_ids": BAD_IDS,
     "allowed_token_ids": tuple(range(2, 60)),
     "logit_bias": ((9, 0.2), (12, -9.0)),
 }
@@ -51,7 +54,7 @@ def make_engine(family="llama", **settings):
 
 def submit(engine, prompt, reuse, **sampling):
     params = SamplingParams(**{"max_new_tokens": NEW, "ignore_eos": True, **sampling})
-    request = engine.builder.build(prompt, params, reuse)
+    request = engine.builder.build(prompt, RequestOptions(params, reuse))
     engine.add(request)
     return request.request_id
 
@@ -68,7 +71,7 @@ def run(engine, *, preempt=()):
             stage = (active.request.request_id, active.is_prefilling)
             if stage in victims and (active.is_prefilling or len(active.output_ids) > 3):
                 victims.remove(stage)
-                engine.scheduler._preempt(active)
+                engine.scheduler.preempt(active)
     assert all(is_prefilling for _, is_prefilling in victims)
     engine.check()
     return outputs
@@ -89,7 +92,7 @@ def lone():
     ("ours", "theirs"),
     [
         ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
-        ({"bad_token_ids": MASKS["bad_token_ids"]}, {"bad_words_ids": [list(ids) for ids in MASKS["bad_token_ids"]]}),
+        ({"bad_token_ids": BAD_IDS}, {"bad_words_ids": [list(ids) for ids in BAD_IDS]}),
         (
             {"min_tokens": 6, "logit_bias": ((END, 50.0),), "ignore_eos": False},
             {"min_new_tokens": 6, "sequence_bias": {(END,): 50.0}},
@@ -160,7 +163,7 @@ def test_drafts_see_the_rules_that_the_answer_sees(rules):
     engine = make_engine()
     answer(engine, np.concatenate([words(7, 1), DOCUMENT]), "graft", max_new_tokens=1)
     params = SamplingParams(**{"max_new_tokens": NEW, "ignore_eos": True, **RULES[rules]})
-    request = engine.builder.build(asked(10), params, "verified", selection=FirstK(len(DOCUMENT)))
+    request = engine.builder.build(asked(10), RequestOptions(params, "verified", selection=FirstK(len(DOCUMENT))))
     engine.add(request)
     healing = run(engine)[request.request_id].report.healing
     assert healing.drafted_tokens > 3

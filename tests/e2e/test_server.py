@@ -30,6 +30,7 @@ PATIENCE_S = 60
 
 KEY = "test-key"
 DOCUMENT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    sides = 6\n" * 20
+WAITED = {"time": "before", "reason": None, "from_token": 1, "rows_per_step": 0, "exact_from_token": None}
 
 
 class Process:
@@ -150,6 +151,21 @@ class TestOpenAIClient:
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
         assert all("kvgraft" in choice.model_extra for choice in answer.choices)
 
+    def test_a_request_says_when_it_is_repaired(self, client):
+        def ask(prompt, **kvgraft):
+            answer = client.completions.create(
+                model="graft-tiny",
+                prompt=prompt + DOCUMENT,
+                max_tokens=3,
+                extra_body={"kvgraft": kvgraft, "cache_salt": "repaired", "ignore_eos": True},
+            )
+            return answer.model_extra["kvgraft"]["repair"]
+
+        ask("")
+        assert ask("# One.\n", repair="before") == WAITED
+        assert ask("# And two.\n", repair="after") == WAITED | {"time": "after", "from_token": 2}
+        assert ask("# And, at last, three.\n") == WAITED | {"time": "after", "from_token": 2}
+
     def test_reuse_is_reported(self, client):
         def ask(prompt, **body):
             return client.completions.create(model="graft-tiny", prompt=prompt, max_tokens=1, extra_body=body)
@@ -163,6 +179,7 @@ class TestOpenAIClient:
         assert report["spans"][0]["documents"][0]["id"] == "boxes"
         assert moved.usage.model_extra["kvgraft"]["shifted_tokens"] == report["shifted_tokens"]
         assert moved.usage.prompt_tokens_details.cached_tokens == report["reused_tokens"]
+        assert report["repair"] == WAITED | {"reason": "one token was asked for"}
         salted = ask("# A new beginning of other words.\n" + DOCUMENT, cache_salt="other tenant")
         assert salted.usage.prompt_tokens_details.cached_tokens == 0
         off = ask("# Once more.\n" + DOCUMENT, kvgraft={"reuse": "off"})
@@ -308,7 +325,10 @@ BODIES = st.fixed_dictionaries(
         "return_token_ids": st.booleans(),
         "kvgraft": st.fixed_dictionaries(
             {"selection": st.sampled_from(SELECTIONS), "correction": st.sampled_from(CORRECTIONS)},
-            optional={"reuse": st.sampled_from(["off", "exact", "graft", "verified"])},
+            optional={
+                "reuse": st.sampled_from(["off", "exact", "graft", "verified"]),
+                "repair": st.sampled_from(["before", "after"]),
+            },
         ),
     },
 ).filter(lambda body: not (body.get("echo") and body.get("stream") and "logprobs" in body))
@@ -479,7 +499,7 @@ def test_sigterm_finishes_short_streams_fails_long_ones_and_exits_0():
 def test_full_server_refuses_with_429_and_a_second_signal_ends_it_at_once():
     server = Process("--shutdown-grace-s", "600", "--max-running", "1", "--max-waiting", "1")
     body = b'{"prompt": "x", "max_tokens": 3000, "ignore_eos": true}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with server.client() as client, socket.create_connection(("127.0.0.1", server.port)) as waiting:
         stream = long_stream(client)
         next(iter(stream))

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.donors.record import DonorRecord, StoreNews, decode_head
 from kvgraft.engine import LLM, SamplingParams, core
-from kvgraft.engine import store_tier as tier_module
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.errors import ConfigError
+from kvgraft.fidelity import cache_of
 from kvgraft.memory.store import register_store
+from kvgraft.memory.store.record import DonorRecord, StoreNews, decode_head
 from kvgraft.memory.store.tier import used
+from kvgraft.reuse import reads as reads_module
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -51,10 +53,10 @@ class Stores:
         return self.opened[-1].faults
 
     def keys(self, name):
-        return [(space, key) for space, key in self.inner[name]._objects]
+        return [(space, key) for space, key in self.inner[name].objects]
 
     def records(self, name):
-        return [decode_head(head, space, key).record for (space, key), (head, _) in self.inner[name]._objects.items()]
+        return [decode_head(head, space, key).record for (space, key), (head, _) in self.inner[name].objects.items()]
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def stores():
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
-    monkeypatch.setattr(tier_module, "_LEAST_PATIENCE_S", WAIT_S)
+    monkeypatch.setattr(reads_module, "_LEAST_PATIENCE_S", WAIT_S)
 
 
 @pytest.fixture
@@ -80,8 +82,8 @@ def engines():
     def make(family="llama", *, slow=True, store="one:", **settings):
         torch.manual_seed(0)
         llm = LLM(adopt_model(family, tiny_model(family), None), **{"num_slots": 4000, "store": store} | settings)
-        if slow and llm._engine.stores is not None:
-            llm._engine.stores.flops_per_s = lambda: SLOW_FLOPS
+        if slow and llm.engine.stores is not None:
+            llm.engine.stores.flops_per_s = lambda: SLOW_FLOPS
         made.append(llm)
         return llm
 
@@ -108,7 +110,7 @@ def wait_until(condition, llm):
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
-        llm._engine.poll_stores()
+        llm.engine.poll_stores()
         time.sleep(0.01)
 
 
@@ -128,12 +130,12 @@ def first_layer(prompt):
     """Keys and values of layer 0, (num_tokens, heads, dim), by transformers alone."""
     torch.manual_seed(0)
     ids = torch.from_numpy(np.asarray(prompt, np.int64))[None]
-    cache = tiny_model("llama")(input_ids=ids, use_cache=True).past_key_values
+    cache = cache_of(tiny_model("llama")(input_ids=ids, use_cache=True))
     return cache.layers[0].keys[0].transpose(0, 1), cache.layers[0].values[0].transpose(0, 1)
 
 
 def stored(llm, number=0):
-    return llm._engine.stores.status()[number]
+    return llm.engine.stores.status()[number]
 
 
 class TestRestart:
@@ -148,7 +150,7 @@ class TestRestart:
         first.close()
         second = engines(family)
         assert second.sync_stores(WAIT_S)
-        assert second.space.donors.num_far == len(second.space.donors) > 0
+        assert second.space.donors.num_stored == len(second.space.donors) > 0
         cold = ask(second, other, document)
         assert {tier for tier, _ in tiers(cold)} == {"one"}
         assert cold.token_ids == warm.token_ids
@@ -186,7 +188,7 @@ class TestRestart:
         second = engines()
         assert second.sync_stores(WAIT_S)
         cold = ask(second, other, document)
-        wait_until(lambda: not second.space.donors.num_far, second)
+        wait_until(lambda: not second.space.donors.num_stored, second)
         again = ask(second, other[:20], document)
         assert [tier for tier, _ in tiers(again)] == ["host"]
         assert tiers(cold)[0][1] == tiers(again)[0][1]
@@ -220,12 +222,12 @@ class TestRestart:
             ask(first, text(rng, 100))
         assert first.sync_stores(WAIT_S)
         second = engines()
-        tier = second._engine.stores
+        tier = second.engine.stores
         assert tier.stores[0].feed.look(WAIT_S)
         counts = []
         while not counts or tier.is_behind:
             tier.step(0.0)
-            counts.append(second.space.donors.num_far)
+            counts.append(second.space.donors.num_stored)
         assert counts[:3] == [8, 16, 20]
 
     def test_a_conversation_is_written_once(self, stores, engines, rng):
@@ -347,7 +349,7 @@ class TestPressure:
         for document in documents:
             ask(llm, document)
             assert llm.sync_stores(WAIT_S)
-        assert llm.space.donors.num_far >= 2
+        assert llm.space.donors.num_stored >= 2
         assert len(llm.space.donors) == 5
         for document in documents:
             report = ask(llm, text(rng, 20), document).report
@@ -355,7 +357,7 @@ class TestPressure:
         assert llm.num_errors == 0
 
     def test_a_write_that_waits_holds_up_no_request(self, stores, engines, rng):
-        """The slots of donors that wait for a store that hangs are given to others; what is lost is counted."""
+        """The slots of donors that wait for a store that hangs are given to others; what was never tried did not fail."""
         llm = engines(num_slots=700, host_bytes=0)
         stores.faults.hang.add("heads")
         outputs = [ask(llm, text(rng, 300)) for _ in range(6)]
@@ -364,8 +366,9 @@ class TestPressure:
         stores.faults.released.set()
         assert llm.sync_stores(WAIT_S)
         told = stored(llm).writes
-        assert told["stored"] + told["failed"] == 6
-        assert told["failed"] >= 3
+        assert told["stored"] + told["dropped"] == 6
+        assert told["dropped"] >= 3
+        assert told["failed"] == 0
         for record in stores.records("one"):
             assert record.num_tokens >= 300
         llm.check()
@@ -453,7 +456,7 @@ class TestParts:
         ask(second, document, reuse="exact")
         ask(second, text(rng, 420), reuse="exact")
         assert second.space.num_dropped == 0
-        assert second.space.donors.num_far == 1
+        assert second.space.donors.num_stored == 1
 
     def test_a_write_that_waits_does_not_move_to_a_repetition_of_its_text(self, stores, engines, rng):
         document, between = text(rng, 200), text(rng, 150)
@@ -463,9 +466,9 @@ class TestParts:
         ask(other, document[100:], between)
         assert other.sync_stores(WAIT_S)
         ask(llm, document, reuse="exact")  # its write waits
-        llm._engine.stores._take_news(0, StoreNews(tuple(stores.records("one"))))
-        (key,) = llm._engine.stores.writes._pending
-        writes, find = llm._engine.stores.writes, llm.space.donors.find
+        llm.engine.stores._take_news(0, StoreNews(tuple(stores.records("one"))))
+        (key,) = llm.engine.stores.writes._pending
+        writes, find = llm.engine.stores.writes, llm.space.donors.find
         calls = []
 
         def repetition_alone(namespace, token_ids, **options):
@@ -481,12 +484,12 @@ class TestParts:
         faults.released.set()
         faults.hang.clear()
         assert llm.sync_stores(WAIT_S)
-        for (space, name), (head, body) in stores.inner["one"]._objects.items():
+        for (space, name), (head, body) in stores.inner["one"].objects.items():
             if name != key:
                 continue
             record = decode_head(head, space, name).record
             rows = np.frombuffer(bytearray(body), np.uint8).reshape(record.num_tokens, -1)
-            block = llm._engine.stores._layout.unpack(rows)
+            block = llm.engine.stores._layout.unpack(rows)
             for got, wanted in zip((block.keys[0], block.values[0]), first_layer(record.token_ids), strict=True):
                 assert (got.reshape(wanted.shape) - wanted).abs().max() < 2e-4
 
@@ -497,7 +500,7 @@ class TestParts:
         faults = stores.opened[0].faults
         faults.hang.add("heads")
         ask(llm, text(rng, 300))
-        tier = llm._engine.stores
+        tier = llm.engine.stores
         (pending,) = tier.writes._pending.values()
         tier._take_news(0, StoreNews((pending.record,)))
         tier._take_news(0, StoreNews((), (pending.record.key,)))
@@ -548,7 +551,8 @@ class TestFaults:
         for document in documents:
             ask(first, document)
         assert first.sync_stores(WAIT_S)
-        monkeypatch.setattr(tier_module, "_LEAST_PATIENCE_S", 0.05)
+        monkeypatch.setattr(reads_module, "_LEAST_PATIENCE_S", 0.05)
+        monkeypatch.setattr(reads_module, "_SHARE_AT_MOST_S", 0.05)
         monkeypatch.setattr(used, "_FIRST_REST_S", WAIT_S)
         second = engines()
         assert second.sync_stores(WAIT_S)
@@ -594,6 +598,14 @@ class TestFaults:
         wait_until(lambda: stored(second).failed_looks, second)
         assert second.num_errors == 0
 
+    def test_a_store_that_cannot_be_asked_is_not_in_step(self, stores, engines, rng):
+        llm = engines()
+        assert llm.sync_stores(WAIT_S) is True
+        stores.faults.fail.add("keys")
+        assert llm.sync_stores(WAIT_S) is False
+        stores.faults.fail.clear()
+        assert llm.sync_stores(WAIT_S) is True
+
     def test_a_full_store_is_counted(self, stores, engines, rng):
         llm = engines()
         stores.faults.full.add("put")
@@ -613,16 +625,17 @@ class TestFaults:
         assert first.sync_stores(WAIT_S)
         llm = engines(slow=False, store="one:,two:")
         assert llm.sync_stores(WAIT_S)
-        tier = llm._engine.stores
+        tier = llm.engine.stores
         donors = list(llm.space.donors)
         for number, donor in enumerate(donors):
-            tier._where[donor.kv.key] = {number}
+            tier.stored.hold(donor.kv.key, number)
+            tier.stored.lost(donor.kv.key, 1 - number)
         tier.stores[0].was_late()
         assert math.isinf(tier.stores[0].expected_s(300))
         stores.faults.hang.add("read")
         spans = [Match(300 * number, donor.donor_id, 0, 300) for number, donor in enumerate(donors)]
-        reads = tier.begin_reads(None, spans, donors, 1e12)
-        assert reads._deadline <= time.monotonic() + 30.0
+        reads = tier.begin_reads(spans, donors, 1e12)
+        assert reads.deadline <= time.monotonic() + 30.0
         reads.cancel()
 
 
@@ -639,9 +652,9 @@ class TestOverlap:
         llm = engines()
         assert llm.sync_stores(WAIT_S)
         stores.faults.hang.add("read")
-        engine = llm._engine
+        engine = llm.engine
         prompt = np.concatenate([question, document])
-        engine.add(engine.builder.build(prompt, FOUR, request_id="cold"))
+        engine.add(engine.builder.build(prompt, RequestOptions(FOUR, request_id="cold")))
         engine.step()
         assert [active.request.request_id for active in engine.scheduler.loading] == ["cold"]
         return llm, prompt
@@ -656,7 +669,7 @@ class TestOverlap:
 
     def test_one_that_fails_when_its_kv_have_come_fails_alone(self, hanging, stores, rng, monkeypatch):
         llm, prompt = hanging
-        engine = llm._engine
+        engine = llm.engine
         stores.faults.released.set()
         prefill = engine.manager.prefill
 
@@ -674,13 +687,13 @@ class TestOverlap:
         assert not engine.has_work
         engine.check()
         assert engine.space.usage().request == 0
-        engine.add(engine.builder.build(prompt, FOUR, request_id="next"))
+        engine.add(engine.builder.build(prompt, RequestOptions(FOUR, request_id="next")))
         assert len(self.run(engine, "next").token_ids) == 4
 
     def test_others_run_while_one_waits(self, hanging, stores, rng):
         llm, _ = hanging
         engine = llm._engine
-        engine.add(engine.builder.build(text(rng, 200), FOUR, request_id="other"))
+        engine.add(engine.builder.build(text(rng, 200), RequestOptions(FOUR, request_id="other")))
         assert len(self.run(engine, "other").token_ids) == 4
         assert len(engine.scheduler.loading) == 1
         stores.faults.released.set()
@@ -690,16 +703,16 @@ class TestOverlap:
 
     def test_a_cancelled_request_lets_go_of_everything(self, hanging, stores):
         llm, _ = hanging
-        assert llm._engine.cancel("cold")
+        assert llm.engine.cancel("cold")
         assert llm.usage().request == 0
-        assert not llm._engine.has_work
+        assert not llm.engine.has_work
         assert not any(llm.space.donors.is_pinned(donor.donor_id) for donor in llm.space.donors)
         stores.faults.released.set()
         llm.check()
 
     def test_a_preempted_request_begins_again(self, hanging, stores):
         llm, _ = hanging
-        engine = llm._engine
+        engine = llm.engine
         engine.scheduler.restart_loading()
         assert llm.usage().request == 0
         stores.faults.released.set()
@@ -715,7 +728,7 @@ class TestOverlap:
                 parameter.mul_(1.05)
         llm.reset()
         stores.faults.released.set()
-        output = self.run(llm._engine, "cold")
+        output = self.run(llm.engine, "cold")
         assert not output.report.reused_tokens
         assert output.token_ids == ask(llm, prompt, reuse="off").token_ids
 
@@ -726,11 +739,11 @@ class TestReset:
         llm = engines()
         ask(llm, document)
         assert llm.sync_stores(WAIT_S)
-        name = llm._engine.stores.name
+        name = llm.engine.stores.name
         with torch.no_grad():
             llm.loaded.model.get_input_embeddings().weight[7, 7] += 0.1
         llm.reset()
-        assert llm._engine.stores.name != name
+        assert llm.engine.stores.name != name
         assert llm.sync_stores(WAIT_S)
         assert not len(llm.space.donors)
         assert not ask(llm, text(rng, 20), document).report.reused_tokens
@@ -754,7 +767,7 @@ class TestReset:
         ask(llm, text(rng, 300))
         with torch.no_grad():
             next(llm.loaded.model.parameters()).mul_(1.1)
-        name = llm._engine.stores.name
+        name = llm.engine.stores.name
         llm.reset()
         stores.faults.released.set()
         assert llm.sync_stores(WAIT_S)
@@ -783,7 +796,7 @@ class TestReset:
         assert not llm.sync_stores(0.1)
         time.sleep(0.1)
         assert set(stores.keys("one")) == before
-        assert not llm.space.donors.num_far
+        assert not llm.space.donors.num_stored
         assert llm.num_errors == 0
         llm.reset()
         ask(llm, document)
@@ -799,7 +812,7 @@ class TestPlans:
         assert first.sync_stores(WAIT_S)
         second = engines()
         assert second.sync_stores(WAIT_S)
-        second._engine.stores.flops_per_s = lambda: 1e30
+        second.engine.stores.flops_per_s = lambda: 1e30
         fast = ask(second, text(rng, 20), document)
         assert fast.report.miss.reason is MissReason.NOT_WORTH_IT
         assert stored(second).reads["hit"] == 0
@@ -821,7 +834,7 @@ class TestPlans:
 
     def test_without_a_store_nothing_is_opened(self, engines):
         llm = engines(store="host")
-        assert llm._engine.stores is None
+        assert llm.engine.stores is None
         assert not llm.sync_stores(0.0)
 
     def test_a_store_that_cannot_be_opened_is_said_before_anything_runs(self, engines):
@@ -836,7 +849,7 @@ class TestPlans:
         assert first.sync_stores(WAIT_S)
         second = engines(donor_tokens=1000)
         assert second.sync_stores(WAIT_S)
-        assert second.space.donors.num_far == 3
+        assert second.space.donors.num_stored == 3
         for _ in range(3):
             ask(second, text(rng, 300))
         assert sum(not isinstance(donor.kv, StoredKV) for donor in second.space.donors) == 3

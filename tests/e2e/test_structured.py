@@ -11,14 +11,16 @@ import weakref
 import jsonschema
 import numpy as np
 import pytest
+from tests.support.schemas import SCHEMAS
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, FinishReason, SamplingParams, StructureSpec
 from kvgraft.engine.core import Engine
-from kvgraft.engine.grammar_state import GrammarState
-from kvgraft.engine.grammars import Grammars
-from kvgraft.errors import ConfigError, RequestError
-from kvgraft.testing.schemas import SCHEMAS
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.sampling.grammar_state import GrammarState
+from kvgraft.engine.sampling.grammars import Grammars
+from kvgraft.errors import ConfigError, StructureError
+from kvgraft.observability import NullRecorder
 
 SCHEMA = SCHEMAS["numbers"]
 SPEC = StructureSpec.json_schema(SCHEMA)
@@ -36,7 +38,7 @@ def llm():
 @pytest.fixture(scope="module")
 def engine(llm):
     """Asked one request at a time where answers are compared."""
-    return llm._engine
+    return llm.engine
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def asked(seed):
 
 def submit(engine, prompt, reuse="off", **sampling):
     params = SamplingParams(**{"max_new_tokens": 60, "temperature": 1.0, "seed": 3, "structure": SPEC, **sampling})
-    request = engine.builder.build(prompt, params, reuse)
+    request = engine.builder.build(prompt, RequestOptions(params, reuse))
     engine.add(request)
     return request.request_id
 
@@ -77,7 +79,7 @@ def run(engine, *, preempt=()):
         for active in list(engine.scheduler.running):
             if active.request.request_id in waiting and len(active.output_ids) > 3 and not active.is_prefilling:
                 waiting.remove(active.request.request_id)
-                engine.scheduler._preempt(active)
+                engine.scheduler.preempt(active)
     assert not waiting
     engine.check()
     return ended
@@ -149,15 +151,47 @@ def test_min_tokens_gives_way_where_nothing_but_the_end_may_follow(engine):
 
 def test_ignore_eos_is_refused_beside_a_structure(engine):
     with pytest.raises(ConfigError, match="leave out one of them"):
-        engine.builder.build(words(5, 0), SamplingParams(ignore_eos=True, structure=SPEC))
+        engine.builder.build(words(5, 0), RequestOptions(SamplingParams(ignore_eos=True, structure=SPEC)))
 
 
 def test_a_structure_that_cannot_be_followed_fails_its_request_alone(engine):
     broken, other = submit(engine, words(20, 5), structure=EXPLODING), submit(engine, words(20, 5))
     ended = run(engine)
-    assert isinstance(ended[broken], RequestError)
+    assert isinstance(ended[broken], StructureError)
+    assert str(ended[broken]).startswith("the structure cannot be followed further")
     assert "simplify it" in str(ended[broken])
     jsonschema.validate(json.loads(ended[other].text), SCHEMA)
+
+
+PATTERNS = {f"p{number}": {"type": "string", "pattern": f"^[a-z]{{1,{number % 9 + 1}}}x?$"} for number in range(500)}
+TOO_MUCH = {
+    "many properties with patterns": StructureSpec.json_schema({"type": "object", "properties": PATTERNS}),
+    "one that explodes": EXPLODING,
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_a_structure_asks_too_much_of_is_the_request_s_own_fault(engine, caplog, name):
+    """Nothing is logged as a failure of the engine, or counted as one."""
+    usual, engine._recording._recorder = engine._recording._recorder, Outcomes()
+    try:
+        number = submit(engine, words(20, 5), structure=TOO_MUCH[name])
+        ended, outcomes = run(engine)[number], engine._recording._recorder.outcomes
+    finally:
+        engine._recording._recorder = usual
+    assert isinstance(ended, StructureError)
+    assert outcomes == ["refused"]
+    assert not [record for record in caplog.records if record.levelname in {"ERROR", "CRITICAL"}]
+
+
+class Outcomes(NullRecorder):
+    """Keeps how requests ended."""
+
+    def __init__(self):
+        self.outcomes = []
+
+    def record_request(self, record):
+        self.outcomes.append(record.outcome)
 
 
 def test_a_backend_that_panics_fails_its_request_alone(engine):
@@ -172,7 +206,7 @@ def test_a_backend_that_panics_fails_its_request_alone(engine):
     here = state._here.result()
     state._here = type(state._here).done(here._replace(matcher=Panicking()))
     ended = run(engine)
-    assert isinstance(ended[broken], RequestError)
+    assert isinstance(ended[broken], StructureError)
     jsonschema.validate(json.loads(ended[other].text), SCHEMA)
 
 
@@ -193,4 +227,4 @@ def test_without_the_extra_it_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(engine.builder, "_grammars", Grammars(engine.loaded, engine.eos_token_ids))
     with pytest.raises(ConfigError, match=r"pip install 'kvgraft\[structured\]'"):
-        engine.builder.build(words(5, 0), SamplingParams(structure=SPEC))
+        engine.builder.build(words(5, 0), RequestOptions(SamplingParams(structure=SPEC)))

@@ -10,8 +10,9 @@ from tests.standins.scripted_provider import FOLDER, Script
 from transformers import DynamicCache
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError
+from kvgraft.fidelity import cache_argument
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -50,10 +51,10 @@ def behind_other_text(llm, other, length, prompt):
     """Greedy answer of the stock model to `prompt`, whose first `length` K/V are those of `other`."""
     ids, past = torch.from_numpy(prompt)[None], DynamicCache()
     with llm.adapter.stock() as model:
-        model(torch.from_numpy(other[:length])[None], past_key_values=past, use_cache=True)
+        model(torch.from_numpy(other[:length])[None], use_cache=True, **cache_argument(model, past))
         rest, answer = ids[:, length:], []
         for _ in range(GREEDY.max_new_tokens):
-            rest = model(rest, past_key_values=past, use_cache=True).logits[:, -1:].argmax(-1)
+            rest = model(rest, use_cache=True, **cache_argument(model, past)).logits[:, -1:].argmax(-1)
             answer.append(int(rest))
     return tuple(answer)
 

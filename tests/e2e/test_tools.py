@@ -14,8 +14,12 @@ TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{# calls look like <tool_call> #}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 )
-LEVELS = {"type": "object", "properties": {"level": {"enum": ["low", "high"]}}, "required": ["level"]}
-LEVELS["additionalProperties"] = False
+LEVELS = {
+    "type": "object",
+    "properties": {"level": {"enum": ["low", "high"]}},
+    "required": ["level"],
+    "additionalProperties": False,
+}
 SET = {"type": "function", "function": {"name": "set_level", "parameters": LEVELS}}
 ASK = {"type": "function", "function": {"name": "ask"}}
 MESSAGES = [{"role": "user", "content": "def level(self):\n    return self._level\n" * 20}]

@@ -20,7 +20,7 @@ from tests.unit.server.conftest import exchange
 from kvgraft.cli import main
 from kvgraft.config import ServerConfig
 from kvgraft.engine import AsyncLLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.observability import NullRecorder, Recorders
 from kvgraft.observability.chrome_trace import ChromeTrace
 from kvgraft.observability.otel.tracing import RequestTraces

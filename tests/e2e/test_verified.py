@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 PIECE = 40
@@ -39,7 +40,7 @@ def asked(seed=2):
 
 def submit(engine, prompt, reuse="verified", *, provisional=False, **sampling):
     params = SamplingParams(**{"max_new_tokens": NEW, "ignore_eos": True, **sampling})
-    request = replace(engine.builder.build(prompt, params, reuse), provisional=provisional)
+    request = replace(engine.builder.build(prompt, RequestOptions(params, reuse)), provisional=provisional)
     engine.add(request)
     return request.request_id
 
@@ -70,7 +71,7 @@ def with_document(engine):
 
 
 def drafting(engine):
-    return [active for active in engine.scheduler.running if active._drafts is not None]
+    return [active for active in engine.scheduler.running if active.drafts is not None]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt_oss"])
@@ -98,7 +99,7 @@ def test_drafts_that_are_wrong_are_retracted():
     while not drafting(engine):
         step(engine, parts)
     (active,) = drafting(engine)
-    behind = active.kv.kv_indices[active._drafts.frontier : active._drafts.prompt_len]
+    behind = active.kv.kv_indices[active.drafts.frontier : active.drafts.prompt_len]
     for layer in range(engine.adapter.num_layers):
         keys, values = engine.adapter.pool.read(layer, engine.adapter.pool.index(behind))
         engine.adapter.pool.write(layer, engine.adapter.pool.index(behind), noise(keys), noise(values))
@@ -161,7 +162,7 @@ def test_nothing_is_kept_of_what_is_not_healed():
     engine = with_document(make_engine())
     num_donors, stored = len(engine.space.donors), engine.space.prefix.total_size
     name, parts = submit(engine, asked()), {}
-    while not drafting(engine) or drafting(engine)[0]._drafts.frontier < 100:
+    while not drafting(engine) or drafting(engine)[0].drafts.frontier < 100:
         step(engine, parts)
     assert engine.cancel(name)
     engine.check()
@@ -184,7 +185,7 @@ def test_preempted_at_every_stage(family, page_size, provisional):
         if not engine.has_work:
             break
         if engine.scheduler.running:
-            engine.scheduler._preempt(engine.scheduler.running[0])
+            engine.scheduler.preempt(engine.scheduler.running[0])
             engine.check()
         while engine.has_work:
             step(engine, parts)
@@ -199,10 +200,10 @@ def test_preempted_at_every_stage(family, page_size, provisional):
 def test_a_healed_beginning_survives_a_preemption():
     engine = with_document(make_engine())
     name, parts = submit(engine, asked()), {}
-    while not drafting(engine) or drafting(engine)[0]._drafts.frontier < 110:
+    while not drafting(engine) or drafting(engine)[0].drafts.frontier < 110:
         step(engine, parts)
-    frontier = drafting(engine)[0]._drafts.frontier
-    engine.scheduler._preempt(engine.scheduler.running[0])
+    frontier = drafting(engine)[0].drafts.frontier
+    engine.scheduler.preempt(engine.scheduler.running[0])
     while engine.has_work:
         step(engine, parts)
     assert parts[name][-1].output.report.exact_tokens == frontier
@@ -215,7 +216,7 @@ def test_drafts_are_told_of_though_the_next_attempt_finds_nothing_to_graft():
         step(engine, parts)
     for donor in list(engine.space.donors):
         engine.space.remove_donor(donor.donor_id)
-    engine.scheduler._preempt(engine.scheduler.running[0])
+    engine.scheduler.preempt(engine.scheduler.running[0])
     while engine.has_work:
         step(engine, parts)
     output = parts[name][-1].output

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 SEED = 11

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError, KVGraftError, RequestError
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -74,7 +74,7 @@ def sampling_params(values):
 
 
 @given(SAMPLING)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @example({"seed": 2**64})
 @example({"temperature": 1e-300})
 @example({"stop": "abc"})
@@ -87,7 +87,7 @@ def test_sampling_parameters_are_refused_or_work(llm, expected, values):
 
 
 @given(ARGUMENTS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example({"cache_salt": 5})
 @example({"selection": 5})
 @example({"correction": "query_seam"})
@@ -113,7 +113,7 @@ def test_arguments_of_generate_and_score_are_refused_or_work(llm, expected, valu
 
 
 @given(st.lists(st.tuples(STREAM_ARGUMENTS, SAMPLING, ODD), min_size=1, max_size=4))
-@settings(max_examples=12)
+@settings(max_examples=8)
 @example([({}, {"seed": 2**64}, "a")])
 @example([({"cache_salt": 5}, {}, [1])])
 @example([({"provisional": 1, "reuse": "verified"}, {}, "a"), ({"provisional": True}, {}, "b")])

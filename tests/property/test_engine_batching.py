@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.page_index import PageIndex, tree_pages
 from tests.sampling_rules import RULES, assert_scored, ruled
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, assert_slots_are_exact
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import SamplingParams, core, slot_plan
+from kvgraft.engine import SamplingParams, core
 from kvgraft.engine.core import Engine
 from kvgraft.engine.event_feed import EventFeed
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model import slot_plan
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.prefix import EVICTION_POLICIES, EventLog
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, assert_slots_are_exact
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 
@@ -58,7 +60,7 @@ class Answer:
 class BatchingMachine(RuleBasedStateMachine):
     """Requests share documents; at most a few fit at once."""
 
-    families = ("llama",)
+    families: tuple[str, ...] = ("llama",)
     page_sizes, fewest_slots = (1, 16, 64), (0, 0, 0)
     window_share = 0.5
 
@@ -69,8 +71,9 @@ class BatchingMachine(RuleBasedStateMachine):
         number=st.integers(0, 2),
         page=st.integers(0, 2),
         policy=st.sampled_from(sorted(EVICTION_POLICIES)),
+        repair_rows=st.sampled_from([0, 0, 5, 40]),
     )
-    def start(self, seed, slots, max_rows, number, page, policy):  # noqa: PLR0917 - hypothesis passes arguments by keyword
+    def start(self, seed, slots, max_rows, number, page, policy, repair_rows):  # noqa: PLR0917 - hypothesis passes by keyword
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(
@@ -81,6 +84,7 @@ class BatchingMachine(RuleBasedStateMachine):
             max_waiting=20,
             page_size=self.page_sizes[page],
             eviction_policy=policy,
+            repair_rows=repair_rows,
         )
         family = self.families[number % len(self.families)]
         self.index, self.feed = PageIndex(), Feed("")
@@ -112,12 +116,14 @@ class BatchingMachine(RuleBasedStateMachine):
         prompt = np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:140]
         request = self.engine.builder.build(
             prompt,
-            SamplingParams(length, ignore_eos=True, **rules),
-            reuse,
-            cache_salt=salt,
-            selection=selection,
-            correction=correction,
-            priority=priority,
+            RequestOptions(
+                SamplingParams(length, ignore_eos=True, **rules),
+                reuse,
+                cache_salt=salt,
+                selection=selection,
+                correction=correction,
+                priority=priority,
+            ),
         )
         request = replace(request, provisional=shown and reuse == "verified")
         self.engine.add(request)
@@ -177,7 +183,7 @@ class BatchingMachine(RuleBasedStateMachine):
     def preempt(self, index):
         running = self.engine.scheduler.running
         if index < len(running):
-            self.engine.scheduler._preempt(running[index])
+            self.engine.scheduler.preempt(running[index])
 
     @rule()
     def run_dry(self):
@@ -196,7 +202,7 @@ class BatchingMachine(RuleBasedStateMachine):
         adapter, space = self.engine.adapter, self.engine.space
         for text in self.texts[-3:]:
             for salt in ("", "x"):
-                namespace = self.engine.builder.build(text[:1], cache_salt=salt).namespace
+                namespace = self.engine.builder.build(text[:1], RequestOptions(cache_salt=salt)).namespace
                 assert_prefix_is_exact(adapter, space, namespace, text)
         assert_donors_are_exact(adapter, space, [*self.prompts, *self.texts], last=6)
 
@@ -207,9 +213,9 @@ class BatchingMachine(RuleBasedStateMachine):
     def look_at_frontiers(self):
         """What is in front of a frontier is what the model computes, while drafts attend to what is behind it."""
         for active in self.engine.scheduler.running:
-            drafts = active._drafts
+            drafts = active.drafts
             if drafts is not None:
-                assert active.kv.plan.exact_len <= drafts.frontier <= active.num_tokens
+                assert active.kv.plan.prefix_len <= drafts.frontier <= active.num_tokens
                 assert active.kv.lineage.exact_len(drafts.frontier) == drafts.frontier
                 if self.engine.space.window_usage() is None and active.kv.epoch == self.engine.space.epoch:
                     assert_slots_are_exact(self.engine.adapter, active.kv.kv_indices, drafts.exact_token_ids)
@@ -259,7 +265,7 @@ class FewWindowsMachine(HybridMachine):
     window_share = 0.01
 
 
-BatchingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+BatchingMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=25, deadline=None)
 HybridMachine.TestCase.settings = FewWindowsMachine.TestCase.settings = BatchingMachine.TestCase.settings
 TestBatching = BatchingMachine.TestCase
 TestHybridBatching = HybridMachine.TestCase

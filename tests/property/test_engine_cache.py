@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 TWO = SamplingParams(2, ignore_eos=True)
@@ -77,5 +77,5 @@ class EngineCacheMachine(RuleBasedStateMachine):
             assert self.llm.num_errors == 0
 
 
-EngineCacheMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+EngineCacheMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=20, deadline=None)
 TestEngineCache = EngineCacheMachine.TestCase

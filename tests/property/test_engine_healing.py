@@ -6,12 +6,14 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import SamplingParams, healing
+from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from kvgraft.engine.idle import healing
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 NUM_SLOTS = 420
@@ -66,7 +68,7 @@ class EngineHealingMachine(RuleBasedStateMachine):
         parts = [self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)]
         prompt = np.concatenate([*parts, self.rng.integers(3, VOCABULARY, 40)])[:200]
         sampling = SamplingParams(count, ignore_eos=True)
-        request = self.engine.builder.build(prompt, sampling, reuse, cache_salt=salt)
+        request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, cache_salt=salt))
         self.engine.add(request)
         self.running[request.request_id] = request
 
@@ -76,7 +78,7 @@ class EngineHealingMachine(RuleBasedStateMachine):
         if self.texts:
             namespace, text = self.texts[again % len(self.texts)]
             request = self.engine.builder.build(
-                text, SamplingParams(2, ignore_eos=True), cache_salt=namespace.tenant_salt
+                text, RequestOptions(SamplingParams(2, ignore_eos=True), cache_salt=namespace.tenant_salt)
             )
             self.engine.add(request)
             self.running[request.request_id] = request
@@ -146,5 +148,5 @@ class EngineHealingMachine(RuleBasedStateMachine):
         assert_donors_are_exact(self.engine.adapter, self.engine.space, known, last=2)
 
 
-EngineHealingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+EngineHealingMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=20, deadline=None)
 TestEngineHealing = EngineHealingMachine.TestCase

@@ -12,11 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvgraft.donors.record import DonorRecord, decode_head
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine import store_tier as tier_module
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.fidelity import cache_of
 from kvgraft.memory.store import register_store
+from kvgraft.memory.store.record import DonorRecord, decode_head
+from kvgraft.reuse import reads as reads_module
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
 from kvgraft.testing.registries import isolated_registries
@@ -34,7 +36,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
     def start(self, seed, host_bytes):
         self.isolation = isolated_registries()
         self.isolation.__enter__()
-        self.patience, tier_module._LEAST_PATIENCE_S = tier_module._LEAST_PATIENCE_S, WAIT_S
+        self.patience, reads_module._LEAST_PATIENCE_S = reads_module._LEAST_PATIENCE_S, WAIT_S
         self.rng = np.random.default_rng(seed)
         self.memory = MemoryStore(max_bytes=1_500_000)
         self.faults = Faults(chance=0.3, seed=seed, hang_s=0.01)
@@ -48,7 +50,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
         llm = LLM(
             adopt_model("llama", self.model(number), None), num_slots=700, host_bytes=self.host_bytes, store="shared:"
         )
-        llm._engine.stores.flops_per_s = lambda: 1.0
+        llm.engine.stores.flops_per_s = lambda: 1.0
         return llm
 
     def model(self, number):
@@ -62,7 +64,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
             return
         for llm in self.llms:
             llm.close()
-        tier_module._LEAST_PATIENCE_S = self.patience
+        reads_module._LEAST_PATIENCE_S = self.patience
         self.isolation.__exit__(None, None, None)
 
     def prompt(self, chosen, new):
@@ -109,7 +111,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
 
     def records(self):
         """Of all spaces, in an order that does not depend on threads."""
-        heads = [(space, key, head) for (space, key), (head, _) in list(self.memory._objects.items())]
+        heads = [(space, key, head) for (space, key), (head, _) in list(self.memory.objects.items())]
         decoded = [decode_head(head, space, key).record for space, key, head in heads]
         return sorted(decoded, key=lambda record: (record.key, record.num_tokens))
 
@@ -122,7 +124,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
     @rule(which=which, chosen=chosen)
     def leave_while_it_is_read(self, which, chosen):
         engine = self.llms[which]._engine
-        engine.add(engine.builder.build(self.prompt(chosen, 7), TWO, request_id="leaves"))
+        engine.add(engine.builder.build(self.prompt(chosen, 7), RequestOptions(TWO, request_id="leaves")))
         engine.step()
         engine.cancel("leaves")
 
@@ -135,7 +137,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
         if graceful:
             self.llms[which].close()
         else:
-            for used in self.llms[which]._engine.stores.stores:
+            for used in self.llms[which].engine.stores.stores:
                 used.stop(0.0)
         self.llms[which] = self.make(which)
 
@@ -161,7 +163,7 @@ class EngineStoresMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_an_object(self):
-        for space, key in list(self.memory._objects)[:1]:
+        for space, key in list(self.memory.objects)[:1]:
             self.memory.remove(space, key)
 
     @invariant()
@@ -191,9 +193,9 @@ def change(model, times):
 @torch.inference_mode()
 def first_layer(model, prompt):
     """Keys and values of layer 0, (num_tokens, heads, dim), by transformers alone."""
-    cache = model(input_ids=torch.from_numpy(prompt)[None], use_cache=True).past_key_values
+    cache = cache_of(model(input_ids=torch.from_numpy(prompt)[None], use_cache=True))
     return cache.layers[0].keys[0].transpose(0, 1), cache.layers[0].values[0].transpose(0, 1)
 
 
-EngineStoresMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=25, deadline=None)
+EngineStoresMachine.TestCase.settings = settings(max_examples=5, stateful_step_count=25, deadline=None)
 TestEngineStores = EngineStoresMachine.TestCase

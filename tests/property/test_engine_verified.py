@@ -18,12 +18,14 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.sampling_rules import RULES, ruled
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import SamplingParams, slot_plan
+from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
-from kvgraft.engine.loading import adopt_model
-from kvgraft.testing.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from kvgraft.engine.model import slot_plan
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 TIE = 1e-4
@@ -54,7 +56,7 @@ def oracle(family):
 def full_prefill(family, prompt, sampling):
     """The tokens of its answer."""
     engine = oracle(family)
-    engine.add(engine.builder.build(prompt, sampling, "off", request_id="oracle"))
+    engine.add(engine.builder.build(prompt, RequestOptions(sampling, "off", request_id="oracle")))
     while True:
         for found in engine.step():
             assert found.error is None
@@ -172,7 +174,9 @@ class VerifiedMachine(RuleBasedStateMachine):
             self.step(1)
 
     def add_request(self, prompt, sampling, reuse, *, provisional=False, **others):
-        request = replace(self.engine.builder.build(prompt, sampling, reuse, **others), provisional=provisional)
+        request = replace(
+            self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **others)), provisional=provisional
+        )
         self.engine.add(request)
         self.open[request.request_id] = Client(request)
         self.texts.append(request.token_ids.astype(np.int64))
@@ -230,7 +234,7 @@ class VerifiedMachine(RuleBasedStateMachine):
         """Cancel a request, take the slots of one that runs, forget everything that is cached, or heal some pieces."""
         running = self.engine.scheduler.running
         if kind == "preempt" and index < len(running):
-            self.engine.scheduler._preempt(running[index])
+            self.engine.scheduler.preempt(running[index])
         elif kind == "cancel" and index < len(self.open):
             name = list(self.open)[index]
             assert self.engine.cancel(name)
@@ -247,7 +251,7 @@ class VerifiedMachine(RuleBasedStateMachine):
         adapter, space = self.engine.adapter, self.engine.space
         for text in self.texts[-4:]:
             for salt in ("", "x"):
-                namespace = self.engine.builder.build(text[:1], cache_salt=salt).namespace
+                namespace = self.engine.builder.build(text[:1], RequestOptions(cache_salt=salt)).namespace
                 assert_prefix_is_exact(adapter, space, namespace, text)
         assert_donors_are_exact(adapter, space, self.texts, last=6)
 
@@ -281,5 +285,5 @@ class VerifiedMachine(RuleBasedStateMachine):
         assert all(not self.engine.space.donors.is_pinned(donor.donor_id) for donor in self.engine.space.donors)
 
 
-VerifiedMachine.TestCase.settings = settings(max_examples=8, stateful_step_count=20, deadline=None)
+VerifiedMachine.TestCase.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
 TestVerified = VerifiedMachine.TestCase

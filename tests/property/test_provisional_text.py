@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvgraft.engine.request import StreamPart
-from kvgraft.engine.text import OutputText
+from kvgraft.engine.requests.request import StreamPart
+from kvgraft.engine.requests.text import OutputText
 from kvgraft.server.provisional import ProvisionalText
 
 EOS = 0

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.radix_walk import RadixModel
 
 from kvgraft.errors import CorruptCacheError
 from kvgraft.prefix import EVICTION_POLICIES, PrefixHandle, RadixCache, RadixKey
-from kvgraft.testing.radix_walk import RadixModel
 
 EXTRA_KEYS = (None, b"", b"tenant-a", "tenant-a", ("adapter", 1))
 

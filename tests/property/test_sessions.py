@@ -10,20 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import OverloadedError, SessionInUseError, UnknownSessionError
-from kvgraft.prefix import RadixCache, SWARadixCache, registry
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 THREE = SamplingParams(3, ignore_eos=True)
 NUM_SLOTS, MAX_SESSIONS, TTL_S = 320, 3, 100.0
-
-
-def paged(context):
-    """A back end of pages of 16 tokens, so that turns end inside one."""
-    if context.sliding_window_size is None:
-        return RadixCache(16)
-    return SWARadixCache(1, sliding_window_size=context.sliding_window_size)
 
 
 class SessionsMachine(RuleBasedStateMachine):
@@ -36,7 +28,6 @@ class SessionsMachine(RuleBasedStateMachine):
     )
     def start(self, seed, family, host):
         torch.manual_seed(0)
-        registry._FACTORIES["paged"] = paged
         self.rng = np.random.default_rng(seed)
         self.oracle = tiny_model(family)
         is_tiered = host and family == "llama"
@@ -48,14 +39,12 @@ class SessionsMachine(RuleBasedStateMachine):
             correction="none",
             max_sessions=MAX_SESSIONS,
             session_ttl_s=TTL_S,
-            **({"prefix_host_bytes": host} if is_tiered else {"radix_cache_backend": "paged"}),
+            prefix_host_bytes=host if is_tiered else 0,
+            page_size=16 if family == "llama" and not is_tiered else 1,  # turns end inside a page
         )
         self.now = 0.0
-        self.llm._engine.sessions._clock = lambda: self.now
+        self.llm.engine.sessions.clock = lambda: self.now
         self.sessions = {}  # (id, salt) -> [tokens, used at]
-
-    def teardown(self):
-        registry._FACTORIES.pop("paged", None)
 
     def cold(self, prompt):
         tokens = torch.from_numpy(np.asarray(prompt, np.int64))[None]
@@ -167,7 +156,7 @@ class SessionsMachine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
         self.sessions = {n: s for n, s in self.sessions.items() if self.now - s[1] < TTL_S}
-        self.llm._engine.sessions.expire()
+        self.llm.engine.sessions.expire()
 
     @rule()
     def reset(self):
@@ -195,7 +184,7 @@ class SessionsMachine(RuleBasedStateMachine):
         if not hasattr(self, "llm"):
             return
         self.llm.check()
-        registry_ = self.llm._engine.sessions
+        registry_ = self.llm.engine.sessions
         assert {(name.session_id, salt) for name, salt in zip(registry_._open, self._salts(), strict=True)} == set(
             self.sessions
         )
@@ -209,12 +198,12 @@ class SessionsMachine(RuleBasedStateMachine):
         assert self.llm.space.kept.num_slots <= NUM_SLOTS // 2
 
     def _salts(self):
-        name = self.llm._engine.builder.session_name
+        name = self.llm.engine.builder.session_name
         plain = name("a").namespace
-        return ["" if opened.namespace == plain else "x" for opened in self.llm._engine.sessions._open]
+        return ["" if opened.namespace == plain else "x" for opened in self.llm.engine.sessions._open]
 
 
-SessionsMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
+SessionsMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
 TestSessions = SessionsMachine.TestCase
 
 

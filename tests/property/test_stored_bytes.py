@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvgraft.donors.record import decode_head, head_size, object_size
 from kvgraft.errors import CapacityError, StoreError, StoreMissError
 from kvgraft.memory.store.file import FileStore
+from kvgraft.memory.store.record import decode_head, head_size, object_size
 from kvgraft.memory.store.tier import StoreReader, StoreWriter
 from kvgraft.testing.memory_store import MemoryStore
 from kvgraft.testing.stored_objects import LAYOUT, SPACE, make_object

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.swa_model import SWAModel
+from tests.support.swa_walk import random_walk
 
-from kvgraft.testing.swa_model import SWAModel
-from kvgraft.testing.swa_walk import random_walk
 from kvgraft.windows import ChunkedWindow, SlidingWindow
 
 PAGES = (1, 2, 4, 16)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvgraft.engine.adapter import TransformersAdapter
-from kvgraft.engine.self_check import self_check
+from kvgraft.engine.model.adapter import TransformersAdapter
+from kvgraft.engine.model.self_check import self_check
+from kvgraft.fidelity import cache_argument, cache_of
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopePairing, RopeShift, rotate_keys
@@ -88,7 +89,7 @@ def test_shifted_graft_of_the_whole_context_equals_recomputation_in_every_layer(
     adapter.forward([SequenceRows(prompt, np.arange(100), np.arange(100))])
     graft(adapter, SpanCopy(PoolSource(adapter.pool, np.arange(100)), 0, 50, 100), np.arange(100, 400))
     with adapter.stock() as model, torch.inference_mode():
-        cache = model(torch.from_numpy(prompt)[None], position_ids=torch.arange(50, 150)[None]).past_key_values
+        cache = cache_of(model(torch.from_numpy(prompt)[None], position_ids=torch.arange(50, 150)[None]))
     for layer in range(adapter.num_layers):
         actual = adapter.pool.keys(layer)[150:250]
         expected = cache.layers[layer].keys[0].transpose(0, 1)
@@ -115,7 +116,7 @@ def test_rows_behind_a_graft_are_what_the_model_computes_from_the_same_keys(fami
     rows = SequenceRows(question, np.arange(start, len(prompt)), slots, num_logits=40)
     actual = adapter.forward([rows])[0].logits
     with adapter.stock() as model, torch.inference_mode():
-        expected = model(torch.from_numpy(question)[None], past_key_values=cache).logits[0]
+        expected = model(torch.from_numpy(question)[None], **cache_argument(model, cache)).logits[0]
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.engine import adapter as adapter_module
-from kvgraft.engine.adapter import TransformersAdapter
 from kvgraft.engine.attention import sdpa, sequence
 from kvgraft.engine.attention.sequence import SequenceAttention
-from kvgraft.engine.self_check import self_check
+from kvgraft.engine.model import adapter as adapter_module
+from kvgraft.engine.model.adapter import TransformersAdapter
+from kvgraft.engine.model.self_check import self_check
 from kvgraft.errors import ModelError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope import RopePairing
@@ -192,8 +192,10 @@ def test_windows_that_do_not_go_together_are_refused(monkeypatch):
 
 
 def test_chunks_without_a_size_are_refused():
+    model = tiny_model("llama4_text")
+    model.config.attention_chunk_size = None  # transformers fills it in where it is missing
     with pytest.raises(ModelError, match="no attention_chunk_size"):
-        make_adapter(tiny_model("llama4_text", attention_chunk_size=None))
+        make_adapter(model)
 
 
 def test_sinks_that_were_forgotten_would_be_noticed(monkeypatch):

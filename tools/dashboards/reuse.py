@@ -63,6 +63,14 @@ TEXT = (
         stack="normal",
     ),
     Panel(
+        "Repairs",
+        "Grafts by when the chosen tokens were computed again: `before` or `after` the first token. `none`: the answer ended "
+        "before the repair; `exact`: nothing approximate was left in the end.",
+        (Target(per_second("kvgraft:repairs_total", "time, outcome"), "{{time}}: {{outcome}}"),),
+        unit="reqps",
+        stack="normal",
+    ),
+    Panel(
         "Requests with a graft",
         "Share of those that ended and had not begun as verified drafts.",
         (
@@ -143,6 +151,14 @@ TEXT = (
         quantiles("kvgraft:store_read_seconds", 50, 95),
         unit="s",
     ),
+    Panel(
+        "Calls of a semantic provider",
+        "For requests with reuse=substitute: a text that stands in (`hit`) or none (`miss`), and calls that took too long or "
+        "failed.",
+        (Target(per_second("kvgraft:semantic_calls_total", "outcome"), "{{outcome}}"),),
+        unit="ops",
+        nothing="No provider",
+    ),
 )
 
 EMBEDDED_TEXT = (
@@ -185,9 +201,9 @@ EMBEDDED_TEXT = (
     ),
     Panel(
         "Certified loss",
-        "Mean loss of grafted answers that audits have certified, by class of reuse. 1: nothing is certified. Without a "
-        "calibration there is none.",
-        (Target("max by (reuse_class) (kvgraft:risk_certified{@})", "{{reuse_class}}"),),
+        "Mean loss of grafted answers that audits have certified, by class of reuse and part of the answer. 1: nothing is "
+        "certified. Without a calibration there is none.",
+        (Target("max by (reuse_class, part) (kvgraft:risk_certified{@})", "{{reuse_class}} {{part}}"),),
         unit="percentunit",
         top=1,
         nothing="No calibration",
@@ -198,8 +214,8 @@ EMBEDDED_TEXT = (
         "asked for, and reuse has become more careful.",
         (
             Target(
-                "sum by (reuse_class, notch, status) (kvgraft:risk_audits{@})",
-                "{{reuse_class}} {{notch}}: {{status}}",
+                "sum by (reuse_class, part, notch, status) (kvgraft:risk_audits{@})",
+                "{{reuse_class}} {{part}} {{notch}}: {{status}}",
             ),
         ),
         nothing="No calibration",

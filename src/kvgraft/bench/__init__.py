@@ -1,6 +1,5 @@
-"""Measurements behind `kvgraft bench`; `packs`, `tokenization`, `bound` and `reuse` need numpy alone.
+"""Measurements of `kvgraft bench` and `kvgraft calibrate`; `packs`, `tokenization`, `bound` and `reuse` need numpy alone.
 
-Public modules: `block_traces`, `calibrate`, `calibration_plot`, `chat`, `figure`, `journal`, `packs`, `panels`, `plot`,
-`prefix_replay`, `prompts`, `rates`, `reuse`, `serve`, `serve_workload`, `server_process`, `summary`, `tokenization`, `ttft`,
-`workloads`.
+Public modules: `calibrate`, `calibration_plot`, `chat`, `figure`, `journal`, `packs`, `panels`, `plot`, `prompts`, `rates`,
+`reuse`, `serve`, `serve_workload`, `server_process`, `summary`, `tokenization`, `ttft`, `workloads`.
 """

@@ -1,4 +1,4 @@
-"""What could be reused at best, by exact methods that share nothing with the index under test."""
+"""Most tokens that could be reused, found by exact methods that share nothing with the index under test."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _gram_names(tokens: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def _pair_names(names: NDArray[np.int64], distance: int) -> NDArray[np.int64]:
-    """Number the pairs of a gram and the one `distance` behind it."""
+    """Number the pairs of a gram and the one `distance` after it."""
     return _dense(names[:-distance] * (int(names.max()) + 1) + names[distance:])
 
 

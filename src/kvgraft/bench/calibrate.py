@@ -1,5 +1,8 @@
 """Run a user's own prompts at every notch of a policy, hold each answer against the model's own, and pick a notch.
 
+Where the policy's choice is computed after the first token, an answer has two parts with risks of their own, and one that
+waits for it a third; a notch is certified if all are.
+
 The reference is `stock_answer`: transformers' forward pass, which shares no K/V with what it judges. Every notch begins
 with an empty cache and serves all prompts in order of arrival, so that its donors are those that it would have
 left behind itself.
@@ -8,34 +11,46 @@ left behind itself.
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvgraft import __version__
 from kvgraft.engine import SamplingParams
-from kvgraft.engine.risk import risk_binding
+from kvgraft.engine.model.loading import eos_token_ids
+from kvgraft.engine.requests.repair import RepairRules
+from kvgraft.engine.requests.risk import risk_binding
 from kvgraft.errors import ConfigError
 from kvgraft.fidelity import stock_answer
-from kvgraft.fidelity.control import Calibration, LossSample, NotchResult, fixed_sequence
-from kvgraft.reuse.notches import FULL
+from kvgraft.fidelity.control import (
+    PARTS,
+    AnswerPart,
+    Calibration,
+    LossSample,
+    NotchResult,
+    PartResult,
+    fixed_sequence,
+)
+from kvgraft.fidelity.control.notches import FULL
+from kvgraft.types import RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from kvgraft.bench.packs import Session
+    from kvgraft.bench.packs import PackSession
     from kvgraft.engine import LLM
+    from kvgraft.engine.idle.scoring import Score
     from kvgraft.fidelity.control import Loss
-    from kvgraft.reuse.notches import Notch
+    from kvgraft.fidelity.control.notches import Notch
     from kvgraft.types import GraftReport, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to hold: a mean `loss` of at most `epsilon`, with a probability of being wrong about it of at most `delta`."""
+class AskedRisk:
+    """A mean `loss` of at most `epsilon`, with a probability of being wrong about it of at most `delta`."""
 
     loss: Loss
     epsilon: float
@@ -62,21 +77,28 @@ class Prompts:
 
 @dataclass(slots=True)
 class NotchSample:
-    """What one notch did on the prompts.
+    """Losses and reuse of one notch on the prompts.
 
     Attributes:
-        grafted: Losses of grafted requests.
+        losses: Of grafted requests, by part of their answers.
         recomputed: Reused tokens that were computed again.
         reused: Tokens that donors had.
     """
 
-    grafted: list[float] = field(default_factory=list)
+    losses: dict[AnswerPart, list[float]] = field(default_factory=dict)
     recomputed: int = 0
     reused: int = 0
 
+    def add(self, report: GraftReport, losses: Mapping[AnswerPart, float]) -> None:
+        """Take in a request."""
+        for part, loss in losses.items():
+            self.losses.setdefault(part, []).append(loss)
+        self.recomputed += report.recomputed_tokens
+        self.reused += report.recomputed_tokens + report.shifted_tokens
+
 
 def tokenized(
-    llm: LLM, sessions: Sequence[Session], num_tokens: int, encode: Callable[[str], TokenArray] | None = None
+    llm: LLM, sessions: Sequence[PackSession], num_tokens: int, encode: Callable[[str], TokenArray] | None = None
 ) -> Prompts:
     """Tokenise what fits with `num_tokens` of output, by `encode` or as plain text.
 
@@ -99,18 +121,38 @@ def tokenized(
     return prompts
 
 
-def references(llm: LLM, prompts: Prompts, loss: Loss, advance: Callable[[], object]) -> list[NDArray[Any]]:
-    """Return the evidence of `loss` in full prefill's greedy answer to every prompt that is asked.
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """Full prefill's greedy answer to a prompt, up to the first token that ends it.
+
+    Attributes:
+        token_ids: int64, at least one.
+        evidence: Of a loss, of these tokens.
+    """
+
+    token_ids: TokenArray
+    evidence: NDArray[Any]
+
+
+def references(llm: LLM, prompts: Prompts, loss: Loss, advance: Callable[[], object]) -> list[Reference]:
+    """Return full prefill's answer to every prompt that is asked, as far as `loss` looks.
 
     Raises:
-        ConfigError: The model has no attention of transformers' own.
+        ConfigError: The model has no attention of transformers' own, or scores are not what is served.
     """
-    found = []
+    if llm.config.repair_rows and loss.length(AnswerPart) > 2:
+        raise ConfigError(
+            f"loss {loss} looks at tokens after the second one, which repair_rows goes on to repair, and a calibration does "
+            "not measure that; use first_token or kl:KAPPA, or leave repair_rows out"
+        )
+    found, ends = [], list(eos_token_ids(llm.loaded))
     with llm.adapter.stock("sdpa") as model:
         for _, asked in prompts.sessions:
             for prompt in asked:
-                answer = stock_answer(model, prompt, loss.num_tokens)
-                found.append(loss.evidence(answer.logits.numpy(force=True)))
+                answer = stock_answer(model, prompt, loss.length(AnswerPart))
+                count = 1 + int(np.append(np.isin(answer.token_ids, ends), True).argmax())
+                evidence = loss.evidence(answer.logits[:count].numpy(force=True))
+                found.append(Reference(answer.token_ids[:count], evidence))
                 advance()
     return found
 
@@ -119,66 +161,89 @@ def sample_notch(
     llm: LLM,
     notch: Notch,
     prompts: Prompts,
-    expected: Sequence[NDArray[Any]],
+    expected: Sequence[Reference],
     loss: Loss,
     *,
     advance: Callable[[], object],
 ) -> NotchSample:
     """Serve all prompts at one notch. At "full" nothing is reused: what is lost there is rounding, and all requests count."""
     sample, answers = NotchSample(), iter(expected)
-    reuse = "graft" if notch.policy is not None else "off"
     for cached, asked in prompts.sessions:
         llm.reset()
         for prompt in cached:
-            llm.generate(prompt, SamplingParams(1), reuse, selection=notch.policy)
+            llm.generate(prompt, SamplingParams(1), _reuse(notch), selection=notch.policy)
         for prompt in asked:
             full = next(answers)
-            report, evidence = _served(llm, prompt, notch, loss)
+            report, losses = _served(llm, prompt, notch, full, loss)
             if report.spans or notch.policy is None:
-                sample.grafted.append(loss.of(full, evidence))
-                sample.recomputed += report.recomputed_tokens
-                sample.reused += report.recomputed_tokens + report.shifted_tokens
+                sample.add(report, losses)
             advance()
     llm.reset()
     return sample
 
 
-def _served(llm: LLM, prompt: TokenArray, notch: Notch, loss: Loss) -> tuple[GraftReport, NDArray[Any]]:
-    """Serve a prompt greedily, which leaves donors for later ones. Returns the report and the evidence of `loss`."""
-    reuse = "graft" if notch.policy is not None else "off"
-    logits = None
-    if not loss.is_binary:  # tokens say nothing about distributions; scoring leaves no trace
-        score = llm.score(prompt, [0], reuse, selection=notch.policy)
-        logits = loss.evidence(score.logits.numpy(force=True))
-    (output,) = llm.generate(prompt, SamplingParams(loss.num_tokens), reuse, selection=notch.policy)
-    return output.report, np.asarray(output.token_ids, np.int64) if logits is None else logits
+def _served(
+    llm: LLM, prompt: TokenArray, notch: Notch, full: Reference, loss: Loss
+) -> tuple[GraftReport, dict[AnswerPart, float]]:
+    """Serve a prompt greedily, which leaves donors for later ones. Returns the report and the loss by part of the answer.
+
+    At a notch that repairs after the first token some requests wait for the repair nevertheless, so both are scored. Scores
+    leave no trace, and come first. A first token that is unsure enough to wait (`repair_below_margin`) is one that did.
+    """
+    times = (RepairTime.BEFORE,) if notch.repair is RepairTime.BEFORE else (RepairTime.BEFORE, RepairTime.AFTER)
+    scores = {time: _scored(llm, prompt, notch, full, time) for time in times}
+    logits = {time: score.logits[: len(full.token_ids)] for time, score in scores.items()}
+    rules = RepairRules.configured(llm.config)
+    if RepairTime.AFTER in logits and rules.reason_to_wait(logits[RepairTime.AFTER][0]):
+        logits[RepairTime.AFTER][0] = logits[RepairTime.BEFORE][0]
+    losses = {
+        part: loss.of(full.evidence, loss.evidence(rows.numpy(force=True)), part)
+        for time, rows in logits.items()
+        for part in PARTS[time]
+    }
+    llm.generate(prompt, SamplingParams(loss.num_tokens), _reuse(notch), selection=notch.policy)
+    return scores[RepairTime.BEFORE].report, {part: found for part, found in losses.items() if found is not None}
 
 
-def summed_up(samples: Mapping[str, NotchSample], asked: Asked) -> tuple[NotchResult, ...]:
-    """Test the notches behind "full" in their order; returns what is known of each."""
-    known = {
-        name: LossSample(len(sample.grafted), float(sum(sample.grafted)), asked.loss.is_binary)
+def _scored(llm: LLM, prompt: TokenArray, notch: Notch, full: Reference, repair: RepairTime) -> Score:
+    """Return what is served with a repair at that time along full prefill's answer; a second token follows if it has none.
+
+    An answer of one token alone would wait for the repair.
+    """
+    asked = full.token_ids if len(full.token_ids) > 1 else np.repeat(full.token_ids, 2)
+    return llm.score(prompt, asked, _reuse(notch), selection=notch.policy, repair=repair)
+
+
+def _reuse(notch: Notch) -> ReuseMode:
+    return ReuseMode.OFF if notch.policy is None else ReuseMode.GRAFT
+
+
+def summed_up(samples: Mapping[str, NotchSample], asked: AskedRisk) -> tuple[NotchResult, ...]:
+    """Test the notches after "full" in their order; return the result of each. A notch rejects what all its parts reject."""
+    results = [
+        NotchResult(name, _parts(sample, asked), False, sample.recomputed / max(1, sample.reused))
         for name, sample in samples.items()
         if name != FULL
+    ]
+    num_certified = fixed_sequence([result.worst.p_value for result in results], asked.delta)
+    return tuple(replace(result, is_certified=index < num_certified) for index, result in enumerate(results))
+
+
+def _parts(sample: NotchSample, asked: AskedRisk) -> tuple[PartResult, ...]:
+    """Test each part of the answers at one notch."""
+    known = {
+        part: LossSample(len(losses), float(sum(losses)), asked.loss.is_binary)
+        for part, losses in sample.losses.items()
     }
-    p_values = [sample.p_value(asked.epsilon) for sample in known.values()]
-    num_certified = fixed_sequence(p_values, asked.delta)
+    none = {AnswerPart.WHOLE: LossSample(0, 0.0, asked.loss.is_binary)}
     return tuple(
-        NotchResult(
-            notch=name,
-            requests=sample.count,
-            loss_sum=sample.loss_sum,
-            upper_limit=sample.upper_limit(asked.delta),
-            p_value=p_value,
-            is_certified=index < num_certified,
-            recomputed_share=samples[name].recomputed / max(1, samples[name].reused),
-        )
-        for index, ((name, sample), p_value) in enumerate(zip(known.items(), p_values, strict=True))
+        PartResult(part, losses.count, losses.loss_sum, losses.upper_limit(asked.delta), losses.p_value(asked.epsilon))
+        for part, losses in sorted((known or none).items())
     )
 
 
-def calibration_of(llm: LLM, results: tuple[NotchResult, ...], asked: Asked, num_prompts: int) -> Calibration:
-    """Put together what a file holds."""
+def calibration_of(llm: LLM, results: tuple[NotchResult, ...], asked: AskedRisk, num_prompts: int) -> Calibration:
+    """Return the calibration that a file holds."""
     certified = [result.notch for result in results if result.is_certified]
     return Calibration(
         binding=risk_binding(llm.config, llm.loaded, llm.policy),

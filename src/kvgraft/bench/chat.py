@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def has_chat_template(llm: LLM) -> bool:
-    """Whether the model was made for conversations."""
+    """Return whether the model was made for conversations."""
     return bool(getattr(llm.loaded.tokenizer, "chat_template", None))
 
 

@@ -33,13 +33,13 @@ _READ_SECONDS = 120.0
 
 
 def now() -> float:
-    """Seconds of the running event loop's clock, which is monotonic."""
+    """Return seconds of the running event loop's clock, which is monotonic."""
     return asyncio.get_running_loop().time()
 
 
 @dataclass(slots=True)
-class Exchange:
-    """What is known of one request so far; seconds are of `now`.
+class TimedRequest:
+    """Times and figures of one request so far; seconds are of `now`.
 
     Attributes:
         scheduled_s: When it was to be sent.
@@ -137,8 +137,8 @@ class CompletionsClient:
                 for data in parser.feed(chunk):
                     yield data
 
-    async def stream(self, body: bytes, exchange: Exchange) -> None:
-        """Send a streamed completion and note in `exchange` what becomes of it.
+    async def stream(self, body: bytes, exchange: TimedRequest) -> None:
+        """Send a streamed completion and note its times and figures in `exchange`.
 
         Raises nothing but `CancelledError`; a cancelled exchange has no end.
         """
@@ -157,7 +157,7 @@ class CompletionsClient:
             exchange.failure = "malformed event"
         exchange.ended_s = now()
 
-    async def _read_stream(self, body: bytes, exchange: Exchange) -> None:
+    async def _read_stream(self, body: bytes, exchange: TimedRequest) -> None:
         is_whole = False
         async for data in self.events(body):
             if data == DONE:
@@ -211,11 +211,11 @@ def completion_body(
 
 
 def has_text(event: Mapping[str, Any]) -> bool:
-    """Whether a chunk carries output."""
+    """Return whether a chunk carries output."""
     return any(choice.get("text") for choice in event.get("choices") or ())
 
 
-def note_usage(event: Mapping[str, Any], exchange: Exchange) -> None:
+def note_usage(event: Mapping[str, Any], exchange: TimedRequest) -> None:
     """Take token counts out of a chunk or a whole response, as far as it has them."""
     usage = event.get("usage")
     if usage:

@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.bench.drawing import Figure, FuncFormatter, NullFormatter
 from kvgraft.bench.panels import Bars, Lines, Points
-
-try:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-except ModuleNotFoundError as missing:
-    raise ImportError("--plot needs matplotlib: pip install 'kvgraft[bench]'") from missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +115,7 @@ def _numbers(series: Series) -> list[float]:
 
 
 def _errors(series: Series) -> tuple[list[float], list[float]] | None:
-    """How far intervals reach below and above; no mark where a figure has none, or one without width."""
+    """Return how far intervals reach below and above; no mark where a figure has none, or one without width."""
     if all(end is None for end in (*series.low, *series.high)):
         return None
     ends = [_reach(*each) for each in zip(series.values, series.low, series.high, strict=True)]

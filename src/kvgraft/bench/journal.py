@@ -54,7 +54,7 @@ class Journal:
         return len(self._records)
 
     def get(self, *key: object) -> dict[str, Any] | None:
-        """The record of that key; None if there is none yet."""
+        """Return the record of that key; None if there is none yet."""
         return self._records.get(key)
 
     def add(self, record: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Journal:
             self._write(json.dumps(record) + "\n", "a")
 
     def under(self, *beginning: object) -> Iterator[dict[str, Any]]:
-        """Records whose key begins so, all for no `beginning`, in the order of their keys."""
+        """Yield records by the beginning of their key, all for no `beginning`, in the order of their keys."""
         for key in sorted(key for key in self._records if key[: len(beginning)] == beginning):
             yield self._records[key]
 

@@ -1,4 +1,4 @@
-"""Send requests at their times whatever became of earlier ones (open loop); stop when the server falls behind for good."""
+"""Send requests at their times, earlier ones answered or not (open loop); stop when the server falls behind for good."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.bench.client import GONE, Exchange, now
+from kvgraft.bench.client import GONE, TimedRequest, now
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    Send = Callable[[bytes, Exchange], Awaitable[None]]
+    Send = Callable[[bytes, TimedRequest], Awaitable[None]]
 
 _CHECK_SECONDS = 0.1
 _LEAD_SECONDS = 0.05
@@ -19,7 +19,7 @@ _LEAD_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What became of a run.
+    """Requests of a run, and how it ended.
 
     Attributes:
         exchanges: One per request that was sent, in order of its time.
@@ -28,7 +28,7 @@ class LoadResult:
         gave_up: Why the run was ended early, or None.
     """
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TimedRequest, ...]
     planned: int
     seconds: float
     gave_up: str | None
@@ -44,11 +44,11 @@ async def run_open_loop(
 ) -> LoadResult:
     """Send `bodies` at `arrivals` and wait for all; takes at most the last arrival + 2 `give_up_s`.
 
-    The run ends early as soon as one request has waited `give_up_s` for its first token: the queue is longer than anyone
-    would wait. Requests that are still running when it ends are cancelled and stay in the result without an end.
+    The run ends early as soon as one request has waited `give_up_s` for its first token: the queue is longer than
+    clients would wait. Requests that are still running when it ends are cancelled and stay in the result without an end.
 
     Args:
-        send: Sends a body and notes in the exchange what becomes of it; raises nothing.
+        send: Sends a body and notes times and figures in the exchange; raises nothing.
         bodies: Requests.
         arrivals: Ascending seconds, one per body.
         give_up_s: Longest wait for a first token.
@@ -59,8 +59,8 @@ async def run_open_loop(
         await loop.send_all(bodies, arrivals)
         await loop.wait_for_rest()
         gave_up = None
-    except _FellBehindError as behind:
-        gave_up = str(behind)
+    except _FellBehindError as error:
+        gave_up = str(error)
     finally:
         await loop.cancel()
     return LoadResult(tuple(loop.exchanges), len(bodies), loop.seconds(), gave_up)
@@ -74,12 +74,12 @@ class _OpenLoop:
     """One run: the requests that are running, and when to end it."""
 
     def __init__(self, send: Send, give_up_s: float, advance: Callable[[], object]) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[TimedRequest] = []
         self.start = now() + _LEAD_SECONDS
         self._send = send
         self._give_up_s = give_up_s
         self._advance = advance
-        self._running: dict[asyncio.Task[None], Exchange] = {}
+        self._running: dict[asyncio.Task[None], TimedRequest] = {}
 
     def seconds(self) -> float:
         """From the first arrival until the last request ended, or until now where one has not."""
@@ -92,7 +92,7 @@ class _OpenLoop:
             moment = self.start + arrival
             while (left := moment - now()) > 0:
                 await self._pause(left)
-            exchange = Exchange(moment)
+            exchange = TimedRequest(moment)
             self.exchanges.append(exchange)
             task = asyncio.ensure_future(self._send(body, exchange))
             self._running[task] = exchange
@@ -117,7 +117,7 @@ class _OpenLoop:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pause(self, longest: float) -> None:
-        """Sleep for a moment and see whether somebody has waited for too long."""
+        """Sleep for a moment and see whether a request has waited for too long."""
         await asyncio.sleep(min(longest, _CHECK_SECONDS))
         self._check_waits()
 
@@ -133,14 +133,14 @@ class _OpenLoop:
 
 async def run_closed_loop(
     send: Send, bodies: Sequence[bytes], clients: int, advance: Callable[[], object] = lambda: None
-) -> list[Exchange]:
+) -> list[TimedRequest]:
     """Send `bodies` in order from `clients` clients, each with one request at a time; all stop when the server is gone."""
-    exchanges: list[Exchange] = []
+    exchanges: list[TimedRequest] = []
     waiting = iter(bodies)
 
     async def client() -> None:
         for body in waiting:
-            exchange = Exchange(now())
+            exchange = TimedRequest(now())
             exchanges.append(exchange)
             await send(body, exchange)
             advance()

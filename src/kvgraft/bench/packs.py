@@ -27,13 +27,13 @@ _REQUESTS, _PAIRS, _PROMPTS = ".requests.jsonl", ".pairs.jsonl", ".jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class PackSession:
     """Prompts that share one cache.
 
     Attributes:
         cached: Prompts that are there before measuring begins.
         requests: Prompts in order of arrival.
-        times: Their arrivals in seconds, or None where the pack does not tell.
+        times: Their arrivals in seconds, or None where the pack has none.
     """
 
     cached: tuple[str, ...]
@@ -46,7 +46,7 @@ class Workload:
     """Sessions that are reported together, each beginning with an empty cache."""
 
     name: str
-    sessions: tuple[Session, ...]
+    sessions: tuple[PackSession, ...]
 
     @property
     def num_prompts(self) -> int:
@@ -72,7 +72,7 @@ def load_pack(prefix: str) -> list[Workload]:
         prompts = _request_prompts(records, path, name)
     else:
         prompts = [_text(record, "input", line) for line, record in records]
-    return [Workload(name, (Session((), tuple(prompts), _times(records)),))]
+    return [Workload(name, (PackSession((), tuple(prompts), _times(records)),))]
 
 
 def find_pack(prefix: str) -> tuple[Path, str] | None:
@@ -85,7 +85,7 @@ def find_pack(prefix: str) -> tuple[Path, str] | None:
 
 
 def _locate(prefix: str) -> tuple[Path, str]:
-    """Find the pack's main file and tell its kind by the ending."""
+    """Find the pack's main file, and its kind by the ending."""
     given = Path(prefix)
     if given.is_file():
         plain = given.name.removesuffix(".gz")
@@ -114,13 +114,13 @@ def _load_pairs(path: Path, name: str) -> list[Workload]:
     for line, record in read_records(path):
         question = [_text(record, "question", line)] if "question" in record else []
         a, b = (_PART_SEPARATOR.join([_text(record, key, line), *question]) for key in "ab")
-        there.append(Session((a,), (b,)))
-        back.append(Session((b,), (a,)))
+        there.append(PackSession((a,), (b,)))
+        back.append(PackSession((b,), (a,)))
     return [Workload(f"{name} a->b", tuple(there)), Workload(f"{name} b->a", tuple(back))]
 
 
 def _times(records: list[tuple[str, dict[str, object]]]) -> tuple[float, ...] | None:
-    """Return the arrivals, or None where no record has one; a pack that tells some only is refused."""
+    """Return the arrivals, or None where no record has one; a pack that has some only is refused."""
     if not any("t" in record for _, record in records):
         return None
     times = []

@@ -1,4 +1,4 @@
-"""What a picture shows, as data: lines over a number, bars by name, points in a plane. `bench.figure` draws it."""
+"""Contents of a picture as data: lines over a number, bars by name, points in a plane. `bench.figure` draws them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Figures of one kind.
-
-    Attributes:
-        name: For the legend.
-        values: One per place of the panel; None where nothing was measured.
-        low: Lower ends of their intervals, or nothing.
-        high: Upper ends.
-    """
+    """Figures of one kind, one per place of the panel, None for not measured; `low` and `high` are their intervals."""
 
     name: str
     values: Sequence[float | None]
@@ -27,7 +20,7 @@ class Series:
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Mapping[str, float | None]], field_name: str, factor: float = 1.0) -> Series:
-        """A field of every row, with `{field_name}_low` and `{field_name}_high` where rows have them."""
+        """Take a field of every row, with `{field_name}_low` and `{field_name}_high` where rows have them."""
         values, low, high = (
             [None if row.get(each) is None else factor * (row[each] or 0.0) for row in rows]
             for each in (field_name, f"{field_name}_low", f"{field_name}_high")
@@ -37,14 +30,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A line per series over numbers.
+    """A line per series over `places`, ascending numbers with a `label`.
 
-    Attributes:
-        title: What the figures are, with their unit.
-        label: What the numbers below are.
-        places: These, ascending.
-        series: One figure per place each.
-        is_log: Both scales are logarithmic, and numbers double from mark to mark.
+    With `is_log` both scales are logarithmic, and numbers double from mark to mark.
     """
 
     title: str
@@ -56,14 +44,9 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A group of bars per name, one bar per series.
+    """A group of bars per name in `places`, from above, one bar per series; `is_log` makes the scale logarithmic.
 
-    Attributes:
-        title: What the figures are, with their unit.
-        places: Names, from above.
-        series: One figure per name each.
-        mark: Where a line is drawn across all bars, such as 1 for ratios; None for no line.
-        is_log: The scale is logarithmic.
+    A line is drawn across all bars at `mark`, such as 1 for ratios; None for no line.
     """
 
     title: str
@@ -74,7 +57,7 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class NamedPoint:
     """A named point; hollow if it is something to beware of."""
 
     name: str
@@ -98,7 +81,7 @@ class Points:
     title: str
     x_label: str
     y_label: str
-    groups: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[NamedPoint]] = field(default_factory=dict)
     y_linear_below: float | None = None
 
 

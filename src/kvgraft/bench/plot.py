@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-try:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-except ModuleNotFoundError as missing:
-    raise ImportError("--plot needs matplotlib: pip install 'kvgraft[bench]'") from missing
+from kvgraft.bench.drawing import Figure, FuncFormatter, LogLocator, NullFormatter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

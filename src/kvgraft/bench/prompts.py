@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.bench.fidelity.builtin import builtin_requests
-from kvgraft.bench.packs import Session, load_pack
+from kvgraft.bench.packs import PackSession, load_pack
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ BUILTIN = "builtin"
 """Name of that suite."""
 
 
-def read_sessions(name: str, limit: int | None = None) -> list[Session]:
+def read_sessions(name: str, limit: int | None = None) -> list[PackSession]:
     """Return the prompts at `name`; each session begins with an empty cache.
 
     Args:
@@ -34,14 +34,14 @@ def read_sessions(name: str, limit: int | None = None) -> list[Session]:
         ConfigError: A file is missing, empty or malformed; names file, line and remedy.
     """
     if name == BUILTIN:
-        sessions = [Session((), tuple(request.prompt for request in builtin_requests()))]
+        sessions = [PackSession((), tuple(request.prompt for request in builtin_requests()))]
     else:
         sessions = _line_sessions(Path(name)) or [s for workload in load_pack(name) for s in workload.sessions]
     return list(_limited(sessions, limit))
 
 
-def _line_sessions(path: Path) -> list[Session]:
-    """The prompts of a file of lines as one session; none where it is a pack, or no such file."""
+def _line_sessions(path: Path) -> list[PackSession]:
+    """Return the prompts of a file of lines as one session; none where it is a pack, or no such file."""
     if not path.is_file() or path.name.endswith(".gz"):
         return []
     try:
@@ -52,7 +52,7 @@ def _line_sessions(path: Path) -> list[Session]:
         raise ConfigError(f"{path}: the file is empty; it needs a prompt per line")
     first = _json_object(lines[0])
     if first is None:
-        return [Session((), tuple(lines))]
+        return [PackSession((), tuple(lines))]
     key = next((key for key in _KEYS if isinstance(first.get(key), str)), None)
     if key is None:
         return []
@@ -65,7 +65,7 @@ def _line_sessions(path: Path) -> list[Session]:
                 f'{path}: prompt {number} has no "{key}" with a text, as the first one has; correct the file'
             )
         prompts.append(text)
-    return [Session((), tuple(prompts))]
+    return [PackSession((), tuple(prompts))]
 
 
 def _json_object(line: str) -> dict[str, object] | None:
@@ -78,11 +78,11 @@ def _json_object(line: str) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
-def _limited(sessions: list[Session], limit: int | None) -> Iterator[Session]:
+def _limited(sessions: list[PackSession], limit: int | None) -> Iterator[PackSession]:
     left = sum(len(session.requests) for session in sessions) if limit is None else limit
     for session in sessions:
         if left <= 0:
             return
         requests = tuple(itertools.islice(session.requests, left))
         left -= len(requests)
-        yield Session(session.cached, requests)
+        yield PackSession(session.cached, requests)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SustainedRate:
-    """What a mode sustains under a limit of time to first token.
+    """Rate that a mode sustains under a limit of time to first token.
 
     Attributes:
         mode: Reuse mode.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvgraft.bench.packs import Session, Workload
+    from kvgraft.bench.packs import PackSession, Workload
     from kvgraft.bench.tokenization import Tokenize
     from kvgraft.types import Match
 
@@ -27,15 +27,14 @@ _NAMESPACE = Namespace("bench")
 _SECRET = bytes(32)
 """Known, so that every run finds the same."""
 _ALWAYS_WORTH_IT = CostModel(copy_per_token=0.0, per_span=0.0)
-"""So that figures tell what is found; which of it pays depends on the model."""
+"""Free copies, so that figures count all that is found; what pays depends on the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReuse:
-    """Tokens of one prompt; as in `ReuseResult`.
+    """Tokens of one prompt.
 
     Attributes:
-        tokens: Of the prompt.
         prefix_tokens: In the longest prefix of an earlier prompt.
         reused_tokens: `prefix_tokens` and the spans of the plan.
         bound_tokens: In a run that occurs at any offset of an earlier prompt.
@@ -49,7 +48,7 @@ class PromptReuse:
 
 @dataclass(frozen=True, slots=True)
 class ReuseResult:
-    """What a workload could reuse and what was planned.
+    """Tokens of a workload that could be reused and that were planned.
 
     The last token of a prompt is always computed and counts nowhere but in `tokens`. Nor does a prefix shorter than the
     shortest run, so `reused_tokens` is never more than `bound_tokens`.
@@ -101,7 +100,7 @@ class ReuseResult:
 
 @dataclass(slots=True)
 class _Tally:
-    """What was found, prompt by prompt."""
+    """Counts of a workload, prompt by prompt."""
 
     prompts: list[PromptReuse] = field(default_factory=list)
     wrong: int = 0
@@ -163,7 +162,7 @@ class _Replay:
         self._min_run = min_run
         self._tally = tally
 
-    def run(self, session: Session, bounds: Sequence[int], advance: Callable[[], object]) -> None:
+    def run(self, session: PackSession, bounds: Sequence[int], advance: Callable[[], object]) -> None:
         for index, (tokens, bound) in enumerate(zip(self._prompts, bounds, strict=True)):
             if index >= len(session.cached):
                 self._look_up(tokens, bound)
@@ -203,6 +202,6 @@ class _Replay:
 
 
 def _percentiles(seconds: Sequence[float], **percents: float) -> dict[str, float]:
-    """Percentiles in milliseconds by name."""
+    """Return percentiles in milliseconds by name."""
     values = np.array(seconds or [0.0]) * 1e3
     return {name: round(float(np.percentile(values, percent)), 4) for name, percent in percents.items()}

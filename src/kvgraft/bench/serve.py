@@ -30,7 +30,7 @@ _WARM_UP_CLIENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """What is sent.
+    """Requests of a run.
 
     Attributes:
         duration_s: Seconds of arrivals per run, where `requests` is None.
@@ -50,7 +50,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class LoadedServer:
     """Where a run sends its requests, and the salt that keeps its cache apart, if any."""
 
     url: str
@@ -63,7 +63,7 @@ class Target(Protocol):
 
     description: str
 
-    def fresh(self) -> AbstractContextManager[Access]:
+    def fresh(self) -> AbstractContextManager[LoadedServer]:
         """Open a fresh state for one run."""
 
 
@@ -75,10 +75,10 @@ class OwnServer:
         self.description = "a fresh server process per run: kvgraft serve " + " ".join(arguments)
 
     @contextmanager
-    def fresh(self) -> Iterator[Access]:
+    def fresh(self) -> Iterator[LoadedServer]:
         """Start the process and end it afterwards."""
         with ServerProcess(self._arguments) as server:
-            yield Access(server.url)
+            yield LoadedServer(server.url)
 
 
 class GivenServer:
@@ -90,9 +90,9 @@ class GivenServer:
         self.description = f"{self._url}, a fresh cache_salt per run"
 
     @contextmanager
-    def fresh(self) -> Iterator[Access]:
+    def fresh(self) -> Iterator[LoadedServer]:
         """Draw a salt."""
-        yield Access(self._url, f"bench-{uuid.uuid4().hex}", self._api_key)
+        yield LoadedServer(self._url, f"bench-{uuid.uuid4().hex}", self._api_key)
 
 
 class LoadTest:
@@ -125,7 +125,7 @@ class LoadTest:
         self.num_requests(1.0)
 
     def num_requests(self, rate: float) -> int:
-        """Requests that a run at `rate` measures: what the settings ask for, as far as the workload has prompts."""
+        """Return the requests that a run at `rate` measures: those of the settings, as far as the workload has prompts."""
         wanted = self.settings.requests or max(1, round(self.settings.duration_s * rate))
         available = len(self.workload.prompts) - self.settings.warmup
         if available < 1:
@@ -144,7 +144,7 @@ class LoadTest:
         with self._target.fresh() as access:
             return asyncio.run(self._measure(access, mode, rate, advance))
 
-    async def _measure(self, access: Access, mode: str, rate: float, advance: Callable[[], object]) -> RunSummary:
+    async def _measure(self, access: LoadedServer, mode: str, rate: float, advance: Callable[[], object]) -> RunSummary:
         async with CompletionsClient(access.url, access.api_key) as client:
             model = await self._ask_for_model(client)
             warmup, count = self.settings.warmup, self.num_requests(rate)
@@ -182,7 +182,7 @@ class LoadTest:
 
 
 def measure_rates(run: Run, modes: Sequence[str], rates: Sequence[float]) -> list[RunSummary]:
-    """Run every mode at a rate before the next higher rate; a mode whose run was given up is not run at higher ones."""
+    """Run every mode at a rate before the next higher rate; a mode that was given up is not run at higher ones."""
     runs: list[RunSummary] = []
     lost: set[str] = set()
     for rate in sorted(set(rates)):

@@ -58,7 +58,7 @@ class ServerProcess:
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="kvgraft-bench-")
         self._output, self._log = (Path(self._folder.name) / name for name in ("output", "log"))
-        # Files, not pipes: nobody has to read them for the server to go on.
+        # Files, not pipes: the server goes on though nothing reads them.
         with self._output.open("wb") as output, self._log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=output, stderr=log, env=self._environ)
         try:

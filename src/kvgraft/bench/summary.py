@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvgraft.bench.client import Exchange
+    from kvgraft.bench.client import TimedRequest
     from kvgraft.bench.load import LoadResult
 
 KEPT_UP = 0.95
@@ -26,25 +26,17 @@ class RunSummary:
     """One mode at one rate. Times are milliseconds: `mean`, `p50`, `p90`, `p95`, `p99`, or nothing where none was measured.
 
     Attributes:
-        mode: Reuse mode.
-        rate: Requests per second that were offered.
-        planned: Requests that were to be sent.
-        sent: Requests that were sent.
-        completed: Requests that ended well.
-        failures: How many failed, by kind; those of the warm-up too.
+        failures: Failed requests by kind, those of the warm-up too.
         unfinished: Requests that were still running when the run was ended.
-        gave_up: Why it was ended early, or None.
+        gave_up: Why the run was ended early, or None.
         arrival_s: From the first arrival to the last planned one.
         seconds: From the first arrival until the last request ended.
-        requests_per_s: Completed requests over `seconds`.
         tokens_per_s: Output tokens of completed requests over `seconds`.
-        prompt_tokens: Of completed requests.
-        reused_share: Of these, the share that was not computed.
+        reused_share: Share of the prompt tokens of completed requests that was not computed.
         kept_up: Rate at which requests complete over the rate at which they arrive, estimated from the growth of delays.
         ttft_ms: From the scheduled arrival to the first token. Unfinished requests count with their wait so far.
-        tpot_ms: Per output token after the first.
         end_to_end_ms: From the scheduled arrival to the end.
-        client_lag_ms: By how much requests were sent too late.
+        client_lag_ms: Delay of the client in sending requests.
     """
 
     mode: str
@@ -78,7 +70,7 @@ class RunSummary:
         return self.complete and self.kept_up >= KEPT_UP
 
     def sustains(self, slo_ttft_ms: float) -> bool:
-        """Whether the run is complete, 95 % of its requests had their first token in time, and the queue did not grow.
+        """Return whether the run is complete, 95 % of its requests had their first token in time, and the queue did not grow.
 
         Over a run that is 20 times as long as the limit, a queue that grew by more than 5 % would have broken the limit;
         in shorter ones the estimate `kept_up` decides.
@@ -89,7 +81,7 @@ class RunSummary:
 
 
 def summarise(
-    mode: str, rate: float, result: LoadResult, arrival_s: float, warm_up: Sequence[Exchange] = ()
+    mode: str, rate: float, result: LoadResult, arrival_s: float, warm_up: Sequence[TimedRequest] = ()
 ) -> RunSummary:
     """Compute the figures of a run; of `warm_up` only failures count."""
     done = [exchange for exchange in result.exchanges if exchange.succeeded]
@@ -131,7 +123,7 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 def kept_up(times: Sequence[tuple[float, float]]) -> float:
     """Estimate completed over offered rate from pairs of arrival and end-to-end seconds.
 
-    The k-th completion lags behind the k-th arrival by a delay. If it grows by g seconds per second of arrivals, requests
+    The k-th completion follows the k-th arrival after a delay. If it grows by g seconds per second of arrivals, requests
     that arrive within a second complete within 1 + g seconds. g is the mean delay of the last tenth less that of the first
     half, over their distance. Unlike completions in a window, this is not lowered by requests that are rightly still running
     when the window ends. Its error is about the spread of delays over the length of the run.

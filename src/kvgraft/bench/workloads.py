@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvgraft.bench.agents import AgentSettings, agent_prompts
-from kvgraft.bench.packs import Session, Workload, load_pack
+from kvgraft.bench.packs import PackSession, Workload, load_pack
 from kvgraft.bench.prompts import BUILTIN, read_sessions
 from kvgraft.bench.serve_workload import BUILTIN_RAG, load_workload
 
 _NUM_RAG_PROMPTS = 50
 AGENT = "agent:"
-"""What stands in front of a kind of agents."""
+"""Prefix of the names of agents' workloads, before the kind."""
 
 
 def named_workloads(name: str) -> list[Workload]:
@@ -26,8 +26,8 @@ def named_workloads(name: str) -> list[Workload]:
     if name == BUILTIN:
         return [Workload(name, tuple(read_sessions(name)))]
     if name == BUILTIN_RAG:
-        return [Workload(name, (Session((), load_workload(name, _NUM_RAG_PROMPTS, seed=0).prompts),))]
+        return [Workload(name, (PackSession((), load_workload(name, _NUM_RAG_PROMPTS, seed=0).prompts),))]
     if name.startswith(AGENT):
         prompts = agent_prompts(name.removeprefix(AGENT), AgentSettings())
-        return [Workload(name, (Session((), tuple(prompt.text for prompt in prompts)),))]
+        return [Workload(name, (PackSession((), tuple(prompt.text for prompt in prompts)),))]
     return load_pack(name)

@@ -13,10 +13,8 @@ from kvgraft import __version__
 from kvgraft.cli import (
     bench_fidelity,
     bench_pack,
-    bench_prefix,
     bench_reuse,
     bench_serve,
-    bench_suite,
     bench_ttft,
     calibrate,
     config,
@@ -33,11 +31,12 @@ from kvgraft.cli import (
 from kvgraft.cli.parser import Parser, wrapped
 from kvgraft.config import is_text, quoted
 from kvgraft.errors import OUT_OF_MEMORY, ConfigError, KVGraftError, is_out_of_memory
+from kvgraft.interrupts import INTERRUPTED
 from kvgraft.models import HUB_DEADLINE_S
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def build_parser() -> Parser:
@@ -63,25 +62,27 @@ def build_parser() -> Parser:
     store.register(commands)
     bench = commands.add_parser("bench", help="measure reuse or speed", description="Measure reuse or speed.")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    bench_prefix.register(benchmarks)
     bench_pack.register(benchmarks)
     bench_reuse.register(benchmarks)
     bench_fidelity.register(benchmarks)
     bench_ttft.register(benchmarks)
-    bench_suite.register(benchmarks)
     bench_serve.register(benchmarks)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run a command; return its exit code."""
+    return run_command(build_parser, sys.argv[1:] if argv is None else argv)
+
+
+def run_command(parser: Callable[[], Parser], argv: Sequence[str]) -> int:
+    """Parse and run a command of a parser; return its exit code, with one line on stderr for bad input."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Of each file, and a model has many.
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", f"{HUB_DEADLINE_S:.0f}")
     try:
         _check_text(argv)
-        args = build_parser().parsed(argv)
+        args = parser().parsed(argv)
         code: int = args.run(args)
     except KVGraftError as error:
         return _refused(str(error))
@@ -96,12 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print("kvgraft: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return code
 
 
 def _bare(parser: Parser) -> int:
-    """Say what there is to whoever names nothing; 2 as for other commands that cannot be run, for scripts."""
+    """Print the help, as no command was named; 2 as for other commands that cannot be run, for scripts."""
     parser.print_help()
     return 2
 

@@ -34,7 +34,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="error of reuse against full prefill",
         description="Measure requests of every suite under every setting against the model's own full prefill of the same "
         "prompt. A suite is 'builtin', the name of a pack in --data (rag, xinstr, lines, tools, adversarial, ...) or its "
-        "path. A policy is NAME[:RATIO][+CORRECTION], or 'default', the engine's. docs/fidelity.md says what figures mean.",
+        "path. A policy is NAME[:RATIO][+CORRECTION][@TIME[:ROWS]], or 'default', the engine's; TIME is before or after. "
+        "docs/fidelity.md says what figures mean.",
     )
     add = parser.add_argument
     add("suites", nargs="+", metavar="SUITE", help="what is asked")
@@ -60,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure every suite; 1 if a control says that the instrument is off."""
     _check(args)
     if args.plot:
-        import_module("kvgraft.bench.fidelity.plot")  # a missing package is told before measuring
+        import_module("kvgraft.bench.fidelity.plot")  # a missing package is reported before measuring
     from kvgraft.bench.fidelity.one_space import in_one_space
     from kvgraft.bench.fidelity.run import SuiteRunner, plan_suite
-    from kvgraft.bench.fidelity.settings import parse_settings
+    from kvgraft.bench.fidelity.settings import default_setting, parse_settings
     from kvgraft.bench.fidelity.subject import Subject
     from kvgraft.bench.fidelity.suites import load_suites
     from kvgraft.bench.journal import Journal
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     suites = load_suites(args.suites, args.data)
     config = engine_config(args)
     llm = load_llm(in_one_space(config), shows_stages=not args.json)
-    settings = parse_settings(args.policy or ["none", "default"], args.budget or [], llm.policy, config.correction)
+    settings = parse_settings(args.policy or ["none", "default"], args.budget or [], default_setting(llm))
     if llm.graft_refusal is not None:
         raise ConfigError(f"K/V of model {llm.loaded.name} cannot be moved ({llm.graft_refusal}); choose another model")
     subject = Subject(llm, args.max_prompt_tokens)
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def requests_file(file: Path) -> Path:
-    """Where the records of requests lie beside the JSON file."""
+    """Return the path of the records of requests, beside the JSON file."""
     return file.with_suffix(".requests.jsonl")
 
 
@@ -120,7 +121,7 @@ def _report(
 
 
 def _arguments(args: argparse.Namespace, llm: LLM, settings: Sequence[Setting]) -> dict[str, Any]:
-    """What decides about the figures of a request; a run goes on only with the same."""
+    """Return the arguments that the figures of a request depend on; a run goes on only with the same."""
     from kvgraft import __version__
     from kvgraft.bench.fidelity.meta import commit
 

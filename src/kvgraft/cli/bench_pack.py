@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
             path = _write(Path(args.output), kind, prompts)
             print(f"{path}: {len(prompts)} prompts", file=sys.stderr)
     if args.json or args.plot or args.output is None:
-        told = _counted(args, made)
-        _print(args, told, settings)
-        draw_plot(args, lambda: _panels(told), f"runs of {args.min_run} tokens and more, without a model")
+        counted = _counted(args, made)
+        _print(args, counted, settings)
+        draw_plot(args, lambda: _panels(counted), f"runs of {args.min_run} tokens and more, without a model")
     return 0
 
 
@@ -94,17 +94,17 @@ def _write(folder: Path, kind: str, prompts: Sequence[AgentPrompt]) -> Path:
 
 
 def _counted(args: argparse.Namespace, made: dict[str, list[AgentPrompt]]) -> dict[str, list[dict[str, int]]]:
-    """Tokens of every turn by kind: of the prompt, in an exact prefix, reused, and reusable at any offset."""
-    from kvgraft.bench.packs import Session, Workload
+    """Count tokens of every turn by kind: of the prompt, in an exact prefix, reused, and reusable at any offset."""
+    from kvgraft.bench.packs import PackSession, Workload
     from kvgraft.bench.reuse import measure_reuse
     from kvgraft.bench.tokenization import load_tokenizer
 
     tokenize = load_tokenizer(args.tokenizer)
-    told = {}
+    counted = {}
     for kind, prompts in made.items():
-        workload = Workload(kind, (Session((), tuple(prompt.text for prompt in prompts)),))
+        workload = Workload(kind, (PackSession((), tuple(prompt.text for prompt in prompts)),))
         found = measure_reuse(workload, tokenize, min_run=args.min_run)
-        told[kind] = [
+        counted[kind] = [
             {
                 "session": prompt.session,
                 "turn": prompt.turn,
@@ -115,10 +115,10 @@ def _counted(args: argparse.Namespace, made: dict[str, list[AgentPrompt]]) -> di
             }
             for prompt, each in zip(prompts, found.prompts, strict=True)
         ]
-    return told
+    return counted
 
 
-def _panels(told: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Panel]:
+def _panels(counted: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Panel]:
     from kvgraft.bench.panels import Lines, Series
 
     # What lies within another comes later, so that it is seen where both are equal.
@@ -130,16 +130,18 @@ def _panels(told: Mapping[str, Sequence[Mapping[str, int]]]) -> list[Panel]:
             range(1, len(turns) + 1),
             [Series(label, [turn[name] for turn in turns]) for label, name in labels.items()],
         )
-        for kind, turns in told.items()
+        for kind, turns in counted.items()
     ]
 
 
-def _print(args: argparse.Namespace, told: Mapping[str, Sequence[Mapping[str, int]]], settings: AgentSettings) -> None:
+def _print(
+    args: argparse.Namespace, counted: Mapping[str, Sequence[Mapping[str, int]]], settings: AgentSettings
+) -> None:
     if args.json:
-        print(json.dumps({"seed": settings.seed, "min_run": args.min_run, "turns": told}, indent=1))
+        print(json.dumps({"seed": settings.seed, "min_run": args.min_run, "turns": counted}, indent=1))
         return
     print(f"{'kind':12s}{'turn':>6s}{'tokens':>9s}{'prefix':>9s}{'reused':>9s}{'bound':>9s}")
-    for kind, turns in told.items():
+    for kind, turns in counted.items():
         for turn in turns:
             counts = "".join(f"{turn[name]:>9d}" for name in ("tokens", "prefix", "reused", "bound"))
             print(f"{kind:12s}{turn['turn']:>6d}{counts}")

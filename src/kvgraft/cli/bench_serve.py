@@ -30,7 +30,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "serve",
         help="request rate that a server sustains",
-        description="Send the prompts of a pack to a server at several rates, whatever became of earlier ones, under every "
+        description="Send the prompts of a pack to a server at several rates, earlier ones answered or not, under every "
         "reuse mode, and say which rate each mode sustains: every request ends well, requests complete at 95 % or more of "
         "the rate at which they arrive, and 95 % have their first token within the limit, counted from the time at which "
         "they were to be sent. PACK is a request pack (see 'kvgraft bench reuse --help'; arrivals follow its 't', else a "
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.bench.serve import measure_rates, search_rates
 
     if args.plot:
-        import_module("kvgraft.bench.plot")  # a missing package is told before measuring
+        import_module("kvgraft.bench.plot")  # a missing package is reported before measuring
     test, target = _load_test(args)
     report = LoadReport(test, sys.stderr if args.json == "-" else sys.stdout)
     report.print_head(target)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from kvgraft.fidelity.control import Calibration, Loss
 
-_SETTINGS = ("model", "dtype", "device", "num_slots", "max_model_len", "selection")
+_SETTINGS = (
+    *("model", "dtype", "device", "num_slots", "max_model_len", "selection"),
+    *("repair", "repair_below_margin"),
+)
 _BAR = 40
 
 
@@ -29,7 +32,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve the prompts in order of arrival at every notch of the policy, from conservative to bold, "
         "and compare each grafted request with the model's own full prefill. Notches are certified up to the first one "
         "that was not shown to have a mean loss of at most --epsilon, with a probability of being wrong of --delta. "
-        "Requests of which nothing is grafted are exact and do not count.",
+        "Requests of which nothing is grafted are exact and do not count. With repair=after the first token and those after "
+        "the repair are judged apart, and so are answers that wait for it; a notch is certified if all of them are.",
     )
     add = parser.add_argument
     add(
@@ -61,28 +65,26 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """What a calibration found.
+    """Result of a calibration.
 
     Attributes:
-        calibration: What a file holds.
-        losses: By notch, those of its grafted requests in order of arrival; at "full" of all requests.
-        num_too_long: Prompts that were left out.
+        losses: By notch and part of the answer, those of its grafted requests in order of arrival; at "full" of all requests.
     """
 
     calibration: Calibration
-    losses: Mapping[str, Sequence[float]]
+    losses: Mapping[str, Mapping[str, Sequence[float]]]
     num_too_long: int
 
     @property
     def full_prefill(self) -> dict[str, float]:
-        """What kvgraft's own full prefill lost: rounding."""
-        lost = self.losses["full"]
+        """Loss of kvgraft's own full prefill: rounding."""
+        lost = self.losses["full"]["whole"]
         return {"requests": len(lost), "loss_sum": float(sum(lost))}
 
     def as_json(self) -> dict[str, object]:
-        """For programs; the file for the setting `calibration` holds no single losses."""
-        told = {"full_prefill": self.full_prefill, "too_long": self.num_too_long, "losses": self.losses}
-        return {**asdict(self.calibration), **told}
+        """Return the result for programs; the file for the setting `calibration` holds no single losses."""
+        more = {"full_prefill": self.full_prefill, "too_long": self.num_too_long, "losses": self.losses}
+        return {**asdict(self.calibration), **more}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,27 +124,29 @@ def _measure(args: argparse.Namespace, loss: Loss) -> Measured:
     from kvgraft.bench.prompts import read_sessions
 
     sessions = read_sessions(args.prompts, args.limit)
-    # What is calibrated is the policy, whatever an older calibration says.
+    # The policy is calibrated, not what an older calibration says.
     llm = load_llm(engine_config(args).updated({"calibration": "", "audit_share": 0.0, "risk_state": ""}))
     if llm.graft_refusal is not None:
         raise ConfigError(
             f"this model's K/V cannot be moved: {llm.graft_refusal}; nothing is grafted, nothing to calibrate"
         )
-    from kvgraft.bench.calibrate import Asked, calibration_of, references, sample_notch, summed_up, tokenized
-    from kvgraft.reuse.notches import notches_of
+    from kvgraft.bench.calibrate import AskedRisk, calibration_of, references, sample_notch, summed_up, tokenized
+    from kvgraft.fidelity.control.notches import notches_of
+    from kvgraft.types import RepairTime
 
     prompts = tokenized(llm, sessions, loss.num_tokens, partial(user_message, llm) if args.chat else None)
-    notches = notches_of(llm.policy)
+    notches = notches_of(llm.policy, RepairTime(llm.config.repair))
     samples = {}
     with progress(prompts.count * (len(notches) + 1), "prompts") as advance:
         expected = references(llm, prompts, loss, advance)
         for notch in notches:
             samples[notch.name] = sample_notch(llm, notch, prompts, expected, loss, advance=advance)
-    asked = Asked(loss, args.epsilon, args.delta)
+    asked = AskedRisk(loss, args.epsilon, args.delta)
     calibration = calibration_of(llm, summed_up(samples, asked), asked, prompts.count)
-    return Measured(
-        calibration, {name: tuple(sample.grafted) for name, sample in samples.items()}, prompts.num_too_long
-    )
+    losses = {
+        name: {part.value: tuple(lost) for part, lost in sample.losses.items()} for name, sample in samples.items()
+    }
+    return Measured(calibration, losses, prompts.num_too_long)
 
 
 def _table(measured: Measured) -> Iterator[str]:
@@ -150,32 +154,37 @@ def _table(measured: Measured) -> Iterator[str]:
     epsilon, delta, binding = calibration.epsilon, calibration.delta, calibration.binding
     yield (
         f"{calibration.prompts} prompts in order of arrival, model {calibration.made_by['model']} in {binding['dtype']}, "
-        f"policy {binding['policy']}, loss {calibration.loss}, epsilon {epsilon:.3g}, delta {delta:.3g}"
+        f"policy {binding['policy']}, repair {binding['repair']}, loss {calibration.loss}, epsilon {epsilon:.3g}, "
+        f"delta {delta:.3g}"
     )
     if num_too_long:
         yield f"{num_too_long} prompts were left out: too long for the model or the pool"
-    yield f"{'notch':10s}{'recomputed':>11s}{'grafted':>9s}{'loss':>9s}{'mean':>9s}{'at most':>9s}{'p-value':>10s}"
+    heads = f"{'recomputed':>11s}{'grafted':>9s}{'loss':>9s}{'mean':>9s}{'at most':>9s}{'p-value':>10s}"
+    yield f"{'notch':12s}{'part':7s}{heads}"
     mean = control["loss_sum"] / max(1, control["requests"])
-    told = f"rounding, {control['requests']} prompts"
-    yield f"{'full':10s}{'all':>11s}{'-':>9s}{control['loss_sum']:>9.4g}{mean:>9.2%}{'':19s}  {told}"
+    note = f"rounding, {control['requests']} prompts"
+    yield f"{'full':12s}{'whole':7s}{'all':>11s}{'-':>9s}{control['loss_sum']:>9.4g}{mean:>9.2%}{'':19s}  {note}"
     for result in calibration.results:
-        mean = result.loss_sum / max(1, result.requests)
-        yield (
-            f"{result.notch:10s}{result.recomputed_share:>11.1%}{result.requests:>9d}{result.loss_sum:>9.4g}{mean:>9.2%}"
-            f"{result.upper_limit:>9.2%}{result.p_value:>10.2g}{'  certified' if result.is_certified else ''}"
-        )
+        names = (result.notch, *[""] * len(result.parts))
+        for name, part in zip(names, result.parts, strict=False):
+            yield (
+                f"{name:12s}{part.part:7s}{result.recomputed_share:>11.1%}{part.requests:>9d}{part.loss_sum:>9.4g}"
+                f"{part.mean:>9.2%}{part.upper_limit:>9.2%}{part.p_value:>10.2g}"
+                f"{'  certified' if result.is_certified and part is result.parts[-1] else ''}"
+            )
     yield ""
     yield from _conclusion(calibration)
 
 
 def _conclusion(calibration: Calibration) -> Iterator[str]:
-    """Say what may be said, and if it is nothing, what that would take."""
-    from kvgraft.engine.risk import told
+    """Yield the statement that holds, or else how many prompts one would take."""
+    from kvgraft.engine.requests.risk import stated_by
     from kvgraft.fidelity.control import trials_needed
 
     if any(result.is_certified for result in calibration.results):
-        yield f"certified: {told(calibration)}"
+        yield f"certified: {stated_by(calibration)}"
         yield "this is a rate over traffic like these prompts, not a statement about one answer; see docs/risk.md"
+        yield from _first_token_alone(calibration)
         return
     if _most_requests(calibration) < _fewest(calibration):
         yield (
@@ -184,14 +193,27 @@ def _conclusion(calibration: Calibration) -> Iterator[str]:
         )
         return
     first = calibration.results[0]
-    rate = first.loss_sum / max(1, first.requests)
-    needed = trials_needed(calibration.epsilon, calibration.delta, rate)
+    worst = first.worst
+    needed = trials_needed(calibration.epsilon, calibration.delta, worst.mean)
     more = f"if that is its risk, {needed} requests would show it" if needed else "that is no less than epsilon"
-    yield f"nothing is certified: notch {first.notch!r} lost {rate:.2%} of {first.requests} requests; {more}"
+    yield f"nothing is certified: notch {first.notch!r} lost {worst.mean:.2%} of {worst.requests} requests; {more}"
+
+
+def _first_token_alone(calibration: Calibration) -> Iterator[str]:
+    """Yield a remedy where a bolder notch fails for its first token alone, which no share that is computed after it mends."""
+    failed = next((result for result in calibration.results if not result.is_certified), None)
+    if failed is None:
+        return
+    lost = {part.part.value for part in failed.parts if part.p_value > calibration.delta}
+    if lost == {"first"}:
+        yield (
+            f"notch {failed.notch!r} fails for its first token alone, which is drawn before the repair: --repair before may "
+            "certify bolder ones"
+        )
 
 
 def _most_requests(calibration: Calibration) -> int:
-    return max(result.requests for result in calibration.results)
+    return max(result.worst.requests for result in calibration.results)
 
 
 def _fewest(calibration: Calibration) -> int:
@@ -203,14 +225,13 @@ def _fewest(calibration: Calibration) -> int:
 
 
 def _text_plot(calibration: Calibration) -> Iterator[str]:
-    """A line per notch: mean `#`, up to its limit `-`, epsilon `|`."""
-    highest = max(calibration.epsilon, *(min(1.0, result.upper_limit) for result in calibration.results))
+    """Yield a line per notch, of its worst part: mean `#`, up to its limit `-`, epsilon `|`."""
+    highest = max(calibration.epsilon, *(min(1.0, result.worst.upper_limit) for result in calibration.results))
     scale = (_BAR - 1) / highest
     at = round(calibration.epsilon * scale)
     for result in calibration.results:
-        mean, limit = (
-            round(value * scale) for value in (result.loss_sum / max(1, result.requests), result.upper_limit)
-        )
+        worst = result.worst
+        mean, limit = (round(value * scale) for value in (worst.mean, worst.upper_limit))
         bar = "".join("|" if i == at else "#" if i < mean else "-" if i <= limit else " " for i in range(_BAR))
-        yield f"{result.notch:10s}{bar}"
-    yield f"{'':10s}{'':{at}s}| {calibration.epsilon:.3g} asked; # mean, - up to its limit"
+        yield f"{result.notch:12s}{worst.part:7s}{bar}"
+    yield f"{'':19s}{'':{at}s}| {calibration.epsilon:.3g} asked; # mean, - up to its limit"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvgraft.demo.runner import ModeResult
     from kvgraft.demo.session import SessionRequest
     from kvgraft.engine import LLM
-    from kvgraft.engine.request_builder import Prompt
+    from kvgraft.engine.requests.request_builder import Prompt
 
 _SHOWN, _SHOWN_CHARACTERS = 3, 100
 _CHAT_SIZE, _PLAIN_SIZE = (6, 5), (24, 8)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> ServerConfig:
-    """The settings, with the demo's own model where none was asked for."""
+    """Return the settings, with the demo's own model where none was asked for."""
     resolved = resolve_settings(args)
     if resolved.origins["model"] != "default":
         return resolved.config
@@ -91,7 +91,7 @@ def _config(args: argparse.Namespace) -> ServerConfig:
 
 
 def _session(llm: LLM, args: argparse.Namespace) -> tuple[Sequence[SessionRequest], list[Prompt]]:
-    """Requests that suit the model, and what it is given of them."""
+    """Return requests that suit the model, and their prompts as it takes them."""
     from kvgraft.demo.session import chat_session, rag_session
 
     tokenizer = llm.loaded.tokenizer

@@ -31,7 +31,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--engine",
         choices=_ENGINES,
         default="embedded",
-        help="kvgraft's own engine, or an adapter to another one, in whose environment this must run (default embedded)",
+        help="kvgraft's own engine, or an adapter to another one, and then run in its environment (default embedded)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_model_options(parser)
@@ -88,8 +88,8 @@ def _embedded(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _tokenizer(llm: LLM) -> str:
-    """What the probe of the tokenizer gave; one that fails it is not loaded."""
-    from kvgraft.engine.tokenizer_probe import probe_tokenizer
+    """Return the result of the probe of the tokenizer; one that fails it is not loaded."""
+    from kvgraft.engine.model.tokenizer_probe import probe_tokenizer
 
     loaded = llm.loaded
     if loaded.tokenizer is None:

@@ -100,7 +100,7 @@ def _check_all(args: argparse.Namespace, name: str, count: int) -> None:
 
 
 def _known(args: argparse.Namespace) -> tuple[str, list[ExplainedRequest]]:
-    """Where requests are told of, and those that are."""
+    """Return the source of the reports, in words, and its requests."""
     from kvgraft.explain import read_requests
     from kvgraft.explain.live import read_server
 

@@ -1,4 +1,4 @@
-"""What `kvgraft bench fidelity` prints."""
+"""Output of `kvgraft bench fidelity`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def print_sample(plans: Sequence[SuitePlan], num_known: int, longest: int) -> No
         skipped = f", {plan.sample.too_long} longer than {longest} tokens skipped" if plan.sample.too_long else ""
         print(f"{plan.suite.name}: {len(plan.sample.indices)} of {len(plan.requests)} requests{skipped}")
     if num_known:
-        print(f"going on behind {num_known} requests that have been measured")
+        print(f"going on after {num_known} requests that have been measured")
     print()
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+from kvgraft.cli.model_options import add_model_options, engine_config, load_checked
+from kvgraft.cli.preflight import check_start
 from kvgraft.cli.watching import trace_file
 from kvgraft.errors import ConfigError, one_line
 from kvgraft.reuse.report import report_as_dict
@@ -79,9 +80,11 @@ def run(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     schema = None if args.json_schema is None else _schema(args.json_schema)
     config = engine_config(args)
+    check_start(config)
+    sampling = _sampling(args, schema)  # imports torch, and is refused before a model is loaded
     with trace_file(config) as trace:
-        llm = load_llm(config, shows_stages=not args.json, recorder=trace)
-        _answer(llm, prompts, _sampling(args, schema), args)
+        llm = load_checked(config, shows_stages=not args.json, recorder=trace)
+        _answer(llm, prompts, sampling, args)
     return 0
 
 
@@ -174,7 +177,7 @@ def _print_stream(llm: LLM, prompt: str, sampling: SamplingParams, reuse: str) -
 
 
 def summary(output: RequestOutput) -> str:
-    """One line about reuse and speed of a request."""
+    """Return one line about reuse and speed of a request."""
     report: GraftReport = output.report
     parts = [f"{report.num_tokens} prompt tokens: {report.exact_tokens} exact, {report.shifted_tokens} shifted"]
     parts.append(f"{report.computed_tokens} computed ({report.recomputed_tokens} of them again)")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Listen to the KV events of vLLM or SGLang servers with kvgraft in them, and when
 one of them is idle send it the text of its hottest donors that were computed
-behind grafts, one at a time, as a prompt that grafts nothing. What the server
+after grafts, one at a time, as a prompt that grafts nothing. What the server
 registers of that is exact, and replaces these donors. Nothing else changes: no
 answer, and no text of requests with an adapter or a cache salt, which events do
 not name.
@@ -62,7 +62,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="where it publishes KV events, and sends them again; once for each --url, in their order",
     )
     add("--worker", metavar="URL,...", action="append", default=[], help="both in one, as 'kvgraft router' takes it")
-    add("--idle-s", metavar="S", type=float, default=2.0, help="seconds nobody has used a server before (default 2)")
+    add("--idle-s", metavar="S", type=float, default=2.0, help="seconds without a request of others before (default 2)")
     add(
         "--max-tokens-per-minute",
         metavar="N",
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workers(args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
-    """The servers that were named.
+    """Return the servers that were named.
 
     Raises:
         ConfigError: There is none, one is named twice or in another form, or `--url` and `--events` do not go together.
@@ -146,7 +146,7 @@ def _workers(args: argparse.Namespace) -> tuple[WorkerSpec, ...]:
 
 
 def _address(url: str) -> tuple[object, ...]:
-    """What two ways to write one URL have in common."""
+    """Return a URL in a form that all ways to write it share."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.path
 

@@ -1,4 +1,4 @@
-"""What `kvgraft bench serve` prints while and after it measures, and its JSON."""
+"""Output of `kvgraft bench serve`: lines while and after it measures, and its JSON."""
 
 from __future__ import annotations
 

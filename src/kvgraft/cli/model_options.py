@@ -55,7 +55,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
 
 
 def _form(field: dataclasses.Field[Any]) -> str:
-    """How a value is written, in a column or two."""
+    """Return the form of a value, in a column or two."""
     rule = rule_of(field)
     words = "|".join(rule.choices)
     if words and not rule.plugins and len(words) <= _LONGEST_FORM:
@@ -64,7 +64,7 @@ def _form(field: dataclasses.Field[Any]) -> str:
 
 
 def _help(rule: Rule) -> str:
-    """What a setting does, with its choices where they have no room beside its name."""
+    """Return the help of a setting, with its choices where they have no room beside its name."""
     words = "|".join(rule.choices)
     is_short = not words or (not rule.plugins and len(words) <= _LONGEST_FORM)
     return rule.help if is_short else f"{rule.help}: {', '.join(rule.choices)}"
@@ -83,14 +83,19 @@ def engine_config(args: argparse.Namespace) -> ServerConfig:
 
 
 def load_llm(config: ServerConfig, *, shows_stages: bool = True, recorder: Recorder | None = None) -> LLM:
+    """Check the settings as far as that needs no torch, and load the model as `load_checked` does."""
+    check_start(config)
+    return load_checked(config, shows_stages=shows_stages, recorder=recorder)
+
+
+def load_checked(config: ServerConfig, *, shows_stages: bool = True, recorder: Recorder | None = None) -> LLM:
     """Load the model that the settings name, quietly but for the stages of it on stderr.
 
     Args:
-        config: The settings; what can be told of them without torch is checked first.
+        config: The settings, which `check_start` has seen.
         shows_stages: False shows none: for output that programs read.
-        recorder: Is told of every step and of every request that ends.
+        recorder: Receives every step and every request that ends.
     """
-    check_start(config)
     with shown_stages(shows_stages):
         stage("importing torch")
         from kvgraft.engine import LLM

@@ -31,14 +31,14 @@ class RawDescriptionHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpForm
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose errors say what was meant. Commands beneath get parsers of the same class."""
+    """argparse's, with errors that name what was meant. Commands beneath get parsers of the same class."""
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - argparse's own
         options.setdefault("formatter_class", HelpFormatter)
         super().__init__(*args, **options)
 
     def parsed(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; what is left over is said with the closest options of the command that was meant."""
+        """Parse; report unknown arguments with the closest options of the command that was meant."""
         found, extras = self.parse_known_args(argv)
         if extras:
             meant = self._of_command(argv)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, wrapped(f"{self.prog}: error: {message}", sys.stderr.isatty()) + "\n")
 
     def options(self) -> Iterator[str]:
-        """All flags."""
+        """Yield all flags."""
         for action in self._actions:
             yield from action.option_strings
 
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
             yield from map(str, action.choices or ())
 
     def _of_command(self, argv: Sequence[str]) -> Parser:
-        """The parser of the innermost command that was named."""
+        """Return the parser of the innermost command that was named."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for number, word in enumerate(argv):

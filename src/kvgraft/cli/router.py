@@ -1,4 +1,4 @@
-"""`kvgraft router`: one address in front of several engines."""
+"""`kvgraft router`: one address for several engines."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ a worker is URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,topic=TEXT]
 
 example:
   kvgraft serve --port 8001 --announce-donors true --kv-events \\
-      '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+  '{"endpoint":"tcp://127.0.0.1:5557","replay_endpoint":"tcp://127.0.0.1:5558"}'
   E=tcp://127.0.0.1
   kvgraft router --worker http://127.0.0.1:8001,events=$E:5557,replay=$E:5558
 
-In front of another gateway: --gateway http://HOST:PORT --header
+Before another gateway: --gateway http://HOST:PORT --header
 X-SMG-Target-Worker. More: docs/routing.md
 """
 _GRACE_S = 30.0
@@ -48,7 +48,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command."""
     parser = subparsers.add_parser(
         "router",
-        help="one address in front of several engines, by the text that each one holds",
+        help="one address for several engines, by the text that each one holds",
         usage="kvgraft router --worker URL[,OPTION ...] [--worker ...] [OPTION ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -59,7 +59,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model",
         metavar="NAME",
         default="graft-tiny",
-        help="whose tokenizer and chat template the engines use; none reads prompts of token ids only (default graft-tiny)",
+        help="model of the engines, for its tokenizer and chat template; none reads token ids only (default graft-tiny)",
     )
     parser.add_argument(
         "--policy",
@@ -85,6 +85,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=1 << 20,
         help="tokens of text that are remembered per engine, up to 225 bytes each (default 1048576)",
     )
+    parser.add_argument(
+        "--sse-keep-alive-interval",
+        metavar="N",
+        type=int,
+        default=0,
+        help="seconds after which a stream in which nothing comes gets a comment, so that proxies keep it; 0 for never "
+        "(default 0)",
+    )
     parser.add_argument("--gateway", metavar="URL", help="send everything there instead, with --header")
     parser.add_argument("--header", metavar="NAME", help="header that names the chosen engine to the gateway")
     parser.set_defaults(run=run)
@@ -93,16 +101,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Route until a signal comes."""
     gateway = _gateway(args)
-    for name, low, high in (("port", 0, 65_535), ("max_in_flight", 1, 1 << 20), ("max_tokens", 1024, 1 << 30)):
+    limits = {"port": (0, 65_535), "max_in_flight": (1, 1 << 20), "max_tokens": (1024, 1 << 30)}
+    for name, (low, high) in {**limits, "sse_keep_alive_interval": (0, 3600)}.items():
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}, not {getattr(args, name)}")
     try:
+        from kvgraft.http.process import bind, serve
         from kvgraft.observability import log_format
         from kvgraft.router import Router, parse_worker
         from kvgraft.router.app import create_app
         from kvgraft.router.context import RouterContext
         from kvgraft.router.prompts import PromptReader, load_tokenizer
-        from kvgraft.server.process import bind, serve
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
@@ -113,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         log_format.configure_logging("text")
         tokenizer = None if args.model == "none" else load_tokenizer(args.model)
         router = Router(workers, policy=args.policy, max_tokens=args.max_tokens, max_in_flight=args.max_in_flight)
-        context = RouterContext(router, PromptReader(tokenizer), gateway)
+        keep_alive_s = args.sse_keep_alive_interval or None
+        context = RouterContext(router, PromptReader(tokenizer), gateway, keep_alive_s=keep_alive_s)
         try:
             serve(
                 create_app(context),

@@ -12,12 +12,15 @@ from kvgraft.cli.parser import RawDescriptionHelpFormatter
 from kvgraft.cli.preflight import check_start
 from kvgraft.cli.stages import shown_stages
 from kvgraft.cli.watching import request_traces, trace_file
+from kvgraft.factories import require_packages
+from kvgraft.interrupts import ending_at_interrupt, leave
 from kvgraft.observability import Recorders
 from kvgraft.observability.log_format import configure_logging
 from kvgraft.observability.stages import stage
 
 if TYPE_CHECKING:
     import argparse
+    from socket import socket
 
     from starlette.applications import Starlette
 
@@ -62,10 +65,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal comes; Ctrl+C before the port opens ends the process at once."""
+    with ending_at_interrupt():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     resolved = resolve_settings(args)
     config = resolved.config
-    from kvgraft.server import bind, certificate, serve
+    require_packages("kvgraft serve", ("starlette", "uvicorn"), "server")
+    from kvgraft.http.process import bind, certificate, serve
     from kvgraft.server.context import model_id
 
     check_start(config)
@@ -77,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         configure_logging(config.log_format)
         for warning in resolved.warnings:
             logger.warning("%s", warning)
+        _warn_if_open(listener, config)
         # Elsewhere than on a terminal, the stages are records of the log.
         with shown_stages(config.log_format == "text" and sys.stderr is not None and sys.stderr.isatty()):
             engine, app = _started(config, name, trace, traces)
@@ -87,13 +97,25 @@ def run(args: argparse.Namespace) -> int:
             tls=tls,
             on_ready=lambda url: print(_ready_line(url, app.state.context.model_id, engine, config), flush=True),
         )
+    if engine.is_stuck:
+        leave(1)
     return 0
+
+
+def _warn_if_open(listener: socket, config: ServerConfig) -> None:
+    from kvgraft.http.process import is_open_to_others
+
+    if not config.api_key and is_open_to_others(listener):
+        logger.warning(
+            "%s port %d lets every client in: there is no api_key; set one, or --host 127.0.0.1 for this machine alone",
+            *listener.getsockname()[:2],
+        )
 
 
 def _started(
     config: ServerConfig, name: str, trace: ChromeTrace | None, traces: RequestTraces | None
 ) -> tuple[AsyncLLM, Starlette]:
-    """The engine with its model, and the app around it; seconds pass before the first line of the model's own."""
+    """Return the engine with its model, and the app around it; it takes seconds."""
     stage("importing torch")
     from kvgraft.engine.async_llm import AsyncLLM
     from kvgraft.inspector import RequestHistory

@@ -30,7 +30,7 @@ class StageLine(logging.Handler):
             self.handleError(record)
 
     def clear(self) -> None:
-        """Leave an empty line to whatever comes next."""
+        """Leave an empty line for the next output."""
         if sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write(f"\r{'':<{COLUMNS - 1}}\r")
             sys.stderr.flush()
@@ -38,7 +38,7 @@ class StageLine(logging.Handler):
 
 @contextmanager
 def shown_stages(is_shown: bool = True) -> Iterator[None]:
-    """Show the stages of a start within; the line is gone at the end, whatever happens.
+    """Show the stages of a start within; the line is gone at the end, also after an error.
 
     Args:
         is_shown: False shows nothing: for output that programs read.

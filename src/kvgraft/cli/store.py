@@ -1,4 +1,4 @@
-"""`kvgraft store`: what lies in a store of donors, whether it is whole, less of it, a copy of it."""
+"""`kvgraft store`: list, verify, shrink and copy a store of donors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Look into a store of donors. STORE is a directory or what the setting `store` names: file:DIR, redis://...",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = _action(actions, "ls", run_ls, "list spaces, or the donors of one", "Tells no token and no salt.")
+    listing = _action(actions, "ls", run_ls, "list spaces, or the donors of one", "Prints no token and no salt.")
     listing.add_argument("--space", default="", help="list the donors of this space; other stores than file need it")
     listing.add_argument("--json", action="store_true", help="print JSON with every donor")
     verify = _action(
@@ -160,7 +160,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     unit, name = next(((unit, name) for unit, name in _UNITS if num_bytes >= unit), (1, "bytes"))
     return f"{num_bytes / unit:.1f} {name}" if unit > 1 else f"{num_bytes} bytes"
 
@@ -189,7 +189,7 @@ def _spaces(store: KVStore, chosen: str) -> list[str]:
     spaces = getattr(store, "spaces", None)
     if spaces is None:
         raise ConfigError(
-            f"a store of kind {store.name!r} does not tell its spaces; pass --space, which the engine logs"
+            f"a store of kind {store.name!r} does not list its spaces; pass --space, which the engine logs"
         )
     return list(spaces())
 

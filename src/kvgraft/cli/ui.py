@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65_535:
         raise ConfigError(f"--port must be between 0 and 65535, not {args.port}")
     try:
+        from kvgraft.http.process import bind, serve
         from kvgraft.inspector import FileSource, inspector_server
-        from kvgraft.server.process import bind, serve
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:

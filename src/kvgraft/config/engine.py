@@ -51,6 +51,20 @@ class EngineConfig(ReuseSettings):
         "proposes donors that the index may have lost: none, minhash, tfidf, minilm, minilm:DIRECTORY or a registered one",
         REUSE,
     )
+    repair_below_margin: float = setting(
+        0.0,
+        "with repair=after, a first token whose probability exceeds the next one's by less waits for the repair; 0 for none",
+        REUSE,
+        low=0,
+        high=1,
+    )
+    # 0 until a GPU has been measured: on a processor rows cost, and each one that is computed takes back what reuse saved.
+    repair_rows: int = setting(
+        0,
+        "with repair=after, rows that each decode step computes exactly besides, until the whole prompt is exact; 0 for none",
+        REUSE,
+        low=0,
+    )
     dtype: str = setting(
         "auto",
         "precision; auto is float32 on a CPU and the checkpoint's own on a GPU",
@@ -78,7 +92,9 @@ class EngineConfig(ReuseSettings):
         0, "longest prompt plus output in tokens; 0 takes the model's own limit", MODEL, low=2, or_zero=True
     )
     radix_cache_backend: str = setting(
-        "default", "prefix cache by the name that it was registered under, by an installed package say", MEMORY
+        "default",
+        "prefix cache by the name that it was registered under, by an installed package say, or a factory as module:name",
+        MEMORY,
     )
     radix_cache_options: str = setting("", "JSON object that such a cache is given", MEMORY, json_object=True)
     page_size: int = setting(
@@ -95,7 +111,7 @@ class EngineConfig(ReuseSettings):
     )
     kv_events: str = setting(
         "",
-        "endpoint to publish events of the prefix cache on, such as tcp://*:5557, or a JSON object that names it",
+        "endpoint to publish events of the prefix cache on, such as tcp://127.0.0.1:5557, or a JSON object that names it",
         MEMORY,
         may_be_empty=True,
         pattern=(r"|(tcp|ipc|inproc)://\S+|\{.*\}", 'tcp://*:PORT, ipc://PATH or {"endpoint": ...}'),

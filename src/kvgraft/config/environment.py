@@ -1,4 +1,4 @@
-"""Which environment variables are settings, and which only look like it."""
+"""Environment variables that are settings, and those that only look like it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvgraft.config.settings import Settings
 
 ENV_PREFIX = "KVGRAFT_"
-"""What the names of our variables begin with."""
+"""Beginning of our variables' names."""
 
 CONFIG_FILE_VARIABLE = ENV_PREFIX + "CONFIG"
 """Names the file where no flag does."""
@@ -28,10 +28,10 @@ _READERS: Mapping[type[Settings], str] = {
     SGLangConfig: "the SGLang backend",
     VLLMConfig: "the vLLM connector, which reads kv_connector_extra_config alone",
 }
-"""Whose settings there are. vLLM hands its own on to all ranks, whatever their environment is."""
+"""Owners of settings. vLLM hands its own on to all ranks, which may have other environments."""
 
 _SERVICE_LINK = re.compile(r"KVGRAFT_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-"""What Kubernetes sets in pods beside a service whose name begins with `kvgraft`."""
+"""Variables that Kubernetes sets in pods beside a service with a name that begins with `kvgraft`."""
 
 
 def variable_of(name: str) -> str:
@@ -43,11 +43,11 @@ def variables(kind: type[Settings], environ: Mapping[str, str] | None = None) ->
     """Return the texts that variables give to settings of `kind`, by setting.
 
     Args:
-        kind: Whose settings.
+        kind: The settings' owner.
         environ: Environment variables; None takes those of the process.
 
     Raises:
-        ConfigError: A variable with our prefix is a setting of nobody; names the closest one.
+        ConfigError: A variable with our prefix is no setting; names the closest one.
     """
     environ = os.environ if environ is None else environ
     for variable in sorted(environ):
@@ -57,7 +57,7 @@ def variables(kind: type[Settings], environ: Mapping[str, str] | None = None) ->
 
 
 def ignored_variables(kind: type[Settings], environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Tell in one line each which variables are settings of others and change nothing for `kind`."""
+    """Return one line for each variable that is a setting of others and changes nothing for `kind`."""
     environ = os.environ if environ is None else environ
     own = {} if kind is VLLMConfig else kind.rules()
     readers: dict[str, list[str]] = {}

@@ -17,13 +17,13 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     """Bytes that this process can still take without another giving any up: of the machine, and of its control groups.
 
     Args:
-        proc: Where the kernel tells of the machine and this process.
-        cgroups: Where it tells of control groups, of both versions.
+        proc: The kernel's files about the machine and this process.
+        cgroups: Its files about control groups, of both versions.
     """
     free = [physical_memory()]
-    told = _numbers(proc / "meminfo", ":")
-    if "MemAvailable" in told:
-        free.append(told["MemAvailable"] << 10)
+    memory = _numbers(proc / "meminfo", ":")
+    if "MemAvailable" in memory:
+        free.append(memory["MemAvailable"] << 10)
     for folder, limit, usage in _groups(proc, cgroups):
         stat = _numbers(folder / "memory.stat", " ")
         # What was read of files counts as used, and is dropped where memory runs short: weights that were loaded before, say.

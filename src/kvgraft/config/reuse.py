@@ -16,7 +16,7 @@ REUSE, MEMORY = "reuse", "memory"
 
 @dataclass(frozen=True, slots=True)
 class ReuseSettings(Settings):
-    """What is reused and how much is kept for that.
+    """Settings of reuse and of the memory that it keeps.
 
     Subclasses widen the choices of `selection` by what their engine can show to a policy, and override defaults only where a
     measurement or their engine says so (`setting.overridden`).
@@ -45,6 +45,13 @@ class ReuseSettings(Settings):
         REUSE,
         choices=("none", "drift"),
     )
+    repair: str = setting(
+        "after",
+        "when chosen tokens are computed again: before the first token, or after it, with the second; an answer of one token "
+        "always waits for it",
+        REUSE,
+        choices=("before", "after"),
+    )
     first_k: int = setting(16, "tokens per run that first_k computes again", REUSE, low=1)
     # As low as a donor can be found: every run of 32 tokens is, of shorter ones some (docs/donors.md). No measurement speaks
     # for missing those; the planner drops what costs more to copy than to compute.
@@ -55,7 +62,7 @@ class ReuseSettings(Settings):
         low=SHORTEST_RUN,
     )
     max_generation: int = setting(
-        2, "highest generation of a donor: 0 is text computed behind exact K/V, g + 1 behind donors of g", REUSE, low=0
+        2, "highest generation of a donor: 0 is text computed after exact K/V, g + 1 after donors of g", REUSE, low=0
     )
     refresh_after: int = setting(
         2,
@@ -79,7 +86,7 @@ class ReuseSettings(Settings):
     )
     store: str = setting(
         "host",
-        "where donors are kept besides: host memory alone, or stores behind it that outlive the process and can be shared, "
+        "where donors are kept besides: host memory alone, or also stores that outlive the process and can be shared, "
         "joined by commas (file:DIR, redis://HOST:PORT, mooncake://HOST:PORT, NAME:WHERE)",
         MEMORY,
         url=True,
@@ -87,12 +94,12 @@ class ReuseSettings(Settings):
 
     announce_donors: bool = setting(
         False,
-        "whether donors are told of among the KV events, with their text, for routers that know them; needs KV events",
+        "whether donors are announced among the KV events, with their text, for routers that know them; needs KV events",
         MEMORY,
     )
     semantic_provider: str = setting(
         "",
-        "SemanticPrefixProvider, as module:Class, that may name another text whose K/V stand in for requests with "
+        "SemanticPrefixProvider, as module:Class, that may name another text to lend its K/V to requests with "
         "reuse=substitute; never published",
         REUSE,
         may_be_empty=True,
@@ -104,8 +111,27 @@ class ReuseSettings(Settings):
         REUSE,
         low=1,
     )
+    semantic_min_similarity: float = setting(
+        0.6, "least cosine of another text that the provider may name", REUSE, above=0, high=1
+    )
+    # As long as MiniLM takes to embed 8K tokens: a prompt without a lookup before it has no vector until then.
+    semantic_patience_ms: float = setting(
+        2000.0,
+        "longest that a request with reuse=substitute waits until its prompt is embedded; 0 takes what is ready",
+        REUSE,
+        low=0,
+    )
+    semantic_capacity: int = setting(
+        4000, "stored prompts that the provider remembers; the least recently used leaves", REUSE, low=1
+    )
+    semantic_weights: str = setting(
+        "",
+        "directory of the provider's embedder, with model.onnx and tokenizer.json; empty for those of the extra",
+        REUSE,
+        may_be_empty=True,
+    )
     semantic_deadline_ms: float = setting(
-        20.0, "a semantic provider that takes longer counts as a miss", REUSE, above=0
+        20.0, "a semantic provider that takes longer, its patience aside, counts as a miss", REUSE, above=0
     )
 
     def __post_init__(self) -> None:
@@ -124,7 +150,7 @@ class ReuseSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings(ReuseSettings):
-    """What engines add in whose scheduler a lookup holds up every request."""
+    """Settings of engines in which a lookup holds up every request of the scheduler."""
 
     lookup_deadline_ms: float = setting(
         20.0, "a lookup that is expected to take longer is not begun; the request counts as a miss", REUSE, above=0

@@ -14,7 +14,7 @@ SERVER = "server"
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig(EngineConfig):
-    """Everything that `kvgraft serve` can be told."""
+    """All settings of `kvgraft serve`."""
 
     model: str = setting("graft-tiny", "graft-tiny, smollm2-135m, a directory, a GGUF file or a hub id", MODEL)
     served_model_name: str = setting(
@@ -26,15 +26,22 @@ class ServerConfig(EngineConfig):
     reuse: str = mode_setting()
     tool_parser: str = setting(
         "auto",
-        "form in which the model writes calls of tools; auto reads it in the chat template, json also tells models whose "
-        "template shows no tools of them",
+        "form in which the model writes calls of tools; auto reads it in the chat template, json also describes tools to "
+        "models with a chat template that shows none",
         MODEL,
         choices=("auto", "hermes", "json", "llama", "mistral"),
+    )
+    chat_special_tokens: str = setting(
+        "text",
+        "what special tokens such as <|im_end|> are where messages spell them: text, or control tokens, with which a client "
+        "that writes a part of a message can forge turns",
+        MODEL,
+        choices=("text", "control"),
     )
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network", SERVER)
     port: int = setting(8000, "port to listen on; 0 takes a free one", SERVER, low=0, high=65_535)
     api_key: tuple[str, ...] = setting(
-        (), "keys that clients may present, separated by commas; none lets everybody in", SERVER, secret=True
+        (), "keys that clients may present, separated by commas; none lets all clients in", SERVER, secret=True
     )
     cors_origin: tuple[str, ...] = setting(
         (),
@@ -52,6 +59,13 @@ class ServerConfig(EngineConfig):
         "", "PEM file of the certificate's private key; empty if it is in ssl_certfile", SERVER, may_be_empty=True
     )
     max_body_bytes: int = setting(4 << 20, "largest request body; more is refused with 413", SERVER, low=1, size=True)
+    sse_keep_alive_interval: float = setting(
+        15.0,
+        "seconds of silence after which a stream gets a comment, from the admission of its request on; 0 sends none",
+        SERVER,
+        low=0,
+        high=86_400,
+    )
     shutdown_grace_s: float = setting(
         30.0, "seconds that running requests may go on after SIGTERM", SERVER, low=0, high=86_400
     )

@@ -18,13 +18,13 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(i?)B?|B)", re.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _LARGEST = (1 << 63) - 1
-"""Whole numbers end up in 64-bit arrays."""
+"""Bound of whole numbers, which end up in 64-bit arrays."""
 _LONGEST_QUOTE = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a setting accepts and how it is told to users.
+    """A setting's rules and its text for users.
 
     Attributes:
         help: One line without a full stop, in plain words.
@@ -34,7 +34,7 @@ class Rule:
         above: Values must lie above it.
         high: Highest value.
         choices: The words that are accepted; empty for any.
-        plugins: Entry-point group whose names, and those registered, are accepted besides `choices`; `module:Class`, too.
+        plugins: Entry-point group; its names, and those registered, are accepted besides `choices`; `module:Class`, too.
         pattern: Regular expression of the whole text, and how to say it.
         size: Bytes, which may be written as `4GiB`, `8GB` or `1.5GiB`.
         secret: Never printed.
@@ -116,7 +116,7 @@ def _parse_int(name: str, rule: Rule, value: object) -> int:
 
 
 def _unit(letter: str | None, binary: str | None) -> int:
-    """Bytes of a unit: `G` is 1000 cubed, `Gi` is 1024 cubed, with a `B` behind or not; no letter is a byte."""
+    """Bytes of a unit: `G` is 1000 cubed, `Gi` is 1024 cubed, with or without a `B` after it; no letter is a byte."""
     if letter is None:
         return 1
     size: int = (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1)

@@ -1,4 +1,4 @@
-"""What all groups of settings have in common: names, rules, building from plain values, copies with changes."""
+"""The base of all groups of settings: names, rules, building from plain values, copies with changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Settings:
-    """Base of frozen dataclasses whose fields come from `setting`."""
+    """Base of frozen dataclasses with fields made by `setting`."""
 
     __slots__ = ()
 

@@ -10,12 +10,12 @@ from kvgraft.config.setting import setting
 _REPORTS = "reports"
 
 BACKEND = "kvgraft"
-"""What users pass to `--radix-cache-backend`."""
+"""Value for `--radix-cache-backend`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SGLangConfig(AdapterSettings):
-    """What is reused, which donors are kept, and where reports go.
+    """Settings of reuse, of the donors that are kept, and of reports.
 
     `resolve(SGLangConfig)` reads them. Each field says in its help what it does; docs/integrations/sglang.md lists them.
     """

@@ -43,14 +43,14 @@ def resolve(
     """Merge all sources of the settings of one engine or server.
 
     Args:
-        kind: Whose settings.
+        kind: The settings' owner.
         flags: Settings given on the command line, by name.
         config_file: A YAML or JSON file; None reads `KVGRAFT_CONFIG`.
         environ: Environment variables; None takes those of the process.
 
     Raises:
         ConfigError: A value is wrong, and the message begins with where it came from; or a variable with our prefix is
-            a setting of nobody.
+            no setting's name.
         ImportError: A YAML file is given and PyYAML is not installed.
     """
     environ = os.environ if environ is None else environ

@@ -12,7 +12,7 @@ _SCHEDULING = "scheduling"
 
 @dataclass(frozen=True, slots=True)
 class VLLMConfig(AdapterSettings):
-    """What `GraftConnector` reads from `kv_connector_extra_config`.
+    """Settings that `GraftConnector` reads from `kv_connector_extra_config`.
 
     Each field says in its help what it does; docs/integrations/vllm.md lists them.
     """

@@ -87,7 +87,7 @@ OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the library says about one of its functions."""
+    """Documentation of one of the library's functions."""
 
     name: str
     signature: str
@@ -106,7 +106,7 @@ class Note:
 
 @cache
 def notes() -> tuple[Note, ...]:
-    """Every suitable note of the standard library, in order of module and file."""
+    """Yield every suitable note of the standard library, in order of module and file."""
     modules = stdlib_modules(wanted=_MODULES.__contains__)
     return tuple(note for module in modules for note in _notes_of(module))
 

@@ -1,6 +1,6 @@
 """Real documents that every machine with Python has: the standard library's own sources.
 
-Gives modules, the passages (functions and classes) inside them and questions whose answer stands in the passage.
+Gives modules, the passages (functions and classes) inside them and questions with their answer in the passage.
 The demo builds its sessions from it and `models/train.py` its corpus; the split into training and held-out modules
 is decided here so that both agree. It knows nothing about models or tokens.
 """
@@ -32,7 +32,7 @@ HELD_OUT = frozenset(
         "textwrap",
     }
 )
-"""Modules whose name contains one of these (their tests too) are never seen by the bundled model in training."""
+"""Parts of the names of modules (and of their tests) that the bundled model has never seen in training."""
 
 _GENERATED = frozenset({"site-packages", "lib2to3", "distutils", "idlelib", "turtledemo", "__pycache__", "ensurepip"})
 _MAX_FILE_CHARACTERS = 400_000
@@ -55,7 +55,7 @@ INSTRUCTIONS = (
 
 
 def is_held_out(module: str) -> bool:
-    """Whether the module of this dotted name is kept out of training."""
+    """Return whether the module of this dotted name is kept out of training."""
     return any(name in module for name in HELD_OUT)
 
 
@@ -125,7 +125,7 @@ def stdlib_modules(root: Path | None = None, *, wanted: Callable[[str], bool] = 
 
 
 def passages(module: Module) -> Iterator[Passage]:
-    """Yield the top-level functions and classes of `module` whose length suits a prompt, in order."""
+    """Yield the top-level functions and classes of `module` of a length that suits a prompt, in order."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)

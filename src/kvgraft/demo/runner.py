@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvgraft.engine.request_builder import Prompt
+    from kvgraft.engine.requests.request_builder import Prompt
     from kvgraft.types import TokenArray
 
 CONTINUATION_TOKENS = 32
@@ -34,7 +34,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What a mode did with the session.
+    """Times and answers of a mode over the session.
 
     Attributes:
         name: Of the mode.
@@ -99,7 +99,8 @@ class SessionRunner:
     def run(self, mode: Mode) -> ModeResult:
         """Run under `mode`; for grafts, compare with full prefill."""
         self._llm.reset()
-        sampling = self._sampling if mode.answers else SamplingParams(1)
+        # An answer of one token would wait for its repair.
+        sampling = self._sampling if mode.answers else SamplingParams(2)
         ttft, reports, divergences, answers = [], [], [], []
         for prompt, reference in zip(self._prompts, self._references, strict=True):
             if mode.reuse is ReuseMode.GRAFT:

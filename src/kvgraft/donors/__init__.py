@@ -1,14 +1,15 @@
-"""Which text do we have: donors, the index that finds them in a prompt, and the plan of what to reuse. Numpy alone.
+"""Donors: the catalogue of texts, the search for them in a prompt, and the plan of what to reuse. Numpy alone.
 
-Public modules: `front` (digests of what stood in front), `record`.
+Public modules: `front` (digests of the text before a text).
 """
 
 from __future__ import annotations
 
-from kvgraft.donors.catalogue import BYTES_PER_TOKEN, AddResult, DonorCatalogue, DonorWatcher, new_secret
-from kvgraft.donors.donor import Donor
+from kvgraft.donors.catalogue import BYTES_PER_TOKEN, AddResult, DonorCatalogue, DonorWatcher
+from kvgraft.donors.donor import Donor, DonorText
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
 from kvgraft.donors.planner import CostModel, ends_lineage, plan_graft
+from kvgraft.donors.secret import new_secret, set_process_secret
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -18,8 +19,10 @@ __all__ = [
     "CostModel",
     "Donor",
     "DonorCatalogue",
+    "DonorText",
     "DonorWatcher",
     "ends_lineage",
     "new_secret",
     "plan_graft",
+    "set_process_secret",
 ]

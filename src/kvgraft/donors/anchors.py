@@ -1,4 +1,4 @@
-"""Which donors have an anchor: the short grams by which a lookup begins."""
+"""Index of donors by anchor: the short grams by which a lookup begins."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ _ANCHORS_PER_TOKEN = 2 / (WINDOW_GRAMS + 1)
 
 
 class Inserted(NamedTuple):
-    """What became of anchors that were offered.
-
-    Attributes:
-        keys: What `AnchorIndex.remove` needs to take the donor out again.
-        crowded_out: Where donors have anchors for which there is no place any more, because this donor repeats them or
-            newer donors have them too.
-    """
+    """The result of inserting anchors."""
 
     keys: Hashes
+    """What `AnchorIndex.remove` needs to take the donor out again."""
     crowded_out: Places
+    """Where donors have anchors for which there is no place any more, because this donor repeats them or newer donors have
+    them too."""
 
 
 class AnchorIndex:
@@ -79,16 +76,12 @@ class AnchorIndex:
         self._table.clear()
 
     def check(self) -> None:
-        """Verify the table.
-
-        Raises:
-            CorruptCacheError: The first invariant that does not hold.
-        """
+        """Verify the table; raises `CorruptCacheError`."""
         self._table.check()
 
 
 def shared_places(anchors: Anchors, row: int, own: Anchors) -> Hits:
-    """Find where anchors of a prompt stand in one donor, of each the first and the last place, whatever the index lists.
+    """Find where anchors of a prompt stand in one donor, of each the first and the last place; the index is not asked.
 
     Args:
         anchors: Of the prompt.

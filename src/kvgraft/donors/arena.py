@@ -95,11 +95,7 @@ class TokenArena:
         return self.tokens[self.starts[row] : self.starts[row] + self.lengths[row]]
 
     def check(self) -> None:
-        """Verify the invariants.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify the invariants; raises `CorruptCacheError`."""
         rows = np.flatnonzero(self.lengths)
         rows = rows[np.argsort(self.starts[rows])]
         ends = self.starts[rows] + self.lengths[rows]
@@ -113,11 +109,11 @@ class TokenArena:
             raise CorruptCacheError("token ranges of donors are lost or not where they were packed")
 
     def _is_stored(self, row: int, start: int) -> bool:
-        """Tell whether a queue entry is still meant: its row may be gone, or hold another sequence by now."""
+        """Return whether a queue entry is still good: its row may be gone, or hold another sequence by now."""
         return bool(self.lengths[row]) and bool(self.starts[row] == start)
 
     def _tidy(self, budget: int) -> None:
-        """Visit waiting sequences of `budget` tokens; begin a new pass behind the last."""
+        """Visit waiting sequences of `budget` tokens; begin a new pass after the last one."""
         while budget > 0 and self._waiting:
             row, start = self._waiting.popleft()
             if self._is_stored(row, start):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def undominated(starts: Positions, ends: Positions) -> Positions:
     """Return indices of the intervals that lie in no longer one, by ascending start (and so by ascending end).
 
-    Of equal intervals all are returned, one behind the other.
+    Of equal intervals all are returned, one after the other.
 
     Complexity: O(r log r), vectorised.
     """
@@ -50,7 +50,7 @@ def farthest_steps(starts: Positions, ends: Positions) -> list[int]:
         ends: Strictly ascending.
 
     Returns:
-        Ascending indices: the fewest intervals whose union is the union of all.
+        Ascending indices of the fewest intervals with the union of all.
 
     Complexity: O(r log r).
     """

@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 def stretches(starts: Positions, ends: Positions) -> list[tuple[int, int]]:
-    """Group intervals with ascending starts and ends that overlap or touch: first index and index behind of each group."""
+    """Group intervals with ascending starts and ends that overlap or touch: first and end index of each group."""
     heads = np.flatnonzero(np.append(True, starts[1:] > ends[:-1])).tolist() if len(starts) else []
     return list(zip(heads, [*heads[1:], len(starts)], strict=True))
 
@@ -74,7 +74,7 @@ def _give_way(pieces: list[Piece], starts: Sequence[int], num_positions: int, mi
 def best(starts: Sequence[int], ends: Sequence[int], min_length: int) -> list[Piece]:
     """Choose disjoint pieces of at least `min_length`, each in one interval, that cover as much as any choice does.
 
-    Dynamic programming over the end of the last piece: it begins where what is covered in front of it, less what it gives
+    Dynamic programming over the end of the last piece: it begins where what is covered before it, less what it gives
     up by beginning later, is most.
 
     Args:

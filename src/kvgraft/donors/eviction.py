@@ -83,11 +83,7 @@ class DonorQueue:
         self._heap.clear()
 
     def check(self) -> None:
-        """Verify that every donor has its entry in a heap that is in order.
-
-        Raises:
-            CorruptCacheError: It does not hold.
-        """
+        """Verify that every donor has its entry in a heap that is in order; raises `CorruptCacheError`."""
         if not set(self._entries.values()) <= set(self._heap):
             raise CorruptCacheError("a donor is missing in the heap of the eviction queue")
         if any(self._heap[(i - 1) // 2] > self._heap[i] for i in range(1, len(self._heap))):

@@ -1,4 +1,4 @@
-"""Exact runs go before others: choose few that reach far, and put what is left of the others between them."""
+"""Exact runs before others: choose few that reach far, and fit what is left of the others between them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _EVERYWHERE = 1 << 62
-"""Behind every prompt."""
+"""After the end of every prompt."""
 
 
 def exact_first(
-    proved: Runs, is_far: NDArray[np.bool_], pieces: Runs, *, start: int, min_run: int
+    proved: Runs, is_stored: NDArray[np.bool_], pieces: Runs, *, start: int, min_run: int
 ) -> tuple[Runs, Runs]:
     """Return exact runs and what stays of the others, disjoint, ascending, each of at least `min_run` tokens.
 
     The last exact one ends early enough to leave the piece across its end `min_run` tokens, so that none is lost.
 
     Args:
-        proved: Runs whose K/V are those of a full prefill.
-        is_far: Of each, whether its K/V lie far away; of two that reach equally far the nearer one is taken.
+        proved: Runs with the K/V of a full prefill.
+        is_stored: Of each, whether its K/V lie far away; of two that reach equally far the nearer one is taken.
         pieces: All runs, tiled: ascending and disjoint.
         start: First position that counts.
         min_run: Shortest run.
 
     Complexity: O(runs log runs + exact runs * pieces).
     """
-    exact = _cover(proved, is_far, start, min_run)
+    exact = _cover(proved, is_stored, start, min_run)
     if not exact.num_runs:
         return exact, pieces
     last = int(exact.ends[-1])
@@ -45,10 +45,10 @@ def exact_first(
     return exact, others
 
 
-def _cover(proved: Runs, is_far: NDArray[np.bool_], start: int, min_run: int) -> Runs:
+def _cover(proved: Runs, is_stored: NDArray[np.bool_], start: int, min_run: int) -> Runs:
     """Choose runs, cut at their starts, that are disjoint and cover what all cover, but for less than `min_run` at a seam."""
     todo = np.argsort(proved.starts, kind="stable").tolist()
-    reach = list(zip(proved.ends.tolist(), (~is_far).tolist(), strict=True))
+    reach = list(zip(proved.ends.tolist(), (~is_stored).tolist(), strict=True))
     chosen: list[int] = []
     starts: list[int] = []
     position, seen, best = start, 0, -1

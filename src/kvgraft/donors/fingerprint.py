@@ -1,4 +1,4 @@
-"""Which k-grams of a text stand for it: those whose keyed rolling hash winnowing selects. Knows tokens, no donors."""
+"""The k-grams that stand for a text: winnowing selects them by a keyed rolling hash. Knows tokens, no donors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ Hashes = NDArray[np.uint64]
 
 
 class Anchors(NamedTuple):
-    """K-grams chosen to stand for a text.
-
-    Attributes:
-        hashes: uint64, all bits well mixed.
-        positions: Ascending index of the first token of each k-gram.
-    """
+    """K-grams chosen to stand for a text."""
 
     hashes: Hashes
+    """uint64, all bits well mixed."""
     positions: Positions
+    """Ascending index of the first token of each k-gram."""
 
 
 class Fingerprinter:

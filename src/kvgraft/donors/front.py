@@ -1,4 +1,4 @@
-"""What stood in front of a text, as a digest: where a prompt has the same there, the text's K/V are those of the prompt."""
+"""Digests of all tokens before a text: where a prompt has the same ones, the text's K/V are those of the prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FRONT_BYTES = 32
-"""Length of a digest: nobody finds two fronts with one digest, not even of their own making."""
+"""Length of a digest: two fronts with one digest cannot be found, not even by a client who makes both."""
 
 
 class Fronts:
@@ -29,12 +29,12 @@ class Fronts:
         self._stop = 0
 
     def up_to(self, stop: int) -> bytes:
-        """Digest the tokens in front of `stop`, which is never less than before; empty if there are none."""
+        """Digest the tokens before `stop`, which is never less than before; empty if there are none."""
         self._digest.update(np.ascontiguousarray(self._tokens[self._stop : stop], "<i8").tobytes())
         self._stop = stop
         return self._digest.digest() if stop else b""
 
 
 def front_digest(namespace_key: bytes, token_ids: NDArray[np.integer]) -> bytes:
-    """Digest everything in front of a text, from position 0 on; see `Fronts`."""
+    """Digest everything before a text, from position 0 on; see `Fronts`."""
     return Fronts(namespace_key, token_ids).up_to(len(token_ids))

@@ -28,19 +28,15 @@ _WORK_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """The passages of one prompt.
-
-    Attributes:
-        length: Tokens of each.
-        first: First prompt position that counts.
-        crowded: Prompt positions of anchors around which there may be passages.
-        lookup: Finds the places of the passages that begin at some positions, of donors that may be used.
-    """
+    """The passages of one prompt."""
 
     length: int
     first: int
+    """First prompt position that counts."""
     crowded: Positions
+    """Prompt positions of anchors around which there may be passages."""
     lookup: Callable[[Positions], Hits]
+    """Finds the places of the passages that begin at some positions, of donors that may be used."""
 
 
 def find_runs(anchors: Anchors, hits: Hits, passages: Passages, arena: TokenArena, verifier: Verifier) -> Runs:
@@ -103,7 +99,7 @@ def _passage_runs(runs: Runs, passages: Passages, arena: TokenArena, verifier: V
 
 
 def _few_of_all(starts: Positions, length: int) -> NDArray[np.bool_]:
-    """Mark few of the intervals `[start, start + length)`, with ascending starts, whose union is that of all.
+    """Mark few of the intervals `[start, start + length)`, with ascending starts, that have the union of all.
 
     Of those that begin in one stretch of `length` positions the last, and the first too where the last one marked before
     does not reach so far; these two overlap.
@@ -119,7 +115,7 @@ def _few_of_all(starts: Positions, length: int) -> NDArray[np.bool_]:
 
 
 def _around(targets: Positions, passages: Passages, num_passages: int) -> tuple[Positions, Positions]:
-    """First and behind the last of the passages with the anchor at each of `targets`."""
+    """Return the range `[begin, end)` of the passages with the anchor at each of `targets`."""
     begin = np.minimum(np.maximum(targets + (GRAM_TOKENS - passages.length), passages.first), num_passages)
     return begin, np.maximum(np.minimum(targets + 1, num_passages), begin)
 

@@ -1,4 +1,4 @@
-"""What stands around anchors that many donors share: long grams, for which the few places of an anchor are not enough."""
+"""Index of long grams around anchors that many donors share: the few places of an anchor are not enough for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PassageIndex:
         return self._table.lookup(hashes)
 
     def insert(self, anchors: Places, arena: TokenArena, fingerprinter: Fingerprinter) -> None:
-        """Enter all passages around `anchors`, whose text is in the arena."""
+        """Enter all passages around `anchors`; their text is in the arena."""
         rows, begins, counts = self._passages_around(anchors, arena)
         if not len(rows):
             return
@@ -75,11 +75,7 @@ class PassageIndex:
         self._has_entries[:] = False
 
     def check(self) -> None:
-        """Verify the table.
-
-        Raises:
-            CorruptCacheError: The first invariant that does not hold.
-        """
+        """Verify the table; raises `CorruptCacheError`."""
         self._table.check()
 
     def _passages_around(self, anchors: Places, arena: TokenArena) -> tuple[Positions, Positions, Positions]:
@@ -87,13 +83,13 @@ class PassageIndex:
         order = np.lexsort((anchors.positions, anchors.rows))
         rows, positions = anchors.rows[order], anchors.positions[order]
         first = np.maximum(positions + (GRAM_TOKENS - self.length), 0)
-        behind = np.minimum(positions, arena.lengths[rows] - self.length) + 1
-        kept = behind > first
-        rows, first, behind = rows[kept], first[kept], behind[kept]
+        end = np.minimum(positions, arena.lengths[rows] - self.length) + 1
+        kept = end > first
+        rows, first, end = rows[kept], first[kept], end[kept]
         heads = np.ones(len(rows), np.bool_)
-        heads[1:] = (rows[1:] != rows[:-1]) | (first[1:] > behind[:-1])
+        heads[1:] = (rows[1:] != rows[:-1]) | (first[1:] > end[:-1])
         tails = np.append(heads[1:], True)[: len(rows)]
-        return rows[heads], first[heads], behind[tails] - first[heads]
+        return rows[heads], first[heads], end[tails] - first[heads]
 
     def _enter(self, hashes: Hashes, places: Places) -> None:
         hashes, index = np.unique(hashes, return_index=True)

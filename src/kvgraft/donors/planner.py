@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     ReadCost = Callable[[Match], float]
-    """What it costs to get the K/V of a match to where they can be copied, in the unit of the cost model: 0 of those that are
+    """The cost of getting the K/V of a match to where they can be copied, in the unit of the cost model: 0 of those that are
     there, infinite of those that cannot be had."""
 
 
@@ -23,30 +23,25 @@ class CostModel:
 
     The defaults are orders of magnitude for a dense model of some billion parameters. Copying wins for nearly every
     span that is long enough to be matched, so a factor of two in any of them changes few plans.
-
-    Attributes:
-        compute_per_token: A token's pass through the layers.
-        attention_per_key: What attention adds per token and position that it attends to. `2 * layers * width /
-            parameters` of FLOPs: 3e-5 for 8 B parameters, 3e-4 for 20 M.
-        copy_per_token: Copying and rotating the K/V of a token.
-        per_span: Fixed cost of one more span.
-        per_phase: Fixed cost of every group of adjacent spans that does not touch the exact prefix. An engine that computes
-            the gap in front of each group in a step of its own pays it; 0 where one forward pass computes all gaps.
-        recompute_ratio: Share of reused tokens that the selection policy computes again.
-        tail_passes: How often what stands behind the last span is computed beside the prefill. An engine that prefills it
-            itself, and not before reused tokens are chosen by what it attends to, computes it once more for that.
-        query_rows: How many of the last computed rows a forward pass runs a second time, behind the reused tokens that are
-            chosen by what these rows attend to.
     """
 
     compute_per_token: float = 1.0
     attention_per_key: float = 3e-5
+    """What attention adds per token and position that it attends to. `2 * layers * width / parameters` of FLOPs: 3e-5 for 8 B
+    parameters, 3e-4 for 20 M."""
     copy_per_token: float = 0.01
     per_span: float = 4.0
     per_phase: float = 0.0
+    """Fixed cost of every group of adjacent spans that does not touch the exact prefix. An engine that computes the gap
+    before each group in a step of its own pays it; 0 where one forward pass computes all gaps."""
     recompute_ratio: float = 0.05
+    """Share of reused tokens that the selection policy computes again."""
     tail_passes: float = 0.0
+    """How often the tokens after the last span are computed beside the prefill. An engine that prefills it itself, and not
+    before reused tokens are chosen by what it attends to, computes it once more for that."""
     query_rows: int = 0
+    """How many of the last computed rows a forward pass runs a second time, after the reused tokens that are chosen by what
+    these rows attend to."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -78,12 +73,12 @@ class CostModel:
         return length * (self.compute_per_token + self.attention_per_key * (start + end + 1) / 2)
 
     def saving(self, start: int, end: int, *, is_exact: bool = False) -> float:
-        """What reusing positions `[start, end)` as one span saves, exact ones or not; negative where computing is cheaper."""
+        """Return what reusing positions `[start, end)` as one span saves; negative where computing is cheaper."""
         saved = (1.0 if is_exact else 1 - self.recompute_ratio) * self.compute_cost(start, end)
         return saved - self.copy_per_token * (end - start) - self.per_span
 
     def look_cost(self, plan: GraftPlan) -> float:
-        """What choosing among the reused tokens of a plan costs by what attends to them, whatever it saves."""
+        """Return the cost of choosing among the reused tokens of a plan by what attends to them."""
         if not plan.is_approximate:
             return 0.0
         query_start = plan.num_tokens - min(self.query_rows, len(plan.compute))
@@ -91,7 +86,7 @@ class CostModel:
         return tail + self.compute_cost(query_start, plan.num_tokens)
 
     def rent(self, plan: GraftPlan) -> float:
-        """What a prompt that begins like `plan` pays because reused text of it is approximate, where it could be exact."""
+        """Return what a prompt that begins like `plan` pays because reused text of it is approximate instead of exact."""
         approximate = (span for span in plan.spans if not span.is_exact)
         again = sum(self.compute_cost(span.target_start, span.target_end) for span in approximate)
         return self.look_cost(plan) + self.recompute_ratio * again
@@ -99,7 +94,7 @@ class CostModel:
 
 def plan_graft(
     num_tokens: int,
-    exact_len: int,
+    prefix_len: int,
     matches: Sequence[Match],
     cost_model: CostModel | None = None,
     *,
@@ -114,10 +109,10 @@ def plan_graft(
 
     Args:
         num_tokens: Length of the prompt.
-        exact_len: Tokens that the exact prefix cache gives.
+        prefix_len: Tokens that the exact prefix cache gives.
         matches: Sorted and disjoint, as `DonorCatalogue.find` returns them.
         cost_model: Which matches pay; None for the defaults.
-        min_run: Shortest match, its last token included, that is reused behind the exact prefix.
+        min_run: Shortest match, its last token included, that is reused after the exact prefix.
         read_cost: What reading costs besides, of what may be left of each match; None where all K/V are at hand.
         followers: Prompts that are expected to begin like this one, and to pay for what is approximate in it.
 
@@ -126,40 +121,40 @@ def plan_graft(
 
     Complexity: O(n + matches).
     """
-    _validate(num_tokens, exact_len, matches)
-    if exact_len >= num_tokens - 1:
+    _validate(num_tokens, prefix_len, matches)
+    if prefix_len >= num_tokens - 1:
         return Miss(MissReason.COVERED_BY_PREFIX, "the exact prefix leaves nothing to reuse")
     if not matches:
         return Miss(MissReason.NO_MATCH, "no donor shares a run of tokens")
-    behind = [match for match in matches if match.target_end > exact_len]
-    if not behind:
+    after = [match for match in matches if match.target_end > prefix_len]
+    if not after:
         return Miss(MissReason.COVERED_BY_PREFIX, "all matches lie in the exact prefix")
     costs = CostModel() if cost_model is None else cost_model
-    parts = _parts(behind, exact_len, num_tokens - 1, min_run)
-    savings = list(_worthwhile(parts, costs, read_cost or _at_hand))
-    savings = list(_worth_a_phase(savings, exact_len, costs))
+    parts = _parts(after, prefix_len, num_tokens - 1, min_run)
+    savings = list(_worthwhile(parts, costs, read_cost or _resident))
+    savings = list(_worth_a_phase(savings, prefix_len, costs))
     spans = tuple(span for span, _ in savings)
     if not spans:
-        return Miss(MissReason.NOT_WORTH_IT, f"none of {len(behind)} matches saves more than it costs")
+        return Miss(MissReason.NOT_WORTH_IT, f"none of {len(after)} matches saves more than it costs")
     # All spans or none: without the last one, the tail would only be longer.
-    plan = GraftPlan.over(num_tokens, exact_len, spans)
+    plan = GraftPlan.over(num_tokens, prefix_len, spans)
     saved = sum(saving for _, saving in savings)
     if saved <= costs.look_cost(plan):
-        return Miss(MissReason.NOT_WORTH_IT, "looking at what stands behind the matches costs more than they save")
+        return Miss(MissReason.NOT_WORTH_IT, "looking at the tokens after the matches costs more than they save")
     if saved <= costs.look_cost(plan) + followers * costs.rent(plan):
         return Miss(MissReason.NOT_WORTH_IT, "the next turns would pay more for what is approximate than it saves now")
     return plan
 
 
 def ends_lineage(plan: GraftPlan, last_generation: int) -> bool:
-    """Whether a plan computes at least as much that nobody may have from it as it has from donors of the last generation.
+    """Return whether a plan computes at least as much that no other may reuse as it takes from donors of the last generation.
 
-    What is computed behind these is of a generation further and becomes no donor, so that the next turn of a conversation
+    What is computed after these is of a generation further and becomes no donor, so that the next turn of a conversation
     computes it once more, and every turn more of it. Computed without them it is of the last generation itself.
 
     Args:
         plan: What is planned.
-        last_generation: The highest that a donor may have, above 0: behind exact text alone nothing has been handed on yet.
+        last_generation: The highest that a donor may have, above 0: after exact text alone nothing has been handed on yet.
     """
     last = [span for span in plan.spans if not span.is_exact and span.generation >= last_generation]
     if not last:
@@ -168,19 +163,19 @@ def ends_lineage(plan: GraftPlan, last_generation: int) -> bool:
     return sum(span.length for span in last) <= lost
 
 
-def _validate(num_tokens: int, exact_len: int, matches: Sequence[Match]) -> None:
-    if not 0 <= exact_len <= num_tokens:
-        raise ConfigError(f"an exact prefix of {exact_len} tokens does not fit a prompt of {num_tokens}")
+def _validate(num_tokens: int, prefix_len: int, matches: Sequence[Match]) -> None:
+    if not 0 <= prefix_len <= num_tokens:
+        raise ConfigError(f"an exact prefix of {prefix_len} tokens does not fit a prompt of {num_tokens}")
     end = 0
     for match in matches:
         if match.target_start < end or match.length <= 0:
             raise ConfigError("matches must be sorted, disjoint and not empty")
         end = match.target_end
     if end > num_tokens:
-        raise ConfigError(f"a match ends at {end}, behind a prompt of {num_tokens} tokens")
+        raise ConfigError(f"a match ends at {end}, after the end of a prompt of {num_tokens} tokens")
 
 
-def _at_hand(_: Match) -> float:
+def _resident(_: Match) -> float:
     return 0.0
 
 
@@ -201,14 +196,14 @@ def _worthwhile(parts: Iterable[Match], costs: CostModel, read_cost: ReadCost) -
 
 
 def _worth_a_phase(
-    spans: Sequence[tuple[Match, float]], exact_len: int, costs: CostModel
+    spans: Sequence[tuple[Match, float]], prefix_len: int, costs: CostModel
 ) -> Iterable[tuple[Match, float]]:
     """Yield the spans of groups that save more than a phase costs.
 
     Dropping a group makes one gap of the two beside it and changes no other group's saving, so each is judged alone.
     """
     for group in _adjacent(spans):
-        if group[0][0].target_start == exact_len or sum(saving for _, saving in group) > costs.per_phase:
+        if group[0][0].target_start == prefix_len or sum(saving for _, saving in group) > costs.per_phase:
             yield from group
 
 

@@ -26,29 +26,22 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Places(NamedTuple):
-    """Where grams stand in donors.
-
-    Attributes:
-        rows: Donor row.
-        positions: Index of the gram's first token in that donor.
-    """
+    """Where grams stand in donors."""
 
     rows: Positions
+    """Donor row."""
     positions: Positions
+    """Index of the gram's first token in that donor."""
 
 
 class Hits(NamedTuple):
-    """Entries found for a query, ascending by `query`.
-
-    Attributes:
-        query: Index of the hash asked for.
-        rows: Donor row of the entry.
-        positions: Position of the gram in that donor.
-    """
+    """Entries found for a query, ascending by `query`."""
 
     query: Positions
+    """Index of the hash asked for."""
     rows: Positions
     positions: Positions
+    """Position of the gram in that donor."""
 
     def where(self, mask: NDArray[np.bool_] | Positions) -> Hits:
         """Return the hits chosen by a mask or by ascending indices."""
@@ -135,11 +128,7 @@ class PostingTable:
         self._num_entries = 0
 
     def check(self) -> None:
-        """Verify the invariants. Reads the whole table.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify the invariants. Reads the whole table; raises `CorruptCacheError`."""
         used = self._tags != 0
         if np.count_nonzero(used) != self._num_entries:
             raise CorruptCacheError(f"{np.count_nonzero(used)} anchors are in use, {self._num_entries} are counted")

@@ -13,28 +13,25 @@ if TYPE_CHECKING:
 
 
 class Runs(NamedTuple):
-    """Intervals of a prompt that equal an interval of a donor. All arrays int64 of one length.
-
-    Attributes:
-        starts: First prompt position.
-        ends: First prompt position behind.
-        diagonals: Arena index minus prompt position.
-        rows: Donor row.
-    """
+    """Intervals of a prompt that equal an interval of a donor. All arrays int64 of one length."""
 
     starts: Positions
+    """First prompt position."""
     ends: Positions
+    """First prompt position after it."""
     diagonals: Positions
+    """Arena index minus prompt position."""
     rows: Positions
+    """Donor row."""
 
     @classmethod
     def empty(cls) -> Runs:
-        """What a prompt has that matches no donor."""
+        """Return no runs, as of a prompt that matches no donor."""
         return cls(*(np.empty(0, np.int64) for _ in cls._fields))
 
     @property
     def num_runs(self) -> int:
-        """How many runs were found, each within one donor."""
+        """Number of runs, each within one donor."""
         return len(self.starts)
 
     @property
@@ -51,7 +48,7 @@ class Runs(NamedTuple):
         return Runs(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
     def clipped(self, start: int, min_run: int) -> Runs:
-        """Return the parts at or behind prompt position `start` that are at least `min_run` long."""
+        """Return the parts from prompt position `start` on that are at least `min_run` long."""
         runs = self._replace(starts=np.maximum(self.starts, start))
         return runs.take(runs.ends - runs.starts >= min_run)
 

@@ -74,9 +74,9 @@ def _tokens_by_donor(runs: Runs) -> Positions:
 def _pieces(starts: Positions, ends: Positions, min_run: int) -> tuple[Positions, Positions, Positions]:
     """Cut runs with strictly ascending starts and ends: starts and ends of pieces, and the index of the run of each."""
     steps = np.array(farthest_steps(starts, ends), np.int64)
-    behind = np.maximum(starts[steps], np.append(0, ends[steps])[:-1])
-    if (ends[steps] - behind >= min_run).all():
-        return behind, ends[steps], steps
+    begins = np.maximum(starts[steps], np.append(0, ends[steps])[:-1])
+    if (ends[steps] - begins >= min_run).all():
+        return begins, ends[steps], steps
     pieces = [
         Piece(piece.start, piece.end, int(steps[piece.number]))
         for piece in trimmed(starts[steps].tolist(), ends[steps].tolist(), min_run)

@@ -92,7 +92,7 @@ class Verifier:
         skipped = (np.arange(all_blocks) - first_block[interval]) * BLOCK_TOKENS
         target = starts[interval] + skipped
         differs = self._differs(target, target + diagonals[interval])
-        # The last block of an interval reaches behind its end.
+        # The last block of an interval reaches over its end.
         room = lengths[interval] - skipped
         last = np.flatnonzero(room < BLOCK_TOKENS)
         differs[last] &= room[last, None] > _COLUMNS
@@ -126,7 +126,7 @@ class Verifier:
         starts = runs.ends[index]
         ends = np.minimum(starts + step, upper[index])
         offsets, total, unequal = self._unequal(starts, ends, runs.diagonals[index])
-        # The first inequality at or behind the offset, if it is in the interval.
+        # The first inequality from the offset on, if it is in the interval.
         first = np.append(unequal, total)[np.searchsorted(unequal, offsets)]
         reached = np.minimum(starts + (first - offsets), ends)
         runs.ends[index] = reached

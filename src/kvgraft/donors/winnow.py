@@ -1,4 +1,4 @@
-"""Which values are the smallest of some window: the selection step of winnowing, and nothing else.
+"""The selection step of winnowing: values that are the smallest of some window.
 
 Source: S. Schleimer, D. Wilkerson, A. Aiken, "Winnowing: local algorithms for document fingerprinting", SIGMOD 2003.
 """

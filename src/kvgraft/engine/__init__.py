@@ -1,7 +1,10 @@
 """The embedded engine: any transformers decoder, run with K/V reuse.
 
-Public modules: `adapter`, `bad_words`, `document_names`, `inspection`, `kv_space`, `loading`, `memory_use`,
-`request_builder`, `risk`, `structure`, `text`, `token_spans`, `tokenizer_probe`.
+Rooms: `requests`, `schedule`, `kv`, `stores`, `model`, `attention`, `sampling`, `idle`.
+
+Public modules: `inspection`, `kv.kv_space`, `memory_use`, `model.adapter`, `model.loading`, `model.tokenizer_probe`,
+`requests.document_names`, `requests.options`, `requests.repair`, `requests.request_builder`, `requests.risk`,
+`requests.text`, `requests.token_spans`, `sampling.bad_words`, `sampling.structure`.
 """
 
 from __future__ import annotations
@@ -16,19 +19,23 @@ except ModuleNotFoundError as error:
             f"kvgraft.engine needs {error.name}: pip install 'kvgraft[torch]'", name=error.name
         ) from error
     raise
-from kvgraft.engine.request import FinishReason, PromptFacts, Request, RequestOutput, StreamPart
-from kvgraft.engine.sampling import TokenLogprobs
-from kvgraft.engine.sampling_params import SamplingParams
-from kvgraft.engine.scoring import Probe, Score
-from kvgraft.engine.structure import StructureSpec
+from kvgraft.engine.idle.dictated import DictatedAnswer
+from kvgraft.engine.idle.scoring import Probe, Score
+from kvgraft.engine.requests.repair import RepairRules
+from kvgraft.engine.requests.request import FinishReason, PromptFacts, Request, RequestOutput, StreamPart
+from kvgraft.engine.sampling.sampling import TokenLogprobs
+from kvgraft.engine.sampling.sampling_params import SamplingParams
+from kvgraft.engine.sampling.structure import StructureSpec
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "DictatedAnswer",
     "EngineSnapshot",
     "FinishReason",
     "Probe",
     "PromptFacts",
+    "RepairRules",
     "Request",
     "RequestOutput",
     "SamplingParams",

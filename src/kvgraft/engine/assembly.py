@@ -1,4 +1,4 @@
-"""Build the parts of an engine that suit its model: one space of slots or two, and who moves K/V in them."""
+"""Build the parts of an engine that suit its model: one space of slots or two, and their managers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.config import EngineConfig, quoted, variables
-from kvgraft.engine.adapter import TransformersAdapter, take_over
-from kvgraft.engine.build_context import tree_cache_context
-from kvgraft.engine.cache_manager import CacheManager
-from kvgraft.engine.donor_register import DonorRegister, HostDonors, SlotDonors
-from kvgraft.engine.flops import ModelFlops
-from kvgraft.engine.host_tier import WRITE_POLICY, HostTier, TieredKVSpace
-from kvgraft.engine.hybrid_space import HybridKVSpace
-from kvgraft.engine.kv_space import KVSpace
-from kvgraft.engine.sliding_windows import SlidingWindows
-from kvgraft.engine.slot_plan import SlotPlan
-from kvgraft.engine.windows import NoWindows, RequestWindows
+from kvgraft.engine.kv.build_context import tree_cache_context
+from kvgraft.engine.kv.cache_manager import CacheManager
+from kvgraft.engine.kv.host_tier import WRITE_POLICY, HostTier, TieredKVSpace
+from kvgraft.engine.kv.hybrid_space import HybridKVSpace
+from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.kv.planning import Planner
+from kvgraft.engine.kv.request_donors import HostDonors, RequestDonors, SlotDonors
+from kvgraft.engine.kv.sliding_windows import SlidingWindows
+from kvgraft.engine.kv.windows import RequestWindows
+from kvgraft.engine.model.adapter import TransformersAdapter, take_over
+from kvgraft.engine.model.flops import ModelFlops
+from kvgraft.engine.model.slot_plan import SlotPlan
 from kvgraft.errors import ConfigError
 from kvgraft.memory import HybridSlotPool, SlotPool
 from kvgraft.prefix import HierarchicalRadixCache, PrefixCache, SWARadixCache, create_tree_cache
-from kvgraft.reuse.lookup import Lookup, NearDonors
-from kvgraft.reuse.registration import Registration
+from kvgraft.reuse.donor_rules import DonorRules
+from kvgraft.reuse.lookup import Lookup, ResidentDonors
 from kvgraft.reuse.substitute import Substitutes
 from kvgraft.semantic import Discovery, DonorProposer, create_embedder, decoder_of
 
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from kvgraft.engine.layers import ModelLayers
-    from kvgraft.engine.loading import LoadedModel
-    from kvgraft.engine.risk import HeldRisk
+    from kvgraft.engine.model.layers import ModelLayers
+    from kvgraft.engine.model.loading import LoadedModel
+    from kvgraft.engine.requests.risk import HeldRisk
     from kvgraft.prefix import EventLog, TreeCacheBuildContext
 
 
@@ -53,12 +54,12 @@ def adapter_and_prefix(
 ) -> tuple[TransformersAdapter, PrefixCache]:
     """Choose the prefix cache and allocate the slots that suit it.
 
-    Window layers get slots of their own where the prefix cache can tell them apart, and where that saves anything.
+    Window layers get slots of their own where the prefix cache distinguishes them, and where that saves anything.
 
     Args:
         loaded: The model, which is taken over.
         config: Settings.
-        events: Where the prefix cache records what it stores and removes; None where nobody listens.
+        events: Log of what the prefix cache stores and removes; None for none.
 
     Raises:
         ConfigError: The prefix cache or the attention backend is unknown, a setting of the prefix cache is wrong, or the
@@ -98,10 +99,10 @@ def _require_room_for_a_page(prefix: PrefixCache, plan: SlotPlan) -> None:
 def _with_host_tier(
     model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, context: TreeCacheBuildContext, config: EngineConfig
 ) -> tuple[TransformersAdapter, PrefixCache]:
-    """The same with host memory behind the device, which copies from its slots: these are allocated first."""
+    """Add host memory for prefixes, which copies from the device's slots: these are allocated first."""
     if context.is_hybrid_swa or context.is_all_swa:
         raise ConfigError(
-            "prefix_host_bytes is for models whose layers share one space of slots, and window layers of this one have slots "
+            "prefix_host_bytes is for models with one space of slots, and window layers of this one have slots "
             "of their own; leave prefix_host_bytes at 0"
         )
     adapter = TransformersAdapter.over(model, layers, plan, config.attention)
@@ -149,26 +150,26 @@ def cache_manager(
         config: Settings.
         loaded: The model as loaded, for a semantic provider.
         refusal: Why K/V of this model must not be moved, or None.
-        risk: At which notch grafts are served.
-        proposer: Names donors that resemble a prompt; is told of all.
+        risk: Notches at which grafts are served.
+        proposer: Names donors that resemble a prompt; watches the catalogue.
 
     Raises:
         ConfigError: The books of donors do not fit into memory, or there is no such store or semantic provider.
     """
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
-    rules = partial(Registration, min_run=config.min_run, max_generation=config.max_generation)
+    rules = partial(DonorRules, min_run=config.min_run, max_generation=config.max_generation)
     space: KVSpace
     windows: RequestWindows
-    register: DonorRegister
+    request_donors: RequestDonors
     try:
         if isinstance(adapter.pool, HybridSlotPool):
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
             hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
             windows = sliding = SlidingWindows(hybrid)
-            register = HostDonors(hybrid, rules(space.donors, finder=NearDonors(space.donors)), sliding)
+            request_donors = HostDonors(hybrid, rules(space.donors, finder=ResidentDonors(space.donors)), sliding)
         else:
-            space, windows = _one_space(adapter.pool, prefix, sizes), NoWindows()
-            register = SlotDonors(space, rules(space.donors))
+            space, windows = _one_space(adapter.pool, prefix, sizes), RequestWindows()
+            request_donors = SlotDonors(space, rules(space.donors))
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise
     except (MemoryError, ValueError, OverflowError) as error:
@@ -183,17 +184,14 @@ def cache_manager(
         max_generation=config.max_generation,
         refresh_after=config.refresh_after,
         proposer=proposer,
-        near=NearDonors(space.donors),
+        near=ResidentDonors(space.donors),
     )
     flops = ModelFlops.of_model(adapter.model)
     if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):
-        raise ConfigError(
-            "semantic_provider does not go with sliding windows, of whose layers no whole text is kept; unset it"
-        )
+        raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
     substitutes = Substitutes.configured(config, loaded)
-    return CacheManager(
-        adapter, space, windows, register, lookup, flops=flops, refusal=refusal, risk=risk, substitutes=substitutes
-    )
+    planner = Planner(space, flops, lookup, risk, refusal=refusal, substitutes=substitutes)
+    return CacheManager(adapter, space, windows, request_donors, planner)
 
 
 def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KVSpace:

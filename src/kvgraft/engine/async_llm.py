@@ -1,4 +1,4 @@
-"""The engine behind asyncio: one thread runs the model, any number of tasks stream from it.
+"""The engine for asyncio: one thread runs the model, any number of tasks stream from it.
 
 The event loop only tokenises (in worker threads) and hands parts on. Matching, planning, hashing, grafting and the forward
 pass run on the engine's thread, between steps that it takes for all requests together.
@@ -11,29 +11,31 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.inspection import Inspection
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.requests.request_builder import prompt_length
 from kvgraft.engine.snapshot import EngineSnapshot
 from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
+from kvgraft.tokenising import TextLanes
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     from kvgraft.config import EngineConfig
-    from kvgraft.engine.document_names import DocumentLabel
-    from kvgraft.engine.loading import LoadedModel
-    from kvgraft.engine.request import Request, StreamPart
-    from kvgraft.engine.request_builder import Prompt
-    from kvgraft.engine.sampling_params import SamplingParams
-    from kvgraft.graft.drift import DriftCorrection
-    from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.engine.model.loading import LoadedModel
+    from kvgraft.engine.requests.options import OptionFields
+    from kvgraft.engine.requests.request import Request, StreamPart
+    from kvgraft.engine.requests.request_builder import Prompt
+    from kvgraft.engine.sampling.sampling_params import SamplingParams
     from kvgraft.observability import Recorder
     from kvgraft.types import TokenArray
 
@@ -44,12 +46,21 @@ _SHUTTING_DOWN = "the server is shutting down; try another one"
 _STOPPED = "the engine has stopped; try another one"
 _MAX_STEP_S = 0.25
 """Longest prefill of one step while no stream runs: how long a new request or a cancellation may go unnoticed."""
+_LAST_STEP_S = 5.0
+"""Seconds that the step in hand may take when the engine is closed without a longer time of grace."""
 _IDLE_S = 0.1
-"""How often an engine with stores takes in their news while it has nothing else to do."""
+"""Seconds between looks for news of stores while there is nothing else to do."""
+_REST_S = 0.02
+"""Seconds after a step in which nothing is healed: its answer is sent by other threads of this interpreter."""
+_LEAST_REST_S = 0.002
+"""Seconds between looks for a request that is being made."""
 
 
 class AsyncLLM:
-    """A model that serves many requests at once. Its methods belong to one event loop, `snapshot` to anybody.
+    """A model that serves many requests at once. Its methods belong to one event loop, `snapshot` to any thread.
+
+    Attributes:
+        is_stuck: Whether the engine's thread was given up at the end, in the middle of a step.
 
     Example:
         >>> llm = AsyncLLM("graft-tiny")
@@ -74,6 +85,11 @@ class AsyncLLM:
         self._ended: OverloadedError | None = None
         self._is_closing = False
         self._is_stopped = False
+        self._num_preparing = 0
+        self._rests_until = 0.0
+        self._arriving: set[str] = set()  # requests that are not taken in yet; any thread adds, the engine's removes
+        self._lanes = TextLanes()
+        self.is_stuck = False
         # The engine is made on the thread that steps it: OpenMP keeps a team of workers for every thread that computes, and
         # two teams on the same cores made decode steps 2.4 times slower.
         loaded: queue.SimpleQueue[Engine | BaseException] = queue.SimpleQueue()
@@ -103,11 +119,11 @@ class AsyncLLM:
 
     @property
     def graft_refusal(self) -> str | None:
-        """Why this model's K/V cannot be moved (`reuse="graft"` then behaves like `"exact"`), or None."""
+        """Reason why this model's K/V cannot be moved (`reuse="graft"` then behaves like `"exact"`), or None."""
         return self._engine.self_check.refusal
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine is doing now; cheap, callable from any thread. Numbers may be of neighbouring moments."""
+        """Return what the engine is doing now; cheap, callable from any thread. Numbers may be of neighbouring moments."""
         return EngineSnapshot.of(self._engine, is_alive=self._thread.is_alive(), is_closing=self._is_closing)
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenArray:
@@ -116,55 +132,41 @@ class AsyncLLM:
         Raises:
             ConfigError: It is empty, not made of token ids, or text without a tokenizer.
         """
-        return await asyncio.to_thread(self._engine.builder.tokenize, prompt, add_special_tokens=add_special_tokens)
+        work = partial(self._engine.builder.tokenize, prompt, add_special_tokens=add_special_tokens)
+        return await self._lanes.run(prompt_length(prompt), work)
 
     async def prepare(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         reuse: ReuseMode | str = ReuseMode.GRAFT,
-        *,
-        cache_salt: str = "",
-        selection: str | SelectionPolicy | None = None,
-        correction: str | DriftCorrection | None = None,
-        priority: int = 0,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        session_id: str | None = None,
-        append: bool = False,
-        owner: str = "",
-        provisional: bool = False,
-        documents: Sequence[DocumentLabel] = (),
+        **options: Unpack[OptionFields],
     ) -> Request:
-        """Tokenise and check a prompt, off the event loop; arguments as for `LLM.generate`.
+        """Tokenise and check a prompt, off the event loop; arguments and errors as for `LLM.stream`."""
+        return await self.build(prompt, RequestOptions.of(sampling, reuse, **options))
 
-        `owner` is whose the session is; nobody else's can name it. With `provisional` a request with `reuse="verified"`
-        streams drafted tokens, too, before they are verified (`StreamPart`). `documents` says what parts of the prompt are
-        called in reports.
+    async def build(self, prompt: Prompt, options: RequestOptions) -> Request:
+        """Tokenise and check a prompt, off the event loop.
 
         Raises:
-            ConfigError: The prompt is empty or too long, or an argument is wrong.
+            ConfigError: The prompt is empty or too long, or an option is wrong.
         """
-        return await asyncio.to_thread(
-            self._engine.builder.build,
-            prompt,
-            sampling,
-            reuse,
-            cache_salt=cache_salt,
-            selection=selection,
-            correction=correction,
-            priority=priority,
-            request_id=request_id,
-            add_special_tokens=add_special_tokens,
-            session_id=session_id,
-            append=append,
-            owner=owner,
-            provisional=provisional,
-            documents=documents,
-        )
+        with self._preparing():
+            return await self._build(prompt, options)
 
-    async def stream(self, request: Request) -> AsyncGenerator[StreamPart]:
+    async def _build(self, prompt: Prompt, options: RequestOptions) -> Request:
+        builder = self._engine.builder
+        # Compiling may take seconds, in which no text would be tokenised; it is kept, so that `build` does not compile again.
+        if options.sampling.structure is not None:
+            await asyncio.to_thread(builder.compile, options.sampling)
+        return await self._lanes.run(prompt_length(prompt), partial(builder.build, prompt, options))
+
+    async def stream(self, request: Request, admitted: Callable[[], None] | None = None) -> AsyncGenerator[StreamPart]:
         """Generate for `request`, a part per token; closing the iterator or cancelling its task cancels the request.
+
+        Args:
+            request: What `prepare` made.
+            admitted: Called, on the event loop, once the engine has accepted the request and it waits for its turn.
 
         Raises:
             OverloadedError: Too many requests wait, or the engine is closing or has died.
@@ -176,7 +178,8 @@ class AsyncLLM:
         if self._is_closing:
             raise self._ended or OverloadedError(_SHUTTING_DOWN)
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        self._command(lambda: self._add(request, stream), lambda error: stream.put([error]))
+        self._arriving.add(request.request_id)
+        self._command(lambda: self._add(request, stream, admitted), lambda error: stream.put([error]))
         try:
             while True:
                 item = await stream.items.get()
@@ -189,7 +192,7 @@ class AsyncLLM:
             self._command(lambda: self._cancel(request.request_id, stream), _ignore)
 
     async def inspect(self) -> Inspection:
-        """Look at requests on their way, donors and prefixes between two steps; what is told holds no text.
+        """Look at requests on their way, donors and prefixes between two steps; the result holds no text.
 
         Raises:
             OverloadedError: The engine's thread has ended.
@@ -240,15 +243,25 @@ class AsyncLLM:
         await self._call(self._engine.reset)
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Accept no more requests, let the others finish for `grace_s` seconds, fail the rest and stop the thread."""
+        """Accept no more requests, let the others finish for `grace_s` seconds, fail the rest and stop the thread.
+
+        A thread that does not come to the end of its step in what is left of that time, `_LAST_STEP_S` at least, is left
+        alone: `is_stuck` says so, and the process should end by `os._exit`.
+        """
         self._is_closing = True
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while self._thread.is_alive() and self._engine.has_work and asyncio.get_running_loop().time() < deadline:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + grace_s
+        while self._thread.is_alive() and self._engine.has_work and clock() < deadline:
             await asyncio.sleep(0.02)
         with self._wake:
             self._is_stopped = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, max(deadline - clock(), _LAST_STEP_S))
+        self.is_stuck = self._thread.is_alive()
+        if self.is_stuck:
+            logger.critical("the engine does not end its step; it is given up, and what waits to be stored is lost")
+            self._fail_all(OverloadedError(_SHUTTING_DOWN))
+            return
         await asyncio.to_thread(self._engine.close)
 
     async def _call(self, function: Callable[[], Result]) -> Result:
@@ -267,7 +280,7 @@ class AsyncLLM:
         def run() -> None:
             try:
                 result = function()
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller
                 _call_on(loop, partial(fail, error))
             else:
                 _call_on(loop, partial(succeed, result))
@@ -307,12 +320,13 @@ class AsyncLLM:
             while self._obey_commands():
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
+                    self._rests_until = time.monotonic() + _REST_S
                 else:
                     self._engine.poll_stores()
                     if self._engine.auditor.has_work:
                         self._engine.audit_step()
                     else:
-                        self._engine.heal_step()
+                        self._heal()
         except BaseException:
             logger.critical("the engine's thread died; all requests fail", exc_info=True)
             raise
@@ -322,7 +336,7 @@ class AsyncLLM:
     def _obey_commands(self) -> bool:
         """Run what was asked meanwhile; waits while there is nothing to do. False when it is time to stop.
 
-        A command that fails tells whoever gave it; the others are obeyed.
+        A command that fails reports it to its caller; the others are obeyed.
         """
         stores = self._engine.stores
         idle_s = None if stores is None else 0.0 if stores.is_behind else _IDLE_S
@@ -343,9 +357,35 @@ class AsyncLLM:
                 command.fail(RequestError(f"the engine cannot take this request: {one_line(error)}"))
         return not self._is_stopped
 
-    def _add(self, request: Request, stream: _Stream) -> None:
+    def _is_wanted(self) -> bool:
+        """Return whether a request waits to be taken in, or the engine is to end; questions about its state can wait."""
+        return self._is_stopped or bool(self._arriving) or self._num_preparing > 0
+
+    def _heal(self) -> None:
+        """Heal a piece, unless an answer is just on its way out or a request on its way in: both need the interpreter."""
+        rest = self._rests_until - time.monotonic()
+        if rest <= 0 and not self._is_wanted():
+            self._engine.heal_step(self._is_wanted)
+            return
+        with self._wake:
+            if not self._commands and not self._is_stopped:
+                self._wake.wait(min(_REST_S, max(rest, _LEAST_REST_S)))
+
+    @contextlib.contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Count a request that is being made, on an event loop's thread."""
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    def _add(self, request: Request, stream: _Stream, admitted: Callable[[], None] | None) -> None:
+        self._arriving.discard(request.request_id)
         self._engine.add(request)
         self._streams[request.request_id] = stream
+        if admitted is not None:
+            _call_on(stream.loop, admitted)
 
     def _cancel(self, request_id: str, stream: _Stream) -> None:
         if self._streams.get(request_id) is stream:
@@ -366,7 +406,11 @@ class AsyncLLM:
             _post(loop, items)
 
     def _end(self, error: OverloadedError) -> None:
-        """Tell everybody that nothing more will come: streams, commands that were not obeyed, and all later ones."""
+        self._fail_all(error)
+        self._engine.cancel_all()
+
+    def _fail_all(self, error: OverloadedError) -> None:
+        """Fail all that wait: streams, commands that were not obeyed, and all later ones."""
         self._is_closing = True
         with self._wake:
             self._ended = error
@@ -374,15 +418,14 @@ class AsyncLLM:
             self._commands.clear()
         for command in commands:
             command.fail(error)
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.put([error])
         self._streams.clear()
-        self._engine.cancel_all()
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """Something to do on the engine's thread, and who is told if it cannot be done."""
+    """Something to do on the engine's thread, and its answer if it cannot be done."""
 
     run: Callable[[], None]
     fail: Callable[[KVGraftError], object]
@@ -390,7 +433,7 @@ class _Command:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stream:
-    """Where the parts of one request go."""
+    """Queue for the parts of one request, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[StreamPart | KVGraftError]
@@ -408,10 +451,10 @@ def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, StreamPart
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Have an event loop call `function`, from any thread; nobody is left to be told if the loop is closed."""
+    """Have an event loop call `function`, from any thread; a closed loop is left alone."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)
 
 
 def _ignore(_: KVGraftError) -> None:
-    """Nobody waits for an answer."""
+    """Drop an error: no caller waits for it."""

@@ -10,48 +10,50 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.engine.active import ActiveRequest
 from kvgraft.engine.assembly import adapter_and_prefix, cache_manager, donor_proposer
-from kvgraft.engine.audit import Auditor
-from kvgraft.engine.build_context import eviction_parameters
 from kvgraft.engine.event_feed import EventFeed
-from kvgraft.engine.healing import MOST_ROWS, Healer
-from kvgraft.engine.loading import LoadedModel, eos_token_ids, fingerprint, load_model
-from kvgraft.engine.logit_rules import LogitRules
-from kvgraft.engine.pace import Pace
-from kvgraft.engine.recording import Recording
-from kvgraft.engine.request_builder import RequestBuilder
-from kvgraft.engine.risk import HeldRisk
-from kvgraft.engine.sampling import Sampler
-from kvgraft.engine.scheduler import Scheduler
-from kvgraft.engine.self_check import PROBE_SLOTS, SelfCheckReport, self_check
-from kvgraft.engine.sessions import Sessions
+from kvgraft.engine.idle.audit import Auditor
+from kvgraft.engine.idle.healing import MOST_ROWS, IdleHealer
+from kvgraft.engine.kv.build_context import eviction_parameters
+from kvgraft.engine.kv.sessions import Sessions
+from kvgraft.engine.model.loading import LoadedModel, eos_token_ids, fingerprint, load_model
+from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, self_check
+from kvgraft.engine.requests.request_builder import RequestBuilder
+from kvgraft.engine.requests.risk import HeldRisk
+from kvgraft.engine.requests.text import OutputText
+from kvgraft.engine.sampling.logit_rules import LogitRules
+from kvgraft.engine.sampling.sampling import Sampler
+from kvgraft.engine.schedule.active import ActiveRequest
+from kvgraft.engine.schedule.pace import Pace
+from kvgraft.engine.schedule.recording import Recording
+from kvgraft.engine.schedule.scheduler import Scheduler
 from kvgraft.engine.store_space import open_store_tier, space_of
-from kvgraft.engine.text import OutputText
 from kvgraft.errors import (
     OUT_OF_MEMORY,
     ConfigError,
     CorruptCacheError,
-    NothingToDrawError,
     OverloadedError,
     RequestError,
+    UnservableError,
     is_out_of_memory,
     one_line,
 )
 from kvgraft.memory import Owner
+from kvgraft.memory.store.registry import require_stores
 from kvgraft.observability import NullRecorder
 from kvgraft.observability.stages import stage
 from kvgraft.reuse import DonorAnnouncer
+from kvgraft.semantic.registry import require_embedder
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvgraft.config import EngineConfig
-    from kvgraft.engine.request import Request, RequestOutput, StreamPart
-    from kvgraft.engine.request_kv import RequestKV
-    from kvgraft.engine.scheduler import Step
-    from kvgraft.engine.store_tier import StoreTier
+    from kvgraft.engine.kv.request_kv import RequestKV
+    from kvgraft.engine.requests.request import Request, RequestOutput, StreamPart
+    from kvgraft.engine.schedule.scheduler import ScheduledStep
+    from kvgraft.engine.stores.store_tier import StoreTier
     from kvgraft.graft.model import SequenceOutput, SequenceRows
     from kvgraft.observability import Recorder
 
@@ -63,7 +65,7 @@ _LEAST_AUDIT_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """What a step did for one request: a part of its stream, or the error that ended it."""
+    """Result of a step for one request: a part of its stream, or the error that ended it."""
 
     request_id: str
     part: StreamPart | None = None
@@ -71,9 +73,9 @@ class StepEvent:
 
 
 _HEAL_S = 0.05
-"""What a piece of healing may take while nothing else runs: a request that arrives waits as long."""
+"""Longest piece of healing while nothing else runs: as much is lost where a request arrives and the piece is abandoned."""
 _IDLE_NEWS_S = 0.05
-"""What donors that stores tell of may take of the engine's thread at a time while it has nothing else to do."""
+"""Time of the engine's thread for the news of stores, at once, while it has nothing else to do."""
 _STORE_TICK_S = 2e-3
 """How long a step waits for a store if there is nothing else to do: new requests and cancellations wait as long."""
 
@@ -82,19 +84,11 @@ class Engine:
     """A model, its K/V and its scheduler. Not thread-safe: one thread steps it.
 
     Attributes:
-        config: Settings.
-        loaded: The model as loaded.
         builder: Makes requests for this engine; safe on any thread.
-        adapter: The model as kvgraft runs it.
-        space: All K/V.
-        manager: Takes requests through the cache.
-        self_check: What was proved for the model.
-        risk: At which notch grafts are served, and what may be said about them.
+        self_check: Proof that the model's K/V may be reused, or why not.
+        risk: Notches at which grafts are served, and statements about them.
         proposer: Names donors that resemble a prompt, or None.
-        auditor: Holds sampled requests against full prefill.
-        healer: Computes exactly what grafted requests have left.
-        sessions: Open sessions.
-        stores: What lies behind host memory; None if nothing does.
+        stores: Stores of donors; None without any.
     """
 
     def __init__(
@@ -110,7 +104,7 @@ class Engine:
         Args:
             model: Name, directory, hub id or a `LoadedModel`.
             config: Settings.
-            recorder: Is told of every step and of every request that ends.
+            recorder: Records every step and every request that ends.
             max_step_s: Longest prefill of one step when no stream runs; others wait as long to be noticed.
 
         Raises:
@@ -125,9 +119,12 @@ class Engine:
             )
         if config.announce_donors and not config.kv_events:
             raise ConfigError(
-                "announce_donors tells of donors among the KV events; set kv_events, such as tcp://*:5557"
+                "announce_donors adds donors to the KV events; set kv_events, such as tcp://127.0.0.1:5557"
             )
-        eviction_parameters(config)  # refused before a model is loaded
+        # Refused before a model is loaded.
+        eviction_parameters(config)
+        require_stores(config.store)
+        require_embedder(config.embedder)
         self.config = config
         self._events = EventFeed(config.kv_events)
         self.stores: StoreTier | None = None
@@ -175,7 +172,7 @@ class Engine:
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
         self.auditor = Auditor(self.adapter, self.manager, self.risk)
-        self.healer = Healer(self.adapter, self.manager)
+        self.healer = IdleHealer(self.adapter, self.manager)
         self.stores = open_store_tier(config, self.loaded, self.adapter, self.space, self.self_check.refusal)
         if self.stores is not None:
             self.stores.flops_per_s = lambda: self._pace.flops_per_s
@@ -221,14 +218,14 @@ class Engine:
         return active
 
     def proposals(self) -> dict[str, int]:
-        """What became of donors that an embedder names; empty without one."""
+        """Return counts of donors that an embedder named; empty without one."""
         if self.proposer is None:
             return {}
         found = self.manager.proposals
         return {"donors": found.donors, "tokens": found.tokens, **self.proposer.counts()}
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at whatever stage; nothing of it is kept. False if it has ended already."""
+        """End a request in any phase; nothing of it is kept. False if it has ended already."""
         active = self._active.get(request_id)
         if active is None:
             return False
@@ -263,10 +260,7 @@ class Engine:
         self._events.flush()
 
     def close(self) -> None:
-        """Give back what others than Python's memory management hold: a provider's resources, a thread and an endpoint.
-
-        The last events are published. The engine is not used any more.
-        """
+        """Publish the last events; release a provider's resources, threads, stores and the endpoint of events."""
         try:
             self.manager.close()
             if self.proposer is not None:
@@ -280,7 +274,7 @@ class Engine:
             self.stores.close()
 
     def poll_stores(self) -> None:
-        """Take in what stores have told and written meanwhile; `step` does so itself."""
+        """Take in what stores have found and written meanwhile; `step` does so itself."""
         if self.stores is not None:
             self.stores.step(_IDLE_NEWS_S)
             self._events.flush()
@@ -349,8 +343,10 @@ class Engine:
         """Slots of unfinished requests, one that two of them hold twice."""
         return sum(0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
 
-    def heal_step(self) -> bool:
-        """Heal a piece of a finished request, no longer than a new one may wait; False if there is nothing to heal now.
+    def heal_step(self, is_wanted: Callable[[], bool] | None = None) -> bool:
+        """Heal a piece of a finished request; False if none was healed now, for want of one or because `is_wanted` said so.
+
+        `is_wanted` is asked at every layer whether a request waits to be taken in: the piece is abandoned then.
 
         For when `has_work` is false; between steps it takes no slots that unfinished requests may come to need.
         """
@@ -362,6 +358,7 @@ class Engine:
             self._pace.idle_flops(_HEAL_S),
             self._unclaimed(),
             is_alone=not self._active,
+            is_wanted=is_wanted,
         )
         if flops:
             seconds = time.perf_counter() - started
@@ -370,7 +367,7 @@ class Engine:
         self._events.flush()
         return flops > 0
 
-    def _heal_beside(self, step: Step) -> list[SequenceRows]:
+    def _heal_beside(self, step: ScheduledStep) -> list[SequenceRows]:
         """Rows of a piece to heal in the pass of `step`, in what its streams would bear and no prompt wants; one or none."""
         room = self.config.max_rows - len(step.parts)
         if self.config.heal != "always" or not step.spare_flops or not self.healer.has_work or room <= 0:
@@ -394,7 +391,7 @@ class Engine:
     def _receive(self, active: ActiveRequest, output: SequenceOutput | Exception) -> list[StepEvent]:
         if isinstance(output, Exception):
             return [self._fail(active, output)]
-        was_prefilling = active.is_prefilling
+        was_settled = active.is_settled
         try:
             parts = active.receive(output)
         except Exception as error:  # noqa: BLE001 - one request must not stop the others
@@ -402,7 +399,7 @@ class Engine:
         assert active.kv is not None
         if active.finish_reason is not None:
             parts[-1] = replace(parts[-1], output=self._finish(active))
-        elif was_prefilling and not active.is_prefilling:
+        elif active.is_settled and not was_settled:
             self.manager.publish(active.kv, active.known_token_ids)
         return [StepEvent(active.request.request_id, part) for part in parts]
 
@@ -421,14 +418,17 @@ class Engine:
         return active.output()
 
     def _may_heal(self, kv: RequestKV) -> bool:
-        """Whether what a finished request has left is approximate, and of its own text and the present weights."""
+        """Return whether a finished request left approximate K/V of its own text and the present weights."""
         is_current = kv.epoch == self.space.epoch
-        return self.config.heal != "off" and kv.lineage.is_approximate and kv.substitution is None and is_current
+        return (
+            self.config.heal != "off" and kv.lineage.is_approximate and kv.decision.substitution is None and is_current
+        )
 
     def _fail(self, active: ActiveRequest, error: Exception) -> StepEvent:
-        self._drop(active, "error")
-        if isinstance(error, NothingToDrawError):
+        if isinstance(error, UnservableError):
+            self._drop(active, "refused")
             return StepEvent(active.request.request_id, error=error)
+        self._drop(active, "error")
         logger.error("request %s failed", active.request.request_id, exc_info=error)
         reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
         failure = RequestError(f"the engine failed on this request: {reason}")

@@ -1,25 +1,28 @@
-"""What the prefix cache stores and removes, sent to routers and indexes outside, and if asked for which donors there are.
+"""Events of the prefix cache, and of donors if asked for, sent to routers and indexes outside.
 
-What is told of as pages is what the prefix cache holds, and it holds exact K/V alone: a grafted request has pages in
-front of its first graft, and none behind. Donors are marked so that nobody takes them for a prefix
-(`prefix/events/donors.py`).
+Pages are announced of the prefix cache, which holds exact K/V alone: a grafted request has pages before its first graft,
+and none after it. Donors are marked so that no reader takes them for a prefix
+(`reuse/donor_events.py`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import fields
 
 from kvgraft.config import quoted
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import EventLog, PublisherConfig, ZmqEventPublisher
 
+logger = logging.getLogger(__name__)
+
 
 class EventFeed:
     """Events of one engine; without an endpoint nothing is recorded. Not thread-safe but for `close`.
 
     Attributes:
-        log: Where the prefix cache records; None where nobody listens.
+        log: Of the prefix cache; None without an endpoint.
     """
 
     def __init__(self, kv_events: str) -> None:
@@ -30,7 +33,7 @@ class EventFeed:
             IntegrationError: The endpoint cannot be opened.
             ImportError: The extra `router` is not installed.
         """
-        self._publisher = ZmqEventPublisher(publisher_config(kv_events)) if kv_events else None
+        self._publisher = _opened(publisher_config(kv_events)) if kv_events else None
         self.log = None if self._publisher is None else EventLog()
 
     def flush(self) -> None:
@@ -41,7 +44,7 @@ class EventFeed:
         if not self.log:
             return
         events = self.log.take()
-        if self._publisher is not None:  # closed: nobody listens, and nothing piles up
+        if self._publisher is not None:  # closed: events are dropped, so that nothing piles up
             self._publisher.publish(events)
 
     def close(self) -> None:
@@ -50,6 +53,17 @@ class EventFeed:
             self.flush()
             self._publisher.close()
             self._publisher = None
+
+
+def _opened(config: PublisherConfig) -> ZmqEventPublisher:
+    publisher = ZmqEventPublisher(config)
+    if config.open_endpoints:
+        logger.warning(
+            "any client that reaches %s reads the tokens of all prompts and answers: kv_events has no keys; name "
+            "tcp://127.0.0.1:PORT for this machine alone, or keep others out by a firewall",
+            " and ".join(config.open_endpoints),
+        )
+    return publisher
 
 
 def publisher_config(kv_events: str) -> PublisherConfig:

@@ -1,4 +1,4 @@
-"""What lies in an engine and what it works on, request by request and text by text: for the inspector's page."""
+"""Contents and work of an engine, request by request and text by text, for the inspector's page."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
+from kvgraft.engine.schedule.active import Phase
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvgraft.engine.active import ActiveRequest
     from kvgraft.engine.core import Engine
-    from kvgraft.engine.risk import AuditFacts
+    from kvgraft.engine.requests.risk import AuditFacts
+    from kvgraft.engine.schedule.active import ActiveRequest
     from kvgraft.prefix import OutlineNode
 
 _MOST_REQUESTS = 200
@@ -25,11 +27,8 @@ class LiveRequest:
     """A request that has no answer yet, or not all of it.
 
     Attributes:
-        request_id: Its name.
         state: `waiting`, `loading` (from a store), `prefill` or `decode`.
-        prompt_tokens: Length of the prompt.
-        reused_tokens: Those that it need not compute; 0 while it waits.
-        output_tokens: Tokens generated so far.
+        reused_tokens: Prompt tokens that are not computed; 0 while it waits.
         age_s: Seconds since it arrived.
     """
 
@@ -46,12 +45,10 @@ class DonorFacts:
     """A donor without its text.
 
     Attributes:
-        donor_id: Never given out twice.
-        num_tokens: Its length.
-        tier: Where its K/V lie.
+        tier: `device`, `host` or the name of a store.
         value: Tokens saved per token held, the registration counted as one use.
-        saved_tokens: Tokens that requests did not compute thanks to it.
-        generation: How many grafts its K/V stand behind.
+        saved_tokens: Tokens that requests copied instead of computing them.
+        generation: Grafts that its K/V attended to; 0 for exact K/V.
     """
 
     donor_id: int
@@ -99,19 +96,16 @@ class Inspection:
 def _live(engine: Engine) -> Iterator[LiveRequest]:
     now = time.perf_counter()
     scheduler = engine.scheduler
-    for active in scheduler.running:
-        yield _facts(active, "prefill" if active.is_prefilling else "decode", now)
-    for active in scheduler.loading:
-        yield _facts(active, "loading", now)
-    for active in scheduler.waiting:
-        yield _facts(active, "waiting", now)
+    for active in (*scheduler.running, *scheduler.loading, *scheduler.waiting):
+        yield _facts(active, now)
 
 
-def _facts(active: ActiveRequest, state: str, now: float) -> LiveRequest:
+def _facts(active: ActiveRequest, now: float) -> LiveRequest:
     request, report = active.request, active.report
+    state = Phase.PREFILL if active.is_prefilling else active.phase
     reused = 0 if report is None else report.reused_tokens
     age_s = now - request.arrival
-    return LiveRequest(request.request_id, state, len(request.token_ids), reused, len(active.output_ids), age_s)
+    return LiveRequest(request.request_id, state.value, len(request.token_ids), reused, len(active.output_ids), age_s)
 
 
 def _donors(engine: Engine) -> Iterator[DonorFacts]:

@@ -8,34 +8,38 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from kvgraft.config import quoted
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
-from kvgraft.engine.sampling_params import SamplingParams
-from kvgraft.engine.scoring import Probe, Score, probe, score
+from kvgraft.engine.idle.dictated import DictatedAnswer, dictate
+from kvgraft.engine.idle.scoring import Probe, Score, probe, score
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.sampling.sampling_params import SamplingParams
 from kvgraft.errors import ConfigError
-from kvgraft.types import ReuseMode, TokenArray
+from kvgraft.types import RepairTime, ReuseMode, TokenArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvgraft.config import EngineConfig
-    from kvgraft.engine.adapter import TransformersAdapter
-    from kvgraft.engine.document_names import DocumentLabel
-    from kvgraft.engine.kv_space import KVSpace
-    from kvgraft.engine.loading import LoadedModel
-    from kvgraft.engine.request import Request, RequestOutput, StreamPart
-    from kvgraft.engine.request_builder import Prompt
-    from kvgraft.engine.risk import HeldRisk
-    from kvgraft.engine.self_check import SelfCheckReport
+    from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.model.adapter import TransformersAdapter
+    from kvgraft.engine.model.loading import LoadedModel
+    from kvgraft.engine.model.self_check import SelfCheckReport
+    from kvgraft.engine.requests.options import OptionFields
+    from kvgraft.engine.requests.repair import RepairRules
+    from kvgraft.engine.requests.request import Request, RequestOutput, StreamPart
+    from kvgraft.engine.requests.request_builder import Prompt
+    from kvgraft.engine.requests.risk import HeldRisk
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.memory import SlotUsage
     from kvgraft.observability import Recorder
+    from kvgraft.types import RepairTime
 
 
 class LLM:
@@ -62,7 +66,7 @@ class LLM:
         Args:
             model: What to load.
             config: Settings; default: from the environment (`KVGRAFT_*`).
-            recorder: Is told of every step and of every request that ends.
+            recorder: Gets every step and every request that ends.
             **settings: Single settings of `EngineConfig` that override `config`.
 
         Raises:
@@ -100,7 +104,7 @@ class LLM:
 
     @property
     def self_check(self) -> SelfCheckReport:
-        """What was proved for the model."""
+        """The proofs about the model."""
         return self._engine.self_check
 
     @property
@@ -110,13 +114,18 @@ class LLM:
 
     @property
     def graft_refusal(self) -> str | None:
-        """Why this model's K/V cannot be moved (`reuse="graft"` then behaves like `"exact"`), or None."""
+        """Reason why this model's K/V cannot be moved (`reuse="graft"` then behaves like `"exact"`), or None."""
         return self._engine.self_check.refusal
 
     @property
     def num_errors(self) -> int:
         """Lookups and grafts that failed and became misses."""
         return self._engine.manager.num_errors
+
+    @property
+    def engine(self) -> Engine:
+        """The core that this object drives, for programs that take its steps themselves; it is not safe between threads."""
+        return self._engine
 
     @property
     def adapter(self) -> TransformersAdapter:
@@ -132,56 +141,27 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
         reuse: ReuseMode | str = ReuseMode.GRAFT,
-        *,
-        cache_salt: str = "",
-        selection: str | SelectionPolicy | None = None,
-        correction: str | DriftCorrection | None = None,
-        session_id: str | None = None,
-        append: bool = False,
-        priority: int = 0,
-        documents: Sequence[DocumentLabel] = (),
+        **options: Unpack[OptionFields],
     ) -> list[RequestOutput]:
         """Generate for each prompt in order; later prompts reuse what earlier ones computed.
 
         Args:
             prompts: One prompt or several.
             sampling: How to generate; greedy by default.
-            reuse: `graft` (exact prefixes and matches at any offset), `exact`, `off`, `verified`: drafts as with `graft` and
-                the answer of a full prefill, or `substitute`: as `graft`, and the `semantic_provider` of the settings may
-                name another text whose K/V stand in, which may give a wrong answer.
-            cache_salt: Requests with different salts never share K/V.
-            selection: Selection policy, or its name, for these requests instead of the configured one.
-            correction: Drift correction, or its name, instead of the configured one; "none" for none.
-            session_id: Session (`open_session`) that the prompts are turns of, one after another.
-            append: Each prompt follows what the session holds, the last answer included; otherwise it is all of it.
-            priority: Under the eviction policy `priority`, prefixes of higher ones stay longer. Changes no order of requests.
-            documents: What parts of the prompt are called in reports; goes with one prompt, and with `append` not at all.
+            reuse: What may be reused: `graft`, `exact`, `off`, `verified` or `substitute` (`RequestOptions`).
+            **options: Other fields of `RequestOptions`, for all prompts; `documents` go with one prompt.
 
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
             UnknownSessionError: The session is not open.
             SessionInUseError: A turn of it is not done: a stream that is still open.
         """
-        build, given = self._engine.builder.build, _as_list(prompts)
-        if documents and len(given) != 1:
+        asked, given = RequestOptions.of(sampling, reuse, **options), _as_list(prompts)
+        if asked.documents and len(given) != 1:
             raise ConfigError(
                 f"documents are parts of one prompt, and there are {len(given)}; generate one after another"
             )
-        requests = [
-            build(
-                prompt,
-                sampling,
-                reuse,
-                cache_salt=cache_salt,
-                selection=selection,
-                correction=correction,
-                session_id=session_id,
-                append=append,
-                priority=priority,
-                documents=documents,
-            )
-            for prompt in given
-        ]
+        requests = [self._engine.builder.build(prompt, asked) for prompt in given]
         outputs = []
         for request in requests:
             *_, last = self._run(request)
@@ -194,36 +174,13 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         reuse: ReuseMode | str = ReuseMode.GRAFT,
-        *,
-        cache_salt: str = "",
-        selection: str | SelectionPolicy | None = None,
-        correction: str | DriftCorrection | None = None,
-        session_id: str | None = None,
-        append: bool = False,
-        priority: int = 0,
-        provisional: bool = False,
-        documents: Sequence[DocumentLabel] = (),
+        **options: Unpack[OptionFields],
     ) -> Iterator[StreamPart]:
         """Generate for one prompt, a part per token; closing the iterator early cancels the request.
 
-        `documents` says what parts of the prompt are called in reports.
-        With `reuse="verified"` and `provisional` drafted tokens come, too, before they are verified (`StreamPart`).
+        Arguments and errors as for `generate`.
         """
-        return self._run(
-            self._engine.builder.build(
-                prompt,
-                sampling,
-                reuse,
-                cache_salt=cache_salt,
-                selection=selection,
-                correction=correction,
-                session_id=session_id,
-                append=append,
-                priority=priority,
-                provisional=provisional,
-                documents=documents,
-            )
-        )
+        return self._run(self._engine.builder.build(prompt, RequestOptions.of(sampling, reuse, **options)))
 
     def open_session(self, session_id: str = "", *, ttl_s: float | None = None, cache_salt: str = "") -> str:
         """Open a session and return its id, a made-up one for an empty text.
@@ -255,22 +212,16 @@ class LLM:
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
         correction: str | DriftCorrection | None = None,
+        repair: str | RepairTime | None = None,
     ) -> Score:
-        """Return the logits of a fixed continuation behind `prompt`; the cache is left as it was.
+        """Return the logits of a fixed continuation of `prompt`, as they would be served; the cache is left as it was.
 
         Raises:
             ConfigError: Prompt and continuation together are too long, or an argument is wrong.
         """
         token_ids = self.tokenize(continuation)
-        sampling = SamplingParams(len(token_ids))
-        request = self._engine.builder.build(
-            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
-        )
-        if request.sampling.max_new_tokens < len(token_ids):
-            raise ConfigError(
-                f"prompt and continuation exceed the {self._engine.builder.longest} tokens that fit; shorten them"
-            )
-        engine = self._engine
+        options = RequestOptions(SamplingParams(len(token_ids)), reuse, cache_salt, selection, correction, repair)
+        request, engine = self._continued(prompt, options), self._engine
         try:
             return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
         finally:
@@ -286,26 +237,58 @@ class LLM:
         cache_salt: str = "",
         selection: str | SelectionPolicy | None = None,
         correction: str | DriftCorrection | None = None,
+        repair: str | RepairTime | RepairRules | None = None,
     ) -> Iterator[Probe]:
         """Prefill `prompt` and lend it to try continuations of up to `num_tokens` tokens; the cache is left as it was.
 
         Raises:
             ConfigError: Prompt and continuation together are too long, or an argument is wrong.
         """
-        engine = self._engine
-        sampling = SamplingParams(num_tokens)
-        request = engine.builder.build(
-            prompt, sampling, reuse, cache_salt=cache_salt, selection=selection, correction=correction
-        )
-        if request.sampling.max_new_tokens < num_tokens:
-            raise ConfigError(
-                f"prompt and continuation exceed the {engine.builder.longest} tokens that fit; shorten them"
-            )
+        options = RequestOptions(SamplingParams(num_tokens), reuse, cache_salt, selection, correction, repair)
+        request, engine = self._continued(prompt, options), self._engine
         try:
             with probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened:
                 yield opened
         finally:
             engine.flush_events()
+
+    def dictate(
+        self,
+        prompt: Prompt,
+        token_ids: Sequence[int] | TokenArray,
+        sampling: SamplingParams,
+        reuse: ReuseMode | str = ReuseMode.GRAFT,
+        **options: Unpack[OptionFields],
+    ) -> DictatedAnswer:
+        """Serve `prompt` step by step with `token_ids` as the beginning of its answer; the cache is left as it was.
+
+        What is measured so is what a request gets: a token that is drawn late sees what earlier steps have repaired.
+
+        Raises:
+            ConfigError: Prompt and answer together are too long, or an argument is wrong.
+        """
+        request = self._continued(prompt, RequestOptions.of(sampling, reuse, **options))
+        engine, given = self._engine, self.tokenize(token_ids) if len(token_ids) else np.empty(0, np.int64)
+        try:
+            return dictate(
+                engine.adapter,
+                engine.manager,
+                request,
+                given,
+                eos_token_ids=self.eos_token_ids,
+                max_rows=engine.config.max_rows,
+            )
+        finally:
+            engine.flush_events()
+
+    def _continued(self, prompt: Prompt, options: RequestOptions) -> Request:
+        """Return a request for `prompt` and all of `max_new_tokens`; raises `ConfigError` if these do not fit."""
+        request = self._engine.builder.build(prompt, options)
+        if request.sampling.max_new_tokens < options.sampling.max_new_tokens:
+            raise ConfigError(
+                f"prompt and continuation exceed the {self._engine.builder.longest} tokens that fit; shorten them"
+            )
+        return request
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -314,7 +297,7 @@ class LLM:
 
     def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
         """Raise `ConfigError` if `generate` would refuse the prompt."""
-        self._engine.builder.build(prompt, sampling, request_id="validated")
+        self._engine.builder.build(prompt, RequestOptions.of(sampling, ReuseMode.GRAFT, request_id="validated"))
 
     def audit(self) -> int:
         """Hold every sampled request that has ended against full prefill; returns how many there were.
@@ -329,7 +312,7 @@ class LLM:
     def heal(self, max_seconds: float | None = None) -> int:
         """Compute exactly what grafted requests have left, the hottest text first; returns how many tokens that were.
 
-        The same prompt is an exact prefix hit then, and prompts that reuse its text get K/V of generation 0. Whatever has
+        The same prompt is an exact prefix hit then, and prompts that reuse its text get K/V of generation 0. What has
         been healed stays so if it ends early. `AsyncLLM` does so by itself while it has nothing else to do (setting `heal`);
         with `heal="off"` there is nothing to do.
 
@@ -362,10 +345,10 @@ class LLM:
     def sync_stores(self, timeout_s: float = 10.0) -> bool:
         """Wait until stores have what requests have left, and donors of others are known that they have.
 
-        Nobody needs to: both happen in the background. For scripts that end at once, and for measurements.
+        Both happen in the background by themselves; this is for scripts that end at once, and for measurements.
 
         Returns:
-            False if it takes longer, or if there is no store.
+            False if it takes longer, if a store could not be asked what it has, or if there is no store.
         """
         stores = self._engine.stores
         return stores is not None and stores.flush(timeout_s)

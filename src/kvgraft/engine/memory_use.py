@@ -1,4 +1,4 @@
-"""What an engine's K/V and donors take, against what they may take."""
+"""Memory of an engine's K/V and donors, against its limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvgraft.config import EngineConfig
-    from kvgraft.engine.kv_space import KVSpace
+    from kvgraft.engine.kv.kv_space import KVSpace
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What an engine is doing at a moment: for health pages and metrics, on any thread."""
+"""State of an engine at a moment, for health pages and metrics, on any thread."""
 
 from __future__ import annotations
 
@@ -18,36 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What the engine is doing.
+    """State of an engine.
 
     Attributes:
-        is_alive: Whether its thread runs.
-        is_closing: Whether it accepts no more requests.
-        num_running: Admitted requests.
-        num_waiting: Requests that wait for admission.
         usage: K/V slots by holder.
         window_usage: Slots of window layers by holder, where these have slots of their own.
-        num_donors: Donors in all tiers.
-        donor_tokens: Their tokens.
-        host_bytes: Bytes of donors in host memory.
-        prefix_host_tokens: Tokens of exact prefixes in host memory.
-        num_sessions: Open sessions.
+        donor_tokens: Of donors in all tiers.
         slots_kept: Slots that are kept for sessions.
         num_errors: Lookups, grafts and publications that failed and became misses.
-        num_preemptions: Requests that lost their slots and were computed again, counted each time.
+        num_preemptions: Counted each time.
         attention: The attention backend and why it was chosen.
-        risk: What may be said about grafts of reuse classes that were never audited.
-        class_risks: What may be said about grafts by reuse class, of those that were audited.
-        num_pending_audits: Requests that wait for their audit.
-        proposals: What became of donors that an embedder names; empty without one.
+        risk: Statement about grafts of reuse classes that were never audited.
+        class_risks: Statements by reuse class that was audited, and by part of the answers.
+        proposals: Counts of donors that an embedder named; empty without one.
+        semantic_calls: Calls of a semantic provider, by outcome; empty without one.
         num_left_out_audits: Sampled requests that were not audited.
-        stores: What each store has done so far; empty without one.
-        num_cold_donors: Donors whose K/V lie in stores alone.
+        num_cold_donors: Donors that lie in stores alone.
         num_heal_candidates: Texts of grafted requests that wait to be healed.
-        num_healed_tokens: Tokens that were computed to heal.
-        num_healed_requests: Texts that were healed to their end.
-        heals_dropped: Texts that were not, by reason.
-        memory: What K/V and donors take, against their limits.
+        heals_dropped: Texts that were not healed, by reason.
     """
 
     is_alive: bool
@@ -66,8 +54,9 @@ class EngineSnapshot:
     num_preemptions: int
     attention: str
     risk: RiskStatement = UNCALIBRATED
-    class_risks: Mapping[str, RiskStatement] = field(default_factory=dict)
+    class_risks: Mapping[str, Mapping[str, RiskStatement]] = field(default_factory=dict)
     proposals: Mapping[str, int] = field(default_factory=dict)
+    semantic_calls: Mapping[str, int] = field(default_factory=dict)
     num_pending_audits: int = 0
     num_left_out_audits: int = 0
     stores: tuple[StoreCounts, ...] = ()
@@ -96,6 +85,7 @@ class EngineSnapshot:
             slots_kept=engine.space.kept.num_slots,
             num_errors=engine.manager.num_errors,
             proposals=engine.proposals(),
+            semantic_calls=engine.manager.semantic_calls(),
             num_preemptions=engine.scheduler.num_preemptions,
             attention=engine.adapter.attention.reason,
             risk=engine.risk.start,
@@ -103,7 +93,7 @@ class EngineSnapshot:
             num_pending_audits=engine.auditor.num_pending,
             num_left_out_audits=engine.auditor.num_left_out,
             stores=() if engine.stores is None else engine.stores.status(),
-            num_cold_donors=engine.space.donors.num_far,
+            num_cold_donors=engine.space.donors.num_stored,
             num_heal_candidates=engine.healer.num_candidates,
             num_healed_tokens=engine.healer.num_tokens,
             num_healed_requests=engine.healer.num_requests,

@@ -1,23 +1,21 @@
-"""Which part of a store belongs to an engine: whoever computes the same K/V in the same layout shares it, and nobody else."""
+"""The part of a store that an engine shares with engines that compute the same K/V in the same layout, and no others."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from kvgraft.donors.record import space_name
 from kvgraft.graft.weights import named_state, weights_digest
+from kvgraft.memory.store.record import space_name
 from kvgraft.memory.store.registry import open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvgraft.config import EngineConfig
-    from kvgraft.engine.adapter import TransformersAdapter
-    from kvgraft.engine.kv_space import KVSpace
-    from kvgraft.engine.loading import LoadedModel
-    from kvgraft.engine.store_tier import StoreTier
-    from kvgraft.memory.store import KVStore, RowLayout
+    from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.model.adapter import TransformersAdapter
+    from kvgraft.engine.model.loading import LoadedModel
+    from kvgraft.engine.stores.store_tier import StoreTier
+    from kvgraft.memory.store import RowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ _ENGINE = "kvgraft"
 
 
 def row_layout(adapter: TransformersAdapter) -> RowLayout:
-    """How the K/V of a token lie in a store."""
+    """Return the layout of a token's K/V in a store."""
     from kvgraft.memory.store.layout import Field, RowLayout
 
     pool = adapter.pool
@@ -45,12 +43,12 @@ def space_of(loaded: LoadedModel, adapter: TransformersAdapter) -> str:
 def open_store_tier(
     config: EngineConfig, loaded: LoadedModel, adapter: TransformersAdapter, space: KVSpace, refusal: str | None
 ) -> StoreTier | None:
-    """Open the stores of the settings behind the engine's K/V; None if there are none, or if nothing could be reused of them.
+    """Open the configured stores for the engine's K/V; None if there are none, or if nothing could be reused of them.
 
     Args:
         config: Settings.
         loaded: The model.
-        adapter: The model as it runs, behind its self-check.
+        adapter: The model as it runs, after its self-check.
         space: The engine's K/V.
         refusal: Why K/V of this model must not be moved, or None.
 
@@ -63,10 +61,19 @@ def open_store_tier(
     if not stores:
         return None
     try:
-        if refusal is not None:
-            logger.warning("store=%s is not used: %s", config.store, refusal)
-        else:
-            return _behind(space, stores, config, loaded, adapter)
+        if refusal is None:
+            from kvgraft.engine.stores.store_tier import StoreTier
+
+            space.stores = StoreTier(
+                stores,
+                space,
+                row_layout(adapter),
+                space_of(loaded, adapter),
+                min_run=config.min_run,
+                max_generation=config.max_generation,
+            )
+            return space.stores
+        logger.warning("store=%s is not used: %s", config.store, refusal)
     except BaseException:
         for store in stores:
             store.close()
@@ -76,29 +83,8 @@ def open_store_tier(
     return None
 
 
-def _behind(
-    space: KVSpace,
-    stores: Sequence[KVStore],
-    config: EngineConfig,
-    loaded: LoadedModel,
-    adapter: TransformersAdapter,
-) -> StoreTier:
-    from kvgraft.engine.store_tier import StoreTier
-
-    tier = StoreTier(
-        stores,
-        space,
-        row_layout(adapter),
-        space_of(loaded, adapter),
-        min_run=config.min_run,
-        max_generation=config.max_generation,
-    )
-    space.stores = tier
-    return tier
-
-
 def _rotation(adapter: TransformersAdapter) -> str:
-    """How keys were rotated, by every frequency of every layer."""
+    """Return how keys were rotated, by every frequency of every layer."""
     if adapter.rope is None:
         return "none"
     specs = [(layer, spec) for layer, spec in enumerate(adapter.rope) if spec is not None]

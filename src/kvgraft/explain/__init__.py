@@ -9,6 +9,6 @@ Public modules: `requests` (reads reports), `live` (asks a server for them), `hi
 
 from __future__ import annotations
 
-from kvgraft.explain.requests import Attempt, ExplainedRequest, Run, RunKind, read_requests
+from kvgraft.explain.requests import ExplainedRequest, ReportedAttempt, ReportedRun, RunKind, read_requests
 
-__all__ = ["Attempt", "ExplainedRequest", "Run", "RunKind", "read_requests"]
+__all__ = ["ExplainedRequest", "ReportedAttempt", "ReportedRun", "RunKind", "read_requests"]

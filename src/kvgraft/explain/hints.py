@@ -1,4 +1,4 @@
-"""What a report means for somebody who wants more of a prompt reused: reasons in plain words, and what would change them."""
+"""Reasons of a report in plain words, and the settings and prompts with which more would be reused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvgraft.types import MissReason
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvgraft.explain.requests import Attempt, Run
+    from kvgraft.explain.requests import ReportedAttempt, ReportedRun
     from kvgraft.explain.text import PromptText
 
 _LONG = 64
 """Tokens from which on it is worth a line that a run was moved."""
 
 
-def cost_in_words(attempt: Attempt) -> str:
-    """What a prompt cost beside a full prefill; empty where the engine does not count operations."""
+def cost_in_words(attempt: ReportedAttempt) -> str:
+    """Return the cost of a prompt beside a full prefill; empty where the engine does not count operations."""
     if attempt.operations is None:
         return ""
     run, full = attempt.operations
@@ -28,12 +28,7 @@ def cost_in_words(attempt: Attempt) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why nothing was copied.
-
-    Attributes:
-        words: What happened.
-        remedy: What would change it.
-    """
+    """A reason why nothing was copied, in words, and its remedy."""
 
     words: str
     remedy: str
@@ -43,7 +38,7 @@ REASONS = {
     MissReason.REUSE_OFF: Reason("the request, or the server, asked for no grafts", "ask with reuse graft"),
     MissReason.NO_DONORS: Reason(
         "nothing had been read yet that may be reused here",
-        "send another request with the same text, model and cache_salt; behind a restart, set a store",
+        "send another request with the same text, model and cache_salt; after a restart, set a store",
     ),
     MissReason.NO_MATCH: Reason(
         "no text that was read before shares a run of tokens with the prompt",
@@ -99,34 +94,34 @@ _QUOTED = 60
 """Characters of new text that are quoted."""
 
 
-def hints(attempt: Attempt, text: PromptText | None = None) -> Iterator[str]:
-    """Yield sentences on what keeps reused text from being exact: what stands in front of it, or was read behind a graft.
+def hints(attempt: ReportedAttempt, text: PromptText | None = None) -> Iterator[str]:
+    """Yield sentences on what keeps reused text from being exact: new text before it, or a graft before its donor.
 
     Args:
         attempt: Of a request.
         text: Words of the prompt, where they may be quoted.
     """
-    in_front = _computed_in_front(attempt)
+    before = _computed_before(attempt)
     moved = sum(run.length for run in attempt.runs if run.kind is RunKind.SHIFTED)
-    if in_front is not None and moved >= _LONG:
-        quoted = "" if text is None else f" ({_quote(text.between(in_front.start, in_front.stop))})"
+    if before is not None and moved >= _LONG:
+        quoted = "" if text is None else f" ({_quote(text.between(before.start, before.stop))})"
         yield (
-            f"{in_front.length:,} new tokens{quoted} at positions {in_front.start:,}-{in_front.stop - 1:,} stand in front of "
-            f"{moved:,} copied ones: behind these they would do no harm, and more could be exact"
+            f"{before.length:,} new tokens{quoted} at positions {before.start:,}-{before.stop - 1:,} stand before "
+            f"{moved:,} copied ones: after these they would do no harm, and more could be exact"
         )
     deep = sum(run.length for run in attempt.runs if run.generation)
     if deep:
-        yield f"{deep:,} tokens are copies of what stood behind a graft itself; they turn exact when the engine heals"
+        yield f"{deep:,} tokens are copies of what stood after a graft itself; they turn exact when the engine heals"
 
 
 def _quote(words: str) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text, on one line."""
     line = " ".join(words.split())
     return f"\u201c{line if len(line) <= _QUOTED else line[: _QUOTED - 1] + chr(0x2026)}\u201d"
 
 
-def _computed_in_front(attempt: Attempt) -> Run | None:
-    """The computed run directly in front of the first copied one."""
+def _computed_before(attempt: ReportedAttempt) -> ReportedRun | None:
+    """Return the computed run directly before the first copied one."""
     for run, following in zip(attempt.runs, attempt.runs[1:], strict=False):
         if following.kind is RunKind.SHIFTED:
             return run if run.kind is RunKind.COMPUTED else None

@@ -29,7 +29,7 @@ def read_server(url: str, *, key: str = "", name: str = "") -> list[ExplainedReq
         name: Part of the name of those that are wanted; empty takes all.
 
     Raises:
-        ConfigError: Nobody answers there, there is no page, the key is wrong, or no such request is known.
+        ConfigError: No server answers there, there is no page, the key is wrong, or no such request is known.
     """
     if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
         raise ConfigError(f"a server is named by a URL such as http://127.0.0.1:8000, not {url}")
@@ -39,10 +39,10 @@ def read_server(url: str, *, key: str = "", name: str = "") -> list[ExplainedReq
         asked.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.build_opener(_Stays).open(asked, timeout=_PATIENCE_S) as answer:
-            told: bytes = answer.read(_MOST_BYTES)
+            body: bytes = answer.read(_MOST_BYTES)
     except HTTPError as error:
         with error:
-            raise ConfigError(f"{base} does not tell of its requests: {_refusal(error)}") from error
+            raise ConfigError(f"{base} does not show its requests: {_refusal(error)}") from error
     except HTTPException as error:  # it ended in the middle of an answer, or does not speak HTTP
         raise ConfigError(
             f"{base} gave no whole answer ({type(error).__name__}); is it a server of kvgraft?"
@@ -51,7 +51,7 @@ def read_server(url: str, *, key: str = "", name: str = "") -> list[ExplainedReq
         raise ConfigError(
             f"{base} cannot be asked ({getattr(error, 'reason', error)}); is the server running?"
         ) from error
-    text = told.decode(errors="replace")
+    text = body.decode(errors="replace")
     if text.strip() == "[]":
         raise ConfigError(f"{base} knows no request {name}".rstrip() + "; it keeps the last ones, from its start on")
     return read_requests(text, base)

@@ -11,12 +11,12 @@ from kvgraft.explain.requests import RunKind
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvgraft.explain.requests import Attempt, ExplainedRequest, Run
+    from kvgraft.explain.requests import ExplainedRequest, ReportedAttempt, ReportedRun
     from kvgraft.explain.text import PromptText
 
 _WIDTH = 1000.0
 _MOST_RUNS = 240
-"""Runs that are told of one by one; of more, the longest. A page of 32K tokens stays below 500 KB whatever was reused."""
+"""Runs that are drawn one by one; of more, the longest. A page of 32K tokens stays below 500 KB."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --exact: #2e7d32; --shifted: #1565c0; --substituted: #8e24aa; --computed: #e08a00;
@@ -70,7 +70,7 @@ def _request(request: ExplainedRequest, text: PromptText | None) -> Iterator[str
         yield from _attempt(attempt, text if is_answered else None)
 
 
-def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
+def _attempt(attempt: ReportedAttempt, text: PromptText | None) -> Iterator[str]:
     yield (
         "<p>"
         + "".join(
@@ -89,6 +89,8 @@ def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
     yield "</p>"
     runs = _drawn(attempt.runs)
     yield _bars(attempt, runs)
+    if attempt.repair:
+        yield f"<p>{escape(attempt.repair)}</p>"
     yield from _reasons(attempt, text)
     yield from _donors(attempt, runs)
     yield from _times(attempt.report)
@@ -98,12 +100,12 @@ def _attempt(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
         yield "</pre>"
 
 
-def _words(attempt: Attempt, runs: Sequence[Run], text: PromptText) -> Iterator[str]:
-    """The prompt's words run by run, what was computed again marked in them. Long prompts have thousands of such marks."""
-    told = {run.start for run in runs}
+def _words(attempt: ReportedAttempt, runs: Sequence[ReportedRun], text: PromptText) -> Iterator[str]:
+    """Yield the prompt's words run by run, with marks where they were computed again: thousands in long prompts."""
+    drawn = {run.start for run in runs}
     pieces = attempt.pieces()
     for run in attempt.runs:
-        title = f' title="{escape(_told(run, attempt.again_in(run)))}"' if run.start in told else ""
+        title = f' title="{escape(_title(run, attempt.again_in(run)))}"' if run.start in drawn else ""
         yield f"<bdi class={run.kind}{title}>"
         at = run.start
         while at < run.stop:
@@ -113,13 +115,13 @@ def _words(attempt: Attempt, runs: Sequence[Run], text: PromptText) -> Iterator[
         yield "</bdi>"
 
 
-def _drawn(runs: Sequence[Run]) -> list[Run]:
+def _drawn(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     longest = sorted(runs, key=lambda run: -run.length)[:_MOST_RUNS]
     return sorted(longest, key=lambda run: run.start)
 
 
-def _bars(attempt: Attempt, runs: Sequence[Run]) -> str:
-    """The prompt as a bar, and under it each donor with what was copied of it, joined to where it went."""
+def _bars(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> str:
+    """Draw the prompt as a bar, and under it each donor with what was copied of it, joined to where it went."""
     scale = _WIDTH / max(1, attempt.num_tokens)
     donors = list(dict.fromkeys(run.donor for run in runs if run.donor))[:12]
     ends = {name: max((run.donor_start or 0) + run.length for run in runs if run.donor == name) for name in donors}
@@ -142,8 +144,8 @@ def _bars(attempt: Attempt, runs: Sequence[Run]) -> str:
     return "".join([*parts, _recomputed(attempt, scale), "</svg>"])
 
 
-def _recomputed(attempt: Attempt, scale: float) -> str:
-    """Where the prompt's tokens were computed again, as one shape over the foot of its bar; what is told of runs stays."""
+def _recomputed(attempt: ReportedAttempt, scale: float) -> str:
+    """Draw where the prompt's tokens were computed again, as one shape over the foot of its bar."""
     marks = "".join(
         f"M{start * scale:.1f} 22h{max(length * scale, 0.3):.1f}v12H{start * scale:.1f}z"
         for start, length in attempt.recomputed
@@ -151,42 +153,42 @@ def _recomputed(attempt: Attempt, scale: float) -> str:
     return f'<path class="recomputed" pointer-events="none" d="{marks}"/>' if marks else ""
 
 
-def _others(attempt: Attempt, runs: Sequence[Run], scale: float) -> Iterator[str]:
-    """Where runs lie that are not told of one by one, as a shape per class."""
-    told = {run.start for run in runs}
-    others = [run for run in attempt.runs if run.start not in told]
+def _others(attempt: ReportedAttempt, runs: Sequence[ReportedRun], scale: float) -> Iterator[str]:
+    """Yield the runs that are not drawn one by one, as a shape per class."""
+    drawn = {run.start for run in runs}
+    others = [run for run in attempt.runs if run.start not in drawn]
     for kind in dict.fromkeys(run.kind for run in others):
         places = {(round(run.start * scale), max(1, round(run.length * scale))) for run in others if run.kind is kind}
         marks = "".join(f"M{left} 4h{width}v30h-{width}z" for left, width in sorted(places))
         yield f'<path class="{kind}" d="{marks}"/>'
 
 
-def _rectangle(run: Run, left: float, width: float, top: float, height: float, *, again: int = 0) -> str:
+def _rectangle(run: ReportedRun, left: float, width: float, top: float, height: float, *, again: int = 0) -> str:
     shape = f'x="{left:.1f}" y="{top}" width="{max(width, 0.3):.1f}" height="{height}"'
-    return f'<rect class="{run.kind}" {shape}><title>{escape(_told(run, again))}</title></rect>'
+    return f'<rect class="{run.kind}" {shape}><title>{escape(_title(run, again))}</title></rect>'
 
 
-def _told(run: Run, again: int = 0) -> str:
-    told = f"positions {run.start:,}-{run.stop - 1:,}: {run.length:,} tokens {run.kind}"
+def _title(run: ReportedRun, again: int = 0) -> str:
+    place = f"positions {run.start:,}-{run.stop - 1:,}: {run.length:,} tokens {run.kind}"
     if not run.donor:
-        return told
+        return place
     moved = f"moved by {run.moved_by:+,}, generation {run.generation}"
     recomputed = f", {again:,} of them computed again" if again else ""
-    return f"{told}, from position {run.donor_start:,} of {run.donor}, {moved}{recomputed}"
+    return f"{place}, from position {run.donor_start:,} of {run.donor}, {moved}{recomputed}"
 
 
-def _reasons(attempt: Attempt, text: PromptText | None) -> Iterator[str]:
+def _reasons(attempt: ReportedAttempt, text: PromptText | None) -> Iterator[str]:
     sentences = list(hints(attempt, text))
     miss = attempt.report.get("miss")
     if miss:
-        told = reason_in_words(miss["reason"])
+        reason = reason_in_words(miss["reason"])
         detail = f" ({miss['detail']})" if miss["detail"] else ""
-        sentences[:0] = [f"Nothing was copied: {told.words}{detail}.", f"What helps: {told.remedy}."]
+        sentences[:0] = [f"Nothing was copied: {reason.words}{detail}.", f"What helps: {reason.remedy}."]
     if sentences:
         yield "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _donors(attempt: Attempt, runs: Sequence[Run]) -> Iterator[str]:
+def _donors(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> Iterator[str]:
     copied = [run for run in runs if run.donor]
     if not copied:
         return
@@ -211,7 +213,7 @@ def _donors(attempt: Attempt, runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _times(report: Mapping[str, Any]) -> Iterator[str]:
-    """Times one behind another, as bars."""
+    """Yield times one after another, as bars."""
     timings = {name: float(value) for name, value in report.get("timings_ms", {}).items() if value is not None}
     total, at = sum(timings.values()), 0.0
     if not total:

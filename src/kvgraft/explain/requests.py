@@ -1,4 +1,4 @@
-"""Requests as their reports tell of them, out of any of the files in which reports are found."""
+"""Requests out of their reports, in any of the files that have reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError
+from kvgraft.explain.repairs import repair_in_words
 from kvgraft.reuse.report import REPORT_VERSION
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunKind(StrEnum):
-    """What became of adjacent prompt tokens."""
+    """Ways in which an engine came by K/V of prompt tokens."""
 
     EXACT = "exact"
     SHIFTED = "shifted"
@@ -26,16 +27,16 @@ class RunKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReportedRun:
     """Adjacent tokens of a prompt with one fate.
 
     Attributes:
         start: First position.
         length: How many there are.
         kind: Their fate.
-        donor: Who had them, in words; empty where nobody did.
+        donor: Their donor, in words; empty without one.
         donor_start: Where the donor had the first of them; None where it is not known.
-        generation: How many grafts the donor's K/V stand behind.
+        generation: How often the donor's K/V were copied from copies.
         tier: Memory that the K/V came from, or empty.
         documents: Names of documents that lie in it.
     """
@@ -51,22 +52,22 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """First position behind it."""
+        """First position after it."""
         return self.start + self.length
 
     @property
     def moved_by(self) -> int:
-        """Positions that it stands further behind than at its donor; 0 where that is not known."""
+        """Positions by which it moved from its place in the donor; 0 where that is not known."""
         return 0 if self.donor_start is None else self.start - self.donor_start
 
-    def part(self, start: int, stop: int) -> Run:
-        """What of it lies at `[start, stop)`."""
+    def part(self, start: int, stop: int) -> ReportedRun:
+        """Return its part at `[start, stop)`."""
         donor_start = None if self.donor_start is None else self.donor_start + start - self.start
         return replace(self, start=start, length=stop - start, donor_start=donor_start)
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class ReportedAttempt:
     """A try to answer a request; engines that take its slots away begin again.
 
     Attributes:
@@ -74,18 +75,20 @@ class Attempt:
         runs: All of the prompt, in order; neighbours of a kind are of different donors. None is recomputed: such tokens lie
             in copied runs.
         recomputed: Ascending `(start, length)` of those; empty where the engine did not say which they are.
+        repair: From which token of the answer on these had been computed, in words; empty where the report does not say.
     """
 
     report: Mapping[str, Any]
-    runs: tuple[Run, ...]
+    runs: tuple[ReportedRun, ...]
     recomputed: tuple[tuple[int, int], ...] = ()
+    repair: str = ""
 
     @property
     def num_tokens(self) -> int:
         """Length of the prompt."""
         return int(self.report["num_tokens"])
 
-    def pieces(self) -> Iterator[Run]:
+    def pieces(self) -> Iterator[ReportedRun]:
         """Yield all of the prompt like `runs`, these cut where tokens were computed again."""
         again = iter(self.recomputed)
         start, length = next(again, (self.num_tokens, 0))
@@ -100,37 +103,37 @@ class Attempt:
             if at < run.stop:
                 yield run.part(at, run.stop)
 
-    def again_in(self, run: Run) -> int:
-        """Tokens of a run that were computed again."""
+    def again_in(self, run: ReportedRun) -> int:
+        """Count tokens of a run that were computed again."""
         return sum(length for start, length in self.recomputed if run.start <= start < run.stop)
 
     @property
     def operations(self) -> tuple[float, float] | None:
-        """Floating-point operations that were run for the prompt, and those of a full prefill; None where nobody counted."""
+        """Floating-point operations of the prompt and of its full prefill; None where they were not counted."""
         run, full = (float(self.report.get(name) or 0.0) for name in ("computed_flops", "full_flops"))
         return (run, full) if full > 0 else None
 
     def tokens(self, kind: RunKind) -> int:
-        """Tokens of a kind as the engine counted them: those of a span that were computed again are computed ones, too."""
+        """Return the engine's count of tokens of a kind: recomputed tokens of a span are computed ones, too."""
         return int(self.report.get(f"{kind}_tokens", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedRequest:
-    """What is known of a request.
+    """A request with its attempts.
 
     Attributes:
         request_id: The engine's, or the server's.
         outcome: How it ended; empty where the report does not say.
         output_tokens: Tokens of the answer; None where the report does not say.
         attempts: At least one; the last one was answered.
-        prompt_token_ids: The prompt, where whoever wrote the report had been asked for it.
+        prompt_token_ids: The prompt, where the report has it.
     """
 
     request_id: str
     outcome: str
     output_tokens: int | None
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[ReportedAttempt, ...]
     prompt_token_ids: tuple[int, ...] | None = None
 
     @classmethod
@@ -145,7 +148,7 @@ class ExplainedRequest:
         return cls(request_id, outcome, output_tokens, (_attempt(report),))
 
     @property
-    def last(self) -> Attempt:
+    def last(self) -> ReportedAttempt:
         """The attempt that was answered."""
         return self.attempts[-1]
 
@@ -202,7 +205,7 @@ def _entries(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _report_of(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The report in an answer, a choice of it, a chunk, a response, or an entry that is one."""
+    """Return the report in an answer, a choice of it, a chunk, a response, or an entry that is one."""
     choices = entry.get("choices")
     places: list[object] = [entry, *(entry.get(name) for name in ("kv_transfer_params", "meta_info", "response"))]
     if isinstance(choices, list):
@@ -241,7 +244,7 @@ def _request(entry: Mapping[str, Any], where: str) -> ExplainedRequest:
     )
 
 
-def _attempt(report: Mapping[str, Any]) -> Attempt:
+def _attempt(report: Mapping[str, Any]) -> ReportedAttempt:
     version = report.get("version", REPORT_VERSION)
     if version > REPORT_VERSION:
         raise ConfigError(
@@ -250,40 +253,41 @@ def _attempt(report: Mapping[str, Any]) -> Attempt:
     sources = report.get("sources") or [None] * len(report["spans"])
     spans = [_run(span, source) for span, source in zip(report["spans"], sources, strict=True)]
     runs = tuple(_runs(int(report["num_tokens"]), int(report["exact_tokens"]), spans))
-    return Attempt(report, runs, tuple(_recomputed(report.get("recomputed_runs", ()), spans)))
+    recomputed = tuple(_recomputed(report.get("recomputed_runs", ()), spans))
+    return ReportedAttempt(report, runs, recomputed, repair_in_words(report))
 
 
-def _recomputed(told: Iterable[Sequence[int]], spans: Sequence[Run]) -> Iterator[tuple[int, int]]:
+def _recomputed(reported: Iterable[Sequence[int]], spans: Sequence[ReportedRun]) -> Iterator[tuple[int, int]]:
     """Yield what was computed again, cut where one span ends and the next one begins.
 
     Raises:
         ValueError: It is not ascending, or lies outside the spans.
     """
-    behind = iter(spans)
-    span = next(behind, None)
+    following = iter(spans)
+    span = next(following, None)
     at = 0
-    for start, length in told:
+    for start, length in reported:
         stop = start + length
         if start < at or length < 1:
             raise ValueError(f"recomputed tokens at {start} overlap others")
         at = start
         while at < stop:
             while span is not None and span.stop <= at:
-                span = next(behind, None)
+                span = next(following, None)
             if span is None or at < span.start:
                 raise ValueError(f"recomputed tokens at {at} lie in no span")
             yield at, min(stop, span.stop) - at
             at = min(stop, span.stop)
 
 
-def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> Run:
-    """A span; report files name the donor's request and position, answers the donor's number."""
+def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> ReportedRun:
+    """Return a span; report files name the donor's request and position, answers the donor's number."""
     if source is not None:
         donor, donor_start, tier = f"request {source['request']}", int(source["position"]), str(source["tier"])
     else:
         donor, tier = f"donor {span['donor_id']}", str(span.get("tier") or "")
         donor_start = int(span["target_start"]) - int(span["position_delta"])
-    return Run(
+    return ReportedRun(
         int(span["target_start"]),
         int(span["length"]),
         RunKind(span["fidelity"]),
@@ -295,20 +299,20 @@ def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> Run:
     )
 
 
-def _runs(num_tokens: int, exact: int, spans: Sequence[Run]) -> Iterable[Run]:
+def _runs(num_tokens: int, exact: int, spans: Sequence[ReportedRun]) -> Iterable[ReportedRun]:
     """Yield all of a prompt: what the prefix cache gave, spans, and what was computed between them.
 
     Of the `exact` tokens the prefix cache gave those that are in no exact span.
     """
     at = max(0, exact - sum(span.length for span in spans if span.kind is RunKind.EXACT))
     if at:
-        yield Run(0, at, RunKind.EXACT)
+        yield ReportedRun(0, at, RunKind.EXACT)
     for span in spans:
         if span.start < at or span.length < 1 or span.stop > num_tokens:
             raise ValueError(f"a span of {span.length} tokens at {span.start} overlaps another, or the prompt's end")
         if span.start > at:
-            yield Run(at, span.start - at, RunKind.COMPUTED)
+            yield ReportedRun(at, span.start - at, RunKind.COMPUTED)
         yield span
         at = span.stop
     if at < num_tokens:
-        yield Run(at, num_tokens - at, RunKind.COMPUTED)
+        yield ReportedRun(at, num_tokens - at, RunKind.COMPUTED)

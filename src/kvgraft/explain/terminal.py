@@ -11,7 +11,7 @@ from kvgraft.explain.requests import RunKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kvgraft.explain.requests import Attempt, ExplainedRequest, Run
+    from kvgraft.explain.requests import ExplainedRequest, ReportedAttempt, ReportedRun
     from kvgraft.explain.text import PromptText
 
 WIDTH = 80
@@ -37,6 +37,12 @@ _WORDS = {
     RunKind.SUBSTITUTED: "copied from other tokens",
     RunKind.COMPUTED: "computed",
 }
+_PARTS = {
+    "first": " of first tokens, which are drawn before the repair",
+    "later": " of tokens after the repair",
+    "whole": " of answers that waited for the repair",
+}
+"""What audits looked at, by the part of an answer about which least is known."""
 _INDENT = "  "
 
 
@@ -45,7 +51,7 @@ def request_lines(request: ExplainedRequest, *, colour: bool = False, text: Prom
 
     Args:
         request: Which.
-        colour: Whether the terminal understands ANSI colours; without them marks tell classes apart.
+        colour: Whether the terminal understands ANSI colours; without them marks distinguish classes.
         text: Words of the prompt, to be shown run by run.
     """
     ended = f": {request.outcome}" if request.outcome else ""
@@ -88,17 +94,17 @@ def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colou
         change = f"{after - before:+,}" if after != before else "the same"
         yield f"{_INDENT}{name.removeprefix('num_').replace('_', ' '):<20} {before:>10,} {after:>10,}  {change}"
     for name in sorted({*first.last.report.get("timings_ms", {}), *second.last.report.get("timings_ms", {})}):
-        told = [request.last.report.get("timings_ms", {}).get(name) for request in (first, second)]
+        values = [request.last.report.get("timings_ms", {}).get(name) for request in (first, second)]
         yield f"{_INDENT}{name + ' ms':<20} " + " ".join(
-            f"{'-' if value is None else format(value, ',.2f'):>10}" for value in told
+            f"{'-' if value is None else format(value, ',.2f'):>10}" for value in values
         )
     for request in (first, second):
         for sentence in (*_miss_sentences(request.last), *hints(request.last)):
             yield from _wrapped(f"{printable(request.request_id)[:24]}: {sentence}", indent=_INDENT)
 
 
-def bar(attempt: Attempt, width: int, *, colour: bool = False) -> str:
-    """A prompt as `width` marks, each of what most of its tokens are."""
+def bar(attempt: ReportedAttempt, width: int, *, colour: bool = False) -> str:
+    """Draw a prompt as `width` marks, each of the kind of most of its tokens."""
     marks, pieces = [], tuple(attempt.pieces())
     for column in range(width):
         start, stop = attempt.num_tokens * column / width, attempt.num_tokens * (column + 1) / width
@@ -110,28 +116,30 @@ def bar(attempt: Attempt, width: int, *, colour: bool = False) -> str:
 
 
 def legend(*, colour: bool = False) -> str:
-    """What the marks mean."""
+    """Return the meaning of the marks."""
     return "   ".join(f"{_painted(mark, kind, colour=colour)} {kind}" for kind, mark in _MARKS.items())
 
 
 def printable(text: object) -> str:
-    """A text from outside without what a terminal would act upon, or turn around."""
+    """Strip a text from outside of all that a terminal would act upon, or turn around."""
     return "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in str(text))
 
 
-def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -> Iterator[str]:
+def _attempt_lines(attempt: ReportedAttempt, *, colour: bool, text: PromptText | None) -> Iterator[str]:
     report = attempt.report
     yield from _count_lines(attempt)
     yield _INDENT + bar(attempt, WIDTH - len(_INDENT), colour=colour)
     yield _INDENT + legend(colour=colour)
     if report.get("substitution"):
-        told = report["substitution"]
-        words = "".join(f", {printable(name)} {printable(value)}" for name, value in told["metadata"].items())
-        yield f"  another text stands in: {printable(told['source_id']) or 'without a name'}{words}"
+        given = report["substitution"]
+        words = "".join(f", {printable(name)} {printable(value)}" for name, value in given["metadata"].items())
+        yield f"  another text stands in: {printable(given['source_id']) or 'without a name'}{words}"
     for run in attempt.runs:
         yield from _run_lines(run, text, again=attempt.again_in(run), colour=colour)
     for number, sentence in enumerate(_miss_sentences(attempt), 1):
         yield from _wrapped(sentence, indent=_INDENT * number)
+    if attempt.repair:
+        yield from _wrapped(printable(attempt.repair), indent=_INDENT)
     is_approximate = bool(attempt.tokens(RunKind.SHIFTED) or attempt.tokens(RunKind.SUBSTITUTED))
     if is_approximate and "risk" in report:
         yield from _wrapped(f"risk of the copied tokens: {_risk(report['risk'])}", indent=_INDENT)
@@ -140,7 +148,7 @@ def _attempt_lines(attempt: Attempt, *, colour: bool, text: PromptText | None) -
     yield from _timing_lines(report)
 
 
-def _count_lines(attempt: Attempt) -> Iterator[str]:
+def _count_lines(attempt: ReportedAttempt) -> Iterator[str]:
     report = attempt.report
     for kind, words in _WORDS.items():
         if attempt.tokens(kind) or kind is RunKind.COMPUTED:
@@ -153,7 +161,7 @@ def _count_lines(attempt: Attempt) -> Iterator[str]:
         yield _INDENT + cost
 
 
-def _run_lines(run: Run, text: PromptText | None, *, again: int, colour: bool) -> Iterator[str]:
+def _run_lines(run: ReportedRun, text: PromptText | None, *, again: int, colour: bool) -> Iterator[str]:
     if run.donor:
         names = f", documents {', '.join(map(printable, run.documents))}" if run.documents else ""
         memory = f"{run.tier} memory, " if run.tier else ""
@@ -172,18 +180,18 @@ def _run_lines(run: Run, text: PromptText | None, *, again: int, colour: bool) -
                 yield f"    {_painted(_MARKS[run.kind], run.kind, colour=colour)} {part}".rstrip()
 
 
-def _miss_sentences(attempt: Attempt) -> Iterator[str]:
+def _miss_sentences(attempt: ReportedAttempt) -> Iterator[str]:
     miss = attempt.report.get("miss")
     if not miss:
         return
-    told = reason_in_words(miss["reason"])
+    reason = reason_in_words(miss["reason"])
     detail = f"; {printable(miss['detail'])}" if miss["detail"] else ""
     yield f"nothing copied: {printable(miss['reason'])}{detail}"
-    yield f"{told.words}. What helps: {told.remedy}"
+    yield f"{reason.words}. What helps: {reason.remedy}"
 
 
 def _timing_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Times as bars one behind another."""
+    """Yield times as bars, one after another."""
     timings = {name: value for name, value in report.get("timings_ms", {}).items() if value is not None}
     if "prefill_steps" in report:
         yield f"  {report['prefill_steps']} prefill steps"
@@ -200,7 +208,8 @@ def _risk(risk: Mapping[str, Any]) -> str:
     if "reason" in risk:
         return f"{risk['status']}; {risk['reason']}"
     stated = f"{risk['loss']} at most {risk['epsilon']:.3g} with a probability of being wrong of {risk['delta']:.3g}"
-    return f"{risk['status']}; {stated}, notch {risk['notch']!r}, {risk['audits']} audits"
+    part = _PARTS.get(str(risk.get("part")), "")
+    return f"{risk['status']}; {stated}, notch {risk['notch']!r}, {risk['audits']} audits{part}"
 
 
 def _wrapped(line: str, *, indent: str) -> Iterable[str]:

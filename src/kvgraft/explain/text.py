@@ -30,7 +30,7 @@ class PromptText:
         self._offsets = [*offsets, len(prompt)]
 
     def between(self, start: int, stop: int) -> str:
-        """The words of tokens `[start, stop)`."""
+        """Return the words of tokens `[start, stop)`."""
         if self._prompt:
             return self._prompt[self._offsets[start] : self._offsets[stop]]
         return str(self._tokenizer.decode(self._token_ids[start:stop], skip_special_tokens=False))
@@ -40,7 +40,7 @@ def prompt_text(request: ExplainedRequest, tokenizer: str, prompt: Path | None) 
     """Return the words of a request's prompt, out of its file, or of the token ids that its report has.
 
     Args:
-        request: Whose.
+        request: The request.
         tokenizer: Folder with a `tokenizer.json`, or that file.
         prompt: File with the prompt as the model read it, chat template applied.
 
@@ -79,7 +79,7 @@ def prompt_text(request: ExplainedRequest, tokenizer: str, prompt: Path | None) 
 
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each token begins; a token without text begins where the one in front of it ends."""
+    """Return where each token begins; a token without text begins where the one before it ends."""
     starts, end = [], 0
     for start, stop in offsets:
         starts.append(start if stop > start else end)

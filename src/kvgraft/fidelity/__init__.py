@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvgraft.fidelity.metrics import AgreementSummary, Divergence, answer_nll, divergence
+from kvgraft.fidelity.model_cache import cache_argument, cache_of
 from kvgraft.fidelity.stock import StockAnswer, StockReference, stock_answer, stock_logits, stock_reference
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "StockAnswer",
     "StockReference",
     "answer_nll",
+    "cache_argument",
+    "cache_of",
     "divergence",
     "stock_answer",
     "stock_logits",

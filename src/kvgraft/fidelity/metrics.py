@@ -29,9 +29,10 @@ class Divergence:
         mean_js: Mean Jensen-Shannon divergence, nats per token; symmetric and at most ln 2.
         first_kl: KL(full || reused) of the first token.
         first_flip: Whether the most likely first token is another one.
-        top1: Share of positions whose most likely token is the same.
+        top1: Share of positions with the same most likely token.
         equal_tokens: Tokens of the greedy output that are equal before the first that differs; all of them if none does.
         num_tokens: Length of the continuation.
+        token_kl: KL(full || reused) of every token, in order.
     """
 
     mean_kl: float
@@ -41,6 +42,7 @@ class Divergence:
     top1: float
     equal_tokens: int
     num_tokens: int
+    token_kl: tuple[float, ...]
 
     @property
     def greedy_equal(self) -> bool:
@@ -72,12 +74,13 @@ def divergence(full: Tensor, reused: Tensor) -> Divergence:
     """Compare logits (num_tokens, vocab_size) over full prefill's own greedy continuation.
 
     Along that continuation both sides have read the same tokens, so greedy decoding with reuse follows it exactly up to the
-    first position whose most likely token is another one.
+    first position with another most likely token.
     """
     expected, actual = full.double().log_softmax(-1), reused.double().log_softmax(-1)
-    kl = _kl(expected, actual)
-    middle = (expected.exp() + actual.exp()).clamp_min(_TINY).log() - math.log(2)
-    js = (_kl(expected, middle) + _kl(actual, middle)) / 2
+    full_p, reused_p = expected.exp(), actual.exp()
+    kl = _kl(full_p, expected, actual)
+    middle = (full_p + reused_p).clamp_min(_TINY).log_() - math.log(2)
+    js = (_kl(full_p, expected, middle) + _kl(reused_p, actual, middle)) / 2
     same = expected.argmax(-1) == actual.argmax(-1)
     differing = (~same).nonzero()
     return Divergence(
@@ -88,6 +91,7 @@ def divergence(full: Tensor, reused: Tensor) -> Divergence:
         top1=float(same.double().mean()),
         equal_tokens=int(differing[0]) if len(differing) else len(same),
         num_tokens=len(same),
+        token_kl=tuple(kl.tolist()),
     )
 
 
@@ -97,6 +101,6 @@ def answer_nll(logits: Tensor, answer: Sequence[int]) -> float:
     return float(-chosen.mean())
 
 
-def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """KL (num_tokens,) between log-probabilities (num_tokens, vocab_size)."""
-    return (first.exp() * (first - second)).sum(-1)
+def _kl(probabilities: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """KL (num_tokens,) between log-probabilities (num_tokens, vocab_size), given the probabilities of the first."""
+    return (first - second).mul_(probabilities).sum(-1)

@@ -1,4 +1,4 @@
-"""What a model says by its own forward pass: the reference that nothing of kvgraft has a hand in.
+"""A model's own forward pass: the reference in which nothing of kvgraft takes part.
 
 A reference that comes out of the engine under measurement can agree with it for the wrong reason, for instance because both
 read the same cached K/V. This one keeps nothing between calls.
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from kvgraft.fidelity.model_cache import cache_argument, cache_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +52,7 @@ def stock_answer(model: PreTrainedModel, prompt: TokenArray, num_tokens: int) ->
     tokens = [int(output.logits[0, -1].argmax())]
     while len(tokens) < num_tokens:
         newest = given.new_tensor([[tokens[-1]]])
-        output = model(newest, past_key_values=output.past_key_values, use_cache=True)
+        output = model(newest, use_cache=True, **cache_argument(model, cache_of(output)))
         tokens.append(int(output.logits[0, -1].argmax()))
     token_ids = np.asarray(tokens, np.int64)
     return StockAnswer(token_ids, stock_logits(model, prompt, token_ids))
@@ -58,7 +60,7 @@ def stock_answer(model: PreTrainedModel, prompt: TokenArray, num_tokens: int) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StockReference(StockAnswer):
-    """A greedy continuation and the logits of a given answer behind the same prompt.
+    """A greedy continuation and the logits of a given answer after the same prompt.
 
     Attributes:
         gold_logits: float32 (len(gold), vocab_size); row i predicts `gold[i]`.
@@ -69,7 +71,7 @@ class StockReference(StockAnswer):
 
 @torch.inference_mode()
 def stock_reference(model: PreTrainedModel, prompt: TokenArray, num_tokens: int, gold: TokenArray) -> StockReference:
-    """Continue `prompt` greedily, and score `gold` behind it, from one prefill in transformers' own K/V cache.
+    """Continue `prompt` greedily, and score `gold` after it, from one prefill in transformers' own K/V cache.
 
     Cheaper than `stock_answer` by one forward pass over the prompt; nothing of kvgraft has a hand in this cache either.
 
@@ -84,9 +86,9 @@ def stock_reference(model: PreTrainedModel, prompt: TokenArray, num_tokens: int,
     gold_logits = first[:0]
     if len(gold):
         # The cache grows in place, and window layers forget: the answer gets a copy.
-        rest = _feed(model, gold[:-1], copy.deepcopy(output.past_key_values))
+        rest = _feed(model, gold[:-1], copy.deepcopy(cache_of(output)))
         gold_logits = torch.cat([first, *rest])
-    rows, tokens, past = [first], [int(first.argmax())], output.past_key_values
+    rows, tokens, past = [first], [int(first.argmax())], cache_of(output)
     while len(tokens) < num_tokens:
         rows += _feed(model, np.asarray(tokens[-1:]), past)
         tokens.append(int(rows[-1].argmax()))
@@ -102,8 +104,8 @@ def stock_logits(model: PreTrainedModel, prompt: TokenArray, continuation: Token
 
 
 def _feed(model: PreTrainedModel, token_ids: TokenArray, past: Cache) -> list[Tensor]:
-    """Logits (len(token_ids), vocab_size) behind `token_ids`, as a list of none or one; `past` grows."""
+    """Logits (len(token_ids), vocab_size) after `token_ids`, as a list of none or one; `past` grows."""
     if not len(token_ids):
         return []
     given = torch.from_numpy(token_ids)[None].to(model.device)
-    return [model(given, past_key_values=past, use_cache=True).logits[0]]
+    return [model(given, use_cache=True, **cache_argument(model, past)).logits[0]]

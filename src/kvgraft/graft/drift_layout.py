@@ -1,4 +1,4 @@
-"""Which tokens of a prompt's runs are sampled, and which stay, laid out for tensors: what is the same in every layer."""
+"""Sampled and remaining tokens of a prompt's runs, laid out for tensors once for all layers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DriftRun:
-    """A run of reused tokens whose drift is read off some that are computed, and taken from the rest.
-
-    Attributes:
-        sample: int64, ascending positions of the computed tokens that stand for the run.
-        rest: int64, ascending positions of those that keep what was reused.
-    """
+    """A run of reused tokens: int64 ascending positions of computed ones that show its drift, and of the rest to correct."""
 
     sample: NDArray[np.int64]
     rest: NDArray[np.int64]
@@ -44,7 +39,6 @@ class RunLayout:
         rest_run: int64 (num_rest,), likewise of each token that stays.
         sample_positions: int64 (num_sampled,), prompt positions.
         rest_positions: int64 (num_rest,).
-        num_runs: How many runs there are.
     """
 
     sample_run: Tensor
@@ -66,27 +60,27 @@ class RunLayout:
         )
 
     def keep_rest(self, kept: Tensor) -> RunLayout:
-        """The same runs with those of the remaining tokens for which `kept`, bool (num_rest,), is true."""
+        """Return the same runs with the remaining tokens for which `kept`, bool (num_rest,), is true."""
         rest_run, rest_positions = self.rest_run[kept], self.rest_positions[kept]
         return RunLayout(self.sample_run, rest_run, self.sample_positions, rest_positions, self.num_runs)
 
     def once(self, key: Hashable, form: Callable[[], T]) -> T:
-        """What is formed from the layout alone, called `key`; the same in all layers."""
+        """Return the object called `key`, formed from the layout alone and so the same in all layers."""
         if key not in self._formed:
             self._formed[key] = form()
         formed: T = self._formed[key]
         return formed
 
     def turns(self, rope: RopeSpec | None) -> Turns:
-        """How keys of these tokens turn to position 0 and back; for one frequency table once for all layers."""
+        """Return the turns of these tokens' keys to position 0 and back, formed once per frequency table."""
         return self.once(("turns", None if rope is None else id(rope.inv_freq)), lambda: Turns.of(self, rope))
 
     def batches(self, *, together: bool) -> tuple[tuple[Groups, Groups], ...]:
-        """Sampled and remaining tokens by run, runs of like length side by side; all as one group if `together`."""
+        """Return sampled and remaining tokens by run, runs of like length side by side; all as one group if `together`."""
         return self.once(("batches", together), lambda: tuple(self._batches(together=together)))
 
     def members(self) -> tuple[Tensor, Tensor]:
-        """The run of each token, sampled ones first, and `members_of` these."""
+        """Return the run of each token, sampled ones first, and `members_of` these."""
 
         def form() -> tuple[Tensor, Tensor]:
             run = torch.cat([self.sample_run, self.rest_run])
@@ -94,10 +88,9 @@ class RunLayout:
 
         return self.once("members", form)
 
-    def buffer(self, width: int) -> Tensor:
-        """float32 (num_sampled + num_rest, width), overwritten by every layer: fresh memory costs page faults each time."""
-        num_tokens, device = len(self.sample_run) + len(self.rest_run), self.sample_run.device
-        return self.once(("buffer", width), lambda: torch.empty(num_tokens, width, device=device))
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        """Return float32 memory called `name`, overwritten by every layer: fresh memory costs page faults."""
+        return self.once((name, *shape), lambda: torch.empty(shape, device=self.sample_run.device))
 
     def _batches(self, *, together: bool) -> Iterator[tuple[Groups, Groups]]:
         device = self.sample_run.device
@@ -114,10 +107,10 @@ class Groups:
     """Tokens of some groups as a rectangle with a row per group.
 
     Attributes:
-        index: int64 (num_groups, longest group), which token; any where there is none.
+        index: int64 (num_groups, longest group), number of the token; any where there is none.
         exists: bool, likewise.
         tokens: int64 (n,), those of all groups in the order of `index`.
-        piece: Where the tokens lie if they fill the rectangle and are one piece, so that nothing need be gathered.
+        piece: Slice of the tokens if they fill the rectangle and follow one another, so that none need be gathered.
     """
 
     index: Tensor
@@ -139,13 +132,13 @@ class Groups:
         return cls(index, exists, index[exists], slice(starts[0], starts[-1] + lengths[-1]) if is_piece else None)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """(num_tokens, ...) as (num_groups, longest group, ...)."""
+        """Return (num_tokens, ...) as (num_groups, longest group, ...)."""
         if self.piece is None:
             return tokens[self.index]
         return tokens[self.piece].view(*self.index.shape, *tokens.shape[1:])
 
     def put(self, padded: Tensor, tokens: Tensor) -> None:
-        """Back again, into (num_tokens, ...)."""
+        """Write (num_groups, longest group, ...) back into (num_tokens, ...)."""
         if self.piece is None:
             tokens[self.tokens] = padded[self.exists]
         else:
@@ -154,7 +147,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """Keys of a layout's tokens to position 0 and from there; as they are where `rope` is None."""
+    """Rotations of a layout's keys to position 0 and from there; none if `rope` is None."""
 
     rope: RopeSpec | None
     _sample_back: RopeShift | None = None
@@ -175,23 +168,23 @@ class Turns:
         )
 
     def sample_back(self, keys: Tensor) -> Tensor:
-        """Keys of the sampled tokens at position 0."""
+        """Turn keys of the sampled tokens to position 0."""
         return self._turned(keys, self._sample_back)
 
     def rest_back(self, keys: Tensor) -> Tensor:
-        """Keys of the tokens that stay at position 0."""
+        """Turn keys of the tokens that stay to position 0."""
         return self._turned(keys, self._rest_back)
 
-    def rest_forth(self, keys: Tensor) -> Tensor:
-        """Keys at position 0 at those of the tokens that stay."""
-        return self._turned(keys, self._rest_forth)
+    def rest_forth(self, keys: Tensor, out: Tensor) -> Tensor:
+        """Turn keys at position 0 to the positions of the tokens that stay, into `out` if they turn at all."""
+        return self._turned(keys, self._rest_forth, out)
 
-    def _turned(self, keys: Tensor, shift: RopeShift | None) -> Tensor:
-        return keys if self.rope is None or shift is None else rotate_keys(keys, shift, self.rope.pairing)
+    def _turned(self, keys: Tensor, shift: RopeShift | None, out: Tensor | None = None) -> Tensor:
+        return keys if self.rope is None or shift is None else rotate_keys(keys, shift, self.rope.pairing, out)
 
 
 class _Spans(NamedTuple):
-    """Where the tokens of each run begin, and how many there are."""
+    """Start and length of each run's tokens."""
 
     starts: list[int]
     lengths: list[int]
@@ -206,7 +199,7 @@ class _Spans(NamedTuple):
 
 
 _LEAST_APART = 256
-"""Shorter runs are computed side by side however much longer one is than another."""
+"""Shorter runs are computed side by side, however different their lengths."""
 
 
 def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -222,7 +215,7 @@ def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def members_of(run: Tensor, num_runs: int) -> Tensor:
-    """float32 (num_runs, n): 1 where a token is of a run."""
+    """Return float32 (num_runs, n): 1 where a token is of a run."""
     return torch.nn.functional.one_hot(run, num_runs).T.to(torch.float32)
 
 

@@ -1,8 +1,9 @@
-"""Which runs a pass corrects, from which of its rows, and where the pass may be cut. Decides; `graft/drift.py` corrects."""
+"""Runs that a pass corrects, the rows that it samples for them, and places where it may be cut. `graft/drift.py` corrects."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,15 +36,21 @@ class _PlannedRun(NamedTuple):
     run: DriftRun
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DriftPlan:
-    """The runs that one pass of a prompt corrects.
+    """The runs that one pass of `num_rows` rows corrects; by default none.
 
-    All rows of a run are computed in one piece: rows in front of a sampled one attend to tokens that its drift corrects. By
-    causality nothing else matters for where a pass is cut, because a run sees only the runs in front of it.
+    All rows of a run are computed in one piece: rows before a sampled one attend to tokens that its drift corrects. By
+    causality nothing else matters for where a pass is cut, because a run sees only the runs before it.
     """
 
-    def __init__(
-        self,
+    num_rows: int
+    _correction: DriftCorrection | None = None
+    _planned: tuple[_PlannedRun, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
         context: SelectionContext,
         rows: NDArray[np.int64],
         sample: NDArray[np.int64],
@@ -51,46 +58,43 @@ class DriftPlan:
         correction: DriftCorrection | None,
         *,
         max_length: int | None = None,
-    ) -> None:
+    ) -> DriftPlan:
         """Plan a pass.
 
         Args:
             context: The prompt's runs.
             rows: int64, ascending positions that the pass computes.
             sample: int64, ascending positions of which those that the pass computes first may estimate drift.
-            computed: bool (num_tokens,), what earlier passes computed: it neither drifts nor is it corrected.
+            computed: bool (num_tokens,), positions that earlier passes computed: they neither drift nor are corrected.
             correction: None to correct nothing.
             max_length: Tokens that can be corrected in one piece; a run of more counts as several. None for no limit.
         """
-        self._num_rows = len(rows)
-        self._correction = correction
-        self._planned: list[_PlannedRun] = []
-        if correction is not None and len(sample):
-            least_sample = correction.estimator.least_sample
-            planned = _planned(context, rows, sample, computed, least_sample=least_sample, max_length=max_length)
-            self._planned = list(planned)
-        self._whole = self._blocks()
+        if correction is None or not len(sample):
+            return cls(len(rows))
+        least_sample = correction.estimator.least_sample
+        planned = _planned(context, rows, sample, computed, least_sample=least_sample, max_length=max_length)
+        return cls(len(rows), correction, tuple(planned))
 
     @property
     def runs(self) -> tuple[DriftRun, ...]:
-        """What the whole pass corrects, ascending."""
+        """All corrected runs of the pass, ascending."""
         return tuple(planned.run for planned in self._planned)
 
     def cut(self, start: int, stop: int) -> int:
-        """The last row at or in front of `stop` in front of which the pass may be cut, or the first one behind `start`."""
-        stop = min(stop, self._num_rows)
-        for first, last in self._whole:
+        """Return the last row at or before `stop` before which the pass may be cut, or the first one after `start`."""
+        stop = min(stop, self.num_rows)
+        for first, last in self._blocks():
             if first < stop < last:
                 return first if first > start else last
         return stop
 
     def between(self, start: int, stop: int) -> DriftRuns | None:
-        """What rows `[start, stop)` correct; both are places where the pass may be cut."""
+        """Return the runs that rows `[start, stop)` correct; both are places where the pass may be cut."""
         runs = tuple(planned.run for planned in self._planned if start <= planned.first and planned.stop <= stop)
         return DriftRuns(self._correction, runs) if self._correction is not None and runs else None
 
     def _blocks(self) -> list[tuple[int, int]]:
-        """Rows that are computed in one piece."""
+        """Return the rows `[first, stop)` that are computed in one piece."""
         if self._correction is not None and self._correction.estimator.pools_runs and self._planned:
             return [(self._planned[0].first, self._planned[-1].stop)]
         return [(planned.first, planned.stop) for planned in self._planned]

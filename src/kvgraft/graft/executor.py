@@ -1,8 +1,8 @@
-"""Carry the copying part of a plan out: donor K/V to where a prompt has their tokens, keys rotated once.
+"""Carry out the copying part of a plan: donor K/V to the positions of their tokens in a prompt, keys rotated once.
 
-Values are copied as they are; keys are rotated from the positions at which the donor was encoded to their new ones. Where
-donors lie and where copies go is the engine's: a `KVSource` per span and a `KVPlace` per request. This is the one loop that
-moves K/V, whoever keeps them.
+Values are copied as they are; keys are rotated from the positions at which the donor was encoded to their new ones. The
+engine names the places of donors and copies: a `KVSource` per span and a `KVPlace` per request. This is the one loop that
+moves K/V.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KVSource(Protocol):
-    """Canonical K/V of consecutive tokens, wherever they are kept."""
+    """Canonical K/V of consecutive tokens, in any memory."""
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of `layer`, each (num_tokens, num_kv_heads, head_dim), on the place's device.
@@ -50,14 +50,7 @@ class BlockSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanCopy:
-    """One span to be carried out.
-
-    Attributes:
-        source: K/V of the span's tokens.
-        source_start: Position of the first token when its K/V were computed.
-        target_start: Position of the first token in the prompt.
-        length: Number of tokens.
-    """
+    """One span to copy: `source_start` is the position of its first token when its K/V were computed."""
 
     source: KVSource
     source_start: int
@@ -66,7 +59,7 @@ class SpanCopy:
 
 
 class RotatedSpans:
-    """The K/V of spans as they are to be written: one behind the other, keys rotated. Reads when asked, layer by layer.
+    """The K/V of spans, keys rotated, one span after the other. Each layer is read when it is asked for.
 
     Attributes:
         positions: int64, the prompt positions of all tokens, in the order of the spans.
@@ -78,9 +71,9 @@ class RotatedSpans:
         """Take spans.
 
         Args:
-            copies: What is copied, at least one.
-            rope: Per layer how keys rotate, None for a layer without RoPE; None if keys must not be moved.
-            device: Where the rotation is computed.
+            copies: At least one span.
+            rope: Rotation of keys per layer, None for a layer without RoPE; None if keys must not be moved.
+            device: Of the rotation.
 
         Raises:
             ModelError: Keys must not be moved and a span would have to be.
@@ -108,7 +101,7 @@ class RotatedSpans:
         return (keys if spec is None else rotate_keys(keys, self._shift(spec), spec.pairing)), values
 
     def read_into(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put what `read` gives into two tensors of that shape, which share no memory with what the spans read from.
+        """Write the result of `read` to two tensors of that shape, which share no memory with the source.
 
         Complexity: O(tokens). Nothing is made in between.
         """
@@ -125,7 +118,7 @@ class RotatedSpans:
             start = part.stop
 
     def _shift(self, spec: RopeSpec) -> RopeShift:
-        """The rotation under one frequency table; layers mostly share one."""
+        """Return the rotation under one frequency table; layers mostly share one."""
         key = id(spec.inv_freq)
         if key not in self._shifts:
             self._shifts[key] = RopeShift.between(self._source, self._target, spec.inv_freq)

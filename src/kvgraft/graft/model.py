@@ -1,8 +1,8 @@
-"""What a graft needs from a model: the `ModelAdapter` protocol and the rows of a packed forward pass.
+"""The interface of models: the `ModelAdapter` protocol and the rows of a packed forward pass.
 
 A *sparse forward* runs the model over chosen positions of one or more sequences. Each layer writes their K/V into the
-sequences' slots before attention reads all slots below the row's position, so every computed row is exact given what
-lies in the slots. Engines implement the protocol; this module holds no model code.
+sequences' slots before attention reads all slots below the row's position, so every computed row is exact given the K/V
+in the slots. Engines implement the protocol; this module holds no model code.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import numpy as np
 
-    import numpy as np
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -25,15 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DriftRuns:
-    """What a forward pass corrects in one sequence (`graft/drift.py`).
-
-    Attributes:
-        correction: How.
-        runs: Where, at least one. All rows of a run are among those of the pass.
-    """
+    """Runs that a forward pass corrects in one sequence, at least one; all rows of a run are among those of the pass."""
 
     correction: DriftCorrection
     runs: tuple[DriftRun, ...]
+
+    @property
+    def sample(self) -> NDArray[np.int64]:
+        """Positions of the sampled tokens, run after run."""
+        return np.concatenate([run.sample for run in self.runs])
+
+    @property
+    def rest(self) -> NDArray[np.int64]:
+        """Positions of the corrected tokens, run after run."""
+        return np.concatenate([run.rest for run in self.runs])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +53,14 @@ class SequenceRows:
         num_logits: How many of the last rows to return logits for.
         observed_rows: How many of the last rows have their attention summed per key position (0: none).
         swa_indices: int64, like `kv_indices` the slots of sliding-window layers where these have slots of their own; -1 where
-            they were given back. Those of the rows, and of the window in front of the first, must be there.
+            they were given back. Those of the rows, and of the window before the first, must be there.
         seq_len: Tokens of the sequence of which these rows are a piece; angles of some models depend on it. 0 if the last row
             is its end.
-        drift: In every layer, between the write of the rows' K/V and attention, correct these runs; None for nothing.
-        deviation_layer: Run the rows only as far as the keys of this layer and compare them with what lies in the slots and
-            stays there; layers in front of it are written. There are no logits then. 0 to run all layers.
+        drift: Runs to correct in every layer, between the write of the rows' K/V and attention; None for none.
+        deviation_layer: Run the rows only as far as the keys of this layer and compare them with those in the slots, which
+            stay; earlier layers are written. There are no logits then. 0 to run all layers.
+        is_abandoned: Asked at every layer of a pass that these rows have for themselves: True ends the pass, and its K/V are
+            worth nothing. None for a pass that runs to its end.
     """
 
     token_ids: NDArray[np.int64]
@@ -64,18 +72,19 @@ class SequenceRows:
     seq_len: int = 0
     drift: DriftRuns | None = None
     deviation_layer: int = 0
+    is_abandoned: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceOutput:
-    """What a forward pass returns for one sequence.
+    """The result of a forward pass for one sequence.
 
     Attributes:
         logits: float32 (num_logits, vocab_size), on the model's device.
         attention_mass: float32 (positions[-1] + 1,), attention of the observed rows on each position, summed over rows,
             heads and layers; None if no row was observed.
         key_deviation: float32 (num_rows,), squared distance of each row's key from the one in its slot, summed over heads and
-            channels of the layer that was asked for; None where none was.
+            channels of `deviation_layer`; None without one.
     """
 
     logits: Tensor
@@ -83,8 +92,12 @@ class SequenceOutput:
     key_deviation: Tensor | None = None
 
 
+class PassAbandonedError(Exception):
+    """A forward pass ended before its end because `SequenceRows.is_abandoned` said so; its slots hold K/V of no use."""
+
+
 class ModelAdapter(Protocol):
-    """A decoder whose K/V live in slots."""
+    """A decoder with K/V in slots."""
 
     @property
     def num_layers(self) -> int:
@@ -96,7 +109,11 @@ class ModelAdapter(Protocol):
 
     @property
     def rope(self) -> Sequence[RopeSpec | None] | None:
-        """Per layer how keys rotate (None: the layer has no RoPE); None if shifting is refused for this model."""
+        """Rotation of keys per layer (None: the layer has no RoPE); None if shifting is refused for this model."""
 
     def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
-        """Compute `batch` in one pass; writes the K/V of its rows into their slots."""
+        """Compute `batch` in one pass; writes the K/V of its rows into their slots.
+
+        Raises:
+            PassAbandonedError: `is_abandoned` of the only sequence became true on the way.
+        """

@@ -1,8 +1,8 @@
 """Move rotary keys from one position to another: `K(p') = R(p') R(p)^-1 K(p)`.
 
 Angles are formed in float32 from the model's own inverse frequencies, for the old and the new position separately, so
-that a moved key carries the same rounding as a key that the model computes at the new position. Which channels form a
-pair and which layers rotate at all is described by `RopeSpec`; finding that out is the model adapter's job.
+that a moved key carries the same rounding as a key that the model computes at the new position. `RopeSpec`
+describes the channels that form a pair; the model adapter finds it for each layer.
 
 Source: RoFormer, https://arxiv.org/abs/2104.09864.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class RopePairing(StrEnum):
-    """Which two channels are rotated together."""
+    """Pairs of channels that are rotated together."""
 
     HALF = "half"
     """Channel i with channel i + rotary_dim / 2 (GPT-NeoX, Llama, Qwen, Gemma)."""
@@ -27,11 +27,9 @@ class RopePairing(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeSpec:
-    """How one layer rotates its keys.
+    """The rotation of one layer's keys: float32 (rotary_dim / 2,) inverse frequencies of the model, scaling included.
 
-    Attributes:
-        inv_freq: float32 (rotary_dim / 2,), the model's own inverse frequencies, scaling included.
-        pairing: Which channels form a pair. Channels from `rotary_dim` on are not rotated.
+    Channels from `rotary_dim` on are not rotated.
     """
 
     inv_freq: Tensor
@@ -45,19 +43,14 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeShift:
-    """The rotation that takes keys from `source` to `target` positions under one inverse-frequency table.
-
-    Attributes:
-        cos: float32 (num_tokens, 1, rotary_dim / 2).
-        sin: Same shape.
-    """
+    """A rotation of keys per token, `cos` and `sin` each float32 (num_tokens, 1, rotary_dim / 2)."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
     def between(cls, source: Tensor, target: Tensor, inv_freq: Tensor) -> RopeShift:
-        """Build the rotation for each token; `source` and `target` are 1-D position tensors of equal length."""
+        """Build the rotation from `source` to `target`, 1-D position tensors of equal length."""
         old = source.to(torch.float32)[:, None] * inv_freq
         new = target.to(torch.float32)[:, None] * inv_freq
         old_cos, old_sin, new_cos, new_sin = old.cos(), old.sin(), new.cos(), new.sin()
@@ -82,8 +75,8 @@ def rotate_keys(keys: Tensor, shift: RopeShift, pairing: RopePairing, out: Tenso
     Args:
         keys: To be rotated.
         shift: One rotation per token.
-        pairing: Which channels are rotated together.
-        out: Where the result goes, shaped like `keys` and in any dtype, sharing no memory with them; None for a new tensor.
+        pairing: Channels that are rotated together.
+        out: Takes the result, shaped like `keys` and in any dtype, sharing no memory with them; None for a new tensor.
 
     Complexity: O(num_tokens * num_kv_heads * head_dim).
     """

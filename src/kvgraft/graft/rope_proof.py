@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""RoPE types whose frequencies do not depend on the length of the prompt, so that a delta rotation is right."""
+"""RoPE types with frequencies that do not depend on the length of the prompt, so that a delta rotation is right."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Largest error accepted, relative to the largest magnitude. bf16 keeps 8 bits and a forward pass adds up its rounding."""
@@ -47,7 +47,7 @@ def find_rotations(
 
     Args:
         keys: Per layer `(num_positions, num_kv_heads, head_dim)`.
-        positions: Where the token was.
+        positions: Of the token.
         tables: Inverse frequencies that the model may use, on the keys' device.
 
     Returns:
@@ -67,14 +67,14 @@ def find_rotations(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest magnitude of `expected`; infinite if anything is not a number."""
+    """Return the largest difference, relative to the largest magnitude of `expected`; infinite if anything is NaN."""
     difference = (actual.float() - expected.float()).abs().max()
     error = float(difference / expected.float().abs().max().clamp_min(1e-12))
     return math.inf if math.isnan(error) else error
 
 
 def _rotation_error(keys: Tensor, positions: Sequence[int], spec: RopeSpec | None) -> float:
-    """Largest relative difference between keys computed at `positions` and the first position's key moved there."""
+    """Return the largest relative difference between keys computed at `positions` and the first one moved there."""
     if spec is not None and spec.rotary_dim > keys.shape[-1]:
         return float("inf")
     moved = keys[:1].expand_as(keys)

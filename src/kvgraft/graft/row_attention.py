@@ -1,6 +1,6 @@
-"""Attention of a few rows over gathered keys, with its weights: what no kernel of vLLM or SGLang gives away.
+"""Attention of a few rows over gathered keys, with its weights, which no kernel of vLLM or SGLang returns.
 
-Plain PyTorch in float32, one key head after the other, so that memory stays bounded whatever the prompt is long.
+Plain PyTorch in float32, one key head after the other, so that memory stays bounded for prompts of any length.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
-    """How a layer attends.
+    """The attention of a layer.
 
     Attributes:
         scale: Factor of the scores.
-        window: Keys that a row sees, itself included; 0 for all in front of it.
+        window: Keys that a row sees, its own included; 0 for all up to it.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; 0 for none.
         sinks: (num_heads,), per head the score of one more key whose value is 0 and which every row sees; None for none.
     """
@@ -39,33 +39,30 @@ class AttentionRule:
     sinks: Tensor | None = None
 
     def first_key(self, row: int) -> int:
-        """The first position that the row at position `row` sees."""
+        """Return the first position that the row at position `row` sees."""
         return max(0, row - self.window + 1) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredKV:
-    """K/V of chosen positions in one layer.
-
-    Attributes:
-        positions: int64 `(num_keys,)`.
-        keys: `(num_keys, num_kv_heads, head_dim)`, rotated.
-        values: Likewise.
-    """
+    """K/V of int64 `(num_keys,)` positions in one layer, each `(num_keys, num_kv_heads, head_dim)`, keys rotated."""
 
     positions: Tensor
     keys: Tensor
     values: Tensor
 
+    def followed_by(self, later: GatheredKV) -> GatheredKV:
+        """Return both one after the other, in this one's dtype."""
+        return GatheredKV(
+            torch.cat([self.positions, later.positions]),
+            torch.cat([self.keys, later.keys.to(self.keys.dtype)]),
+            torch.cat([self.values, later.values.to(self.values.dtype)]),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRows:
-    """Rows that attend, in one layer.
-
-    Attributes:
-        positions: int64 `(num_rows,)`.
-        query: `(num_rows, num_heads, head_dim)`, rotated.
-    """
+    """Rows that attend in one layer: int64 `(num_rows,)` positions, rotated queries `(num_rows, num_heads, head_dim)`."""
 
     positions: Tensor
     query: Tensor
@@ -75,9 +72,9 @@ def observe(rule: AttentionRule, rows: QueryRows, kv: GatheredKV, mass: Tensor) 
     """Add the attention that rows pay to each position, summed over rows and heads.
 
     Args:
-        rule: How the layer attends.
-        rows: What attends; each row's own key must be among `kv`.
-        kv: What there is to attend to. Keys behind a row, and those in front of its window, do not count.
+        rule: Of the layer.
+        rows: Each row's own key must be among `kv`.
+        kv: Keys and values to attend to. Those after a row, and those before its window, do not count.
         mass: float32 by position; changed in place.
 
     Complexity: O(num_rows * num_heads * num_keys * head_dim) time, O(num_keys * head_dim + scores formed at once) memory.

@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def kept_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What is left of a row's attention to real keys, float32: `lse` over them, `sinks` of the same head, broadcast."""
+    """Return the share of a row's attention that real keys keep, float32: `lse` over them, `sinks` of the same head."""
     return torch.sigmoid(lse.float() - sinks.float())

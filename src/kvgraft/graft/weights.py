@@ -1,4 +1,4 @@
-"""Name a model by its weights: whoever keeps K/V beyond the process must know whose they are. Needs torch."""
+"""Names of models by their weights, under which K/V are kept beyond the process. Needs torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _MULTIPLIER = 0x9E3779B1
 """Odd, so that exchanged elements change the weighted sum."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as an element of so many bytes."""
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest every element of a model's parameters and buffers, wherever they lie.
+    """Digest every element of a model's parameters and buffers, on any device.
 
     Equal weights have equal digests on every device; weights that differ in any element, by an update in place or another
-    checkpoint of the same name, have others. A checksum against accidents, not against attackers: sums of the elements' bits,
-    plain and weighted by position, per million elements.
+    checkpoint of the same name, have different ones. A checksum against accidents, not against attackers: sums of the
+    elements' bits, plain and weighted by position, per million elements.
 
     Args:
         tensors: Names and tensors, as `named_state` gives them.
@@ -43,19 +44,19 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors that decide what a model computes: parameters and buffers, those that are not saved, too."""
+    """Yield names and tensors that a model computes with: parameters and buffers, also those that are not saved."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
+    words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
     for start in range(0, words.numel(), _CHUNK):
         yield words[start : start + _CHUNK]
 
 
 def _sums(words: Tensor) -> Tensor:
-    """Two integers, which wrap alike everywhere: the order in which a device adds does not matter."""
+    """Return two integers, which wrap alike on all devices: the order in which one adds does not matter."""
     wide = words.to(torch.int64)
     places = torch.arange(len(wide), dtype=torch.int64, device=wide.device) * _MULTIPLIER + 1
     return torch.stack([wide.sum(), (wide * places).sum()])

@@ -1,4 +1,4 @@
-"""Has engines compute approximate text again when they are idle, from outside: `kvgraft heal`. Needs the extra `router`.
+"""Requests that have idle engines compute approximate text again: `kvgraft heal`. Needs the extra `router`.
 
 An engine announces its donors among its KV events (`announce_donors`). The text of those that attended to grafts is sent
 back to it as a request that grafts nothing, and what the engine registers of that replaces them.

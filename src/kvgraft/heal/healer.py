@@ -1,4 +1,4 @@
-"""Has one server compute the hottest approximate text again, one at a time, whenever nobody else uses it."""
+"""Healer of one server: it asks for the hottest approximate texts, one at a time, while the server is idle."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 _HINT_AFTER_S = 30.0
 _MAX_FAILED = 3
 _MAX_INTERRUPTED = 10
-"""Tries of a text that somebody came into, with `once`; without it there is no end to them."""
+"""Tries of a text that were interrupted, with `once`; without it there is no end to them."""
 _REST_POLLS = 10
-"""Rest behind the first try, in looks at the server: 5 s."""
+"""Rest after the first try, in looks at the server: 5 s."""
 _LOOK_S = 1.5
 """How long a look at a server that computes for us may take."""
 _MAX_SILENT_LOOKS = 10
-"""It may be our own prompt that keeps it from answering (SGLang tells its load between steps), but not for so many looks."""
+"""Our own prompt may keep it from answering (SGLang reports its load between steps), but not for so many looks."""
 _LEAST_PATIENCE_S, _LEAST_TOKENS_PER_S = 60.0, 10.0
 """A prompt that takes longer, and longer than at this speed, is never answered."""
 
 
 class _InterruptedError(Exception):
-    """Somebody else came."""
+    """A request of another client came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class HealSettings:
     """How a server is treated.
 
     Attributes:
-        idle_s: Nobody else has used it for so long before a text is computed.
+        idle_s: Seconds without requests of others before a text is computed.
         tokens_per_minute: Tokens that may be computed.
         poll_s: It is asked so often how busy it is.
         quiet_s: Events that have been silent for so long are taken to be all that there are, by `once`.
@@ -64,12 +64,12 @@ class HealSettings:
 
 @dataclass(slots=True)
 class HealCounts:
-    """What was done.
+    """Texts by how healing them ended.
 
     Attributes:
         texts: Texts that were computed.
         tokens: Their tokens.
-        interrupted: Texts that were given up because somebody came; they are tried again.
+        interrupted: Texts that were given up for requests of others; they are tried again.
         refused: Texts that the server does not take.
         failed: Texts that were given up because try after try failed for another reason.
     """
@@ -82,7 +82,7 @@ class HealCounts:
 
 
 class Healer:
-    """Heals one server until it is told to stop."""
+    """Heals one server until it is stopped."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class Healer:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """Prepare.
+        """Begin without counts.
 
         Args:
-            server: Which.
-            texts: What it holds; somebody else keeps them true.
-            settings: How.
+            server: The server.
+            texts: Texts that it holds, kept true by a reader of its events.
+            settings: Pace, and when it ends.
             is_settled: Whether no events are being asked for again.
             clock: Seconds.
             draw: Numbers from 0 to 1.
@@ -124,7 +124,7 @@ class Healer:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether with `once` a text was given up, or the server."""
+        """With `once`, whether a text was given up, or the server."""
         return self._settings.once and (self.counts.failed > 0 or self._silent_since is not None)
 
     async def run(self, closing: asyncio.Event) -> None:
@@ -146,7 +146,7 @@ class Healer:
         self.log(now=True)
 
     def log(self, *, now: bool = False) -> None:
-        """Write a line of what was done, if there is anything new to tell and it is time to."""
+        """Log the counts, if they have changed and it is time to."""
         line = self.line()
         if line == self._logged or not (now or self._clock() - self._logged_at >= self._settings.log_s):
             return
@@ -154,7 +154,7 @@ class Healer:
         self._logged, self._logged_at = line, self._clock()
 
     def line(self) -> str:
-        """What was done, and what is left."""
+        """Return the counts of texts that were healed and that are left, as a line."""
         known, counts = self._texts.counts(), self.counts
         return (
             f"{self._server.url}: healed_texts={counts.texts} healed_tokens={counts.tokens} "
@@ -163,14 +163,14 @@ class Healer:
         )
 
     async def _may_heal(self, text: Text | None) -> bool:
-        """Whether there is a text, and the server has been seen idle for long enough; it is asked for a text alone."""
+        """Return whether there is a text and the server has been idle for long enough; without a text it is not asked."""
         if not self._texts.counts().open or await self._others(0):
             self._idle.busy()
             return False
         return text is not None and self._idle.idle_s >= self._idle_s and self._budget.allows(len(text.token_ids))
 
     async def _heal(self, text: Text, closing: asyncio.Event) -> None:
-        """Have a text computed; leave as soon as somebody else comes."""
+        """Have a text computed; leave as soon as another request comes."""
         self._budget.spend(len(text.token_ids))
         computing = asyncio.create_task(self._server.compute(text.token_ids.tolist()))
         try:
@@ -187,7 +187,7 @@ class Healer:
         else:
             self._is_healed(text)
         finally:
-            computing.cancel()  # which closes the connection: servers abort what nobody waits for
+            computing.cancel()  # which closes the connection: servers abort requests without a client
             await asyncio.gather(computing, return_exceptions=True)  # what else it ended with is of no interest
 
     async def _watch(self, text: Text, computing: asyncio.Task[None], closing: asyncio.Event) -> None:
@@ -195,7 +195,7 @@ class Healer:
 
         Raises:
             RefusedError, ServerError: It is not; also if there is no answer for far longer than it can take.
-            _InterruptedError: Somebody else came.
+            _InterruptedError: A request of another client came.
         """
         patience_s = max(_LEAST_PATIENCE_S, len(text.token_ids) / _LEAST_TOKENS_PER_S)
         until = self._clock() + patience_s
@@ -223,7 +223,7 @@ class Healer:
         self._idle.busy()
         self._idle_s = self._settings.idle_s * (1 + MAX_JITTER * self._draw())
         if self._rests.interrupted(text) >= _MAX_INTERRUPTED and self._settings.once:
-            self._give_up(text, "somebody else came each time")
+            self._give_up(text, "other requests came each time")
 
     def _has_failed(self, text: Text, error: ServerError) -> None:
         self._idle.busy()
@@ -239,7 +239,7 @@ class Healer:
         logger.warning("a text of %d tokens is given up: %s", len(text.token_ids), reason)
 
     async def _others(self, num_own: int, patience_s: float | None = None) -> bool:
-        """Whether others than so many requests of ours run or wait, or the server does not say, at all or in time."""
+        """Return whether more than `num_own` requests run or wait, or the server does not say, at all or in time."""
         try:
             async with asyncio.timeout(patience_s):
                 num_requests = await self._server.num_requests()
@@ -268,14 +268,14 @@ class Healer:
             self._silent_since = self._clock()
 
     def _is_over(self) -> bool:
-        """Whether nothing is left, or nobody who could compute it; texts that rest are left."""
+        """Return whether nothing is left, or the server is given up; texts that rest are left."""
         if self._silent_since is not None and self._clock() - self._silent_since >= ABANDONED_S:
             logger.warning("%s is given up: it has not answered for %.0f s", self._server.url, ABANDONED_S)
             return True
         return not self._texts.counts().open and self._is_quiet()
 
     def _is_quiet(self) -> bool:
-        """Whether everything has been heard that was published so far."""
+        """Return whether all events that were published so far have arrived."""
         silent_s = self._clock() - max(self._begun, self._texts.heard_at)
         return silent_s >= self._settings.quiet_s and self._is_settled()
 

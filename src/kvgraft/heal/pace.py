@@ -1,4 +1,4 @@
-"""When a text may be computed: a server that has been idle for a while, and not more tokens than were allowed."""
+"""Limits of healing: idle time of the server before a text, and tokens per minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WINDOW_S = 60.0
 
 
 class IdleClock:
-    """How long nobody else has used a server, as far as was seen."""
+    """Idle time of a server, as far as it was observed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with a server that was in use a moment ago."""
@@ -21,12 +21,12 @@ class IdleClock:
         self._busy_at = clock()
 
     def busy(self) -> None:
-        """Somebody uses the server now, or nobody can tell."""
+        """Note that the server is in use now, or may be."""
         self._busy_at = self._clock()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since."""
+        """Seconds since then."""
         return self._clock() - self._busy_at
 
 
@@ -41,12 +41,12 @@ class TokenBudget:
         self._at = clock()
 
     def allows(self, num_tokens: int) -> bool:
-        """Whether a text of so many tokens may be computed now."""
+        """Return whether a text of so many tokens may be computed now."""
         self._fill()
         return self._left >= min(num_tokens, self._limit)
 
     def spend(self, num_tokens: int) -> None:
-        """It is computed."""
+        """Note that a text is computed."""
         self._fill()
         self._left -= num_tokens
 

@@ -1,4 +1,4 @@
-"""Whether somebody who speaks ZeroMQ publishes at an endpoint. A subscription alone waits for ever and says nothing."""
+"""Probe of an endpoint for a ZeroMQ publisher. A subscription alone waits for ever and says nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _REPLAY_REMEDY = "give the replay_endpoint of its --kv-events-config, or leave r
 
 
 def require_publisher(events: str, replay: str | None) -> None:
-    """Refuse endpoints at which nobody publishes KV events or sends them again.
+    """Refuse endpoints that do not publish KV events or send them again.
 
     Raises:
-        ConfigError: Nobody listens there, or somebody who is none; names the remedy.
+        ConfigError: No such socket listens there; names the remedy.
     """
     zmq = load_zmq()
     for endpoint, kind, what, remedy in (
@@ -26,11 +26,20 @@ def require_publisher(events: str, replay: str | None) -> None:
         (replay, zmq.DEALER, "sends KV events again", _REPLAY_REMEDY),
     ):
         if endpoint is not None and not _answers(endpoint, kind, PATIENCE_S):
-            raise ConfigError(f"nobody {what} at {endpoint}; {remedy}")
+            raise ConfigError(f"no server {what} at {endpoint}; {remedy}{_where_vllm_listens(endpoint)}")
+
+
+def _where_vllm_listens(endpoint: str) -> str:
+    """Return what to write in vLLM's configuration; its publisher connects where the endpoint names a host."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "tcp" or "*" in address:
+        return ""
+    port = address.rpartition(":")[2]
+    return f"; vLLM connects to {endpoint} and listens at tcp://*:{port} or ipc://PATH: give it one of these"
 
 
 def _answers(endpoint: str, kind: int, patience_s: float) -> bool:
-    """Whether a socket of that kind comes to terms with what listens there."""
+    """Return whether the handshake of a socket of that kind succeeds."""
     zmq = load_zmq()
     socket = zmq.Context.instance().socket(kind)
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

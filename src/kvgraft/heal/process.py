@@ -36,11 +36,11 @@ async def heal(
 ) -> bool:
     """Heal all servers until `closing` is set, or with `settings.once` until nothing is left.
 
-    Those that heal themselves are left alone. That a server goes away later is waited out.
+    Those that heal themselves are left alone. A server that goes away later is waited for.
 
     Args:
         workers: Each with `events`.
-        settings: How.
+        settings: Pace, and when it ends.
         api_key: Of all of them; empty for none.
         priority: See `Server`.
         closing: Ends it, within what closing a connection takes.
@@ -49,7 +49,7 @@ async def heal(
         Whether all is well: False if with `once` something was given up, or the healing of a server failed.
 
     Raises:
-        ConfigError: A server cannot be healed, or nobody publishes where it is said to.
+        ConfigError: A server cannot be healed, or does not publish at its endpoint.
         ServerError: A server does not answer, or does not say how busy it is.
     """
     async with aiohttp.ClientSession(trust_env=False) as session:

@@ -1,4 +1,4 @@
-"""Texts that rest behind a try that came to nothing, longer each time, so that others have their turn meanwhile."""
+"""Texts that rest after a failed try, longer each time, so that others have their turn meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Tries:
 
     Attributes:
         num_failed: Those that the server did not do.
-        num_interrupted: Those that somebody else came into.
+        num_interrupted: Those that were interrupted.
         rests_until: When the next one may be made, in seconds of the clock.
     """
 
@@ -37,7 +37,7 @@ class _Tries:
 
 
 class Rests:
-    """Which texts rest. A text is known by its tokens: announced anew, under another name, it rests on."""
+    """Texts that rest. A text is known by its tokens: announced anew, under another name, it rests on."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Rests:
         """Begin with none.
 
         Args:
-            first_s: Rest behind the first try; each further one doubles it, up to 64 times.
+            first_s: Rest after the first try; each further one doubles it, up to 64 times.
             clock: Seconds.
             draw: Numbers from 0 to 1.
         """
@@ -58,28 +58,28 @@ class Rests:
         self._tries: dict[bytes, _Tries] = {}
 
     def is_resting(self, text: Text) -> bool:
-        """Whether a text is not to be tried yet."""
+        """Return whether a text is not to be tried yet."""
         if not self._tries:
             return False
         tries = self._tries.get(_key(text))
         return tries is not None and self._clock() < tries.rests_until
 
     def failed(self, text: Text) -> int:
-        """The server did not do it; returns how often that happened."""
+        """Note that the server failed; return how often that happened."""
         tries = self._of(text)
         tries.num_failed += 1
         self._rest(tries)
         return tries.num_failed
 
     def interrupted(self, text: Text) -> int:
-        """Somebody else came; returns how often that happened."""
+        """Note that another request came; return how often that happened."""
         tries = self._of(text)
         tries.num_interrupted += 1
         self._rest(tries)
         return tries.num_interrupted
 
     def done(self, text: Text) -> None:
-        """It was computed, and what was before does not count any more."""
+        """Forget the tries of a text that was computed."""
         self._tries.pop(_key(text), None)
 
     def _of(self, text: Text) -> _Tries:

@@ -1,4 +1,4 @@
-"""A server as the healer uses it: what it is, how busy it is, and a prompt of token ids that grafts nothing."""
+"""A server as the healer uses it: its kind, its load, and a prompt of token ids that grafts nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 _PREFILL = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 _OK, _UNAUTHORIZED, _NOT_FOUND = 200, (401, 403), 404
 _REFUSED = (400, 413, 422)
-"""What is wrong with the prompt. Anything else is wrong with the server, the key or the way there, and may be mended."""
+"""Refusals of the prompt. Anything else is wrong with the server, the key or the way there, and may be mended."""
 
 
 class ServerError(IntegrationError):
@@ -36,7 +36,7 @@ class RefusedError(IntegrationError):
 
 
 class Kind(StrEnum):
-    """What a server is, by its own account."""
+    """Kinds of servers, by their own account."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -45,12 +45,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a server says of itself.
-
-    Attributes:
-        kind: Engine.
-        model: Name to ask for.
-    """
+    """A server's account of itself: its engine, and the name of its model."""
 
     kind: Kind
     model: str
@@ -67,7 +62,7 @@ class Server:
         api_key: str = "",
         priority: int | None = None,
     ) -> None:
-        """Take where it is; nothing is asked yet.
+        """Keep the address; nothing is asked yet.
 
         Args:
             session: Of the event loop.
@@ -90,7 +85,7 @@ class Server:
         self._about: About | None = None
 
     async def describe(self) -> About:
-        """Ask what it is.
+        """Ask for its kind and model.
 
         Raises:
             ConfigError: It is none of those that can be healed, or wants a key.
@@ -108,7 +103,7 @@ class Server:
         return self._about
 
     async def num_requests(self) -> int:
-        """Requests that run or wait there, by its own count, ours among them. To be cancelled at any time.
+        """Return the requests that run or wait there, by its own count, ours among them. May be cancelled at any time.
 
         Raises:
             ServerError: It does not say.
@@ -130,7 +125,7 @@ class Server:
         return found
 
     async def compute(self, token_ids: Sequence[int]) -> None:
-        """Have a text computed as a prompt of its own that grafts nothing; returns when it is. To be cancelled at any time.
+        """Have a text computed as a prompt of its own that grafts nothing; returns when it is. May be cancelled at any time.
 
         Raises:
             RefusedError: The server does not take it.
@@ -154,14 +149,14 @@ class Server:
             raise ServerError(f"{self.url} broke off: {_reason(error)}") from error
         if status == _OK:
             return
-        told = f"{self.url}{path} answers {status}: {' '.join(text.split())[:300]}"
+        answered = f"{self.url}{path} answers {status}: {' '.join(text.split())[:300]}"
         if status in _REFUSED:
-            raise RefusedError(told)
+            raise RefusedError(answered)
         self._about = None
-        raise ServerError(told)
+        raise ServerError(answered)
 
     async def _learned(self) -> About:
-        """What it is; asked anew behind an error, for another server may have taken its place.
+        """Return its kind and model; asked anew after an error, for another server may have taken its place.
 
         Raises:
             ServerError: It does not say, or cannot be healed any more.
@@ -183,7 +178,7 @@ class Server:
 
 
 async def _read(response: aiohttp.ClientResponse) -> tuple[int, str]:
-    """Status and text; as UTF-8, whatever a header says, which may name what is no encoding of text."""
+    """Return status and text; as UTF-8, for a header may name no encoding of text."""
     return response.status, (await response.read()).decode(errors="replace")
 
 
@@ -200,7 +195,7 @@ def _about(url: str, status: int, text: str) -> About:
 
 
 def _prompt(about: About, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request that grafts nothing and whose text becomes a donor; reuse `off` would leave none behind."""
+    """Return path and body of a request that grafts nothing and leaves a donor; reuse `off` would leave none."""
     asked = {PARAMETER: ReuseMode.EXACT.value}
     if about.kind is Kind.SGLANG:
         # Its own API takes token ids without a tokenizer, too.
@@ -211,7 +206,7 @@ def _prompt(about: About, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
 
 
 def _load(text: str) -> int | None:
-    """Requests by what a server told; None for what tells none, such as infinitely many."""
+    """Return the requests that a server reports; None where it reports none, or infinitely many."""
     try:
         return _sglang_load(text) if text.lstrip().startswith("{") else reported_load(text)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which texts of generation > 0 an engine holds, learned from its KV events, and which of them is computed again first."""
+"""Texts of generation > 0 that an engine holds, learned from its KV events, and their order of healing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import CapacityError
-from kvgraft.prefix import AllBlocksCleared, BlockStored, donor_generation, donor_scope, is_donor, scope_of
+from kvgraft.prefix import AllBlocksCleared, BlockStored
+from kvgraft.reuse.donor_events import donor_generation, donor_scope, is_donor, scope_of
 from kvgraft.types import KeyedNamespace
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_COUNTED = 65_536
-"""Texts whose announcements are counted, whether or not they are held; the oldest are forgotten."""
+"""Texts with a count of announcements, held or not; the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class Text:
 
     Attributes:
         name: The engine's name of the donor.
-        namespace: Digest of the namespace, as the engine tells it.
+        namespace: Digest of the namespace, as the engine names it.
         token_ids: `(n,)`.
         generation: 1 or more.
         seen: How often the text was announced so far.
@@ -52,16 +53,16 @@ class Text:
 
     @property
     def heat(self) -> tuple[int, float]:
-        """What comes first has more of it: announced often and of high generation, and of equal ones the latest."""
+        """Sort key of the hottest: announced often and of high generation, and of equal ones the latest."""
         return self.seen * self.generation, self.seen_at
 
 
 class TextCounts(NamedTuple):
-    """What is known of an engine.
+    """Numbers of texts and pages of an engine.
 
     Attributes:
         open: Texts that could be computed again.
-        private: Held texts of generation > 0 that cannot: they belong to an adapter or a salt, which events do not tell.
+        private: Held texts of generation > 0 that cannot: they belong to an adapter or a salt, which events do not name.
         donors: Donors that were announced so far.
         pages: Pages of prefixes that were announced so far.
     """
@@ -79,10 +80,10 @@ class Texts:
     """
 
     def __init__(self, *, max_tokens: int = 1 << 20, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know nothing.
+        """Begin without texts.
 
         Args:
-            max_tokens: Text that is remembered, about 50 bytes each; what is worth least is forgotten.
+            max_tokens: Text that is remembered, about 50 bytes each; the least valuable are forgotten.
             clock: Seconds.
         """
         self._lock = threading.Lock()
@@ -161,18 +162,18 @@ class Texts:
                 self._removed(name)
 
     def _stored(self, event: BlockStored) -> None:
-        whose, name = donor_scope(event), event.block_hashes[0] if len(event.block_hashes) == 1 else None
-        if whose is None or name is None or name in self._ids or name in self._private:
+        owner, name = donor_scope(event), event.block_hashes[0] if len(event.block_hashes) == 1 else None
+        if owner is None or name is None or name in self._ids or name in self._private:
             return
         self._num_donors += 1
         generation = donor_generation(event)
-        if whose.scope != scope_of():
+        if owner.scope != scope_of():
             if generation:
                 self._private.add(name)
             return
         tokens = np.asarray(event.token_ids, np.int32)
         try:
-            donor, evicted = self._held.add(_key(whose.namespace_key), tokens, name, generation=generation)
+            donor, evicted = self._held.add(_key(owner.namespace_key), tokens, name, generation=generation)
         except CapacityError:
             return
         for gone in evicted:
@@ -181,8 +182,8 @@ class Texts:
             return
         self._ids[name] = donor.donor_id
         if generation:
-            seen = self._count(whose.namespace_key, donor.token_ids)
-            self._open[name] = Text(name, whose.namespace_key, donor.token_ids, generation, seen, self._clock())
+            seen = self._count(owner.namespace_key, donor.token_ids)
+            self._open[name] = Text(name, owner.namespace_key, donor.token_ids, generation, seen, self._clock())
 
     def _removed(self, name: int | bytes) -> None:
         self._private.discard(name)
@@ -205,7 +206,7 @@ class Texts:
         return seen
 
     def _is_exact(self, text: Text) -> bool:
-        """Whether donors of generation 0 have the text: the engine would not register it again."""
+        """Return whether donors of generation 0 have the text: the engine would not register it again."""
         matches = self._held.find(_key(text.namespace), text.token_ids, max_generation=0)
         return len(text.token_ids) - sum(match.length for match in matches) < _LEAST_NEW_TOKENS
 

@@ -1,4 +1,4 @@
-"""Who may look: holders of the page's key, or browsers on this machine where there is none."""
+"""Access to the page: for holders of its key, or browsers on this machine where there is none."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def _is_here(scope: Scope) -> bool:
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return 32 bytes that stand for a key: comparing these takes as long whatever of a key fits, or how long it is."""
+    """Return 32 bytes that stand for a key: comparing two takes the same time for all keys."""
     return hashlib.sha256(key).digest()

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from kvgraft.engine.inspection import DonorFacts, Inspection, LiveRequest
-    from kvgraft.engine.risk import AuditFacts
+    from kvgraft.engine.requests.risk import AuditFacts
     from kvgraft.inspector.entries import Entry
     from kvgraft.inspector.file_source import FileSource
     from kvgraft.inspector.source import Source
 
 _PERIOD_S = 1.0
 _MOST_ROWS = 200
-"""Requests of one answer; the page asks for older ones when somebody wants to see them."""
+"""Requests of one answer; the page asks for older ones when its user does."""
 _MOST_STREAMS = 16
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
 _REPORT_POLICY = (
@@ -54,7 +54,7 @@ _REPORT_POLICY = (
 def create_inspector(source: Source, key: str = "") -> ASGIApp:
     """Return an ASGI app that shows `source` to holders of `key`; without a key, to this machine alone.
 
-    Whoever mounts it follows the source (`following.followed`): apps that are mounted are not told of starts and ends.
+    The app that mounts it follows the source (`following.followed`): mounted apps learn of no start and no end.
     """
     return Access(_Inspector(source).app(), key)
 
@@ -141,7 +141,7 @@ class _Inspector:
         return JSONResponse(None if found is None else _shown(found))
 
     async def events(self, request: Request) -> Response:
-        """News once a second as server-sent events: figures, and requests behind the last event that the browser has seen.
+        """News once a second as server-sent events: figures, and requests after the last event that the browser has seen.
 
         The first event has the figures of the last hour, too: of a browser that comes back, some time is missing.
         """
@@ -156,7 +156,7 @@ class _Inspector:
         self._num_streams += 1
         try:
             yield "retry: 1000\n\n"
-            past = {"timeline": self._source.timeline.told()}
+            past = {"timeline": self._source.timeline.as_dicts()}
             while not self._source.is_closing:
                 await self._source.refresh()
                 newest = self._source.log.newest
@@ -199,7 +199,7 @@ def _fields(facts: LiveRequest | DonorFacts | AuditFacts) -> dict[str, Any]:
 
 
 def _told(entry: Entry) -> dict[str, Any]:
-    """A request as a line of a report file; without its text, which is nobody's here."""
+    """A request as a line of a report file; without its text."""
     assert entry.explained is not None
     explained = entry.explained()
     return {

@@ -24,8 +24,8 @@ class EngineSource:
 
     Args:
         name: Of the model.
-        engine: Is asked between steps, only while somebody looks.
-        history: The engine tells it of requests.
+        engine: Is asked between steps, only while the page is open.
+        history: Requests that the engine recorded.
         samples: Gives the metrics with these names as of now.
         is_closing: Says whether the server is being stopped.
 
@@ -59,7 +59,7 @@ class EngineSource:
         return self._is_closing()
 
     async def refresh(self) -> None:
-        """Do nothing: the engine tells by itself."""
+        """Do nothing: the engine records by itself."""
 
     async def samples(self) -> list[Sample]:
         """Metrics as of now; the others, with their buckets, are not collected."""

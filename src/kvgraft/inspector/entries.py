@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvgraft.explain import ExplainedRequest
 
 COUNTED = ("exact", "shifted", "substituted", "recomputed", "computed")
-"""Fates of prompt tokens, which reports count under these names with `_tokens` behind them."""
+"""Fates of prompt tokens; reports count them under these names with `_tokens` after them."""
 _MOST_ENTRIES = 10_000
 
 
@@ -26,14 +26,14 @@ class Entry:
         number: Its place, from 1 on; never given out twice.
         ended: Unix time at which it ended, or was read of, in seconds.
         request_id: Its name.
-        outcome: How it ended; empty where nobody said.
+        outcome: How it ended; empty where unknown.
         prompt_tokens: Length of the prompt.
-        output_tokens: Tokens generated; None where nobody said.
-        ttft_s: Seconds to the first token; None where nobody said.
-        total_s: Seconds to its end; None where nobody said.
+        output_tokens: Tokens generated; None where unknown.
+        ttft_s: Seconds to the first token; None where unknown.
+        total_s: Seconds to its end; None where unknown.
         counts: Prompt tokens by fate (`COUNTED`).
         miss: Why nothing was grafted, or empty.
-        explained: Makes all of what its report tells; None where it has none.
+        explained: Makes its report's explanation; None without a report.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which requests are asked for.
+    """A choice of requests.
 
     Attributes:
         text: Part of the name, the outcome or the reason of the miss, in lower case; empty takes all.
@@ -95,7 +95,7 @@ class EntryLog:
         return self._newest
 
     def get(self, number: int) -> Entry | None:
-        """An entry, or None if it is not kept. O(entries behind it)."""
+        """An entry, or None if it is not kept. O(entries after it)."""
         return next((entry for entry in self._backwards() if entry.number == number), None)
 
     def select(self, which: Filter, *, after: int = 0, before: int = 0, limit: int) -> list[Entry]:

@@ -53,7 +53,7 @@ class FileSource:
         self._metrics_url = metrics_url
         self._identity: tuple[int, int] | None = None
         self._offset = 0
-        self._is_told = False
+        self._is_reported = False
         self._lock = asyncio.Lock()
         if file is not None:
             try:
@@ -75,9 +75,9 @@ class FileSource:
         try:
             return await asyncio.to_thread(lambda: read_samples(self._fetch()))
         except (OSError, ValueError, HTTPException) as error:
-            if not self._is_told:
+            if not self._is_reported:
                 logger.warning("%s gives no metrics: %s", self._metrics_url, error)
-            self._is_told = True
+            self._is_reported = True
             return []
 
     async def close(self, _grace_s: float) -> None:
@@ -90,7 +90,7 @@ class FileSource:
     def _fetch(self) -> str:
         with urllib.request.urlopen(self._metrics_url, timeout=_PATIENCE_S) as answer:
             text: bytes = answer.read(_MOST_METRICS)
-        self._is_told = False
+        self._is_reported = False
         return text.decode(errors="replace")
 
     def _read_on(self, file: Path) -> None:

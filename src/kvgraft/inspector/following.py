@@ -1,4 +1,4 @@
-"""Looks at a source every few seconds, so that its timeline has the last hour when somebody opens the page."""
+"""Look at a source every few seconds, so that its timeline has the last hour when the page is opened."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def followed(source: Source | None, period_s: float = PERIOD_S) -> AsyncGe
 
 
 async def _follow(source: Source, period_s: float) -> None:
-    """Look until cancelled; a look that fails leaves a gap, of which the log tells the first time."""
-    is_told = False
+    """Look until cancelled; a look that fails leaves a gap, and the log has the first of them."""
+    is_reported = False
     while True:
         try:
             source.timeline.add(time.time(), state_of(await source.samples()))
         except Exception:
-            if not is_told:
+            if not is_reported:
                 logger.exception("the page's curves have gaps: figures could not be read")
-            is_told = True
+            is_reported = True
         await asyncio.sleep(period_s)

@@ -1,4 +1,4 @@
-"""What the engine tells of requests, kept for the page."""
+"""Records of requests, kept for the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RequestHistory:
-    """A `Recorder` that keeps the last requests as they were told; what a page shows of them is made when it asks.
+    """A `Recorder` that keeps the last requests as they were recorded; what a page shows of them is made when it asks.
 
     Attributes:
         log: The requests.

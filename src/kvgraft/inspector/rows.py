@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvgraft.explain import Attempt
+    from kvgraft.explain import ReportedAttempt
     from kvgraft.inspector.entries import Entry
 
 _CELLS = 240
@@ -31,7 +31,7 @@ def row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def bar(attempt: Attempt, cells: int = _CELLS) -> list[tuple[str, int]]:
+def bar(attempt: ReportedAttempt, cells: int = _CELLS) -> list[tuple[str, int]]:
     """Divide a prompt into `cells` and return adjacent ones of a fate as `(fate, how many)`; their sum is `cells`."""
     scale = cells / max(1, attempt.num_tokens)
     ends = [(str(piece.kind), round(piece.stop * scale)) for piece in attempt.pieces()]

@@ -1,4 +1,4 @@
-"""What the page shows, wherever it comes from."""
+"""Sources of what the page shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """A server, or what one left behind."""
+    """A server, or the files that one left."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class Source(Protocol):
 
     @property
     def timeline(self) -> Timeline:
-        """Figures of the last hour, where somebody follows the source (`following.followed`)."""
+        """Figures of the last hour, where the source is followed (`following.followed`)."""
         ...
 
     @property

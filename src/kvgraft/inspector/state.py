@@ -43,7 +43,8 @@ def state_of(samples: Iterable[Sample]) -> dict[str, Any]:
     """Pick figures out of metrics. Those of several models or ranks are added up; what is not there is left out.
 
     Returns:
-        Numbers by name, numbers by name and label (`slots`, `tokens`, `misses`, `requests`), and `risk` by reuse class.
+        Numbers by name, numbers by name and label (`slots`, `tokens`, `misses`, `requests`), and `risk` by reuse class and
+        part of the answers.
     """
     found: dict[str, Any] = {}
     risk: dict[str, dict[str, Any]] = {}
@@ -57,7 +58,8 @@ def state_of(samples: Iterable[Sample]) -> dict[str, Any]:
             key = sample.labels.get(label, "")
             counts[key] = counts.get(key, 0) + sample.value
         elif sample.name in _RISK:
-            facts = risk.setdefault(sample.labels.get("reuse_class", ""), {})
+            kind = " ".join(sample.labels[name] for name in ("reuse_class", "part") if name in sample.labels)
+            facts = risk.setdefault(kind, {})
             facts[_RISK[sample.name]] = sample.value
             facts |= {name: sample.labels[name] for name in ("notch", "status") if name in sample.labels}
     if risk:
@@ -66,7 +68,7 @@ def state_of(samples: Iterable[Sample]) -> dict[str, Any]:
 
 
 def read_samples(exposition: str) -> list[Sample]:
-    """Samples of a metrics page named in `NAMES`; it holds many buckets that nobody asks for, and reading them takes long."""
+    """Samples of a metrics page named in `NAMES`; its many other buckets would take long to read."""
     lines = [line for line in exposition.splitlines() if line.startswith(NAMES) and _name_of(line) in NAMES]
     try:
         return [

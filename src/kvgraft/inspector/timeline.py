@@ -1,4 +1,4 @@
-"""Figures of the last hour for the page's curves: who opens it behind an incident sees what led there."""
+"""Figures of the last hour for the page's curves: opened after an incident, it shows what led there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Point:
     tokens: Mapping[str, float]
     slots: Mapping[str, float]
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """In types that JSON has."""
         return {"at": self.at, "tokens": dict(self.tokens), "slots": dict(self.slots)}
 
@@ -43,6 +43,6 @@ class Timeline:
         if "tokens" in state or "slots" in state:
             self._points.append(Point(at, state.get("tokens", {}), state.get("slots", {})))
 
-    def told(self) -> list[dict[str, Any]]:
+    def as_dicts(self) -> list[dict[str, Any]]:
         """All points in types that JSON has."""
-        return [point.told() for point in self._points]
+        return [point.as_dict() for point in self._points]

@@ -1,4 +1,7 @@
-"""KV memory: who holds which slot (numpy alone), bytes of slots, blocks in host memory and stores (torch, loaded on use)."""
+"""KV memory: who holds which slot (numpy alone), bytes of slots, blocks in host memory and stores (torch, loaded on use).
+
+Public modules: `host_memory`, `packed`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which KV slot: hands slots out, counts references by kind of owner, and takes them back at zero.
+"""Owners of KV slots: hands slots out, counts references by kind of owner, and takes them back at zero.
 
 Knows numbers only, no tensors; `pool.py` holds the bytes. Needs numpy alone.
 """
@@ -27,7 +27,7 @@ class Owner(IntEnum):
 
 
 _FREE = len(Owner)
-"""The class of a slot that nobody holds, behind those of the owners."""
+"""The class of a slot without a holder, after those of the owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class SlotUsage:
     Invariant: `free + request + cached + donor == total`.
 
     Attributes:
-        free: Held by nobody.
-        request: Held by a request, whoever else holds them.
+        free: Without a holder.
+        request: Held by a request, and perhaps by others.
         cached: Held by the prefix cache and by no request.
         donor: Held by donors alone.
         total: All slots.
@@ -91,8 +91,8 @@ class SlotAllocator:
     def allocate(self, num_tokens: int, *, after: int | None = None) -> SlotArray:
         """Take free slots for a request, one `REQUEST` reference each.
 
-        Prefers the slots right behind `after`, then one run that holds all the rest (the tightest), then the fewest
-        runs. The part behind `after` comes first; the rest ascends.
+        Prefers the slots right after `after`, then one run that holds all the rest (the tightest), then the fewest
+        runs. The part that follows `after` comes first; the rest ascends.
 
         Args:
             num_tokens: How many; zero is allowed.
@@ -121,7 +121,7 @@ class SlotAllocator:
         return slots
 
     def retain(self, slots: SlotArray, owner: Owner) -> None:
-        """Add one reference by `owner` to each of `slots`, which somebody holds already.
+        """Add one reference by `owner` to each of `slots`, all of which are held already.
 
         Complexity: O(len(slots)), vectorised.
 
@@ -186,7 +186,7 @@ class SlotAllocator:
         return int(self._refs[owner].sum())
 
     def num_counted(self, slots: SlotArray, owner: Owner) -> int:
-        """How many of `slots` are counted under `owner`; for donors, how many nobody else holds. Complexity: O(slots)."""
+        """Count `slots` under `owner`; for donors, those without another holder. O(slots)."""
         return int(np.count_nonzero(self._classes(slots) == owner))
 
     def check(self) -> None:

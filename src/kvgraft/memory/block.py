@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """Keys and values of a run of tokens, per layer. Nobody writes to the tensors once the block exists.
+    """Keys and values of a run of tokens, per layer. The tensors are not written once the block exists.
 
     Attributes:
         keys: One tensor `(num_tokens, num_kv_heads, head_dim)` per layer; heads and widths may differ by layer.
@@ -60,7 +60,7 @@ class KVBlock:
 
     @classmethod
     def join(cls, blocks: Sequence[KVBlock]) -> KVBlock:
-        """Put runs of the same layers one behind another; a single one is returned as it is, others are copied.
+        """Concatenate runs of the same layers; a single one is returned as it is, others are copied.
 
         Raises:
             ConfigError: There are none, or they differ in layers.

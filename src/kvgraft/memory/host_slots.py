@@ -122,7 +122,7 @@ class HostSlots:
 
 
 def _store(tensor: torch.Tensor, target: slice | torch.Tensor, source: torch.Tensor) -> None:
-    """Write rows in host memory; heads are brought behind tokens on the device first, so that one piece is transferred."""
+    """Write rows in host memory; heads are moved after tokens on the device first, so that one piece is transferred."""
     if isinstance(target, slice):
         tensor[target].copy_(source.contiguous())
     else:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvgraft.config import check_host_memory
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError, StoreError
-from kvgraft.memory.block import KVBlock
+from kvgraft.memory.packed import keeps_nothing_else, packed
+
+if TYPE_CHECKING:
+    from kvgraft.memory.block import KVBlock
 
 StoreKey = int | str | bytes
 """Names one block; a `DonorId` is one."""
@@ -20,7 +25,7 @@ class HostKVStore:
 
     Invariants (verified by `check`):
         - `used_bytes` is the sum over the blocks and at most `budget_bytes`.
-        - Every tensor owns exactly its bytes: none is a view that would keep more alive than is counted.
+        - Every block keeps exactly its bytes alive: no tensor is a view of more than is counted.
     """
 
     def __init__(self, budget_bytes: int, *, pin_memory: bool = False) -> None:
@@ -53,6 +58,11 @@ class HostKVStore:
         return self._budget_bytes
 
     @property
+    def pins_memory(self) -> bool:
+        """Whether blocks are kept page-locked: one that is not is copied when it is put."""
+        return self._pin_memory
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the blocks kept."""
         return self._used_bytes
@@ -75,11 +85,11 @@ class HostKVStore:
             raise ConfigError("a host store takes CPU tensors: export the block first")
         if not self.fits(block.num_bytes):
             raise CapacityError(f"{block.num_bytes} bytes do not fit in {self._budget_bytes - self._used_bytes}")
-        self._blocks[key] = KVBlock(tuple(map(self._own, block.keys)), tuple(map(self._own, block.values)))
+        self._blocks[key] = block if self._is_own(block) else packed([block], pin_memory=self._pin_memory)
         self._used_bytes += block.num_bytes
 
     def get(self, key: StoreKey, start: int = 0, length: int | None = None) -> KVBlock:
-        """View `length` tokens from `start` of a block, all behind `start` by default.
+        """View `length` tokens from `start` of a block, all from `start` on by default.
 
         The views stay good after `remove`, which then frees nothing until they are gone.
 
@@ -111,21 +121,16 @@ class HostKVStore:
                 f"{used_bytes} bytes kept, {self._used_bytes} counted, {self._budget_bytes} allowed"
             )
         for key, block in self._blocks.items():
-            if not all(_owns_its_bytes(tensor) for tensor in (*block.keys, *block.values)):
+            if not keeps_nothing_else(block):
                 raise CorruptCacheError(f"the block under {key!r} keeps more memory alive than is counted")
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself if it owns its bytes as they should be, else a copy that does."""
-        if self._pin_memory and not tensor.is_pinned():
-            return tensor.contiguous().pin_memory()
-        return tensor if _owns_its_bytes(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    def _is_own(self, block: KVBlock) -> bool:
+        """Return whether the block can be kept as it is: in memory of its own, page-locked if it should be."""
+        is_pinned = not self._pin_memory or all(tensor.is_pinned() for tensor in (*block.keys, *block.values))
+        return is_pinned and keeps_nothing_else(block)
 
     def _find(self, key: StoreKey) -> KVBlock:
         try:
             return self._blocks[key]
         except KeyError:
             raise StoreError(f"there is no block under {key!r}") from None
-
-
-def _owns_its_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

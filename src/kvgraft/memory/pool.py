@@ -12,6 +12,7 @@ import torch
 
 from kvgraft.errors import ConfigError
 from kvgraft.memory.block import KVBlock
+from kvgraft.memory.packed import packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ SlotIndex = slice | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token takes in one layer: `(num_kv_heads, head_dim)`, once for keys and once for values."""
+    """The shape of one token in one layer: `(num_kv_heads, head_dim)`, once for keys and once for values."""
 
     num_kv_heads: int
     head_dim: int
@@ -46,7 +47,7 @@ class KVPlace(Protocol):
 
 
 class KVPool(Protocol):
-    """What a graft needs from a pool, be it one space of slots or two."""
+    """The part of a pool that a graft needs, be it one space of slots or two."""
 
     @property
     def device(self) -> torch.device:
@@ -161,9 +162,9 @@ class SlotPool:
             self.write(layer, target, keys, values)
 
     def export(self, slots: SlotIndex) -> KVBlock:
-        """Copy slots of all layers into CPU memory of their own, the caller's."""
+        """Copy slots of all layers into CPU memory of their own, in one piece, the caller's."""
         pairs = [self.read(layer, slots) for layer in range(len(self.layers))]
-        return KVBlock(tuple(_to_host(k) for k, _ in pairs), tuple(_to_host(v) for _, v in pairs))
+        return packed([KVBlock(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs))])
 
     def load(self, block: KVBlock, slots: SlotIndex) -> None:
         """Write a block of the same layers into slots, token i to `slots[i]`.
@@ -192,10 +193,6 @@ def as_index(slots: NDArray[np.int64], device: torch.device | str = "cpu") -> Sl
     if last - first == len(slots) - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
         return slice(first, last + 1)
     return torch.tensor(slots, dtype=torch.int64, device=device)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def _may_overlap(source: SlotIndex, target: SlotIndex) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvgraft.config import quoted
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, one_line
 from kvgraft.models.bundled import BUNDLED_MODEL, bundled_model_path
 from kvgraft.models.smollm2 import SMOLLM2_INSTALL, SMOLLM2_MODEL, smollm2_path
 from kvgraft.models.weight_files import weight_files
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SUFFIX = ".gguf"
+_NO_CODE = {"trust_remote_code": False}
+"""Said to every `from_pretrained`, because transformers would ask on stdin whether a checkpoint may run code."""
 _CHOICES = f"give a Hugging Face directory, a hub id, a GGUF file, {BUNDLED_MODEL!r} or {SMOLLM2_MODEL!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is to be loaded.
+    """A checkpoint to load.
 
     Attributes:
         name: What the user called it.
@@ -34,9 +36,16 @@ class Checkpoint:
     gguf: Path | None = None
 
     @property
-    def arguments(self) -> Mapping[str, str]:
-        """What every `from_pretrained` is told besides `source`."""
-        return {} if self.gguf is None else {"gguf_file": self.gguf.name}
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments of every `from_pretrained` besides `source`."""
+        return _NO_CODE if self.gguf is None else _NO_CODE | {"gguf_file": self.gguf.name}
+
+
+def load_failure(name: str, error: Exception) -> str:
+    """Say in a line why transformers cannot load what `name` means; without its advice to let the checkpoint run code."""
+    if "trust_remote_code" in str(error):
+        return f"{name} brings Python code of its own (auto_map), which kvgraft never runs"
+    return one_line(error).rstrip(".")
 
 
 def find_checkpoint(name: str) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""How much memory a checkpoint on this machine takes when it is loaded, told from its files without loading it."""
+"""The memory that a checkpoint on this machine takes once loaded, from its files alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ModelError
+from kvgraft.models.impossible import require_magic, require_sizes
 from kvgraft.models.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
     from kvgraft.models.checkpoint import Checkpoint
 
 _LARGEST_HEADER = 100 << 20
-"""What the safetensors format allows."""
+"""Longest header that the safetensors format allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a model takes, as far as its files tell.
+    """Memory that a model takes, as far as its files say.
 
     Attributes:
-        num_weights: Elements of all weights; 0 where it cannot be told.
+        num_weights: Elements of all weights; 0 where the files do not say.
         file_bytes: Of the files that hold them.
-        kv_per_token: Elements of K/V per token; 0 where it cannot be told.
+        kv_per_token: Elements of K/V per token; 0 where the files do not say.
     """
 
     num_weights: int = 0
@@ -41,17 +42,19 @@ class Footprint:
 
 
 def footprint_of(checkpoint: Checkpoint) -> Footprint | None:
-    """Tell what a model on this machine takes; None for one of the hub.
+    """Return the memory that a model on this machine takes; None for one of the hub.
 
     Raises:
-        ModelError: Its directory has no weights, or a configuration that is no JSON object.
+        ModelError: Its directory has no weights, a configuration that is no JSON object or one of impossible sizes; or its
+            file is no GGUF file.
     """
     if checkpoint.gguf is not None:
+        require_magic(checkpoint.name, checkpoint.gguf)
         return Footprint(file_bytes=checkpoint.gguf.stat().st_size)
     folder = Path(checkpoint.source)
-    if not folder.is_dir():
+    config = configuration_of(checkpoint)
+    if config is None:
         return None
-    config = _configuration(checkpoint.name, folder / "config.json")
     files = weight_files(folder)
     if not files:
         raise ModelError(
@@ -60,20 +63,29 @@ def footprint_of(checkpoint: Checkpoint) -> Footprint | None:
     return Footprint(sum(map(_num_elements, files)), sum(file.stat().st_size for file in files), _kv_per_token(config))
 
 
-def _configuration(name: str, file: Path) -> dict[str, Any]:
+def configuration_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Read the config.json of a model in a directory; None for any other.
+
+    Raises:
+        ModelError: It is no JSON object, or has impossible sizes.
+    """
+    folder, name = Path(checkpoint.source), checkpoint.name
+    if checkpoint.gguf is not None or not folder.is_dir():
+        return None
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"cannot load model {name}: config.json is not valid JSON ({error}); fetch it again"
         ) from error
     if not isinstance(config, dict):
         raise ModelError(f"cannot load model {name}: config.json is no JSON object; fetch it again")
+    require_sizes(name, config)
     return config
 
 
 def _num_elements(file: Path) -> int:
-    """Elements of the tensors in a safetensors file, told by its header; 0 where it has none that can be read."""
+    """Return the number of elements in a safetensors file by its header; 0 without a readable one."""
     try:
         return sum(_sizes(file))
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, struct.error):

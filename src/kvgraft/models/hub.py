@@ -1,4 +1,4 @@
-"""Whether a model can be had from the Hugging Face hub, found out in seconds.
+"""Find out in seconds whether the Hugging Face hub has a model.
 
 Libraries would try every file of it, several times each.
 """
@@ -94,5 +94,5 @@ def _unreachable(name: str, reason: str) -> ConfigError:
 
 
 def _no_folder(name: str) -> str:
-    """What a message begins with for whoever meant a path: `models/mine` looks like a hub id, too."""
+    """Beginning of messages, for users who meant a path: `models/mine` looks like a hub id, too."""
     return f"there is no folder {name} here, and "

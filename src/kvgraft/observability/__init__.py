@@ -1,4 +1,4 @@
-"""What happened, told to whoever listens: records of requests and steps, and recorders that turn them into metrics.
+"""Records of requests and steps, and recorders that turn them into metrics.
 
 Public modules: `chrome_trace`, `log_format`, `stages`, and `process` and `prometheus`, which need prometheus_client.
 """

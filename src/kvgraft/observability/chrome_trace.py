@@ -117,8 +117,8 @@ class ChromeTrace:
     def _step(self, record: StepRecord) -> Event:
         rows = {"prefill": record.prefill_rows, "decode": record.decode_rows, "heal": record.heal_rows}
         name = " + ".join(kind for kind, count in rows.items() if count) or "no rows"
-        told = {f"{kind}_rows": count for kind, count in rows.items()}
-        told |= {
+        values = {f"{kind}_rows": count for kind, count in rows.items()}
+        values |= {
             "num_running": record.num_running,
             "num_waiting": record.num_waiting,
             "slots_free": record.slots_free,
@@ -126,7 +126,7 @@ class ChromeTrace:
             "slots_cached": record.slots_cached,
             "slots_donor": record.slots_donor,
         }
-        return self._event(_STEPS, Stage(name, record.started, record.started + record.seconds), told)
+        return self._event(_STEPS, Stage(name, record.started, record.started + record.seconds), values)
 
     def _request(self, record: RequestRecord) -> list[Event]:
         times = record.times

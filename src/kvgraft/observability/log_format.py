@@ -12,7 +12,7 @@ class TextFormatter(logging.Formatter):
     """`2026-11-21T09:30:00.123Z INFO kvgraft.server: message key=value`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, and the traceback behind it if there is one."""
+        """Return one line, and after it the traceback if there is one."""
         line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(record.getMessage())}"
         line += "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")

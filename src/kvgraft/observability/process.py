@@ -1,4 +1,4 @@
-"""What this process is and takes: versions, resident memory, and the memory that it may take. Reads `/proc` and cgroups."""
+"""This process: versions, resident memory, and the memory that it may take. Reads `/proc` and cgroups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProcessMemory:
     """Memory of this process.
 
     Attributes:
-        resident_bytes: What it has in physical memory; None where the system does not tell (no `/proc`).
+        resident_bytes: What it has in physical memory; None where the system does not say (no `/proc`).
         limit_bytes: What it may take before it is ended.
         limited_by: `cgroup` (a container, a systemd unit) or `machine`.
     """

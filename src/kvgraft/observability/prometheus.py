@@ -22,6 +22,7 @@ from kvgraft.reuse.metrics import (
     PROPOSALS,
     RISK_AUDITS,
     RISK_CERTIFIED,
+    SEMANTIC_CALLS,
     MetricKind,
     StoreSamples,
     risk_samples,
@@ -96,12 +97,14 @@ class PrometheusRecorder:
         self._sessions = self._gauge("sessions", "Open sessions")
         self._kept = self._gauge("session_kv_slots", "K/V slots that are kept for sessions")
         self._heal_candidates = self._gauge("heal_candidates", "Texts of grafted requests that wait to be healed")
-        self._healed_tokens = self._counter("healed_tokens", "Tokens computed exactly behind grafts, after the answer")
+        self._healed_tokens = self._counter(
+            "healed_tokens", "Tokens computed exactly after the answer, where grafts were"
+        )
         self._healed_requests = self._counter("healed_requests", "Grafted requests whose K/V were healed to their end")
         self._heals_dropped = self._counter("heals_dropped", "Grafted requests that were not healed", "reason")
         self._last_heals: dict[str, int] = {}
         self._last_errors = 0
-        self._last_proposals: dict[str, int] = {}
+        self._last_counts: dict[tuple[ReuseMetric, str], int] = {}
         self._stores = StoreSamples()
 
     def record_request(self, record: RequestRecord) -> None:
@@ -124,7 +127,7 @@ class PrometheusRecorder:
                 family.observe(value) if metric.kind is MetricKind.HISTOGRAM else family.inc(value)
 
     def record_step(self, record: StepRecord) -> None:
-        """Count a step and take over the state behind it."""
+        """Count a step and take over the state after it."""
         self._steps.labels(self._model_name).inc()
         self._step_time.labels(self._model_name).observe(record.seconds)
         self._rows.labels("prefill", self._model_name).inc(record.prefill_rows)
@@ -191,10 +194,18 @@ class PrometheusRecorder:
 
     def set_proposals(self, counts: Mapping[str, int]) -> None:
         """Take over the engine's counts of proposed donors."""
-        for what, count in counts.items():
-            new = count - self._last_proposals.get(what, 0)
-            self._reuse[PROPOSALS].labels(what, self._model_name).inc(max(0, new))
-        self._last_proposals = dict(counts)
+        self._set_counts(PROPOSALS, counts)
+
+    def set_semantic_calls(self, counts: Mapping[str, int]) -> None:
+        """Take over the engine's counts of calls of a semantic provider, by outcome."""
+        self._set_counts(SEMANTIC_CALLS, counts)
+
+    def _set_counts(self, metric: ReuseMetric, counts: Mapping[str, int]) -> None:
+        """Take over the engine's counts of a counter with one label."""
+        for name, count in counts.items():
+            new = count - self._last_counts.get((metric, name), 0)
+            self._reuse[metric].labels(name, self._model_name).inc(max(0, new))
+            self._last_counts[metric, name] = count
 
     def set_healing(self, num_candidates: int, num_tokens: int, num_requests: int, dropped: Mapping[str, int]) -> None:
         """Take over the engine's counts of healing."""
@@ -208,14 +219,14 @@ class PrometheusRecorder:
         last, self._last_heals[what] = self._last_heals.get(what, 0), count
         return max(0, count - last)
 
-    def set_stores(self, counts: Iterable[StoreCounts], num_cold: int) -> None:
+    def set_stores(self, counts: Iterable[StoreCounts], num_stored: int) -> None:
         """Take over what stores have done so far, and how many donors lie in them alone."""
-        for metric, labels, value in self._stores.changes(counts, num_cold):
+        for metric, labels, value in self._stores.changes(counts, num_stored):
             family = self._reuse[metric].labels(*labels, self._model_name)
             family.set(value) if metric.kind is MetricKind.GAUGE else family.inc(value)
 
-    def set_risk(self, statements: Mapping[str, RiskStatement]) -> None:
-        """Take over what may be said of each reuse class."""
+    def set_risk(self, statements: Mapping[str, Mapping[str, RiskStatement]]) -> None:
+        """Take over what may be said of each reuse class and part of its answers."""
         for metric in (RISK_AUDITS, RISK_CERTIFIED):
             self._reuse[metric].clear()
         for metric, labels, value in risk_samples(statements):
@@ -254,7 +265,7 @@ class PrometheusRecorder:
 
 
 class _WithoutCreated(Collector):
-    """A registry without the `_created` series that the client library adds to each counter and nobody reads."""
+    """A registry without the `_created` series that the client library adds to each counter."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -41,7 +41,7 @@ class RequestRecord:
 
     Attributes:
         request_id: Its name; for logs and traces, never a metric label.
-        outcome: `stop`, `length`, `abort` (cancelled by its owner) or `error`.
+        outcome: `stop`, `length`, `abort` (cancelled by its owner), `refused` (it asked for what cannot be done) or `error`.
         prompt_tokens: Length of the prompt.
         output_tokens: Tokens generated.
         report: What was reused; None if it ended before its prompt was computed.
@@ -49,7 +49,7 @@ class RequestRecord:
         ttft_s: Seconds from arrival to the first token; None if there was none.
         total_s: Seconds from arrival to the end.
         num_preemptions: How often it lost its slots and was computed again.
-        times: When what happened; None where nobody noted it.
+        times: Times of the events; None where none was noted.
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of the engine: one forward pass over rows of several requests, and the state behind it.
+    """One step of the engine: one forward pass over rows of several requests, and the state after it.
 
     Attributes:
         seconds: Duration, bookkeeping included.
@@ -74,7 +74,7 @@ class StepRecord:
         decode_rows: Requests that got a further token from it.
         num_running: Admitted requests.
         num_waiting: Requests that wait for admission.
-        slots_free: K/V slots that nobody holds.
+        slots_free: K/V slots without a holder.
         slots_request: K/V slots of running requests.
         slots_cached: K/V slots that only the prefix cache holds, or it and donors.
         slots_donor: K/V slots that donors alone hold.
@@ -85,7 +85,7 @@ class StepRecord:
         num_sessions: Open sessions.
         slots_kept: Slots that are kept for sessions; part of those of requests and the prefix cache.
         heal_rows: Positions of finished requests that were computed exactly beside the others.
-        started: `time.perf_counter()` when it began; 0 where nobody noted it.
+        started: `time.perf_counter()` when it began; 0 where it was not noted.
     """
 
     seconds: float
@@ -136,7 +136,7 @@ class Recorder(Protocol):
 
 
 class NullRecorder:
-    """A recorder for engines that nobody watches; keeps nothing."""
+    """A recorder that keeps nothing."""
 
     def record_request(self, record: RequestRecord) -> None:
         """Ignore what became of a request."""
@@ -145,32 +145,32 @@ class NullRecorder:
         """Ignore what a step did."""
 
     def record_idle(self, record: IdleRecord) -> None:
-        """Ignore what was done while nobody waited."""
+        """Ignore work of idle time."""
 
 
 class Recorders:
-    """Several recorders that are told the same, in order; one that fails keeps nothing from the others."""
+    """Several recorders of the same events, in order; one that fails keeps nothing from the others."""
 
     def __init__(self, recorders: Iterable[Recorder]) -> None:
         self._recorders = tuple(recorders)
 
     def record_request(self, record: RequestRecord) -> None:
-        """Tell all of them of a request that has ended; raises the first failure at the end."""
-        self._tell(lambda recorder: recorder.record_request(record))
+        """Record a request that has ended; raises the first failure at the end."""
+        self._each(lambda recorder: recorder.record_request(record))
 
     def record_step(self, record: StepRecord) -> None:
-        """Tell all of them of a step; raises the first failure at the end."""
-        self._tell(lambda recorder: recorder.record_step(record))
+        """Record a step; raises the first failure at the end."""
+        self._each(lambda recorder: recorder.record_step(record))
 
     def record_idle(self, record: IdleRecord) -> None:
-        """Tell all of them of a pass that no request waited for; raises the first failure at the end."""
-        self._tell(lambda recorder: recorder.record_idle(record))
+        """Record a pass that no request waited for; raises the first failure at the end."""
+        self._each(lambda recorder: recorder.record_idle(record))
 
-    def _tell(self, tell: Callable[[Recorder], None]) -> None:
+    def _each(self, record: Callable[[Recorder], None]) -> None:
         failure: Exception | None = None
         for recorder in self._recorders:
             try:
-                tell(recorder)
+                record(recorder)
             except Exception as error:  # noqa: BLE001 - raised again below
                 failure = failure or error
         if failure is not None:

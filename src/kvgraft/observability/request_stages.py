@@ -1,4 +1,4 @@
-"""The stages of a request, one behind another, out of the moments that its record holds."""
+"""The stages of a request, one after another, from the times in its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start is at, told as log records: whoever starts an engine decides who sees them."""
+"""Stages of a start as log records: the program that starts an engine decides who sees them."""
 
 from __future__ import annotations
 

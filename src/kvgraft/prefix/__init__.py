@@ -6,17 +6,7 @@ Public modules: `eviction.policies`, for the policies themselves, `events.log`, 
 from __future__ import annotations
 
 from kvgraft.prefix.base import PrefixCache
-from kvgraft.prefix.chunk import ChunkCache, SWAChunkCache
 from kvgraft.prefix.context import PoolFacts, TreeCacheBuildContext
-from kvgraft.prefix.events.donors import (
-    DonorScope,
-    donor_generation,
-    donor_removed,
-    donor_scope,
-    donor_stored,
-    is_donor,
-    scope_of,
-)
 from kvgraft.prefix.events.event import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from kvgraft.prefix.events.log import EventLog
 from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber
@@ -25,7 +15,6 @@ from kvgraft.prefix.eviction.policies import EVICTION_POLICIES, EvictionKey, Evi
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.hierarchical.transfer import WRITE_POLICIES, LoadBack, LoadBackResult, TierTransfer
 from kvgraft.prefix.key import RadixKey, frozen_tokens
-from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.registry import (
@@ -36,7 +25,6 @@ from kvgraft.prefix.registry import (
     register_radix_cache_backend,
     registered_radix_cache_backends,
 )
-from kvgraft.prefix.request import RequestRow
 from kvgraft.prefix.results import (
     EvictResult,
     FidelitySpan,
@@ -46,6 +34,7 @@ from kvgraft.prefix.results import (
     OutlineNode,
     PrefixHandle,
     SlotArray,
+    StoredLength,
 )
 from kvgraft.prefix.semantic import (
     GuardedProvider,
@@ -53,8 +42,12 @@ from kvgraft.prefix.semantic import (
     SemanticPrefixProvider,
     SemanticPrefixResult,
     load_provider,
+    provider_class,
 )
-from kvgraft.prefix.sessions import StreamingSession
+from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
+from kvgraft.prefix.standalone.lifecycle import StoredRow
+from kvgraft.prefix.standalone.request import RequestRow
+from kvgraft.prefix.standalone.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
 from kvgraft.prefix.swa.node import SWALock
 from kvgraft.prefix.swa.results import SWAInsertResult, SWAMatchResult
@@ -68,7 +61,6 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "ChunkCache",
-    "DonorScope",
     "EventBatch",
     "EventLog",
     "EvictResult",
@@ -101,6 +93,7 @@ __all__ = [
     "SemanticPrefixProvider",
     "SemanticPrefixResult",
     "SlotArray",
+    "StoredLength",
     "StoredRow",
     "StreamingSession",
     "TierTransfer",
@@ -111,17 +104,12 @@ __all__ = [
     "create_tree_cache",
     "decode_batch",
     "default_radix_cache_factory",
-    "donor_generation",
-    "donor_removed",
-    "donor_scope",
-    "donor_stored",
     "encode_batch",
     "frozen_tokens",
     "get_radix_cache_factory",
-    "is_donor",
     "load_provider",
     "make_eviction_policy",
+    "provider_class",
     "register_radix_cache_backend",
     "registered_radix_cache_backends",
-    "scope_of",
 ]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from kvgraft.prefix import lifecycle
-from kvgraft.prefix.lifecycle import StoredRow
-from kvgraft.prefix.results import EvictResult
+from kvgraft.prefix.results import EvictResult, StoredLength
+from kvgraft.prefix.standalone import lifecycle
+from kvgraft.prefix.standalone.lifecycle import StoredRow
 
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.request import RequestRow
     from kvgraft.prefix.results import (
         InsertResult,
         MatchPrefixParams,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
         PrefixHandle,
         SlotArray,
     )
+    from kvgraft.prefix.standalone.request import RequestRow
 
 
 class PrefixCache(ABC):
@@ -62,6 +62,14 @@ class PrefixCache(ABC):
         lookup without a request.
         """
 
+    def look(self, key: RadixKey) -> StoredLength:
+        """Say how much of `key` a match would find, without marking it as used.
+
+        Caches that do not override this are asked for a match, which marks it.
+        """
+        match = self.match_prefix(key)
+        return StoredLength(match.prefix_len, match.host_hit_len)
+
     @abstractmethod
     def insert(
         self,
@@ -77,7 +85,7 @@ class PrefixCache(ABC):
         Args:
             key: Tokens and namespace; copied.
             kv_indices: One slot per element of `key`; copied.
-            after: Handle of a stored prefix with which `key` begins: the insert starts behind it and costs only what
+            after: Handle of a stored prefix with which `key` begins: the insert starts after it and costs only what
                 follows. The caller vouches that the prefix is the key's own.
             priority: For the `priority` policy; the path keeps the largest it has seen.
             counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
@@ -104,7 +112,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
-        """Give back one lock; returns slots that nobody can use any more, for the caller to free (mostly none).
+        """Give back one lock; returns slots that are of no use any more, for the caller to free (mostly none).
 
         Raises:
             CorruptCacheError: The handle holds no lock here. Nothing has changed then.
@@ -124,11 +132,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Verify every invariant; for tests and idle time.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
 
     def outline(self, limit: int) -> list[OutlineNode]:
         """Return up to `limit` nodes of the tree, parents before children; nothing where the cache is no tree."""
@@ -155,7 +159,7 @@ class PrefixCache(ABC):
         return lifecycle.store_finished(self, req, is_insert=is_insert)
 
     def store_row(self, req: RequestRow) -> StoredRow:
-        """Insert what `req` has computed, behind the prefix that it has locked; see `lifecycle`."""
+        """Insert what `req` has computed, after the prefix that it has locked; see `lifecycle`."""
         key = req.key()
         result = self.insert(
             key,

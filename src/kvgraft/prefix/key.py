@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvgraft.types import TokenArray
 
 KeyNamespace = tuple["Hashable", "Hashable", bool]
-"""What must be equal besides the tokens: `extra_key`, `cache_salt`, `is_bigram`."""
+"""Namespace, equal besides the tokens: `extra_key`, `cache_salt`, `is_bigram`."""
 
 TOKEN_BYTES = 8
 """Bytes of one token id (int64)."""
@@ -30,33 +30,30 @@ _BLOCK_GROWTH = 8
 
 @dataclass(slots=True, eq=False)
 class RadixKey:
-    """Token ids to look up or to store, and the namespace they live in. Nobody changes a key once it is made.
+    """Token ids to look up or to store, and the namespace they live in. A key is never changed once it is made.
 
     Any 1-D integer array-like is taken and kept as int64; an int64 array is not copied, so the caller does not write
-    to it while the key is in use. Caches copy what they store, except for token ids that nobody can write to: those of
+    to it while the key is in use. Caches copy what they store, except for token ids that are read-only for good: those of
     `frozen_tokens` are shared where a cache stores all of them.
 
     (Not a frozen dataclass: those set their fields one by one through `object.__setattr__`, a fifth of what a miss costs.)
 
     A bigram view (speculative decoding with EAGLE) has one element per pair of neighbouring tokens, so `len` is one
     less, and neighbouring slices share a token.
-
-    Attributes:
-        token_ids: int64 `(num_tokens,)`.
-        extra_key: What must be equal besides the tokens, for example `Namespace.key` or a LoRA name. Keys with
-            different values never share anything; None is a namespace like any other.
-        cache_salt: A second part of the namespace, for a tenant.
-        is_bigram: Whether elements are pairs of tokens. Views of both kinds never share anything.
-        limit: Only the first `limit` token ids count; nothing is copied.
-        view: The raw bytes of `token_ids`, without a copy.
     """
 
     token_ids: TokenArray
     extra_key: Hashable = None
+    """What must be equal besides the tokens, for example `Namespace.key` or a LoRA name. Keys with different values never
+    share anything; None is a namespace like any other."""
     cache_salt: Hashable = None
+    """A second part of the namespace, for a tenant."""
     is_bigram: bool = False
+    """Whether elements are pairs of tokens. Views of both kinds never share anything."""
     limit: int | None = None
+    """Only the first `limit` token ids count; nothing is copied."""
     view: memoryview = field(init=False, repr=False)
+    """The raw bytes of `token_ids`, without a copy."""
 
     def __post_init__(self) -> None:
         token_ids = self.token_ids
@@ -73,7 +70,7 @@ class RadixKey:
 
     @property
     def namespace(self) -> KeyNamespace:
-        """What must be equal besides the tokens."""
+        """Namespace: equal besides the tokens."""
         return self.extra_key, self.cache_salt, self.is_bigram
 
     def aligned_len(self, page_size: int) -> int:
@@ -81,27 +78,17 @@ class RadixKey:
         length = len(self.token_ids) - self.is_bigram
         return length - length % page_size if length > 0 else 0
 
-    def page_aligned(self, page_size: int) -> RadixKey:
-        """Return the key in whole pages; nothing is copied."""
-        length = self.aligned_len(page_size)
-        limit = length + self.is_bigram if length else 0
-        return RadixKey(self.token_ids, self.extra_key, self.cache_salt, self.is_bigram, limit)
-
     def slice_bytes(self, start: int, stop: int) -> memoryview:
         """Raw bytes of elements `[start, stop)`, without a copy; of a bigram view one token more."""
         return self.view[start * TOKEN_BYTES : (stop + self.is_bigram) * TOKEN_BYTES]
 
     def own_bytes(self, start: int, stop: int) -> bytes:
-        """The same bytes for keeps: a copy, unless they are all of an object that nobody can write to."""
+        """The same bytes for keeps: a copy, unless they are all of a read-only object."""
         asked = self.view[start * TOKEN_BYTES : (stop + self.is_bigram) * TOKEN_BYTES]
         owner: object = self.token_ids.base
         if isinstance(owner, np.ndarray):  # a view of a view: numpy stops at the array that stands on the bytes
             owner = owner.base
         return owner if type(owner) is bytes and len(owner) == len(asked) else asked.tobytes()
-
-    def child_key(self, page_size: int) -> tuple[KeyNamespace, bytes]:
-        """Under what a tree files the key below its root: the namespace and the first page."""
-        return self.namespace, bytes(self.slice_bytes(0, page_size))
 
     def match(self, other: RadixKey, page_size: int = 1) -> int:
         """Count leading elements that both keys share, in whole pages.
@@ -109,22 +96,14 @@ class RadixKey:
         Raises:
             ConfigError: The namespaces differ.
         """
-        return self.match_at(other, 0, page_size)
-
-    def match_at(self, other: RadixKey, start: int, page_size: int = 1) -> int:
-        """Count elements from `start` on that equal the beginning of `other`, in whole pages.
-
-        Raises:
-            ConfigError: The namespaces differ.
-        """
         if self.namespace != other.namespace:
             raise ConfigError("keys of different extra_key, cache_salt or mode cannot be compared")
-        run = common_prefix_len(self.token_ids[start:], other.token_ids) - self.is_bigram
+        run = common_prefix_len(self.token_ids, other.token_ids) - self.is_bigram
         return max(run, 0) // page_size * page_size
 
 
 def frozen_tokens(token_ids: object) -> TokenArray:
-    """Copy 1-D integers into a read-only int64 array whose memory nobody can ever write to.
+    """Copy 1-D integers into a read-only int64 array with memory that is read-only for good.
 
     A cache that stores all of them shares that memory instead of copying it.
 

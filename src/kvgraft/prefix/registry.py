@@ -1,4 +1,4 @@
-"""Which prefix cache an engine gets: back ends by name, the default chain, and third parties through entry points.
+"""Choice of the prefix cache of an engine: back ends by name, the default chain, and third parties through entry points.
 
 Source: names and order of the chain follow SGLang pull request #25101.
 """
@@ -8,15 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError, IntegrationError, one_line
+from kvgraft.factories import imported
 from kvgraft.prefix.base import PrefixCache
-from kvgraft.prefix.chunk import ChunkCache, SWAChunkCache
 from kvgraft.prefix.context import TreeCacheBuildContext
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
-from kvgraft.prefix.sessions import StreamingSession
+from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
+from kvgraft.prefix.standalone.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
+
+if TYPE_CHECKING:
+    from kvgraft.prefix.radix.base import TreeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +32,8 @@ RadixCacheFactory = Callable[[TreeCacheBuildContext], PrefixCache]
 
 _FACTORIES: dict[str, RadixCacheFactory] = {}
 """Not `kvgraft.factories.NamedFactories`: what is specified for this registry differs. All entry points can be registered
-at once, broken ones are skipped with a warning, of several with one name the first that loads is taken, and names that nobody
-has used yet are not listed."""
+at once, broken ones are skipped with a warning, of several with one name the first that loads is taken, and names that
+were not used yet are not listed."""
 
 
 def register_radix_cache_backend(name: str, factory: RadixCacheFactory) -> None:
@@ -104,6 +109,8 @@ def create_tree_cache(context: TreeCacheBuildContext) -> PrefixCache:
 
 
 def _named_factory(name: str) -> RadixCacheFactory:
+    if name not in _FACTORIES and ":" in name:
+        return _imported_factory(name)
     if name not in _FACTORIES:
         _load_named(name)
     factory = _FACTORIES.get(name)
@@ -112,9 +119,30 @@ def _named_factory(name: str) -> RadixCacheFactory:
         known = ", ".join(registered_radix_cache_backends()) or "none"
         raise ConfigError(
             f"unknown prefix-cache backend {name!r}; registered are: {known}. Call register_radix_cache_backend when your "
-            f"module is imported, or declare an entry point in the group {ENTRY_POINT_GROUP}"
+            f"module is imported, declare an entry point in the group {ENTRY_POINT_GROUP}, or write module:factory"
         )
     return factory
+
+
+def _imported_factory(name: str) -> RadixCacheFactory:
+    """Return what `module:factory` names; raises `IntegrationError` if there is none, or it is no factory."""
+    factory: Any = imported("prefix-cache backend", name)
+    if not callable(factory):
+        raise IntegrationError(
+            f"prefix-cache backend {name!r} is a {type(factory).__name__}; it must be a function that takes a "
+            "TreeCacheBuildContext"
+        )
+
+    def build(context: TreeCacheBuildContext) -> PrefixCache:
+        try:
+            cache: PrefixCache = factory(context)
+        except (ConfigError, IntegrationError):
+            raise
+        except Exception as error:
+            raise IntegrationError(f"prefix-cache backend {name!r} cannot be built: {one_line(error)}") from error
+        return cache
+
+    return build
 
 
 def _load_named(name: str) -> None:
@@ -165,13 +193,16 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
         return _swa_cache(context)
     if context.enable_hierarchical_cache and not context.use_unified_tree:
         return _hierarchical_cache(context)
-    return RadixCache(
-        context.page_size,
-        policy=context.eviction_policy,
-        policy_config=dict(context.eviction_policy_config),
-        events=context.events,
-        disabled=context.disable_radix_cache,
-    )
+    return RadixCache(context.page_size, **_tree_options(context))
+
+
+def _tree_options(context: TreeCacheBuildContext) -> TreeOptions:
+    return {
+        "policy": context.eviction_policy,
+        "policy_config": dict(context.eviction_policy_config),
+        "events": context.events,
+        "disabled": context.disable_radix_cache,
+    }
 
 
 def _refuse_unsupported(context: TreeCacheBuildContext, *, windows: bool) -> None:
@@ -202,10 +233,7 @@ def _swa_cache(context: TreeCacheBuildContext) -> PrefixCache:
         context.page_size,
         sliding_window_size=context.sliding_window_size,
         attention_chunk_size=context.attention_chunk_size,
-        policy=context.eviction_policy,
-        policy_config=dict(context.eviction_policy_config),
-        events=context.events,
-        disabled=context.disable_radix_cache,
+        **_tree_options(context),
     )
 
 
@@ -216,8 +244,5 @@ def _hierarchical_cache(context: TreeCacheBuildContext) -> PrefixCache:
         context.page_size,
         transfer=context.tier_transfer,
         write_policy=context.host_write_policy,
-        policy=context.eviction_policy,
-        policy_config=dict(context.eviction_policy_config),
-        events=context.events,
-        disabled=context.disable_radix_cache,
+        **_tree_options(context),
     )

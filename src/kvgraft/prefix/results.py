@@ -1,4 +1,4 @@
-"""What a prefix cache takes and answers with: slots, handles, matches, what an insert took and what an eviction freed."""
+"""Arguments and results of prefix caches: slots, handles, matches, inserts and evictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_SLOTS = _no_slots()
 class PrefixHandle:
     """Names one stored prefix; opaque to callers.
 
-    Stays good while the prefix is stored, through splits and inserts. Whoever needs the prefix to stay locks the handle
+    Stays good while the prefix is stored, through splits and inserts. To keep the prefix, lock the handle
     before anything may evict. A handle of a dropped prefix or of another cache is refused.
     """
 
@@ -42,21 +42,17 @@ class PrefixHandle:
 
 
 class OutlineNode(NamedTuple):
-    """A node of a prefix tree without its tokens.
-
-    Attributes:
-        parent: Index of the node that it continues, in the same outline; -1 where it begins a prompt.
-        num_tokens: Tokens that it adds to its parent's.
-        is_protected: Whether somebody holds a lock on it.
-    """
+    """A node of a prefix tree without its tokens."""
 
     parent: int
+    """Index of the node that it continues, in the same outline; -1 where it begins a prompt."""
     num_tokens: int
+    """Tokens that it adds to its parent's."""
     is_protected: bool
 
 
 class LookupRequest(Protocol):
-    """What a lookup may know about who asks; enables the semantic fallback."""
+    """The request of a lookup; enables the semantic fallback."""
 
     @property
     def rid(self) -> str:
@@ -65,24 +61,33 @@ class LookupRequest(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchPrefixParams:
-    """A lookup on behalf of a request.
-
-    Attributes:
-        key: What to look up.
-        req: Who asks; None for a lookup that must stay exact.
-    """
+    """A lookup on behalf of a request."""
 
     key: RadixKey
     req: LookupRequest | None = None
+    """Who asks; None for a lookup that must stay exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class FidelitySpan:
-    """Positions `[start, start + length)` of a match whose KV relates to the query's tokens as `fidelity` says."""
+    """Positions `[start, start + length)` of a match with KV that relates to the query's tokens as `fidelity` says."""
 
     start: int
     length: int
     fidelity: Fidelity
+
+
+class StoredLength(NamedTuple):
+    """Length of the stored part of a key."""
+
+    prefix_len: int
+    host_hit_len: int = 0
+    """Further tokens that a host tier holds."""
+
+    @property
+    def total(self) -> int:
+        """Tokens stored on either."""
+        return self.prefix_len + self.host_hit_len
 
 
 class MatchResult:
@@ -93,7 +98,7 @@ class MatchResult:
     Attributes:
         prefix_len: Tokens matched on the device, a multiple of the page size.
         handle: The stored prefix that was matched; what to lock.
-        host_hit_len: Further tokens behind `prefix_len` that a host tier holds (`load_back` brings them).
+        host_hit_len: Further tokens after `prefix_len` that a host tier holds (`load_back` brings them).
         substituted: Whether the KV belongs to other tokens (semantic fallback). Such a request is never inserted.
         skip_insert: Whether the request must not be inserted.
         spans: For a substituted match, fidelity by position.
@@ -122,12 +127,12 @@ class MatchResult:
 
     @property
     def protected_len(self) -> int:
-        """Leading tokens whose slots the cache goes on owning; those behind are copies that the caller owns and frees."""
+        """Leading tokens with slots that stay the cache's; those of later ones are copies that the caller owns and frees."""
         return self.prefix_len
 
     @property
     def host_handle(self) -> PrefixHandle:
-        """Where the host part ends; `handle` if there is none."""
+        """End of the host part; `handle` if there is none."""
         return self.handle
 
     @property
@@ -145,37 +150,31 @@ class MatchResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InsertResult:
-    """Which of the offered slots the cache took: `kv_indices[prefix_len:total_len]`.
+    """The offered slots that the cache took: `kv_indices[prefix_len:total_len]`.
 
     The caller keeps or frees the others: duplicates `[:prefix_len]` of what was stored before (where they are not the
     cache's own slots) and the tail `[total_len:]` that fills no page.
-
-    Attributes:
-        prefix_len: Tokens that were in the cache already.
-        total_len: Tokens of the key that are in the cache now, its length in whole pages.
-        handle: The stored prefix of `total_len` tokens.
     """
 
     prefix_len: int
+    """Tokens that were in the cache already."""
     total_len: int
+    """Tokens of the key that are in the cache now, its length in whole pages."""
     handle: PrefixHandle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvictResult:
-    """Slots that the cache has forgotten and the caller frees.
-
-    Attributes:
-        freed: int64 `(n,)` slots of the full-attention (or only) pool.
-        swa_freed: int64 `(m,)` slots of the sliding-window pool; empty for caches without one.
-    """
+    """Slots that the cache has forgotten and the caller frees."""
 
     freed: SlotArray
+    """int64 `(n,)` slots of the full-attention (or only) pool."""
     swa_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """int64 `(m,)` slots of the sliding-window pool; empty for caches without one."""
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of the full-attention (or only) pool were dropped."""
+        """Tokens of the full-attention (or only) pool that were dropped."""
         return len(self.freed)
 
 
@@ -183,7 +182,7 @@ NOTHING_FREED = EvictResult(NO_SLOTS)
 
 
 def join_results(*results: EvictResult) -> EvictResult:
-    """What several steps have freed, as one result."""
+    """Join what several steps have freed."""
     return EvictResult(
         np.concatenate([NO_SLOTS, *(result.freed for result in results)]),
         np.concatenate([NO_SLOTS, *(result.swa_freed for result in results)]),

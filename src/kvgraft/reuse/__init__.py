@@ -1,18 +1,19 @@
-"""What every engine does alike with a request: look it up, follow its lineage, register its text, report it.
+"""The core of reuse, the same for all engines: look a request up, follow its lineage, register its text, report it.
 
 Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An engine adapter says what its engine did
 (admitted, copied, computed again, started the request anew) and asks what follows from it.
 
-Public modules: `asked`, `classes`, `metrics` for its names, `notches`, `stored`.
+Public modules: `asked`, `classes`, `decision`, `donor_events`, `families`, `metrics` for its names, `reads`,
+`repair_time`, `stored`.
 """
 
 from kvgraft.reuse.announcer import DonorAnnouncer
+from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import ComputedRun, Lineage, computed_runs, reused_span
-from kvgraft.reuse.lookup import DonorFinder, Found, Lookup, NearDonors, ProposalCounters, Proposer
+from kvgraft.reuse.lookup import DonorFinder, Found, Lookup, ProposalCounters, Proposer, ResidentDonors
 from kvgraft.reuse.metrics import Metric, Sample, samples, token_kinds, token_outcome
 from kvgraft.reuse.policy import available_policies, configured_policy, selection_names
-from kvgraft.reuse.registration import Registration
 from kvgraft.reuse.report import (
     REPORT_VERSION,
     report_as_dict,
@@ -21,23 +22,23 @@ from kvgraft.reuse.report import (
     verified_report,
     worst_report,
 )
-from kvgraft.reuse.substitute import Proposal, Substitutes
+from kvgraft.reuse.substitute import Substitute, Substitutes
 
 __all__ = [
     "REPORT_VERSION",
     "ComputedRun",
     "DonorAnnouncer",
     "DonorFinder",
+    "DonorRules",
     "Found",
     "Lineage",
     "Lookup",
     "Metric",
-    "NearDonors",
-    "Proposal",
     "ProposalCounters",
     "Proposer",
-    "Registration",
+    "ResidentDonors",
     "Sample",
+    "Substitute",
     "Substitutes",
     "available_policies",
     "computed_runs",

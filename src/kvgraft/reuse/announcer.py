@@ -1,10 +1,10 @@
-"""Tells routers of donors that come and go, as KV events."""
+"""Announcements of donors that come and go, as KV events for routers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.prefix import donor_removed, donor_stored, scope_of
+from kvgraft.reuse.donor_events import donor_removed, donor_stored, scope_of
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 class DonorAnnouncer:
     """A `DonorWatcher` that hands on an event per donor; the engine publishes them in order with its own.
 
-    Holds the donors that it has announced, for an end that is told of all at once.
+    Holds the donors that it has announced, for a reset, which ends all at once.
     """
 
     def __init__(
         self,
-        tell: Callable[[KVEvent], None],
+        send: Callable[[KVEvent], None],
         common: Namespace | None = None,
         scope: Callable[[Namespace], str] | None = None,
     ) -> None:
         """Prepare.
 
         Args:
-            tell: Takes each event, on the thread that changes the catalogue.
-            common: Namespace without salt; donors that were read from a store under its key are told to be everyone's.
-            scope: `scope_of` adapter and salt as clients name them, of engines whose namespaces name them otherwise.
+            send: Takes each event, on the thread that changes the catalogue.
+            common: Namespace without salt; donors that were read from a store under its key are announced as everyone's.
+            scope: `scope_of` adapter and salt as clients name them, for engines that name them otherwise.
         """
-        self._tell = tell
+        self._send = send
         self._scope = scope or (lambda namespace: scope_of(namespace.adapter, namespace.tenant_salt))
         self._scopes: dict[bytes, str] = {}
         if common is not None:
@@ -43,12 +43,12 @@ class DonorAnnouncer:
     def donor_added(self, donor: Donor) -> None:
         """Announce a donor. Complexity: O(its tokens)."""
         self._announced[donor.donor_id] = donor
-        self._tell(donor_stored(donor, self._scope_of(donor)))
+        self._send(donor_stored(donor, self._scope_of(donor)))
 
     def donor_removed(self, donor: Donor) -> None:
         """Announce that a donor is gone."""
         if self._announced.pop(donor.donor_id, None) is not None:
-            self._tell(donor_removed(donor))
+            self._send(donor_removed(donor))
 
     def donors_reset(self) -> None:
         """Announce that all donors are gone."""
@@ -56,6 +56,6 @@ class DonorAnnouncer:
             self.donor_removed(donor)
 
     def _scope_of(self, donor: Donor) -> str | None:
-        """What clients call whose it is; None where the namespace is known by its key alone."""
+        """Return the scope of a donor's namespace; None where that is known by its key alone."""
         namespace = donor.namespace
         return self._scope(namespace) if isinstance(namespace, Namespace) else self._scopes.get(namespace.key)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class ReuseClass(StrEnum):
-    """How a prompt's grafts relate to where they come from."""
+    """How a prompt's grafts relate to their donors."""
 
     IN_PLACE = "in_place"
-    """Every span stands where it was computed; only the text in front of it differs."""
+    """Every span stands where it was computed; only the text before it differs."""
     SHIFTED = "shifted"
     """Spans of one donor, in its order, at other positions."""
     COMPOSED = "composed"

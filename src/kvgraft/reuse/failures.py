@@ -1,4 +1,4 @@
-"""What a failure is told as: the one place that makes a miss of an exception."""
+"""The miss that an exception becomes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvgraft.types import Miss, MissReason
 
 
 def miss_of(error: BaseException) -> Miss:
-    """Return the miss that a failure of reuse becomes; one that a selection policy caused is told from others."""
+    """Return the miss that a failure of reuse becomes; one that a selection policy caused has a reason of its own."""
     caused: BaseException | None = error
     while caused is not None:
         if isinstance(caused, PolicyError):

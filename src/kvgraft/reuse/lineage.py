@@ -1,4 +1,4 @@
-"""Where the K/V of every position of a request come from, through everything that an engine does to it.
+"""The origin of every position's K/V of a request, through everything that an engine does to it.
 
 The one place that says for all engines which K/V of a request may be given to an exact prefix cache, which text of it may
 become a donor and of which generation, and which classes its report counts.
@@ -36,22 +36,22 @@ class Lineage:
 
     A position is
 
-    - *given*, below `given_len`: the engine's exact prefix cache had it when the request was admitted;
+    - *given*, below `prefix_len`: the engine's exact prefix cache had it when the request was admitted;
     - *copied*, in one of `spans`: K/V of a donor, approximate unless the span is exact;
-    - *computed*, everywhere else, by a forward pass of this request. What is computed behind something copied attends to it
+    - *computed*, everywhere else, by a forward pass of this request. What is computed after something copied attends to it
       and is approximate too: its generation is one more than the highest that it attended to.
 
     An engine may take a request's K/V away and let it begin again (preemption, retraction, a failed load). What its cache
-    then gives back has the class that it had before, whatever the cache takes it for: `restart`. And it may compute what is
-    approximate once more, from its exact prefix onwards: `heal`.
+    then gives back has the class that it had before, even where the cache takes it for exact: `restart`. And it may compute
+    what is approximate once more, from its exact prefix onwards: `heal`.
 
-    Invariant (`check`): spans ascend, are disjoint and lie at or behind `given_len`; what was computed over copies lies in
+    Invariant (`check`): spans ascend, are disjoint and begin at or after `prefix_len`; what was computed over copies lies in
     approximate ones.
     """
 
-    def __init__(self, given_len: int) -> None:
-        """Begin with a request whose first `given_len` positions are exact K/V that others computed."""
-        self._given_len = given_len
+    def __init__(self, prefix_len: int) -> None:
+        """Begin with a request that was given exact K/V of its first `prefix_len` positions."""
+        self._prefix_len = prefix_len
         self._spans: tuple[SpanReport, ...] = ()
         self._exposed: tuple[tuple[int, int], ...] = ()
         self._recomputed_runs: tuple[tuple[int, int], ...] = ()
@@ -59,13 +59,13 @@ class Lineage:
         self._healed_len = 0
 
     @property
-    def given_len(self) -> int:
+    def prefix_len(self) -> int:
         """Positions that came from the engine's exact prefix cache; never more than at the first admission."""
-        return self._given_len
+        return self._prefix_len
 
     @property
     def spans(self) -> tuple[SpanReport, ...]:
-        """What was copied, ascending, those tokens included that were computed again afterwards."""
+        """Copied spans, ascending, those tokens included that were computed again afterwards."""
         return self._spans
 
     @property
@@ -93,13 +93,13 @@ class Lineage:
         return tokens - self._recomputed_inside if fidelity is Fidelity.SHIFTED else tokens
 
     def copy(self, spans: Iterable[SpanReport]) -> None:
-        """Note that the K/V of donors now lie at the positions of `spans`, all behind those copied so far."""
+        """Note that the K/V of donors now lie at the positions of `spans`, all after those copied so far."""
         self._spans += tuple(spans)
 
     def expose(self, position: int, generation: int) -> None:
         """Note that what is computed from `position` on attends to donors' K/V that are no part of the prompt's spans.
 
-        Sliding-window layers need it: an exact prefix may have lost the window in front of its end, which donors then give.
+        Sliding-window layers need it: an exact prefix may have lost the window before its end, which donors then give.
 
         Args:
             position: First position that attends to them.
@@ -108,10 +108,10 @@ class Lineage:
         self._exposed += ((position, generation),)
 
     def recompute(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Note that a selection policy had tokens of `spans` computed, over whose copies they were written.
+        """Note that a selection policy had tokens of `spans` computed and written over their copies.
 
         Args:
-            runs: Ascending `(start, length)`, behind those noted so far.
+            runs: Ascending `(start, length)`, after those noted so far.
         """
         self._recomputed_runs += tuple(runs)
 
@@ -120,13 +120,13 @@ class Lineage:
         self._recomputed_in_gaps += num_tokens
 
     def withdraw(self, start: int = 0) -> None:
-        """Note that nothing copied lies at or behind `start`: the copy failed and the engine computes these positions."""
+        """Note that nothing copied lies from `start` on: the copy failed and the engine computes these positions."""
         self._cut(start)
 
     def heal(self, stop: int) -> None:
-        """Note that every position in front of `stop`, the exact frontier, now has the K/V of a full prefill.
+        """Note that every position before `stop`, the exact frontier, now has the K/V of a full prefill.
 
-        They were computed again in order, attending to nothing but one another and the exact prefix. What lies behind keeps
+        They were computed again in order, attending to nothing but one another and the exact prefix. What follows keeps
         its class, a computed run, too.
         """
         self._healed_len = max(self._healed_len, stop)
@@ -139,21 +139,21 @@ class Lineage:
     def restart(self, kept_len: int) -> None:
         """Note that the request begins again and that its cache gave the first `kept_len` positions back.
 
-        These keep their class; what lay behind them is gone. A span that is cut counts as not recomputed, so that no report
-        becomes better by a restart.
+        These keep their class; the positions after them are gone. A span that is cut counts as not recomputed, so that no
+        report becomes better by a restart.
         """
-        self._given_len = min(self._given_len, kept_len)
+        self._prefix_len = min(self._prefix_len, kept_len)
         self._cut(kept_len)
 
     def exact_len(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` positions have the K/V of a full prefill: what may be published as exact."""
+        """Return how many of the first `num_tokens` positions have the K/V of a full prefill: they may be published."""
         firsts = [start for start, _, generation in self._sources() if generation != _EXACT]
         return min(num_tokens, max(self._healed_len, min([num_tokens, *firsts])))
 
     def computed_runs(self, start: int, stop: int) -> Iterator[ComputedRun]:
         """Yield the computed runs of `[start, stop)` with their generations, as far as donors may be made of them.
 
-        What attended to another text's K/V is nobody's donor: the runs end in front of the first substituted span.
+        What attended to another text's K/V becomes no donor: the runs end before the first substituted span.
 
         Complexity: O(spans).
         """
@@ -163,15 +163,11 @@ class Lineage:
         return computed_runs(self._sources(), start, stop)
 
     def check(self) -> None:
-        """Verify the invariant.
-
-        Raises:
-            CorruptCacheError: It does not hold.
-        """
-        end = self._given_len
+        """Verify the invariant; raises `CorruptCacheError`."""
+        end = self._prefix_len
         for span in self._spans:
             if span.target_start < end or span.length <= 0:
-                raise CorruptCacheError(f"span at {span.target_start} begins in front of {end} or is empty")
+                raise CorruptCacheError(f"span at {span.target_start} begins before {end} or is empty")
             end = span.target_start + span.length
         end = 0
         for start, length in self._recomputed_runs:
@@ -199,7 +195,7 @@ class Lineage:
         return sorted([*copied, *((position, position, generation) for position, generation in self._exposed)])
 
     def _cut(self, stop: int) -> None:
-        """Forget everything copied at or behind `stop`."""
+        """Forget everything copied from `stop` on."""
         self._healed_len = min(self._healed_len, stop)
         kept = tuple(
             replace(span, length=min(span.length, stop - span.target_start))
@@ -215,13 +211,13 @@ class Lineage:
 def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int) -> Iterator[ComputedRun]:
     """Yield the runs of `[start, stop)` that were computed and not copied.
 
-    A token's generation is one more than the highest one that it attended to, and 0 behind nothing copied.
+    A token's generation is one more than the highest one that it attended to, and 0 where it attended to nothing copied.
 
     Args:
-        reused: Ascending, disjoint `(start, stop, generation of the donor)` of what was copied, some perhaps in front of
+        reused: Ascending, disjoint `(start, stop, generation of the donor)` of what was copied, some perhaps before
             `start`, some perhaps empty.
         start: First position that counts.
-        stop: First position behind.
+        stop: First position after them.
 
     Complexity: O(reused).
     """
@@ -236,7 +232,7 @@ def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int)
 
 
 def reused_span(match: Match, donor: Donor, *, tier: str = "", is_substituted: bool = False) -> SpanReport:
-    """Describe a match whose K/V are copied from `donor`, which has them in `tier` (see `SpanReport`).
+    """Describe a match with K/V from `donor`, which has them in `tier` (see `SpanReport`).
 
     Args:
         match: Verified token by token, unless `is_substituted`: the donor's tokens are others then.

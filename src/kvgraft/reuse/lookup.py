@@ -17,30 +17,30 @@ from kvgraft.reuse.refresh import Refresh
 from kvgraft.types import GraftPlan, Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvgraft.donors import CostModel, DonorCatalogue
+    from kvgraft.donors import CostModel
     from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace
 
     Cut = Callable[[Sequence[Match], int, int], Sequence[Match]]
     """Shrinks matches to what an engine can load, given them, the exact prefix and the number of tokens."""
 
     ReadCost = Callable[[Match], float]
-    """What getting the K/V of a match costs besides; see `plan_graft`."""
+    """Cost of getting the K/V of a match; see `plan_graft`."""
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 9
-"""Lookups whose speed is remembered; an odd number, so that the median is one of them."""
+"""Lookups that the expected time is drawn from; an odd number, so that the median is one of them."""
 _FADING = 0.5
-"""What a refusal leaves of the expected time: a slow spell must not end reuse for good."""
+"""Share that a refusal leaves of the expected time: a slow spell must not end reuse for good."""
 
 
 class DonorFinder(Protocol):
-    """What knows donors: `DonorCatalogue`, or a library around one that checks what is still there."""
+    """A search for donors: `DonorCatalogue`, or a wrapper of one that checks what is still there."""
 
     def __len__(self) -> int:
         """Number of donors."""
@@ -57,10 +57,26 @@ class DonorFinder(Protocol):
         """See `DonorCatalogue.find`."""
 
 
-class NearDonors:
-    """The donors of a catalogue whose K/V are at hand."""
+class TieredFinder(DonorFinder, Protocol):
+    """A `DonorFinder` that can leave stored donors out."""
 
-    def __init__(self, catalogue: DonorCatalogue) -> None:
+    def find(
+        self,
+        namespace: Namespace | KeyedNamespace,
+        token_ids: NDArray[np.integer[Any]],
+        *,
+        start: int = 0,
+        max_generation: int | None = None,
+        proposed: Collection[DonorId] = (),
+        with_stored: bool = True,
+    ) -> Sequence[Match]:
+        """See `DonorCatalogue.find`."""
+
+
+class ResidentDonors:
+    """The resident donors of a finder."""
+
+    def __init__(self, catalogue: TieredFinder) -> None:
         self._catalogue = catalogue
 
     def __len__(self) -> int:
@@ -77,51 +93,43 @@ class NearDonors:
     ) -> Sequence[Match]:
         """See `DonorCatalogue.find`."""
         return self._catalogue.find(
-            namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed, with_far=False
+            namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed, with_stored=False
         )
 
 
 class Proposer(Protocol):
-    """What may know of donors that the indexes of a `DonorFinder` have lost. What it proposes is compared token by token."""
+    """A source of donors that the indexes of a `DonorFinder` may have lost. Proposals are compared token by token."""
 
     def propose(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]]) -> Collection[DonorId]:
-        """Name a few donors that resemble a prompt, of those it can tell about at once; wrong or old ones do no harm."""
+        """Name a few donors that resemble a prompt, without waiting; wrong or old ones do no harm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The answer of a lookup.
-
-    Attributes:
-        planned: What to graft, or why nothing.
-        matches: All matches that were found, also those that do not pay.
-        lookup_ms: What it took.
-    """
+    """The answer of a lookup."""
 
     planned: GraftPlan | Miss
     matches: tuple[Match, ...] = ()
+    """All matches that were found, also those that do not pay."""
     lookup_ms: float = 0.0
 
 
 @dataclass(slots=True)
 class ProposalCounters:
-    """What a proposer was good for.
-
-    Attributes:
-        donors: Donors that it named.
-        tokens: Matched tokens that the indexes alone would not have found.
-    """
+    """Counters of a proposer."""
 
     donors: int = 0
+    """Donors that it named."""
     tokens: int = 0
+    """Matched tokens that the indexes alone would not have found."""
 
 
 class Lookup:
     """Matches prompts and plans grafts. Not thread-safe.
 
     A proposer is asked only where matches leave more than the shortest run of a prompt to compute. What it names is looked at
-    in a second search. Where a match would have to be read, donors that are at hand are searched once more: they may have a
-    little less of the text, and what saves most is taken.
+    in a second search. Where a match would have to be read, resident donors are searched once more: matches in stores that
+    fill what these leave out may save more than the longest matches.
 
     A lookup cannot be interrupted, so one that by experience (the median of the last ones, per token) would pass the deadline
     is not begun.
@@ -154,7 +162,7 @@ class Lookup:
             cut: Shrinks matches to what the engine can load; None if it can load any.
             proposer: Names donors that the indexes may have lost; None for none. Not where plans must depend on nothing but
                 prompt and donors: it answers when it is ready.
-            near: Finds donors whose K/V are at hand (`NearDonors`), where that is not so of all.
+            near: Finds resident donors (`ResidentDonors`), where not all of `donors` are.
             clock: Seconds.
         """
         self.num_errors = 0
@@ -175,23 +183,25 @@ class Lookup:
         self,
         namespace: Namespace,
         token_ids: NDArray[np.integer[Any]],
-        exact_len: int,
+        prefix_len: int,
         costs: CostModel,
         *,
         start: int | None = None,
+        donors: DonorFinder | None = None,
         read_cost: ReadCost | None = None,
         may_refresh: bool = True,
     ) -> Found:
         """Match and plan one prompt.
 
         Args:
-            namespace: Whose donors may be used.
+            namespace: Only its donors may be used.
             token_ids: The prompt; its last token is always computed.
-            exact_len: Tokens that the exact prefix cache gives.
+            prefix_len: Tokens that the exact prefix cache gives.
             costs: What computing and copying cost.
-            start: Matches in front of it are not looked for; None for `exact_len`.
-            read_cost: What reading the K/V of a match costs besides, in the unit of `costs`; None where all are at hand.
-                Asked several times.
+            start: Matches before it are not looked for; None for `prefix_len`.
+            donors: Where matches are looked for, a part of all donors; None for all. What was reused is remembered of all.
+            read_cost: Cost of reading a match besides, in the unit of `costs`, above 0 unless it is resident; None where all
+                are. Called several times.
             may_refresh: Whether the prompt's own K/V are what others will have of it: not of one that is computed in full
                 whatever is grafted.
         """
@@ -204,12 +214,13 @@ class Lookup:
             return Found(Miss(MissReason.DEADLINE, f"a lookup would take about {expected_ms:.0f} ms"))
         started = self._clock()
         try:
-            first = exact_len if start is None else start
-            matches = self._matches(namespace, token_ids, first)
-            planned = self._plan(matches, exact_len, len(token_ids), costs, read_cost)
-            if self._near is not None and read_cost is not None and _reads_or_might(planned, matches, read_cost):
-                near = tuple(self._near.find(namespace, token_ids, start=first, max_generation=self._max_generation))
-                other = self._plan(near, exact_len, len(token_ids), costs, read_cost)
+            first = prefix_len if start is None else start
+            matches = self._matches(self._donors if donors is None else donors, namespace, token_ids, first)
+            planned = self._plan(matches, prefix_len, len(token_ids), costs, read_cost)
+            if self._near is not None and read_cost is not None and _might_read(matches, prefix_len, read_cost):
+                near = self._near.find(namespace, token_ids, start=first, max_generation=self._max_generation)
+                filled = sorted([*near, *_between(matches, near, self._min_run)], key=lambda match: match.target_start)
+                other = self._plan(filled, prefix_len, len(token_ids), costs, read_cost)
                 planned = max(planned, other, key=lambda plan: _saved(plan, costs, read_cost))
             if may_refresh and isinstance(planned, GraftPlan):
                 planned = self._refresh.revised(namespace, token_ids, planned)
@@ -225,9 +236,11 @@ class Lookup:
         """All that was computed is forgotten, and so is which prompts reused it; how long lookups take is not."""
         self._refresh.clear()
 
-    def _matches(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int) -> tuple[Match, ...]:
+    def _matches(
+        self, donors: DonorFinder, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int
+    ) -> tuple[Match, ...]:
         """Matches of the indexes, and where these leave much out, with what is proposed."""
-        find = partial(self._donors.find, namespace, token_ids, start=start, max_generation=self._max_generation)
+        find = partial(donors.find, namespace, token_ids, start=start, max_generation=self._max_generation)
         matches = tuple(find())
         covered = sum(match.length for match in matches)
         if self._proposer is None or len(token_ids) - start - covered <= self._min_run:
@@ -244,7 +257,7 @@ class Lookup:
     def _proposed(
         self, proposer: Proposer, namespace: Namespace, token_ids: NDArray[np.integer[Any]]
     ) -> Collection[DonorId]:
-        """Ask; whoever fails proposes nothing, and what the indexes found is used."""
+        """Ask the proposer; one that fails proposes nothing."""
         try:
             return proposer.propose(namespace, token_ids)
         except Exception:
@@ -259,18 +272,18 @@ class Lookup:
     def _plan(
         self,
         matches: Sequence[Match],
-        exact_len: int,
+        prefix_len: int,
         num_tokens: int,
         costs: CostModel,
         read_cost: ReadCost | None,
     ) -> GraftPlan | Miss:
-        usable = matches if self._cut is None else self._cut(matches, exact_len, num_tokens)
+        usable = matches if self._cut is None else self._cut(matches, prefix_len, num_tokens)
         if matches and not usable:
             return Miss(MissReason.NOT_WORTH_IT, "the matches are too short for this engine to load")
         # A prompt that is an exact prefix for the most part is a turn of a conversation, and others will follow.
-        followers = self._refresh.after if 2 * exact_len >= num_tokens else 0
+        followers = self._refresh.after if 2 * prefix_len >= num_tokens else 0
         plan = partial(
-            plan_graft, num_tokens, exact_len, min_run=self._min_run, read_cost=read_cost, followers=followers
+            plan_graft, num_tokens, prefix_len, min_run=self._min_run, read_cost=read_cost, followers=followers
         )
         planned = plan(usable, costs)
         last = self._max_generation
@@ -287,15 +300,25 @@ class Lookup:
         return planned
 
 
-def _reads_or_might(planned: GraftPlan | Miss, matches: Sequence[Match], read_cost: ReadCost) -> bool:
-    """Whether K/V of a match behind the exact prefix would have to be read, whether or not it is taken."""
-    if isinstance(planned, Miss):
-        return planned.reason is MissReason.NOT_WORTH_IT and any(read_cost(match) > 0 for match in matches)
-    return any(read_cost(match) > 0 for match in matches if match.target_end > planned.exact_len)
+def _might_read(matches: Sequence[Match], prefix_len: int, read_cost: ReadCost) -> bool:
+    """Tell whether K/V after the exact prefix would have to be read; alike on ranks that measure different costs."""
+    return any(read_cost(match) > 0 for match in matches if match.target_end > prefix_len)
+
+
+def _between(matches: Sequence[Match], taken: Sequence[Match], min_run: int) -> Iterator[Match]:
+    """Yield the parts of `matches` outside of `taken` that are long enough; both are sorted and disjoint."""
+    for match in matches:
+        start = match.target_start
+        ends = [(each.target_start, each.target_end) for each in taken if each.target_end > start]
+        for first, last in (*ends, (match.target_end, match.target_end)):
+            stop = min(first, match.target_end)
+            if stop - start >= min_run:
+                yield match.part(start, stop)
+            start = max(start, last)
 
 
 def _saved(planned: GraftPlan | Miss, costs: CostModel, read_cost: ReadCost) -> float:
-    """What a plan saves, less what reading for it costs; less than any plan does for none."""
+    """Return what a plan saves, less the cost of its reads; minus infinity for a miss."""
     if isinstance(planned, Miss):
         return -math.inf
     saved = sum(

@@ -15,7 +15,7 @@ from kvgraft.types import MissReason, RiskStatus
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from kvgraft.types import GraftReport, HealingReport, RiskStatement, StoreCounts
+    from kvgraft.types import GraftReport, HealingReport, RepairReport, RiskStatement, StoreCounts
 
 _QUICK_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
@@ -32,7 +32,7 @@ _FAILED = {MissReason.ERROR, MissReason.POLICY_ERROR}
 
 
 class MetricKind(StrEnum):
-    """What a metrics library makes of a metric."""
+    """Kind of a metric in a metrics library."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -41,21 +41,16 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric as every engine exposes it.
-
-    Attributes:
-        name: Without the prefix `kvgraft:` and without suffixes that libraries add.
-        kind: Counter, gauge or histogram.
-        help: One line.
-        labels: Beside those that the engine gives all of its metrics.
-        buckets: Of a histogram, in seconds.
-    """
+    """A metric as every engine exposes it."""
 
     name: str
+    """Without the prefix `kvgraft:` and without suffixes that libraries add."""
     kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
+    """Beside those that the engine gives all of its metrics."""
     buckets: tuple[float, ...] = ()
+    """Of a histogram, in seconds."""
 
     @property
     def full_name(self) -> str:
@@ -73,6 +68,12 @@ class Sample(NamedTuple):
 
 PROMPT_TOKENS = Metric("prompt_tokens", MetricKind.COUNTER, "Prompt tokens by how they came about", ("kind", "outcome"))
 GRAFTED_REQUESTS = Metric("grafted_requests", MetricKind.COUNTER, "Requests with a graft")
+REPAIRS = Metric(
+    "repairs",
+    MetricKind.COUNTER,
+    "Grafts by when the policy's choice was computed: before or after the first token, and whether the answer came to it",
+    ("time", "outcome"),
+)
 GRAFT_MISSES = Metric("graft_misses", MetricKind.COUNTER, "Requests without a graft, and why", ("reason",))
 GRAFT_ERRORS = Metric("graft_errors", MetricKind.COUNTER, "Failures of reuse that became misses; the log names them")
 LOOKUP_SECONDS = Metric("lookup_seconds", MetricKind.HISTOGRAM, "Finding and planning reuse", (), _QUICK_S)
@@ -116,6 +117,12 @@ PROPOSALS = Metric(
     "embedded engine only",
     ("what",),
 )
+SEMANTIC_CALLS = Metric(
+    "semantic_calls",
+    MetricKind.COUNTER,
+    "Calls of a semantic provider by what became of them: hit, miss, timeout, error",
+    ("outcome",),
+)
 STORE_READS = Metric(
     "store_reads", MetricKind.COUNTER, "Reads of stored donors by what became of them", ("store", "outcome")
 )
@@ -133,40 +140,16 @@ RISK_AUDITS = Metric(
     "risk_audits",
     MetricKind.GAUGE,
     "Grafted requests compared with full prefill at the present notch; on the embedded engine only",
-    ("reuse_class", "notch", "status"),
+    ("reuse_class", "part", "notch", "status"),
 )
 RISK_CERTIFIED = Metric(
-    "risk_certified", MetricKind.GAUGE, "Mean loss that audits have certified; 1 where none is", ("reuse_class",)
+    "risk_certified",
+    MetricKind.GAUGE,
+    "Mean loss that audits have certified; 1 where none is",
+    ("reuse_class", "part"),
 )
 
-METRICS = (
-    PROMPT_TOKENS,
-    GRAFTED_REQUESTS,
-    GRAFT_MISSES,
-    GRAFT_ERRORS,
-    LOOKUP_SECONDS,
-    GRAFT_SECONDS,
-    RECOMPUTE_SECONDS,
-    VERIFIED_REQUESTS,
-    DRAFTED_TOKENS,
-    RETRACTED_TOKENS,
-    PROVISIONAL_SECONDS,
-    DONORS,
-    DONOR_TOKENS,
-    DONOR_HOST_BYTES,
-    DONOR_HOST_LIMIT_BYTES,
-    GRAFT_REFUSED,
-    PROPOSALS,
-    STORE_READS,
-    STORE_READ_BYTES,
-    STORE_READ_SECONDS,
-    STORE_WRITES,
-    STORE_WRITTEN_BYTES,
-    STORE_RESTING,
-    STORE_COLD_DONORS,
-    RISK_AUDITS,
-    RISK_CERTIFIED,
-)
+METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
 """All of them, in the order of the documentation."""
 
 _STEPS = {
@@ -188,11 +171,20 @@ def samples(report: GraftReport) -> Iterator[Sample]:
         yield Sample(GRAFTED_REQUESTS, (), 1)
     else:
         yield Sample(GRAFT_MISSES, (report.miss.reason.value,), 1)
+    if report.repair is not None:
+        yield Sample(REPAIRS, (report.repair.time.value, _repair_outcome(report.repair)), 1)
     has_graft = bool(report.spans) or report.healing is not None
     for step, milliseconds in report.timings_ms.items():
         metric = _STEPS.get(step)
         if metric is not None and (step in ("lookup", "read") or has_graft):
             yield Sample(metric, (), milliseconds / 1e3)
+
+
+def _repair_outcome(repair: RepairReport) -> str:
+    """Return what a repair came to, the label `outcome` of repairs: `none` where the answer ended before it."""
+    if repair.exact_from_token is not None:
+        return "exact"
+    return "none" if repair.from_token is None else "repaired"
 
 
 def _healing_samples(healing: HealingReport) -> Iterator[Sample]:
@@ -203,25 +195,45 @@ def _healing_samples(healing: HealingReport) -> Iterator[Sample]:
         yield Sample(PROVISIONAL_SECONDS, (), healing.first_provisional_s)
 
 
+def donor_samples(num_donors: int, num_tokens: int, host_bytes: int) -> tuple[Sample, ...]:
+    """Return the gauges of how many donors there are, and of their bytes in host memory on the fullest worker."""
+    return (
+        Sample(DONORS, (), num_donors),
+        Sample(DONOR_TOKENS, (), num_tokens),
+        Sample(DONOR_HOST_BYTES, (), host_bytes),
+    )
+
+
+def semantic_samples(outcomes: Mapping[str, int]) -> Iterator[Sample]:
+    """Yield what new calls of a semantic provider add to their metric, by outcome."""
+    for outcome, count in outcomes.items():
+        yield Sample(SEMANTIC_CALLS, (outcome,), count)
+
+
+def num_failed(outcomes: Mapping[str, int]) -> int:
+    """Return how many of these calls are failures of reuse, which each engine counts among its own."""
+    return outcomes.get("timeout", 0) + outcomes.get("error", 0)
+
+
 class StoreSamples:
     """Turns what stores have done in all into what metrics take. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._reported: dict[tuple[Metric, tuple[str, ...]], float] = {}
 
-    def changes(self, counts: Iterable[StoreCounts], num_cold: int) -> Iterator[Sample]:
+    def changes(self, counts: Iterable[StoreCounts], num_stored: int) -> Iterator[Sample]:
         """Yield what counters have gained since the last call, and the values of gauges. Stores of one name are one."""
-        for sample in _store_totals(counts, num_cold):
+        for sample in _store_totals(counts, num_stored):
             if sample.metric.kind is MetricKind.GAUGE:
                 yield sample
                 continue
-            told = self._told.get(sample[:2], 0)
-            self._told[sample[:2]] = sample.value
-            yield sample._replace(value=max(0, sample.value - told))
+            reported = self._reported.get(sample[:2], 0)
+            self._reported[sample[:2]] = sample.value
+            yield sample._replace(value=max(0, sample.value - reported))
 
 
-def _store_totals(counts: Iterable[StoreCounts], num_cold: int) -> Iterator[Sample]:
-    yield Sample(STORE_COLD_DONORS, (), num_cold)
+def _store_totals(counts: Iterable[StoreCounts], num_stored: int) -> Iterator[Sample]:
+    yield Sample(STORE_COLD_DONORS, (), num_stored)
     totals: dict[tuple[Metric, tuple[str, ...]], float] = {}
     for store in counts:
         entries: list[tuple[Metric, tuple[str, ...], float]] = [
@@ -237,12 +249,13 @@ def _store_totals(counts: Iterable[StoreCounts], num_cold: int) -> Iterator[Samp
     yield from (Sample(metric, labels, value) for (metric, labels), value in totals.items())
 
 
-def risk_samples(statements: Mapping[str, RiskStatement]) -> Iterator[Sample]:
-    """Yield the gauges of what may be said of each reuse class; those of classes that are gone are to be removed."""
-    for name, risk in statements.items():
-        yield Sample(RISK_AUDITS, (name, risk.notch, risk.status.value), risk.audits)
-        certified = risk.epsilon if risk.status is RiskStatus.CERTIFIED and risk.epsilon is not None else 1.0
-        yield Sample(RISK_CERTIFIED, (name,), certified)
+def risk_samples(statements: Mapping[str, Mapping[str, RiskStatement]]) -> Iterator[Sample]:
+    """Yield the gauges of what may be said of each reuse class and part of its answers; others are to be removed."""
+    for name, parts in statements.items():
+        for part, risk in parts.items():
+            yield Sample(RISK_AUDITS, (name, part, risk.notch, risk.status.value), risk.audits)
+            certified = risk.epsilon if risk.status is RiskStatus.CERTIFIED and risk.epsilon is not None else 1.0
+            yield Sample(RISK_CERTIFIED, (name, part), certified)
 
 
 def token_kinds(report: GraftReport) -> dict[str, int]:

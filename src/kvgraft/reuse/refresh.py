@@ -1,11 +1,11 @@
-"""When a prompt is computed in full although text of it could be reused approximately once more.
+"""Prompts that are computed in full although text of them could be reused approximately once more.
 
-What is grafted stays approximate for everybody who begins alike: the next turn of the conversation, the next question about
-the document. Each of them looks at it again, computes a share of it again and corrects the rest, where an exact prefix would
-cost nothing. Healing ends that on idle time; a server that has none would pay for ever, and in the end more than one that
+What is grafted stays approximate for all prompts that begin alike: the next turn of the conversation, the next question
+about the document. Each of them looks at it again, computes a share of it again and corrects the rest, where an exact prefix
+would cost nothing. Healing ends that on idle time; a server without any would pay for ever, in the end more than one that
 reuses exact prefixes alone.
 
-This is the problem of renting or buying: whoever rents as long as it costs as much as buying, and buys then, never pays more
+This is the problem of renting or buying: renting until the rent has cost as much as buying, and buying then, never costs more
 than twice what hindsight would (Karlin et al., Competitive snoopy caching, 1988). The shares that a policy computes again,
 with its look at the prompt and the correction, are a third of a prefill or more, so a few prompts rent and the next one buys.
 """
@@ -31,7 +31,7 @@ _REMEMBERED = 4096
 class Refresh:
     """Remembers which beginnings were reused approximately, and how often. Not thread-safe.
 
-    A prompt is told from another by its tokens: a lookup that is repeated while a request waits counts once, and has the
+    Prompts are distinguished by their tokens: a lookup that is repeated while a request waits counts once, and has the
     same answer. A beginning ends where a reused span does, so that turns of a conversation are recognised, and other
     questions about one text.
     """
@@ -57,7 +57,7 @@ class Refresh:
     ) -> GraftPlan | Miss:
         """Return the plan, or what is left of it where it is the prompt's turn to be exact as far as others begin alike.
 
-        Where more is reused behind that than in front, it stays; where it is less, it is computed, too.
+        Where more is reused after that than before, it stays; where it is less, it is computed, too.
 
         Complexity: O(num_tokens) of hashing where the plan has approximate spans.
         """
@@ -68,14 +68,14 @@ class Refresh:
         if len(kept) == len(plan.spans):
             return plan
         if kept:
-            return GraftPlan.over(plan.num_tokens, plan.exact_len, kept)
+            return GraftPlan.over(plan.num_tokens, plan.prefix_len, kept)
         return Miss(
             MissReason.REFRESHED,
             f"{self.after} prompts with the same beginning reused {plan.reused_len} tokens of it approximately",
         )
 
     def _due(self, key: bytes, token_ids: NDArray[np.integer[Any]], plan: GraftPlan) -> int:
-        """The position in front of which nothing is to be reused approximately; 0 if everything may be."""
+        """Return the position before which nothing is to be reused approximately; 0 if everything may be."""
         spans = [span for span in plan.spans if not span.is_exact]
         fronts = Fronts(key, token_ids)
         *places, prompt = [fronts.up_to(stop) for stop in [*(span.target_end for span in spans), len(token_ids)]]
@@ -85,7 +85,7 @@ class Refresh:
         num_due = max((i + 1 for i, place in enumerate(places) if self._paid.get(place, 0) >= self.after), default=0)
         rest = sum(span.length for span in spans[num_due:])
         if rest < sum(span.length for span in spans[:num_due]):
-            num_due = len(spans)  # a little that stays approximate keeps everything behind it from being exact
+            num_due = len(spans)  # a little that stays approximate keeps everything after it from being exact
         # Others that begin alike may be looked up before this one is computed: one of them is enough.
         for place in places[:num_due]:
             self._paid.pop(place, None)

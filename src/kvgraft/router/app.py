@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -17,18 +17,20 @@ from yarl import URL
 
 from kvgraft import __version__
 from kvgraft.errors import KVGraftError
+from kvgraft.http.access_log import AccessLog, note_error
+from kvgraft.http.body import OneLength, read_body
+from kvgraft.http.errors import APIError, BadRequestError, as_api_error, unavailable
+from kvgraft.http.json_io import json_response, parse_object
 from kvgraft.router.context import MAX_BODY_BYTES, RouterContext, context_of
 from kvgraft.router.forward import ForwardedResponse
 from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH
-from kvgraft.server.access_log import AccessLog, note_error
-from kvgraft.server.body import read_body, read_object
-from kvgraft.server.errors import APIError, BadRequestError, as_api_error, unavailable
-from kvgraft.server.json_io import json_response
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from starlette.requests import Request
+
+    from kvgraft.router.policy import Prompt
 
 ENDPOINTS = {
     "POST /v1/completions": "continue text or token ids, at the worker that is chosen",
@@ -54,7 +56,7 @@ def create_app(context: RouterContext) -> Starlette:
             Route(COMPLETION_PATH, _forward, methods=["POST"]),
             Route(CHAT_PATH, _forward, methods=["POST"]),
         ],
-        middleware=[Middleware(AccessLog, None)],
+        middleware=[Middleware(AccessLog, None), Middleware(OneLength)],
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},
         lifespan=_lifespan,
     )
@@ -89,14 +91,13 @@ async def _forward(request: Request) -> ForwardedResponse:
 
 
 async def _score(request: Request) -> Response:
-    """Score a prompt of a completion or the messages of a chat; `cache_salt` and `model` say whose text counts."""
+    """Score a prompt of a completion or the messages of a chat; `cache_salt` and `model` give the scope."""
     context = context_of(request)
-    body = await read_object(request, MAX_BODY_BYTES)
-    path = CHAT_PATH if "messages" in body else COMPLETION_PATH
-    prompt = await asyncio.to_thread(context.prompt, path, body, b"")
+    raw = await read_body(request, MAX_BODY_BYTES)
+    prompt = await context.lanes.run(len(raw), partial(_prompt_of, context, raw))
     if prompt.token_ids is None:
         raise BadRequestError("there is no prompt that can be tokenised here; give prompt or messages", param="prompt")
-    scores = await asyncio.to_thread(context.router.score, prompt.token_ids, prompt.scope)
+    scores = await context.lanes.run(len(raw), partial(context.router.score, prompt.token_ids, prompt.scope))
     workers = {
         name: {
             "url": load.spec.url,
@@ -108,6 +109,14 @@ async def _score(request: Request) -> Response:
         for name, load in context.router.loads.items()
     }
     return json_response({"num_tokens": len(prompt.token_ids), "workers": workers})
+
+
+def _prompt_of(context: RouterContext, raw: bytes) -> Prompt:
+    try:
+        body = parse_object(raw)
+    except ValueError as error:
+        raise BadRequestError(str(error), code="invalid_json") from error
+    return context.prompt(CHAT_PATH if "messages" in body else COMPLETION_PATH, body, b"")
 
 
 async def _list_models(request: Request) -> Response:
@@ -129,7 +138,7 @@ async def _list_models(request: Request) -> Response:
 
 
 def _models_path(request: Request) -> str:
-    """Path of the question, from which no name of a model leads anywhere else."""
+    """Return the path of the question, which no name of a model can lead elsewhere."""
     name = request.path_params.get("id")
     if name is None:
         return "/v1/models"

@@ -1,7 +1,7 @@
-"""What one worker holds as pages of its prefix cache: chains of text from the beginning of a prompt.
+"""Pages of one worker's prefix cache: chains of text from the beginning of a prompt.
 
 Engines name pages by hashes of their own, which are never computed here: an event gives the tokens with them. So one
-index serves engines of any page size and hash. A page whose parent is unknown is left out, and so is everything behind
+index serves engines of any page size and hash. A page without a known parent is left out, and so is everything after
 it: too little is known then, never too much. Tokens are compared one by one.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import scope_of
 from kvgraft.prefix.events.log import NAMESPACE_SALT
+from kvgraft.reuse.donor_events import scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,35 +35,35 @@ _BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """Pages that were stored together, each continuing the one in front.
+class BlockRun:
+    """Pages that were stored together, each continuing the one before.
 
     Attributes:
         number: Order in which runs came; the key under which the chains keep it.
-        scope: Whose text it is.
-        parent: Run in front and how many of its pages, or None at the beginning of a prompt.
+        scope: Scope of the text.
+        parent: Run before it and how many of its pages, or None at the beginning of a prompt.
         tokens: int32 `(pages * page_size,)`.
         page_size: Tokens per page.
         hashes: The engine's names of the pages.
-        media: By page, where it lies, a bit per medium; 0 for a page that is gone.
-        children: Runs behind a number of own pages, by that number and their first page's tokens.
+        media: Media of each page, a bit per medium; 0 for a page that is gone.
+        children: Runs after a number of own pages, by that number and their first page's tokens.
         num_held: Pages that lie somewhere.
-        age: Number of the youngest run behind it that has left, or its own.
+        age: Number of the youngest run after it that has left, or its own.
     """
 
     number: int
     scope: str
-    parent: tuple[Run, int] | None
+    parent: tuple[BlockRun, int] | None
     tokens: Tokens
     page_size: int
     hashes: tuple[BlockHash, ...]
     media: bytearray
-    children: dict[tuple[int, bytes], Run] = field(default_factory=dict)
+    children: dict[tuple[int, bytes], BlockRun] = field(default_factory=dict)
     num_held: int = 0
     age: int = 0
 
     def num_held_before(self, pages: int) -> int:
-        """How many of the first `pages` pages are held without a gap."""
+        """Count how many of the first `pages` pages are held without a gap."""
         gap = self.media.find(0, 0, pages)
         return pages if gap < 0 else gap
 
@@ -73,20 +73,15 @@ class Run:
         return _BYTES_PER_RUN + _BYTES_PER_TOKEN * len(self.tokens) + _BYTES_PER_PAGE * len(self.hashes)
 
     def first_page(self) -> bytes:
-        """Tokens of the first page as bytes."""
+        """Return the tokens of the first page as bytes."""
         return self.tokens[: self.page_size].tobytes()
 
 
 class StoredPages(NamedTuple):
-    """What an event changed.
+    """The run that an event added, or None, and runs that had to leave because there is too much text."""
 
-    Attributes:
-        added: The run that is new, or None.
-        dropped: Runs that had to leave because there is too much text.
-    """
-
-    added: Run | None
-    dropped: tuple[Run, ...]
+    added: BlockRun | None
+    dropped: tuple[BlockRun, ...]
 
 
 class BlockChains:
@@ -95,7 +90,7 @@ class BlockChains:
     Invariants (verified by `check`):
         - Every held page is found by its hash, and `num_tokens` and `num_bytes` count all runs.
         - A run is kept as long as one of its pages is held or it has children.
-        - Every run without children waits in `_oldest` for its turn to leave; those in front of others stay.
+        - Every run without children waits in `_oldest` for its turn to leave; those before others stay.
 
     Complexity: `stored` and `match` O(tokens), `removed` O(pages).
     """
@@ -104,20 +99,20 @@ class BlockChains:
         """Keep about `max_bytes` at most; the chains that were extended longest ago leave first."""
         self._max_bytes = max_bytes
         self._media: dict[str, int] = {}
-        self._places: dict[BlockHash, tuple[Run, int]] = {}
-        self._roots: dict[tuple[str, bytes], Run] = {}
-        self._runs: dict[int, Run] = {}
+        self._places: dict[BlockHash, tuple[BlockRun, int]] = {}
+        self._roots: dict[tuple[str, bytes], BlockRun] = {}
+        self._runs: dict[int, BlockRun] = {}
         self._oldest: list[tuple[int, int]] = []
         self._num_runs = 0
         self._page_sizes: dict[int, int] = {}
         self.num_tokens = self.num_bytes = 0
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        """Whether a page is remembered, held or not."""
+        """Return whether a page is remembered, held or not."""
         return block_hash in self._places
 
     def num_held_tokens(self, block_hashes: Iterable[BlockHash]) -> int:
-        """Tokens of those of some pages that lie anywhere. Complexity: O(pages)."""
+        """Count the tokens of those of some pages that lie anywhere. Complexity: O(pages)."""
         places = [place for name in block_hashes if (place := self._places.get(name)) is not None]
         return sum(run.page_size for run, page in places if run.media[page])
 
@@ -142,7 +137,7 @@ class BlockChains:
         tokens = np.array(event.token_ids[known * size :], np.int32)
         if tokens.ndim != 1:  # pairs of tokens, as SGLang has them for some ways of speculation
             return StoredPages(None, ())
-        run = self._append(Run(self._num_runs, scope, parent, tokens, size, hashes, bytearray(len(hashes))))
+        run = self._append(BlockRun(self._num_runs, scope, parent, tokens, size, hashes, bytearray(len(hashes))))
         if run is None:
             return StoredPages(None, ())
         for page in range(len(hashes)):
@@ -150,7 +145,7 @@ class BlockChains:
         dropped = tuple(self._shrink())
         return StoredPages(None if run in dropped else run, dropped)
 
-    def removed(self, event: BlockRemoved) -> list[Run]:
+    def removed(self, event: BlockRemoved) -> list[BlockRun]:
         """Take pages that are gone from where the event says; returns runs of which nothing is left."""
         medium, touched = self._bit(event.medium), {}
         for block_hash in event.block_hashes:
@@ -164,7 +159,7 @@ class BlockChains:
         return empty
 
     def match(self, scope: str, token_ids: Tokens) -> int:
-        """How many tokens at the beginning of a prompt are held, page by page."""
+        """Count the tokens at the beginning of a prompt that are held, page by page."""
         matched, at = 0, None
         while True:
             run = self._next_run(scope, at, token_ids[matched:])
@@ -179,8 +174,8 @@ class BlockChains:
             if held < pages or not held:
                 return matched
 
-    def runs(self) -> Iterator[Run]:
-        """Yield all runs, the one that came first in front."""
+    def runs(self) -> Iterator[BlockRun]:
+        """Yield all runs in the order in which they came."""
         return iter(self._runs.values())
 
     def clear(self) -> None:
@@ -210,8 +205,8 @@ class BlockChains:
         if any((run.age, run.number) not in waiting for run in self.runs() if not run.children):
             raise CorruptCacheError("a run at the end of a chain never leaves")
 
-    def _parent(self, event: BlockStored) -> tuple[tuple[Run, int] | None, str | None]:
-        """Where the pages belong, and whose they are; None if that is unknown or is no text."""
+    def _parent(self, event: BlockStored) -> tuple[tuple[BlockRun, int] | None, str | None]:
+        """Return the parent and the scope of pages; None if that is unknown or is no text."""
         if event.parent_block_hash is None:
             return None, scope_of_pages(event)
         place = self._places.get(event.parent_block_hash)
@@ -219,10 +214,10 @@ class BlockChains:
             return None, None
         return (place[0], place[1] + 1), place[0].scope
 
-    def _append(self, run: Run) -> Run | None:
+    def _append(self, run: BlockRun) -> BlockRun | None:
         """Take a run up below its parent; None if there is one with the same first page, under another hash."""
         if run.parent is None:
-            siblings: dict[tuple[str, bytes], Run] | dict[tuple[int, bytes], Run] = self._roots
+            siblings: dict[tuple[str, bytes], BlockRun] | dict[tuple[int, bytes], BlockRun] = self._roots
             key: tuple[str | int, bytes] = (run.scope, run.first_page())
         else:
             siblings, key = run.parent[0].children, (run.parent[1], run.first_page())
@@ -239,7 +234,7 @@ class BlockChains:
             self._places[block_hash] = (run, page)
         return run
 
-    def _may_leave(self, run: Run) -> None:
+    def _may_leave(self, run: BlockRun) -> None:
         """Note a run without children; notes that are no longer true are cleared when they are the most."""
         heapq.heappush(self._oldest, (run.age, run.number))
         if len(self._oldest) > 2 * len(self._runs) + 64:
@@ -247,22 +242,22 @@ class BlockChains:
             heapq.heapify(self._oldest)
 
     def _bit(self, medium: str | None) -> int:
-        """The bit of a medium; those beyond the first seven share the last one."""
+        """Return the bit of a medium; those beyond the first seven share the last one."""
         name = medium or _UNNAMED
         if name not in self._media and len(self._media) < _NUM_MEDIA - 1:
             self._media[name] = len(self._media)
         return 1 << self._media.get(name, _NUM_MEDIA - 1)
 
-    def _hold(self, run: Run, page: int, medium: int) -> None:
+    def _hold(self, run: BlockRun, page: int, medium: int) -> None:
         run.num_held += not run.media[page]
         run.media[page] |= medium
 
-    def _release(self, run: Run, page: int, medium: int) -> None:
+    def _release(self, run: BlockRun, page: int, medium: int) -> None:
         was_held = bool(run.media[page])
         run.media[page] &= 0xFF ^ medium
         run.num_held -= was_held and not run.media[page]
 
-    def _next_run(self, scope: str, at: tuple[Run, int] | None, rest: Tokens) -> Run | None:
+    def _next_run(self, scope: str, at: tuple[BlockRun, int] | None, rest: Tokens) -> BlockRun | None:
         for size in self._page_sizes:
             first = rest[:size].tobytes()
             run = self._roots.get((scope, first)) if at is None else at[0].children.get((at[1], first))
@@ -270,7 +265,7 @@ class BlockChains:
                 return run
         return None
 
-    def _shrink(self) -> Iterator[Run]:
+    def _shrink(self) -> Iterator[BlockRun]:
         while self.num_bytes > self._max_bytes:
             age, number = heapq.heappop(self._oldest)
             oldest = self._runs.get(number)
@@ -279,8 +274,8 @@ class BlockChains:
                 self._forget_empty(oldest)
                 yield oldest
 
-    def _forget_empty(self, run: Run) -> None:
-        """Forget a run of which nothing is held, and those in front that were kept for it alone."""
+    def _forget_empty(self, run: BlockRun) -> None:
+        """Forget a run of which nothing is held, and those before it that were kept for it alone."""
         while not run.num_held and not run.children and run.number in self._runs:
             del self._runs[run.number]
             self.num_tokens -= len(run.tokens)
@@ -302,13 +297,13 @@ class BlockChains:
 
 
 def scope_of_pages(event: BlockStored) -> str | None:
-    """Whose pages these are; None if more than adapter and salt enters their hashes, such as images.
+    """Return the scope of pages; None if more than adapter and salt enters their hashes, such as images.
 
     vLLM names adapter and salt among the keys of a page, the salt in the first page of a prompt alone.
     """
     salt, adapter = event.cache_salt, event.lora_name
     if event.lora_id is not None and adapter is None:
-        return None  # an adapter whose name is not told
+        return None  # an adapter without a name
     for page, keys in enumerate(event.extra_keys or ()):
         strangers: list[object] = list(keys or ())
         if adapter in strangers:
@@ -316,12 +311,12 @@ def scope_of_pages(event: BlockStored) -> str | None:
         if not strangers:
             continue
         (named,) = strangers if len(strangers) == 1 else (None,)
-        # A salt stands in the first page of a prompt alone; what stands behind it is the hash of an image.
+        # A salt stands in the first page of a prompt alone; after it stands the hash of an image.
         if not isinstance(named, str) or page or event.parent_block_hash is not None:
             return None
         if named.startswith(NAMESPACE_SALT) or salt not in (None, named):
-            return None  # a client's salt; ours says whose namespace this is as `cache_salt`
+            return None  # a client's salt; ours names the namespace as `cache_salt`
         salt = named
     if salt is not None and salt.startswith(NAMESPACE_SALT):
-        return salt  # whose namespace this is, donors tell
+        return salt  # donors name the namespace of it
     return scope_of(adapter, salt)

@@ -1,4 +1,4 @@
-"""What all endpoints of the router share."""
+"""State that all endpoints of the router share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import aiohttp
 from kvgraft.router.metrics import RouterMetrics
 from kvgraft.router.monitor import Monitor
 from kvgraft.router.policy import Prompt
+from kvgraft.tokenising import TextLanes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,8 @@ class RouterContext:
         prompts: Reads the tokens of requests.
         gateway: Where everything is sent, with a header that names the worker; None to send it to the worker itself.
         metrics: What is counted.
+        keep_alive_s: After so long without a byte a stream gets a comment; None for never.
+        lanes: Threads on which bodies are read and scored.
         draining: No more requests are taken.
         session: HTTP to the workers.
         monitor: Asks the workers how they are.
@@ -42,10 +45,19 @@ class RouterContext:
     session: aiohttp.ClientSession
     monitor: Monitor
 
-    def __init__(self, router: Router, prompts: PromptReader, gateway: Gateway | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        prompts: PromptReader,
+        gateway: Gateway | None = None,
+        *,
+        keep_alive_s: float | None = None,
+    ) -> None:
         self.router = router
         self.prompts = prompts
         self.gateway = gateway
+        self.keep_alive_s = keep_alive_s
+        self.lanes = TextLanes()
         self.metrics = RouterMetrics(router)
         self.draining = False
         self._closing: asyncio.Task[None] | None = None
@@ -73,7 +85,7 @@ class RouterContext:
         await asyncio.shield(self._closing)
 
     def prompt(self, path: str, body: Mapping[str, object], raw: bytes) -> Prompt:
-        """Return what is known of a request."""
+        """Return a request as policies see it."""
         model, salt = body.get("model"), body.get("cache_salt")
         scope = self.router.scope_of(model if isinstance(model, str) else "", salt if isinstance(salt, str) else "")
         return Prompt(self.prompts.tokens(path, body), scope, raw)
@@ -95,7 +107,7 @@ def context_of(request: Request) -> RouterContext:
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket whose other end is asked for a sign of life when nothing comes: a host that vanishes says no farewell."""
+    """Return a socket that probes its other end when nothing comes: a host that vanishes sends no farewell."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""The router as a library: what each worker holds of a prompt, and who gets it. No HTTP."""
+"""The router as a library: scores of the workers for a prompt, and the choice of one. No HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import OverloadedError, RequestError
-from kvgraft.prefix import scope_of
+from kvgraft.reuse.donor_events import scope_of
 from kvgraft.router.directory import Directory, WorkerScore
 from kvgraft.router.load import USUAL_PROMPT_TOKENS, WorkerLoad
 from kvgraft.router.policy import Prompt, make_policy
@@ -31,13 +31,13 @@ class NoWorkerError(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkerChoice:
     """A worker for a request.
 
     Attributes:
-        worker: Which.
-        score: What it holds of the prompt; None where nobody looked.
-        prefill_tokens: What it has to compute, as far as is known.
+        worker: The worker.
+        score: Tokens of the prompt that it holds; None where the policy needs no score.
+        prefill_tokens: Tokens that it has to compute, as far as is known.
     """
 
     worker: WorkerLoad
@@ -80,7 +80,7 @@ class Router:
         self._reader = EventReader(workers, self._directory)
 
     def score(self, token_ids: Sequence[int] | NDArray[np.int32], scope: str | None = None) -> dict[str, WorkerScore]:
-        """Tell what each worker holds of a prompt, and the time that this saves where its speed is known.
+        """Return what each worker holds of a prompt, and the time that this saves where its speed is known.
 
         Args:
             token_ids: The prompt, `(n,)`.
@@ -94,10 +94,12 @@ class Router:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether the policy looks at scores; they need not be made for one that does not."""
+        """Whether the policy looks at scores; for one that does not, none are made."""
         return self._policy.wants_scores
 
-    def choose(self, prompt: Prompt, scores: Mapping[str, WorkerScore], *, without: Collection[str] = ()) -> Choice:
+    def choose(
+        self, prompt: Prompt, scores: Mapping[str, WorkerScore], *, without: Collection[str] = ()
+    ) -> WorkerChoice:
         """Choose a worker that answers and has room.
 
         Args:
@@ -118,25 +120,25 @@ class Router:
         worker = self._policy.choose(prompt, free, scores)
         score = scores.get(worker.spec.name)
         num_tokens = USUAL_PROMPT_TOKENS if prompt.token_ids is None else len(prompt.token_ids)
-        return Choice(worker, score, num_tokens - (0 if score is None else score.tokens_saved))
+        return WorkerChoice(worker, score, num_tokens - (0 if score is None else score.tokens_saved))
 
     def has_room(self, *, without: Collection[str] = ()) -> bool:
-        """Whether `choose` finds a worker."""
+        """Return whether `choose` finds a worker."""
         others = (load for name, load in self.loads.items() if load.is_up and name not in without)
         return any(load.num_in_flight < self._max_in_flight for load in others)
 
     def scope_of(self, model: str, salt: str) -> str:
-        """The scope of a request: a name that some worker lists as an adapter, or tells of in its events, is one."""
+        """Return the scope of a request; a model that some worker lists as an adapter, or names in its events, is one."""
         is_listed = any(model in load.adapters for load in self.loads.values())
         is_adapter = is_listed or self._directory.names_adapter(model)
         return scope_of(model if is_adapter else "", salt)
 
     def sizes(self) -> dict[str, HeldSize]:
-        """How much text of each worker is known."""
+        """Return the tokens of each worker's known text."""
         return self._directory.sizes()
 
     def sequences(self) -> dict[str, BatchSequence]:
-        """The event streams by worker, for their counters."""
+        """Return the event streams by worker, for their counters."""
         return self._reader.sequences()
 
     def close(self) -> None:

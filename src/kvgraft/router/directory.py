@@ -1,4 +1,4 @@
-"""Which worker holds which text, and what that is worth for a prompt. Thread-safe."""
+"""Texts by worker, and their worth for a prompt. Thread-safe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, one_line
 from kvgraft.router.held_text import Held, HeldText
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHIFTED_WORTH = 0.85
-"""What a shifted token saves of the time that computing it takes: a tenth of them is computed again by default, and
+"""Share of the time of computing a token that a shifted one saves: a tenth of them is computed again by default, and
 copying and rotating take a while. A router need not know better: workers differ by thousands of tokens where it matters."""
 
 
 class HeldSize(NamedTuple):
-    """How much text of a worker is known."""
+    """Tokens of a worker's known text."""
 
     exact_tokens: int
     shifted_tokens: int
@@ -34,11 +34,11 @@ class HeldSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerScore:
-    """What a worker would not have to compute of a prompt.
+    """Tokens of a prompt that a worker would not have to compute.
 
     Attributes:
         exact_tokens: Tokens at its beginning that the worker holds.
-        shifted_tokens: Tokens behind these that it holds at any offset, if it reuses such.
+        shifted_tokens: Tokens after these that it holds at any offset, if it reuses such.
         seconds_saved: Prefill time that this saves there; None as long as its speed is unknown.
         held_tokens: Tokens of all text that the worker is known to hold, of this prompt or not.
         is_full: What it takes in displaces other text.
@@ -52,7 +52,7 @@ class WorkerScore:
 
     @property
     def tokens_saved(self) -> float:
-        """Tokens whose computation is saved, shifted ones for what they are worth."""
+        """Tokens that are saved, shifted ones for their worth."""
         return self.exact_tokens + SHIFTED_WORTH * self.shifted_tokens
 
 
@@ -60,8 +60,9 @@ class Directory:
     """The text of all workers, in a lock: one thread reads events while others score."""
 
     def __init__(self, workers: Iterable[WorkerSpec], *, max_tokens: int) -> None:
-        """Know nothing of any worker yet; remember at most `max_tokens` of each, prefixes and donors apart."""
+        """Begin without text; remember at most `max_tokens` of each, prefixes and donors apart."""
         self._lock = threading.Lock()
+        self._said: set[str] = set()
         self._held = {spec.name: HeldText(grafts=spec.graft, max_tokens=max_tokens) for spec in workers}
 
     def apply(self, worker: str, events: Sequence[KVEvent], *, forget: bool = False) -> None:
@@ -72,12 +73,18 @@ class Directory:
                 held.clear()
             try:
                 held.apply(events)
-            except Exception:
-                logger.exception("events of worker %s cannot be applied; what is known of it is forgotten", worker)
+            except Exception as error:  # noqa: BLE001 - what a worker says is its own
                 held.clear()
+                if worker not in self._said:
+                    self._said.add(worker)
+                    logger.warning(
+                        "events of worker %s cannot be applied, so its text is forgotten each time; logged once: %s",
+                        worker,
+                        one_line(error),
+                    )
 
     def score(self, token_ids: Sequence[int] | np.ndarray, scope: str) -> dict[str, WorkerScore]:
-        """Tell what each worker holds of a prompt.
+        """Return what each worker holds of a prompt.
 
         Args:
             token_ids: The prompt, `(n,)`.
@@ -93,7 +100,7 @@ class Directory:
             return {name: _scored(held, held.held(scope, tokens)) for name, held in self._held.items()}
 
     def names_adapter(self, name: str) -> bool:
-        """Whether a worker has told of pages of an adapter of that name."""
+        """Return whether a worker has announced pages of an adapter of that name."""
         return any(name in held.adapters for held in self._held.values())
 
     def sizes(self) -> dict[str, HeldSize]:

@@ -1,4 +1,4 @@
-"""Another proxy that does the forwarding, told by a header where to."""
+"""Another proxy that does the forwarding, with the worker in a header."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """Another proxy that forwards where a header tells it to.
+    """Another proxy at `url` that forwards to the worker that a header names.
 
-    Attributes:
-        url: Where it listens.
-        header: Such as `X-SMG-Target-Worker`; its value is the label of the chosen worker.
+    `header` is such as `X-SMG-Target-Worker`; its value is the label of the chosen worker.
     """
 
     url: str

@@ -1,4 +1,4 @@
-"""What one worker holds: pages as exact prefixes, and text that it can reuse at any offset."""
+"""Text of one worker: pages as exact prefixes, and text that it can reuse at any offset."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import CapacityError
-from kvgraft.prefix import AllBlocksCleared, BlockStored, donor_scope, is_donor
+from kvgraft.prefix import AllBlocksCleared, BlockStored
 from kvgraft.prefix.events.log import NAMESPACE_SALT
-from kvgraft.router.chains import BlockChains, Run
+from kvgraft.reuse.donor_events import donor_scope, is_donor
+from kvgraft.router.chains import BlockChains, BlockRun
 from kvgraft.router.turnover import Turnover
 from kvgraft.types import KeyedNamespace
 
@@ -32,16 +33,11 @@ _MAX_KEYS_PER_SCOPE = 64
 """Namespaces that one scope may have at a worker: models differ by weights, and by RoPE where it depends on the length."""
 
 _MAX_SCOPES = 65_536
-"""Scopes whose namespaces are remembered; the oldest are forgotten, and their text counts for nothing then."""
+"""Scopes with remembered namespaces; the oldest are forgotten, and their text counts for nothing then."""
 
 
 class Held(NamedTuple):
-    """What of a prompt a worker holds.
-
-    Attributes:
-        exact: Tokens at its beginning.
-        shifted: Tokens behind these that it holds somewhere else, verified one by one.
-    """
+    """Tokens at the beginning of a prompt that a worker holds, and those after them that it holds elsewhere, verified."""
 
     exact: int
     shifted: int
@@ -56,7 +52,7 @@ class HeldText:
     """
 
     def __init__(self, *, grafts: bool, max_tokens: int) -> None:
-        """Prepare.
+        """Begin without text.
 
         Args:
             grafts: The worker reuses text at any offset, and may not announce donors.
@@ -67,7 +63,7 @@ class HeldText:
         self._texts = DonorCatalogue(max_tokens)
         self._announces = False
         self._by_hash: dict[BlockHash, DonorId] = {}
-        self._of_run: dict[Run, DonorId] = {}
+        self._of_run: dict[BlockRun, DonorId] = {}
         self._keys: dict[str, dict[KeyedNamespace, str]] = {}
         self._windowed_groups: set[int] = set()
         self._turnover = Turnover()
@@ -75,7 +71,7 @@ class HeldText:
 
     @property
     def grafts(self) -> bool:
-        """Whether text at any offset is reused, as was said or shown."""
+        """Whether the worker reuses text at any offset, as configured or seen."""
         return self._grafts or self._announces
 
     @property
@@ -122,7 +118,7 @@ class HeldText:
         self._turnover.clear()
 
     def held(self, scope: str, token_ids: Tokens) -> Held:
-        """Find what the worker holds of a prompt. Its last token is always computed, and so counts as held by nobody.
+        """Find what the worker holds of a prompt. Its last token is always computed, and so never counts as held.
 
         Complexity: O(n log n).
         """
@@ -180,38 +176,38 @@ class HeldText:
             self._turnover.went_unknown(num_unknown)
 
     def _note_pages(self, event: BlockStored) -> None:
-        """Pages have come, those that already lie in another place for nothing. Of who announces donors they do not count."""
+        """Count pages that came, not those that lie in another place already, nor those of a worker that announces donors."""
         if event.block_hashes and not self._announces:
             num_tokens, num_held = len(event.token_ids), self._chains.num_held_tokens(event.block_hashes)
             self._turnover.came(num_tokens, max(0, num_tokens - num_held), len(event.block_hashes))
 
     def _note_gone(self, donor: Donor) -> None:
-        """A donor has gone: a loss as far as no other one has its text, as an exact one has that an approximate one had."""
+        """Note that a donor has gone: a loss as far as no other donor has its text."""
         self._turnover.went(self._num_new(donor.namespace, donor.token_ids))
 
     def _num_new(self, key: Namespace | KeyedNamespace, token_ids: ArrayLike) -> int:
-        """Tokens of a text that no donor has."""
+        """Count the tokens of a text that no donor has."""
         tokens = np.asarray(token_ids)
         return len(tokens) - sum(match.length for match in self._texts.find(key, tokens))
 
     def _donor_stored(self, event: BlockStored) -> None:
-        whose = donor_scope(event)
-        if whose is None or len(event.block_hashes) != 1 or event.block_hashes[0] in self._by_hash:
+        owner = donor_scope(event)
+        if owner is None or len(event.block_hashes) != 1 or event.block_hashes[0] in self._by_hash:
             return
         if not self._announces:
             self._announces = True
             self._forget_texts_of_pages()
             self._turnover.clear()
         name = event.block_hashes[0]
-        self._turnover.came(len(event.token_ids), self._num_new(_key_of(whose.namespace_key), event.token_ids))
-        donor_id = self._add_text(whose.namespace_key, whose.scope, event.token_ids, name)
+        self._turnover.came(len(event.token_ids), self._num_new(_key_of(owner.namespace_key), event.token_ids))
+        donor_id = self._add_text(owner.namespace_key, owner.scope, event.token_ids, name)
         if donor_id is not None:
             self._by_hash[name] = donor_id
 
     def _add_text(
-        self, namespace: str, scope: str | None, token_ids: ArrayLike, owner: BlockHash | Run
+        self, namespace: str, scope: str | None, token_ids: ArrayLike, owner: BlockHash | BlockRun
     ) -> DonorId | None:
-        """Make text findable for everyone of a scope, which may have been told with another text of the namespace."""
+        """Make text findable in a scope, which may have been announced with another text of the namespace."""
         key = _key_of(namespace)
         if scope is not None:
             self._note(scope, key, namespace)
@@ -220,7 +216,7 @@ class HeldText:
         except CapacityError:
             return None
         for gone in evicted:
-            if not isinstance(gone.kv, Run):
+            if not isinstance(gone.kv, BlockRun):
                 self._by_hash.pop(gone.kv, None)  # type: ignore[call-overload]
                 self._note_gone(gone)
         return None if donor is None else donor.donor_id
@@ -233,9 +229,9 @@ class HeldText:
             del self._keys[next(iter(self._keys))]
 
     def _alive(self, match: Match) -> int:
-        """Tokens of a match that are still held: of a run of pages some may be gone."""
+        """Count the tokens of a match that are still held: of a run of pages some may be gone."""
         donor = self._texts.get(match.donor_id)
-        if donor is None or not isinstance(donor.kv, Run):
+        if donor is None or not isinstance(donor.kv, BlockRun):
             return match.length
         size, media = donor.kv.page_size, donor.kv.media
         first, last = match.donor_start, match.donor_start + match.length
@@ -245,7 +241,7 @@ class HeldText:
             if media[page]
         )
 
-    def _forget_runs(self, runs: Iterable[Run]) -> None:
+    def _forget_runs(self, runs: Iterable[BlockRun]) -> None:
         for run in runs:
             donor_id = self._of_run.pop(run, None)
             if donor_id is not None and self._texts.get(donor_id) is not None:

@@ -1,4 +1,4 @@
-"""How busy each worker is and how fast it prefills: counted by the router itself, and told by the worker's metrics."""
+"""Load and prefill speed of each worker: counted by the router itself, and reported by the worker's metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEMBERED = 15
 _LEAST_TOKENS = 64
 """Shorter prefills say more of the way there and back than of the worker."""
 DECODE_COST_TOKENS = 16
-"""What a stream that another one shares the worker with costs it, in tokens of prefill: a row of each forward pass."""
+"""Cost of a running stream to a prefill at the same worker, in tokens of prefill: a row of each forward pass."""
 USUAL_PROMPT_TOKENS = 512
 """Tokens of a waiting request that another router has sent, or that could not be tokenised."""
 
@@ -28,7 +28,7 @@ _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "kvgraft:num_r
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "kvgraft:num_requests_running")
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 _MOST_REQUESTS = 1_000_000
-"""A worker that tells of more of one kind tells nonsense."""
+"""A report of more of one kind is nonsense."""
 
 
 def _now() -> float:
@@ -57,7 +57,7 @@ class WorkerLoad:
     """One worker as the router sees it. Lives on the event loop.
 
     Attributes:
-        spec: Which worker.
+        spec: The worker.
         is_up: It answers.
         requests: What this router has sent there and is not answered.
         foreign_waiting: Requests of others that wait there, when it was asked last.
@@ -92,14 +92,14 @@ class WorkerLoad:
 
     @property
     def queued_tokens(self) -> float:
-        """Tokens to prefill in front of a new request: those of requests without a first token, and a bit for streams."""
+        """Tokens to prefill before a new request: those of requests without a first token, and a bit for streams."""
         waiting = [request for request in self.requests if request.prefill_tokens]
         own = sum(request.prefill_tokens for request in waiting) - self._computed_tokens(waiting)
         streams = len(self.requests) - len(waiting) + self.foreign_running
         return own + self.foreign_waiting * USUAL_PROMPT_TOKENS + streams * DECODE_COST_TOKENS
 
     def _computed_tokens(self, waiting: list[InFlight]) -> float:
-        """What the prefill in front has behind it, at the usual speed; nothing where that is unknown.
+        """Return the tokens that the running prefill has computed, at the usual speed; 0 where that is unknown.
 
         Never more than half: one that takes longer than usual may take much longer, and a worker that hangs must
         not look idle.
@@ -111,21 +111,21 @@ class WorkerLoad:
         return min(seconds / self.seconds_per_token, first.prefill_tokens / 2)
 
     def begin(self, prefill_tokens: float) -> InFlight:
-        """A request is sent."""
+        """Count a request that is sent."""
         request = InFlight(max(1.0, prefill_tokens))
         self.requests.add(request)
         self.num_sent += 1
         return request
 
     def first_token(self, request: InFlight, seconds: float | None) -> None:
-        """Its first token is there, after `seconds` without another request at the worker; None if there was one."""
+        """Note the first token of a request, after `seconds` alone at the worker; None if it was not alone."""
         tokens, request.prefill_tokens = request.prefill_tokens, 0.0
         self._last_prefill_at = _now()
         if seconds is not None and tokens >= _LEAST_TOKENS:
             self._seconds_per_token.append(seconds / tokens)
 
     def end(self, request: InFlight) -> None:
-        """It is answered, or given up."""
+        """Forget a request that is answered, or given up."""
         self.requests.discard(request)
 
     def give_up_silent(self, silence_s: float) -> None:
@@ -138,7 +138,7 @@ class WorkerLoad:
                 request.give_up()
 
     def report(self, exposition: str, num_own: int | None = None) -> None:
-        """Take over the load that the worker's metrics tell; what they do not tell is 0.
+        """Take over the load that the worker's metrics report; what they do not report is 0.
 
         Own requests are taken off at once: by the next report they have ended, and would be others' until then.
 
@@ -156,15 +156,15 @@ class WorkerLoad:
 
 
 def reported_load(exposition: str) -> int | None:
-    """Requests that run or wait by a server's metrics; None if these do not tell."""
+    """Return the requests that run or wait by a server's metrics; None if these have none."""
     samples = _samples(exposition)
     return int(sum(value for _, value in samples)) if samples else None
 
 
 def _samples(exposition: str) -> list[tuple[str, float]]:
-    """Numbers of requests; what is none, such as the infinite, is passed over."""
-    told = [(name, _number(value)) for name, value in _SAMPLE.findall(exposition) if name in _WAITING + _RUNNING]
-    return [(name, value) for name, value in told if 0 <= value <= _MOST_REQUESTS]
+    """Return names and numbers of requests; what is no number, such as the infinite, is passed over."""
+    samples = [(name, _number(value)) for name, value in _SAMPLE.findall(exposition) if name in _WAITING + _RUNNING]
+    return [(name, value) for name, value in samples if 0 <= value <= _MOST_REQUESTS]
 
 
 def _number(text: str) -> float:

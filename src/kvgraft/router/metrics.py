@@ -1,4 +1,4 @@
-"""What the router does as Prometheus metrics, `kvgraft_router:*`. Labels name workers, never tenants or requests."""
+"""Metrics of the router for Prometheus, `kvgraft_router:*`. Labels name workers, never tenants or requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from kvgraft.router.core import Choice, Router
+    from kvgraft.router.core import Router, WorkerChoice
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -24,7 +24,7 @@ class RouterMetrics:
     def __init__(self, router: Router) -> None:
         self._registry = CollectorRegistry()
         self._router = router
-        self._requests = self._counter("requests", "Requests by worker and what became of them", "worker", "outcome")
+        self._requests = self._counter("requests", "Requests by worker and outcome", "worker", "outcome")
         self._tokens = self._counter(
             "prompt_tokens", "Prompt tokens by what the worker was expected to hold", "worker", "kind"
         )
@@ -34,9 +34,9 @@ class RouterMetrics:
         self._ttfb = self._histogram(
             "time_to_first_byte_seconds", "From arrival to the first byte of a worker's answer"
         )
-        self._registry.register(_State(router))
+        self._registry.register(_RouterState(router))
 
-    def chosen(self, choice: Choice) -> None:
+    def chosen(self, choice: WorkerChoice) -> None:
         """Count what the chosen worker holds of a prompt."""
         name = choice.worker.spec.name
         self._tokens.labels(name, "computed").inc(max(0.0, choice.prefill_tokens))
@@ -75,8 +75,8 @@ class RouterMetrics:
         return Histogram(f"kvgraft_router:{name}", text, registry=self._registry, buckets=_SECONDS)
 
 
-class _State(Collector):
-    """What the router knows at the moment of asking."""
+class _RouterState(Collector):
+    """State of the router at the moment of asking."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

@@ -39,14 +39,14 @@ class Monitor:
         self._doubts: dict[str, asyncio.Event] = {}
 
     async def start(self) -> None:
-        """Ask everybody once, then go on in the background."""
+        """Ask every worker once, then go on in the background."""
         await asyncio.gather(*(self._ask(load) for load in self._loads))
         for load in self._loads:
             self._doubts[load.spec.name] = asyncio.Event()
             self._tasks.append(asyncio.create_task(self._watch(load)))
 
     def doubt(self, load: WorkerLoad, *, refused: bool) -> None:
-        """A request to a worker has failed: ask it now. If nobody even listens there, it is down."""
+        """Ask a worker now, as a request to it has failed. If it refused the connection, it is down."""
         if refused:
             self._down(load, "it refuses connections")
         doubts = self._doubts.get(load.spec.name)
@@ -121,6 +121,6 @@ class Monitor:
 
 
 def _adapters(answer: str) -> frozenset[str]:
-    """Names of models that have a parent, as vLLM lists adapters."""
+    """Return the names of models that have a parent, as vLLM lists adapters."""
     models = json.loads(answer).get("data", [])
     return frozenset(str(model["id"]) for model in models if model.get("parent"))

@@ -1,4 +1,4 @@
-"""Who gets a request: by what the workers hold, or by one of the baselines that look at nothing of the kind."""
+"""Policies that choose a worker: by the text that workers hold, and baselines that do not look at it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from kvgraft.router.load import WorkerLoad
 
 PREFIX_TOKENS = 256
-"""Tokens from which `prefix_hash` chooses: enough to tell documents apart, few enough to be shared by their questions."""
+"""Tokens from which `prefix_hash` chooses: enough to distinguish documents, few enough to be shared by their questions."""
 _NOTHING = WorkerScore(0, 0)
 _DUPLICATE_COST = 0.5
-"""What a token costs besides that a worker computes though another one holds it: it lies there twice from then on, and what
-comes later finds less in one place. Measured against 0 (docs/routing.md)."""
+"""Extra cost of a token that a worker computes though another one holds it: it lies there twice from then on, and later
+requests find less in one place. Measured against 0 (docs/routing.md)."""
 _LIKE_SPEEDS = 1.5
-"""Workers whose speeds are within this factor of the usual one count as equally fast: measured prefills differ as much on
+"""Workers within this factor of the usual speed count as equally fast: measured prefills differ as much on
 a machine with other work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is known of a request.
+    """A request as policies see it.
 
     Attributes:
         token_ids: Its tokens `(n,)`; None if they are not known.
-        scope: Whose text it may reuse.
+        scope: Scope of the text that it may reuse.
         raw: Its body, for what needs no tokens.
     """
 
@@ -83,7 +83,7 @@ class PrefixHash(Policy):
     """
 
     def choose(self, prompt: Prompt, workers: Sequence[WorkerLoad], scores: Mapping[str, WorkerScore]) -> WorkerLoad:
-        """Take the worker whose name hashes highest with the beginning."""
+        """Take the worker with the name that hashes highest with the beginning."""
         tokens = prompt.token_ids
         start = (
             repr([int(token) for token in tokens[:PREFIX_TOKENS]]).encode() if tokens is not None else prompt.raw[:1024]
@@ -95,9 +95,9 @@ class PrefixHash(Policy):
 class Reuse(Policy):
     """The worker from which the first token is to be expected soonest.
 
-    What it has to compute, the prompt less what it holds, and what stands in front of it, at its speed; and a bit for what
-    others hold of the prompt and it would compute. Among equals, as for a prompt of which nobody holds anything, the one
-    that holds most text, where most of what comes later is found, as long as it has room. A request whose tokens are
+    Its tokens to compute, the prompt less what it holds, and those queued before, at its speed; and a bit for what others
+    hold of the prompt and it would compute. Among equals, as for a prompt of which no worker holds anything, the one that
+    holds most text, where later requests find most, as long as it has room. A request whose tokens are
     not known goes to the least loaded.
     """
 
@@ -121,13 +121,13 @@ class Reuse(Policy):
 
 
 def _usual_speed(workers: Sequence[WorkerLoad]) -> float:
-    """Median of their seconds per token; 1 where none are known."""
+    """Return the median of their seconds per token; 1 where none are known."""
     speeds = [speed for worker in workers if (speed := worker.seconds_per_token) is not None]
     return median_low(speeds) if speeds else 1.0
 
 
 def _speed(worker: WorkerLoad, usual: float) -> float:
-    """Seconds per token of a worker, if it is another than usual."""
+    """Return a worker's seconds per token, or the usual ones where these differ little."""
     own = worker.seconds_per_token
     return own if own is not None and not usual / _LIKE_SPEEDS <= own <= usual * _LIKE_SPEEDS else usual
 

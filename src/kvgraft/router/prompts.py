@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvgraft.config import quoted
 from kvgraft.errors import ConfigError, one_line
-from kvgraft.models import BUNDLED_MODEL, SMOLLM2_MODEL, bundled_model_path, smollm2_path
-from kvgraft.server.chat_template import render_chat, template_of
-from kvgraft.server.errors import APIError
-from kvgraft.server.fields import Fields
-from kvgraft.server.messages import parse_messages, parse_tools
-from kvgraft.server.template_fields import parse_template_fields
+from kvgraft.http.chat_template import render_chat, template_of
+from kvgraft.http.errors import APIError
+from kvgraft.http.fields import Fields
+from kvgraft.http.messages import parse_messages, parse_tools
+from kvgraft.http.template_fields import parse_template_fields
+from kvgraft.models import BUNDLED_MODEL, SMOLLM2_MODEL, Checkpoint, bundled_model_path, load_failure, smollm2_path
+from kvgraft.tokenising import TextBound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
+
+_MOST_TOKENS = 1 << 22
+_LENIENCE = 4
+"""Engines may serve longer prompts than a tokenizer says: it is a few times as long before a prompt is not looked at."""
+_TOO_LONG = "it is longer than what the engines take"
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 
@@ -33,6 +39,9 @@ class PromptReader:
     def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - transformers' tokenizer, or None
         """Read with `tokenizer`; without one, prompts of token ids alone can be read."""
         self._tokenizer = tokenizer
+        self._bound = TextBound.of(tokenizer)
+        said = getattr(tokenizer, "model_max_length", None)
+        self._most_tokens = _LENIENCE * said if isinstance(said, int) and 0 < said < _MOST_TOKENS else _MOST_TOKENS
         self._has_said = tokenizer is None
 
     def tokens(self, path: str, body: Mapping[str, object]) -> NDArray[np.int32] | None:
@@ -62,12 +71,19 @@ class PromptReader:
         if isinstance(prompt, str):
             return self._encoded(prompt, add_special_tokens=True)
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            return np.array(prompt, np.int32)
+            return self._taken(np.array(prompt, np.int32))
         return None
+
+    def _taken(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        if len(tokens) > self._most_tokens:
+            raise ConfigError(_TOO_LONG)
+        return tokens
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         if self._tokenizer is None:
             raise ConfigError("there is no tokenizer")
+        if not self._bound.may_fit(text, self._most_tokens):
+            raise ConfigError(_TOO_LONG)
         try:
             token_ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except Exception as error:  # a tokenizer is foreign code
@@ -90,22 +106,21 @@ def load_tokenizer(name: str) -> Any:  # noqa: ANN401 - transformers' tokenizer
             "tokenising prompts needs transformers: pip install 'kvgraft[router]'", name="transformers"
         ) from error
     transformers_logging.set_verbosity_error()
-    source, arguments = _source(name)
+    checkpoint = _checkpoint(name)
     try:
-        return AutoTokenizer.from_pretrained(source, **arguments)
+        return AutoTokenizer.from_pretrained(checkpoint.source, **checkpoint.arguments)
     except Exception as error:
         raise ConfigError(
-            f"cannot load the tokenizer of model {quoted(name)}: {one_line(error)}; give --model the "
+            f"cannot load the tokenizer of model {quoted(name)}: {load_failure(name, error)}; give --model the "
             "directory or hub id that the workers serve"
         ) from error
 
 
-def _source(name: str) -> tuple[str, dict[str, str]]:
-    from pathlib import Path
-
+def _checkpoint(name: str) -> Checkpoint:
+    """Find a tokenizer; unlike a model, it needs no weights beside it."""
     path: Path | None = bundled_model_path() if name == BUNDLED_MODEL else Path(name).expanduser()
     if name == SMOLLM2_MODEL:
         path = smollm2_path()
     if path is not None and path.is_file():
-        return str(path.parent), {"gguf_file": path.name}
-    return (str(path), {}) if path is not None and path.is_dir() else (name, {})
+        return Checkpoint(name, str(path.parent), path)
+    return Checkpoint(name, str(path) if path is not None and path.is_dir() else name)

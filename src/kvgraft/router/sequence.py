@@ -1,7 +1,7 @@
-"""Puts the batches of one worker into order, and tells when something is lost. Decides; no I/O.
+"""Order of the batches of one worker, and what is lost of them. Decides; no I/O.
 
-Whatever is learned from a suffix of a stream is part of the truth: what was stored in it and not removed since is
-there. So when batches are lost for good, everything is forgotten and learning begins again behind the gap. A worker
+All that is learned from a suffix of a stream is part of the truth: what was stored in it and not removed since is
+there. So when batches are lost for good, everything is forgotten and learning begins again after the gap. A worker
 that has been started anew counts from 0 again; it is known by time stamps, which a repeated batch does not have.
 """
 
@@ -20,7 +20,7 @@ _MAX_HELD_BACK = 10_000
 
 @dataclass(slots=True)
 class Progress:
-    """What follows from a batch.
+    """Actions that follow from a batch.
 
     Attributes:
         events: To be applied in order.
@@ -39,11 +39,11 @@ class BatchSequence:
     Attributes:
         num_lost: Gaps that could not be closed.
         num_filled: Gaps that a replay has closed.
-        num_restarts: How often another process was found behind the endpoint.
+        num_restarts: How often another process was found at the endpoint.
     """
 
     def __init__(self, *, can_replay: bool) -> None:
-        """Begin in front of the first batch; with `can_replay` the owner asks for what is missing."""
+        """Begin before the first batch; with `can_replay` the owner asks for what is missing."""
         self.num_lost = self.num_filled = self.num_restarts = 0
         self._can_replay = can_replay
         self._next: int | None = None
@@ -58,7 +58,7 @@ class BatchSequence:
         return self._asked_from is not None
 
     def connected(self) -> Progress:
-        """The connection was made, or made anew: something may have been missed, or another process publishes now."""
+        """Note a new connection: something may have been missed, or another process publishes now."""
         if not self._can_replay:
             return Progress(forget=self._begin_anew())
         if self._next:
@@ -69,21 +69,21 @@ class BatchSequence:
         return self._ask(self._witness or 0)
 
     def settled(self) -> Progress:
-        """The subscription is in effect now; what was published in front of it, behind the last replay, is asked for."""
+        """Note that the subscription is in effect; what was published before it, after the last replay, is asked for."""
         if self._can_replay and self._next is not None and not self.is_waiting:
             return self._ask(self._next)
         return Progress()
 
     def disconnected(self) -> Progress:
-        """The connection is gone, and what is removed meanwhile is not heard of. Without a replay that is final."""
+        """Note that the connection is gone: removals meanwhile are missed, without a replay for good."""
         return Progress() if self._can_replay else Progress(forget=self._begin_anew())
 
     def abandoned(self) -> Progress:
-        """Nobody publishes for so long that nothing is believed any more."""
+        """Forget all, as no publisher was connected for too long."""
         return Progress(forget=self._begin_anew())
 
     def received(self, number: int, batch: EventBatch) -> Progress:
-        """A batch was published."""
+        """Take a batch that was published."""
         if self._is_restart(number, batch):
             return self._restarted(number, batch)
         if self._next is not None and number < self._next:
@@ -94,7 +94,7 @@ class BatchSequence:
         return self._go_on()
 
     def replayed(self, number: int, batch: EventBatch) -> Progress:
-        """A batch came from the replay endpoint."""
+        """Take a batch from the replay endpoint."""
         if self._is_restart(number, batch):
             return self._restarted(number, batch)
         if number == self._witness:
@@ -104,7 +104,7 @@ class BatchSequence:
         return Progress() if len(self._waiting) <= 2 * _MAX_HELD_BACK else self._give_up()
 
     def replay_ended(self) -> Progress:
-        """The replay is complete, or the endpoint does not answer; what is still missing then is lost."""
+        """End the replay: it is complete, or the endpoint does not answer, and what is still missing is lost."""
         if self._witness is not None:
             return self._restarted()
         asked, self._asked_from = self._asked_from, None
@@ -115,7 +115,7 @@ class BatchSequence:
         return progress
 
     def _go_on(self, asked_in_vain: int | None = None) -> Progress:
-        """Take what is in order; of what then waits behind a gap, the gap is asked for, once."""
+        """Take what is in order; where batches wait after a gap, ask for the gap, once."""
         if self._next is None:
             self._next = min(self._waiting)
         events = self._drained()
@@ -129,7 +129,7 @@ class BatchSequence:
         return self._next is not None and number < self._next and batch.timestamp > self._last_time
 
     def _restarted(self, number: int | None = None, batch: EventBatch | None = None) -> Progress:
-        """Begin with the batches of another process, all of which are asked for if the first is not at hand."""
+        """Begin with the batches of another process, all of which are asked for if the first is missing."""
         self.num_restarts += 1
         self._begin_anew()
         if number is not None and batch is not None:
@@ -143,7 +143,7 @@ class BatchSequence:
         return Progress(ask_from=first)
 
     def _begin_anew(self) -> bool:
-        """Stand in front of the first batch again; returns whether anything was known."""
+        """Begin before the first batch again; return whether anything was known."""
         knew = self._next is not None
         self._next, self._last_time = None, -math.inf
         self._waiting.clear()
@@ -151,7 +151,7 @@ class BatchSequence:
         return knew
 
     def _give_up(self) -> Progress:
-        """Forget what was learned, and go on behind the last gap."""
+        """Forget what was learned, and go on after the last gap."""
         self.num_lost += 1
         numbers = sorted(self._waiting)
         while numbers[-1] - numbers[0] >= len(numbers):

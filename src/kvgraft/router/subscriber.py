@@ -1,6 +1,6 @@
 """Reads the KV events of all workers in one thread and keeps the directory true. Needs the extra `router`.
 
-Per worker a SUB socket, a monitor that tells when its connection is made anew, and for the time of a replay a DEALER
+Per worker a SUB socket, a monitor that reports when its connection is made anew, and for the time of a replay a DEALER
 socket.
 """
 
@@ -31,9 +31,11 @@ REPLAY_TIMEOUT_S = 2.0
 SETTLING_S = 1.0
 """So long after a connection was made it is asked once more for what was published before the subscription took effect."""
 ABANDONED_S = 30.0
-"""What a worker has said is not believed any longer than this without a connection to it."""
+"""Seconds for which a worker's events are believed without a connection to it."""
 _POLL_MS = 100
 _HWM = 100_000
+MOST_MESSAGE_BYTES = 16 << 20
+"""Longest frame that is taken: more than three million tokens. A longer one ends its connection, and is a gap, then."""
 _BATCHES_AT_ONCE = 64
 """Batches of one worker that are taken before others have their turn."""
 
@@ -61,21 +63,15 @@ class WorkerStream:
         self._listener = listener
         self._zmq = zmq
         self._context = zmq.Context.instance()
-        self._subscriber = self._context.socket(zmq.SUB)
-        self._subscriber.set_hwm(_HWM)
-        self._subscriber.setsockopt(zmq.SUBSCRIBE, spec.topic.encode())
-        self._monitor = self._subscriber.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._replay: Any = None
         self._patience_until = 0.0
         self._settled_at = self._abandoned_at = math.inf
-        try:
-            self._subscriber.connect(spec.events)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"cannot listen to {spec.events!r} of worker {spec.name}: {error}") from error
+        self._subscriber: Any
+        self._monitor: Any
+        self._subscribe()
 
     def sockets(self) -> list[Any]:
-        """Sockets that may have something to read."""
+        """Return sockets that may have something to read."""
         return [socket for socket in (self._subscriber, self._monitor, self._replay) if socket is not None]
 
     def read(self) -> None:
@@ -87,7 +83,7 @@ class WorkerStream:
             if not self._subscriber.poll(0):
                 break
             frames = self._subscriber.recv_multipart()
-            # That a connection was made is told before its first message; what it means has to be known before that, too.
+            # A new connection is reported before its first message, and has to be handled before it, too.
             self._read_monitor()
             self._read_batch(frames)
         if time.monotonic() > self._settled_at:
@@ -101,6 +97,22 @@ class WorkerStream:
     def close(self) -> None:
         """Close all sockets."""
         self._end_replay()
+        self._close_subscriber()
+
+    def _subscribe(self) -> None:
+        zmq, spec = self._zmq, self._spec
+        self._subscriber = self._context.socket(zmq.SUB)
+        self._subscriber.set_hwm(_HWM)
+        self._subscriber.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+        self._subscriber.setsockopt(zmq.SUBSCRIBE, spec.topic.encode())
+        self._monitor = self._subscriber.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._subscriber.connect(spec.events)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen to {spec.events!r} of worker {spec.name}: {error}") from error
+
+    def _close_subscriber(self) -> None:
         self._subscriber.disable_monitor()
         self._monitor.close(linger=0)
         self._subscriber.close(linger=0)
@@ -113,6 +125,8 @@ class WorkerStream:
                 self._follow(self.sequence.connected())
             else:
                 logger.info("the event stream of worker %s has broken off", self._spec.name)
+                self._close_subscriber()  # zmq connects again by itself, but not after a frame that is too long
+                self._subscribe()
                 self._abandoned_at = time.monotonic() + ABANDONED_S
                 self._follow(self.sequence.disconnected())
 
@@ -147,16 +161,21 @@ class WorkerStream:
     def _ask(self, first: int) -> None:
         self._end_replay()
         self._replay = self._context.socket(self._zmq.DEALER)
+        self._replay.setsockopt(self._zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         self._replay.connect(self._spec.replay)
         self._replay.send_multipart((b"", first.to_bytes(SEQUENCE_BYTES, "big")))
         self._patience_until = time.monotonic() + REPLAY_TIMEOUT_S
 
     def _read_replay(self) -> None:
-        """Take what was sent again; other engines put the topic in front of the number."""
+        """Take what was sent again; other engines put the topic before the number."""
         replay = self._replay
         while self._replay is replay and replay.poll(0):
-            *_, number, payload = replay.recv_multipart()
             self._patience_until = time.monotonic() + REPLAY_TIMEOUT_S
+            frames: list[bytes] = [b"", *replay.recv_multipart()]
+            number, payload = frames[-2:]
+            if len(number) != SEQUENCE_BYTES:
+                self._unreadable("what is sent again has no sequence number and payload")
+                continue
             if number == END_OF_REPLAY:
                 self._end_replay()
                 self._follow(self.sequence.replay_ended())
@@ -188,6 +207,7 @@ class EventReader:
         self._zmq = load_zmq()
         require_msgpack()
         self._streams: dict[str, WorkerStream] = {}
+        self._failed: set[WorkerStream] = set()
         try:
             for spec in workers:
                 if spec.events is not None:
@@ -200,7 +220,7 @@ class EventReader:
         self._thread.start()
 
     def sequences(self) -> dict[str, BatchSequence]:
-        """The streams by worker, for their counters."""
+        """Return the streams by worker, for their counters."""
         return {name: stream.sequence for name, stream in self._streams.items()}
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -229,7 +249,11 @@ class EventReader:
         try:
             stream.read()
         except Exception:
-            logger.exception("reading the events of a worker failed; the next ones are tried")
+            if stream not in self._failed:
+                self._failed.add(stream)
+                logger.exception(
+                    "reading the events of a worker failed; the next ones are tried, and this is logged once"
+                )
 
     def _close_streams(self) -> None:
         for stream in self._streams.values():

@@ -1,9 +1,9 @@
-"""Whether a worker has room: text that has come lately against text that has gone."""
+"""Room of a worker, estimated from the text that has come lately and the text that has gone."""
 
 from __future__ import annotations
 
 _RECENT_TOKENS = 8_192
-"""Text whose coming and going says whether a worker is full."""
+"""Tokens of the latest text that are compared."""
 _USUAL_WEIGHT = 1 / 16
 """Of the newest size in the usual one."""
 
@@ -12,7 +12,7 @@ class Turnover:
     """Counts text that comes and goes; what was long ago counts less and less. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing has come yet."""
+        """Begin with nothing."""
         self._gained = self._lost = self._usual_size = 0.0
 
     @property
@@ -21,11 +21,11 @@ class Turnover:
         return self._lost > self._gained / 2
 
     def came(self, num_tokens: int, num_new: int, num_units: int = 1) -> None:
-        """Donors or pages have come.
+        """Count donors or pages that came.
 
         Args:
             num_tokens: Their text.
-            num_new: Of it what was not there yet, under another name.
+            num_new: Tokens of it that were not there yet, under another name.
             num_units: How many they are.
         """
         size = num_tokens / num_units
@@ -35,12 +35,12 @@ class Turnover:
         self._let_fade()
 
     def went(self, num_tokens: float) -> None:
-        """Text has gone, or is remembered no longer."""
+        """Count text that has gone, or is remembered no longer."""
         self._lost += num_tokens
         self._let_fade()
 
     def went_unknown(self, num_units: int) -> None:
-        """Donors or pages have gone of which nothing is remembered: they count as usual ones."""
+        """Count donors or pages that have gone without being remembered, as usual ones."""
         self.went(num_units * self._usual_size)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""One try of a request at one worker: its answer up to the first byte, then the rest as it comes."""
+"""One try of a request at one worker: how its answer begins, then the rest as it comes, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import aiohttp
+
+from kvgraft.router.events import EventCutter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -33,11 +35,17 @@ _RETRIED_STATUS = frozenset({429, 502, 503})
 """Answers of a worker that takes no more requests at the moment; another one may."""
 
 
+_SHORT_BYTES = 1 << 20
+"""Answers up to this length are waited for, so that another worker can be asked if they break off; longer ones are not."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which readers of events pass over."""
+
+
 class UpstreamError(Exception):
-    """A worker failed before the first byte of its answer.
+    """A worker failed before anything of its answer was passed on.
 
     Attributes:
-        refused: Nobody listens there.
+        refused: The connection was refused.
     """
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
@@ -51,19 +59,21 @@ class BrokenStreamError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """An answer whose head and first bytes are there.
+    """An answer with its head and its beginning.
 
     Attributes:
         status: HTTP status.
         headers: What is passed on.
-        is_stream: Server-sent events, of which more come; else `first` is everything.
-        first: The bytes so far.
+        is_stream: Server-sent events.
+        first: The bytes so far; none of a stream that is idle for so long that its client should get a sign of life.
+        length: Of the whole body, where the worker says it or it is here.
     """
 
     status: int
     headers: list[tuple[bytes, bytes]]
     is_stream: bool
     first: bytes
+    length: int | None
     _response: aiohttp.ClientResponse
 
     @property
@@ -71,32 +81,58 @@ class Answer:
         """Whether another worker may give a better one."""
         return self.status in _RETRIED_STATUS
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield whole server-sent events as they come, several at a time.
+    async def pieces(self, idle_s: float | None) -> AsyncIterator[bytes]:
+        """Yield the body as it comes: of a stream whole events, several at a time, but for events that are very long.
+
+        Args:
+            idle_s: After so long without a byte of a stream `KEEP_ALIVE` is yielded, where that is no part of an event.
 
         Raises:
-            BrokenStreamError: The worker broke off; what it began to say of an event is not passed on.
+            BrokenStreamError: The worker broke off. Of an event of which nothing was yielded nothing is; one that was begun
+                is ended, so that another can follow.
         """
-        whole, held = _whole_events(self.first)
-        if whole:
-            yield whole
+        cutter = EventCutter()
         try:
-            async for chunk in self._response.content.iter_any():
-                whole, held = _whole_events(held + chunk)
-                if whole:
-                    yield whole
+            async for chunk in self._chunks(idle_s if self.is_stream else None):
+                piece = chunk
+                if self.is_stream:
+                    piece = (b"" if cutter.is_inside else KEEP_ALIVE) if chunk is None else cutter.take(chunk)
+                if piece:
+                    yield piece
         except _FAILURES as error:
+            if cutter.is_inside:
+                yield b"\n\n"
             raise BrokenStreamError(str(error) or type(error).__name__) from error
-        if held:
-            yield held
+        if rest := cutter.rest():
+            yield rest
+
+    async def _chunks(self, idle_s: float | None) -> AsyncIterator[bytes | None]:
+        """Yield what comes, and None whenever nothing came for `idle_s`."""
+        chunk: bytes | None = self.first if self.first or not self.is_stream else None
+        while chunk != b"":
+            yield chunk
+            chunk = await _next_chunk(self._response, idle_s)
 
     def close(self) -> None:
-        """Let the worker know that nobody listens any more, if it has not said everything."""
+        """Close the connection to the worker, if it has not sent everything."""
         self._response.close()
 
 
-async def ask(session: aiohttp.ClientSession, url: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Answer:
-    """Send a request and wait for the first bytes of a stream, or for the whole of another answer.
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    headers: Iterable[tuple[bytes, bytes]],
+    body: bytes,
+    idle_s: float | None = None,
+) -> Answer:
+    """Send a request and wait for the first bytes of a stream, or for the whole of another answer if it is short.
+
+    Args:
+        session: HTTP.
+        url: Where to.
+        headers: Of the client.
+        body: As it came.
+        idle_s: How long to wait for the first bytes of a stream that has begun; None for as long as it takes.
 
     Raises:
         UpstreamError: The worker cannot be reached or breaks off before that.
@@ -108,9 +144,9 @@ async def ask(session: aiohttp.ClientSession, url: str, headers: Iterable[tuple[
             url, data=body, headers=_passed_on(headers), timeout=timeout, allow_redirects=False
         )
         is_stream = response.content_type == "text/event-stream"
-        first = await response.content.readany() if is_stream else await response.read()
-        if is_stream and not first:
-            raise UpstreamError("it ended the stream in front of the first event")  # noqa: TRY301 - closed below
+        first = await _next_chunk(response, idle_s) if is_stream else await _beginning(response)
+        if is_stream and first == b"":
+            raise UpstreamError("it ended the stream before the first event")  # noqa: TRY301 - closed below
     except BaseException as error:
         if response is not None:
             response.close()
@@ -121,7 +157,27 @@ async def ask(session: aiohttp.ClientSession, url: str, headers: Iterable[tuple[
     raw = [(name.lower(), value) for name, value in response.raw_headers]
     left_out = _NOT_PASSED_BACK | _nominated((_text(name), _text(value)) for name, value in raw)
     kept = [(name, value) for name, value in raw if _text(name) not in left_out]
-    return Answer(response.status, kept, is_stream, first, response)
+    length = len(first or b"") if response.content.at_eof() else response.content_length
+    return Answer(response.status, kept, is_stream, first or b"", length, response)
+
+
+async def _next_chunk(response: aiohttp.ClientResponse, idle_s: float | None) -> bytes | None:
+    """Return the next piece: empty at the end, None if nothing comes for `idle_s`."""
+    try:
+        async with asyncio.timeout(idle_s) as patience:
+            return await response.content.readany()
+    except TimeoutError:
+        if patience.expired():
+            return None
+        raise
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """Return all of a short answer, or as much of a long one as is waited for."""
+    begun = bytearray()
+    while len(begun) <= _SHORT_BYTES and (chunk := await response.content.readany()):
+        begun += chunk
+    return bytes(begun)
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
@@ -131,21 +187,14 @@ def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 
 
 def _nominated(headers: Iterable[tuple[str, str]]) -> set[str]:
-    """Headers that the sender says concern this connection alone."""
+    """Return the headers that the sender limits to this connection."""
     named = (value for name, value in headers if name == "connection")
     return {name.strip().lower() for value in named for name in value.split(",")}
 
 
 def _text(raw: bytes) -> str:
-    """What is written as `raw` again, if it is UTF-8; other bytes beyond ASCII become UTF-8 of the same characters."""
+    """Return the text that is written as `raw` again, if it is UTF-8; other bytes beyond ASCII become UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return raw.decode("latin-1")
-
-
-def _whole_events(data: bytes) -> tuple[bytes, bytes]:
-    """Cut behind the last event that is whole."""
-    ends = [found + len(end) for end in (b"\n\n", b"\r\n\r\n") if (found := data.rfind(end)) >= 0]
-    cut = max(ends, default=0)
-    return data[:cut], data[cut:]

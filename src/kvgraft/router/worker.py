@@ -52,7 +52,7 @@ def require_url(url: str, what: str) -> None:
     """Refuse what is no URL of a server; `what` begins the sentence.
 
     Raises:
-        ConfigError: It is none, or has credentials in it, which would be told to whoever asks for names and scores.
+        ConfigError: It is none, or has credentials in it, which names and scores would show to every client.
     """
     try:
         parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Which stored texts resemble a prompt: embedders, an index of their vectors, and a thread that fills it. Numpy alone.
+"""Stored texts that resemble a prompt: embedders, an index of their vectors, and a thread that fills it. Numpy alone.
 
 Neural embedders and graphs over very many vectors are extras, loaded when they are asked for.
 

@@ -1,4 +1,4 @@
-"""What turns token ids into vectors that may be compared by their cosine."""
+"""Contract of embedders, which turn token ids into vectors that may be compared by their cosine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Decoder = Callable[[list[int]], str]
 
 
 class Embedder(ABC):
-    """Turns texts into vectors whose cosine says how alike they are.
+    """Turns texts into vectors with a cosine that says how alike they are.
 
     Implementations are thread-safe: prompts are embedded while stored texts are.
     """
@@ -37,7 +37,7 @@ class Embedder(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is called in settings and records."""
+        """Its name in settings and records."""
 
     @property
     @abstractmethod

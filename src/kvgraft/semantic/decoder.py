@@ -1,4 +1,4 @@
-"""Where a provider finds the tokenizer of the served model, given what its engine calls a model configuration."""
+"""The tokenizer of the served model, from what an engine calls a model configuration."""
 
 from __future__ import annotations
 

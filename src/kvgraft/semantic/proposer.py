@@ -45,7 +45,7 @@ class DonorProposer:
         return tuple(DonorId(each.key) for each in found or () if isinstance(each.key, int))
 
     def counts(self) -> dict[str, int]:
-        """What became of the texts of donors and prompts."""
+        """Counters of the texts of donors and prompts."""
         counters = self.discovery.counters
         return {"embedded": counters.embedded, "dropped": counters.dropped, "errors": counters.errors}
 

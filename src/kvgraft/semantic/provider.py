@@ -1,4 +1,4 @@
-"""Providers for the semantic hook: an earlier prompt whose K/V may stand in for this one's, where users ask for it."""
+"""Providers for the semantic hook: an earlier prompt with K/V that may stand in for this one's, where users ask for it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ THRESHOLD = 0.60
 """Least cosine of a donor, as SemBlend has it."""
 
 _EVERYONE = None
-"""The hook does not say whose prompt it is, so all share one namespace here; the prefix cache keeps them apart."""
+"""The hook does not name the owner of a prompt, so all share one namespace here; the prefix cache keeps them apart."""
 
 _CANDIDATES = 4
-"""Nearest texts that are looked at: the first may be the prompt itself, cached for somebody else."""
+"""Nearest texts that are looked at: the first may be the prompt itself, cached for another request."""
 
 
 class EmbeddingProvider(SemanticPrefixProvider):
-    """Proposes the stored prompt whose vector is nearest.
+    """Proposes the stored prompt with the nearest vector.
 
     Similar is not equal: a prompt that says the opposite is as near as one that says the same (docs/semantic.md). What an
     engine does with a proposal is never exact, is reported as substituted and is not stored.
@@ -82,12 +82,12 @@ class EmbeddingProvider(SemanticPrefixProvider):
 
     @property
     def counters(self) -> DiscoveryCounters:
-        """What became of texts and questions."""
+        """Counters of texts and questions."""
         return self.discovery.counters
 
     @property
     def discovery(self) -> Discovery:
-        """What embeds and searches.
+        """Embedder and search.
 
         Raises:
             ConfigError: The embedder cannot be made; names the remedy.
@@ -153,7 +153,7 @@ class EmbeddingProvider(SemanticPrefixProvider):
 
 
 class MiniLMProvider(EmbeddingProvider):
-    """By the meaning of the text: all-MiniLM-L6-v2 (extra `embedder`), whatever the order of its words."""
+    """By the meaning of the text: all-MiniLM-L6-v2 (extra `embedder`), independent of the order of its words."""
 
     def __init__(
         self,
@@ -194,6 +194,6 @@ class SketchProvider(EmbeddingProvider):
 
 
 def _goes_on_from(donor: NDArray[np.integer[Any]], prompt: TokenArray) -> bool:
-    """Whether the shorter of the two begins the other: then there is nothing that the exact cache would not find."""
+    """Return whether the shorter of the two begins the other: then there is nothing that the exact cache would not find."""
     size = min(len(donor), len(prompt))
     return np.array_equal(donor[:size], prompt[:size])

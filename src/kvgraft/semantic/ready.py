@@ -26,15 +26,11 @@ _KEY = os.urandom(32)
 
 
 class Digests(NamedTuple):
-    """What a text is recognised by. Keyed: they tell nobody outside of this process anything.
-
-    Attributes:
-        whole: Of all tokens.
-        beginnings: Of the first `BLOCK_TOKENS` tokens, of the first two blocks, and so on.
-    """
+    """Digests by which a text is recognised. Keyed: outside of this process they mean nothing."""
 
     whole: bytes
     beginnings: tuple[bytes, ...]
+    """Of the first `BLOCK_TOKENS` tokens, of the first two blocks, and so on."""
 
 
 def content_digests(token_ids: ArrayLike) -> Digests:

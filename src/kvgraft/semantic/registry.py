@@ -8,7 +8,7 @@ from kvgraft.errors import ConfigError, IntegrationError
 from kvgraft.factories import NamedFactories
 from kvgraft.semantic.base import Decoder, Embedder
 from kvgraft.semantic.minhash import MinHashSketch
-from kvgraft.semantic.minilm import minilm_embedder
+from kvgraft.semantic.minilm import minilm_embedder, require_minilm
 from kvgraft.semantic.tfidf import TfIdfSketch
 
 
@@ -20,7 +20,7 @@ class EmbedderFactory(Protocol):
 
         Args:
             decode: Turns token ids into text; None where there is nothing that could.
-            path: What stands behind the colon in `NAME:PATH`, a directory of weights say; empty for none.
+            path: The part after the colon in `NAME:PATH`, a directory of weights say; empty for none.
 
         Raises:
             ConfigError: It cannot be made with these; names the remedy.
@@ -73,6 +73,22 @@ def create_embedder(name: str, decode: Decoder | None = None) -> Embedder:
     if not isinstance(embedder, Embedder):
         raise IntegrationError(f"embedder {name!r} is a {type(embedder).__name__}; its factory must return an Embedder")
     return embedder
+
+
+def require_embedder(setting: str) -> None:
+    """Refuse an embedder that cannot be made here for want of a name, a package or files, before a model is loaded.
+
+    Args:
+        setting: `NAME`, `NAME:PATH` or `none`.
+
+    Raises:
+        ConfigError: There is no such embedder, or it has no files.
+        ImportError: A package is missing; names the extra.
+        IntegrationError: Its entry point cannot be imported.
+    """
+    name, _, path = setting.partition(":")
+    if name != "none" and _FACTORIES.find(name) is minilm_embedder:
+        require_minilm(path)
 
 
 def _refuse_path(name: str, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Sketches by term frequency: which tokens two texts have in common, rare ones above all, in whatever order.
+"""Sketches by term frequency: the tokens that two texts have in common, rare ones above all, in any order.
 
 Sources: G. Salton, C. Buckley, "Term-weighting approaches in automatic text retrieval", 1988 (logarithmic term
 frequency); P. Li, T. Hastie, K. Church, "Very sparse random projections", KDD 2006.
@@ -37,7 +37,7 @@ _SPREAD = 8
 class TfIdfSketch(Embedder):
     """Weighted tokens of a text, projected at random.
 
-    How rare a token is, stored texts tell: its weight is `log((n + 1) / (m + 1))` if m of n texts have it. Vectors made with
+    How rare a token is, stored texts show: its weight is `log((n + 1) / (m + 1))` if m of n texts have it. Vectors made with
     other weights cannot be compared, so weights stay as they are while the number of texts doubles, from 32 on, and all
     texts are then embedded anew: each a few times in all. Frequencies only grow; texts that leave still count. Before
     the first 32 texts a token's id stands in, because vocabularies are listed in about the order of frequency.
@@ -84,7 +84,7 @@ class TfIdfSketch(Embedder):
         return unit_rows(rows)
 
     def learn(self, text: TokenArray) -> bool:
-        """Count a text's tokens; tell whether the weights have changed."""
+        """Count a text's tokens; return whether the weights have changed."""
         tokens = np.unique(text)
         tokens = tokens[(tokens >= 0) & (tokens < _MOST_IDS)]
         if len(tokens) and tokens[-1] >= len(self._texts_with):

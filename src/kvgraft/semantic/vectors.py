@@ -48,7 +48,7 @@ class VectorSet(ABC):
 
 
 class ExactVectors(VectorSet):
-    """One matrix, which grows by doubling and whose last row fills a gap."""
+    """One matrix, which grows by doubling; its last row fills a gap."""
 
     def __init__(self, dimensions: int) -> None:
         self._matrix = np.empty((_FIRST_ROWS, dimensions), np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgraft.server.errors import APIError
+from kvgraft.http.errors import APIError
 
 _EMBEDDINGS = "send these requests to a server of an embedding model, such as vLLM or text-embeddings-inference"
 _TEXT_ONLY = "this server answers in text"
@@ -22,13 +22,13 @@ _INSTEAD = {
     "assistants": _NOTHING_KEPT,
     "threads": _NOTHING_KEPT,
     "vector_stores": _NOTHING_KEPT,
-    "fine_tuning": "this server does not train; train elsewhere and serve what comes of it",
+    "fine_tuning": "this server does not train; train elsewhere and serve the result",
 }
-"""By the first part of the path behind `/v1/`."""
+"""By the first part of the path after `/v1/`."""
 
 
 def absent_endpoint(path: str) -> APIError | None:
-    """Return the error of a path that other servers have; None of one that nobody knows."""
+    """Return the error of a path that other servers have; None for an unknown path."""
     root, _, rest = path.removeprefix("/").partition("/")
     name = rest.partition("/")[0]
     if root != "v1" or name not in _INSTEAD:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.document_names import document_reuse
-from kvgraft.engine.request import FinishReason, PromptFacts
+from kvgraft.engine.requests.document_names import document_reuse
+from kvgraft.engine.requests.request import FinishReason, PromptFacts
 from kvgraft.reuse.report import report_as_dict
 from kvgraft.server.logprobs import TextOffsets, TokenTexts, prompt_logprobs
 from kvgraft.server.provisional import ProvisionalText
@@ -16,10 +16,11 @@ from kvgraft.server.reuse_summary import report_header, reuse_summary
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from kvgraft.engine.request import RequestOutput, StreamPart
-    from kvgraft.engine.sampling import TokenLogprobs
+    from kvgraft.engine.requests.request import RequestOutput, StreamPart
+    from kvgraft.engine.sampling.sampling import TokenLogprobs
     from kvgraft.server.echo import PromptEcho
-    from kvgraft.server.generation import Choice
+    from kvgraft.server.generation import ChoiceRequest
+    from kvgraft.server.options import AnswerOptions
     from kvgraft.server.provisional import Change
 
 JSONObject = dict[str, object]
@@ -28,36 +29,15 @@ RETRACTION = "kvgraft.retract"
 """`object` of the event that takes provisional text back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What an answer holds besides text.
-
-    Attributes:
-        echoes: What each prompt's answers begin with; empty for nothing.
-        prompt_logprobs: How many of the most likely tokens are told of each token of a prompt; None tells nothing.
-        token_ids: Whether ids of prompt and output are told.
-        no_output: Whether it ends with the prompt: the token that was computed is left out.
-        skip_special_tokens: Whether special tokens are no part of the text.
-        continuous_usage: Whether each chunk of a stream tells how many tokens there are so far.
-    """
-
-    echoes: Sequence[PromptEcho] = ()
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    no_output: bool = False
-    skip_special_tokens: bool = True
-    continuous_usage: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class ChoiceState:
-    """What is known of one choice so far.
+    """One choice as far as it has come.
 
     Attributes:
         choice: The choice.
         offsets: Where its tokens begin in its text.
         echo: What its text begins with, or None.
-        text: All text behind that.
+        text: All text after that.
         logprobs: Of all tokens.
         new_ids: Tokens that a stream's client does not know of.
         num_tokens: How many tokens of its answer there are.
@@ -67,7 +47,7 @@ class ChoiceState:
         sent: The text that a stream's client has.
     """
 
-    choice: Choice
+    choice: ChoiceRequest
     offsets: TextOffsets
     echo: PromptEcho | None = None
     text: str = ""
@@ -88,7 +68,7 @@ class ChoiceState:
             self.logprobs.append(part.logprobs)
 
     def note(self, part: StreamPart) -> None:
-        """Take in what a part tells besides its text."""
+        """Take in all of a part but its text."""
         self.prompt = part.prompt or self.prompt
         self.output = part.output or self.output
         self.num_tokens += not part.is_provisional
@@ -101,7 +81,7 @@ class ChoiceState:
 
 
 class AnswerForm(ABC):
-    """How an endpoint writes its choices.
+    """Form in which an endpoint writes its choices.
 
     Attributes:
         id_prefix: Of the answer's id.
@@ -134,11 +114,11 @@ class AnswerForm(ABC):
         """Return a new part that adds nothing, without index and reason."""
 
     def reason(self, state: ChoiceState, reason: str) -> str:
-        """Return why a choice ended, which ended because of `reason`; asked for behind `whole` or the last `deltas`."""
+        """Return why a choice ended, which ended because of `reason`; asked for after `whole` or the last `deltas`."""
         return reason
 
 
-class Answer:
+class AnswerWriter:
     """Builds the answer to one HTTP request.
 
     Attributes:
@@ -151,25 +131,32 @@ class Answer:
         self,
         head: JSONObject,
         form: AnswerForm,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceRequest],
         texts: TokenTexts,
+        options: AnswerOptions,
         *,
-        include_usage: bool,
-        extras: Extras | None = None,
+        echoes: Sequence[PromptEcho] = (),
     ) -> None:
-        """Begin an answer; `head` holds what all its objects carry: id, created, model."""
+        """Begin an answer.
+
+        Args:
+            head: What all its objects carry: id, created, model.
+            form: How choices look.
+            choices: The answers that are generated.
+            texts: Of tokens.
+            options: What the client asked for.
+            echoes: What each prompt's answers begin with; empty for nothing.
+        """
         self._head = head
         self._form = form
-        self._include_usage = include_usage
         self._texts = texts
-        self._extras = Extras() if extras is None else extras
-        self._states = [self._state(choice) for choice in choices]
+        self._options = options
+        self._states = [self._state(choice, echoes) for choice in choices]
 
-    def _state(self, choice: Choice) -> ChoiceState:
-        extras = self._extras
-        echo = extras.echoes[choice.prompt_index] if extras.echoes else None
-        start = 0 if echo is None else len(echo.text)
-        offsets = TextOffsets(self._texts.tokenizer, start, skip_special_tokens=extras.skip_special_tokens)
+    def _state(self, choice: ChoiceRequest, echoes: Sequence[PromptEcho]) -> ChoiceState:
+        echo = echoes[choice.prompt_index] if echoes else None
+        start, skip = 0 if echo is None else len(echo.text), self._options.sampling.skip_special_tokens
+        offsets = TextOffsets(self._texts.tokenizer, start, skip_special_tokens=skip)
         return ChoiceState(choice, offsets, echo)
 
     @property
@@ -177,7 +164,7 @@ class Answer:
         """Results of the choices that are done."""
         return [state.output for state in self._states if state.output is not None]
 
-    async def whole(self, parts: AsyncIterator[tuple[Choice, StreamPart]]) -> JSONObject:
+    async def whole(self, parts: AsyncIterator[tuple[ChoiceRequest, StreamPart]]) -> JSONObject:
         """Wait for everything and return the answer."""
         async for choice, part in parts:
             self._states[choice.index].take(part)
@@ -189,32 +176,34 @@ class Answer:
         return answer
 
     def _choice(self, state: ChoiceState) -> JSONObject:
-        if self._extras.no_output:
+        if self._options.no_output:
             state.drop_output()
-        told = {"token_ids": state.new_ids} if self._extras.token_ids else {}
+        shown = {"token_ids": state.new_ids} if self._options.return_token_ids else {}
         choice = self._form.whole(state, self._texts)
-        return {"index": state.choice.index, **choice, "finish_reason": self._reason(state), **told}
+        return {"index": state.choice.index, **choice, "finish_reason": self._reason(state), **shown}
 
     def _prompt_facts(self, state: ChoiceState) -> JSONObject:
-        """What is told of a choice's prompt: nothing unless it is asked for."""
+        """Return facts about a choice's prompt: none unless they are asked for."""
         facts: JSONObject = {}
         prompt = state.prompt or PromptFacts(state.choice.request.token_ids)
-        if self._extras.token_ids:
+        if self._options.return_token_ids:
             facts["prompt_token_ids"] = [int(token) for token in prompt.token_ids]
-        if self._extras.prompt_logprobs is not None:
-            facts["prompt_logprobs"] = prompt_logprobs(self._texts, prompt.logprobs or (), self._extras.prompt_logprobs)
+        if self._options.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = prompt_logprobs(
+                self._texts, prompt.logprobs or (), self._options.prompt_logprobs
+            )
         return facts
 
-    async def chunks(self, parts: AsyncIterator[tuple[Choice, StreamPart]]) -> AsyncIterator[JSONObject]:
+    async def chunks(self, parts: AsyncIterator[tuple[ChoiceRequest, StreamPart]]) -> AsyncIterator[JSONObject]:
         """Yield chunks as parts come; the last of each choice carries its reason and what was reused.
 
         The first token of a choice always makes a chunk, so that clients see it in time; later ones do if they bring text.
-        Provisional text is marked. In front of a chunk that contradicts what was sent comes an event that takes it back.
+        Provisional text is marked. An event before a chunk that contradicts what was sent takes that back.
         """
         async for choice, part in parts:
             state = self._states[choice.index]
             state.note(part)
-            if self._extras.no_output:
+            if self._options.no_output:
                 part = replace(part, text="", logprobs=None)  # noqa: PLW2901 - the token is left out everywhere below
             elif not part.is_provisional:
                 state.new_ids.append(part.token_id)
@@ -225,18 +214,18 @@ class Answer:
             if change.text or logprobs or part.output or not state.started:
                 for chunk in self._new(state, change.text, logprobs, is_provisional=part.is_provisional):
                     yield chunk
-        if self._include_usage:
+        if self._options.include_usage:
             yield self._chunk([]) | {"usage": self.usage()}
 
     def failed(self, payload: JSONObject) -> JSONObject:
-        """Return the event that ends a stream that failed, of the body that tells the error."""
+        """Return the event that ends a stream that failed, from the body of the error."""
         return payload
 
     def usage(self) -> JSONObject:
         """Count tokens: each prompt once, however many choices it has; reused tokens are those of its first choice."""
         prompts = self._first_outputs()
         prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
-        completion_tokens = 0 if self._extras.no_output else sum(len(output.token_ids) for output in self.outputs)
+        completion_tokens = 0 if self._options.no_output else sum(len(output.token_ids) for output in self.outputs)
         summary = reuse_summary(prompts)
         return {
             "prompt_tokens": prompt_tokens,
@@ -266,46 +255,46 @@ class Answer:
         state.started = True
         if self._form.prompt_in_choice:
             deltas[0] |= facts
-        if self._extras.token_ids and not is_provisional:
+        if self._options.return_token_ids and not is_provisional:
             deltas[-1]["token_ids"], state.new_ids = state.new_ids, []
-        told: JSONObject | None = {"provisional": True} if is_provisional else reuse_of(state)
+        shown: JSONObject | None = {"provisional": True} if is_provisional else reuse_of(state)
         chunks = [self._of_choice(state, delta, None, None) for delta in deltas[:-1]]
-        chunks.append(self._of_choice(state, deltas[-1], self._reason(state), told))
+        chunks.append(self._of_choice(state, deltas[-1], self._reason(state), shown))
         if not self._form.prompt_in_choice:
             chunks[0] |= facts
         return chunks
 
     def _retraction(self, state: ChoiceState, change: Change) -> JSONObject:
-        told: JSONObject = {"retract": {"characters": change.characters, "tokens": change.tokens}}
-        return self._of_choice(state, self._form.nothing(), None, told) | {"object": RETRACTION}
+        shown: JSONObject = {"retract": {"characters": change.characters, "tokens": change.tokens}}
+        return self._of_choice(state, self._form.nothing(), None, shown) | {"object": RETRACTION}
 
     def _of_choice(
-        self, state: ChoiceState, delta: JSONObject, reason: str | None, told: JSONObject | None
+        self, state: ChoiceState, delta: JSONObject, reason: str | None, shown: JSONObject | None
     ) -> JSONObject:
-        """Return a chunk about one choice; what is `told` of reuse stands beside the choice where there is but one."""
+        """Return a chunk about one choice; `shown` about its reuse stands beside the choice where there is but one."""
         choice_object: JSONObject = {"index": state.choice.index, **delta, "finish_reason": reason}
         chunk = self._chunk([choice_object])
-        if told is not None:
-            (chunk if len(self._states) == 1 else choice_object)["kvgraft"] = told
+        if shown is not None:
+            (chunk if len(self._states) == 1 else choice_object)["kvgraft"] = shown
         return chunk
 
     def _reason(self, state: ChoiceState) -> str | None:
         if state.output is None:
             return None
-        reason = FinishReason.LENGTH if self._extras.no_output else state.output.finish_reason
+        reason = FinishReason.LENGTH if self._options.no_output else state.output.finish_reason
         return self._form.reason(state, str(reason))
 
     def _chunk(self, choices: list[JSONObject]) -> JSONObject:
         chunk: JSONObject = {**self._head, "object": self._form.chunk_name, "choices": choices}
-        if self._extras.continuous_usage:
+        if self._options.continuous_usage:
             return chunk | {"usage": self._usage_so_far()}
-        return chunk | {"usage": None} if self._include_usage else chunk
+        return chunk | {"usage": None} if self._options.include_usage else chunk
 
     def _usage_so_far(self) -> JSONObject:
-        """Tokens of all prompts, each once, and of all choices that have come; what was reused is told in the end."""
+        """Tokens of all prompts, each once, and of all choices that have come; what was reused comes with the end."""
         known = {state.choice.prompt_index: state for state in reversed(self._states)}.values()
         prompt_tokens = sum(len((state.prompt or state.choice.request).token_ids) for state in known)
-        completion_tokens = 0 if self._extras.no_output else sum(state.num_tokens for state in self._states)
+        completion_tokens = 0 if self._options.no_output else sum(state.num_tokens for state in self._states)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

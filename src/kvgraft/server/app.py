@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 
 from kvgraft.config import page_key
 from kvgraft.errors import KVGraftError
+from kvgraft.http.access_log import AccessLog, note_error
+from kvgraft.http.auth import UI_PATH, BearerAuth
+from kvgraft.http.body import OneLength
+from kvgraft.http.errors import APIError, as_api_error
+from kvgraft.http.web_pages import APICORS, KnownPages
 from kvgraft.inspector import EngineSource, create_inspector, followed
 from kvgraft.server import status, tokenization
 from kvgraft.server.absent import absent_endpoint
-from kvgraft.server.access_log import AccessLog, note_error
-from kvgraft.server.auth import UI_PATH, BearerAuth
 from kvgraft.server.chat import create_chat_completion
 from kvgraft.server.completions import create_completion
 from kvgraft.server.context import ServerContext, context_of
-from kvgraft.server.errors import APIError, as_api_error
 from kvgraft.server.responses import create_response
 from kvgraft.server.reuse_summary import REPORT_HEADER
 from kvgraft.server.sessions import close_session, open_session
@@ -56,8 +57,8 @@ def create_app(
     Args:
         engine: Computes requests.
         config: Settings; those of the engine are not read.
-        metrics: The recorder that `engine` tells its records to, for `/metrics`; None leaves the endpoint out.
-        traces: The recorder that makes spans of what `engine` tells; None makes none. The caller closes it.
+        metrics: The recorder of `engine`, for `/metrics`; None leaves the endpoint out.
+        traces: The recorder that makes spans of what `engine` records; None makes none. The caller closes it.
         history: The recorder that keeps requests for the page at `/ui/`; None leaves the page out.
 
     Raises:
@@ -112,11 +113,16 @@ def _middleware(
     config: ServerConfig, metrics: PrometheusRecorder | None, traces: RequestTraces | None
 ) -> list[Middleware]:
     """The outermost first: browsers are to read errors, too, and their preflights carry no key."""
-    inner = [Middleware(AccessLog, metrics, traces), Middleware(BearerAuth, config.api_key)]
+    who = (
+        Middleware(BearerAuth, config.api_key)
+        if config.api_key
+        else Middleware(KnownPages, config.host, config.cors_origin)
+    )
+    inner = [Middleware(AccessLog, metrics, traces), Middleware(OneLength), who]
     if not config.cors_origin:
         return inner
     cors = Middleware(
-        CORSMiddleware,
+        APICORS,
         allow_origins=config.cors_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],

@@ -1,16 +1,16 @@
-"""Which field of a body an argument of the engine came from, so that errors name what the client knows."""
+"""Arguments of the engine by the fields of bodies that they came from, so that errors name what the client knows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvgraft.http.errors import as_api_error
 from kvgraft.server.body_fields import Endpoint
-from kvgraft.server.errors import as_api_error
 
 if TYPE_CHECKING:
-    from kvgraft.errors import ConfigError
-    from kvgraft.server.errors import APIError
-    from kvgraft.server.fields import Fields
+    from kvgraft.errors import ConfigError, UnservableError
+    from kvgraft.http.errors import APIError
+    from kvgraft.http.fields import Fields
 
 _NAMES = {
     "bad_token_ids": "bad_words",
@@ -18,6 +18,7 @@ _NAMES = {
     "reuse": "kvgraft.reuse",
     "selection": "kvgraft.selection",
     "correction": "kvgraft.correction",
+    "repair": "kvgraft.repair",
     "provisional": "kvgraft.provisional",
     "documents": "kvgraft.documents",
 }
@@ -27,13 +28,13 @@ _STRUCTURES = {"structured_outputs": "", "response_format": "", "text": "format"
 """Fields that say what an output has to be, and the part of each that does, if it is a part."""
 
 
-def body_error(error: ConfigError, fields: Fields, endpoint: Endpoint) -> APIError:
+def body_error(error: ConfigError | UnservableError, fields: Fields, endpoint: Endpoint) -> APIError:
     """Return the answer to a body that the engine refuses, with the field that is wrong.
 
     Args:
         error: Why; names the argument of the engine that is wrong, if it is one.
         fields: The body.
-        endpoint: Whose body it is.
+        endpoint: Endpoint of the body.
     """
     answer = as_api_error(error, closing=False)
     match error.argument:

@@ -1,7 +1,7 @@
 """The fields that bodies can have, one row each.
 
-A field that is implemented gets a `_read` row in place of its `_refused` one; `check_fields` lets it pass then, and whoever
-reads the body has to read it. A new endpoint is a member of `Endpoint`, and of `SHOWN` when it is served. Tests compare with
+A field that is implemented gets a `_read` row in place of its `_refused` one; `check_fields` lets it pass then, and the
+endpoint has to read it. A new endpoint is a member of `Endpoint`, and of `SHOWN` when it is served. Tests compare with
 the parameters of OpenAI's client and of vLLM.
 """
 
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Endpoint(StrEnum):
-    """What takes a body."""
+    """An endpoint that takes a body."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -23,7 +23,7 @@ class Endpoint(StrEnum):
 
 
 class Handling(StrEnum):
-    """What becomes of a field."""
+    """Treatment of a field."""
 
     READ = "read"
     REFUSED = "refused"
@@ -36,10 +36,10 @@ class BodyField:
 
     Attributes:
         name: As bodies spell it.
-        endpoints: Whose bodies have it.
-        handling: What becomes of it.
+        endpoints: Endpoints that have it.
+        handling: Whether it is read, refused or ignored.
         text: What it does; what to do instead; why it changes nothing. In Markdown for the page, without a full stop.
-        default: Of a field that is read, as the page tells it.
+        default: Of a field that is read, as the page shows it.
         nothing: Values of a refused field that ask for nothing, and pass.
     """
 
@@ -51,7 +51,7 @@ class BodyField:
     nothing: tuple[object, ...] = ()
 
     def asks_for_nothing(self, value: object) -> bool:
-        """Whether `value` is one that passes; true is not 1 here."""
+        """Return whether `value` is one that passes; true is not 1 here."""
         return any(value == passes and isinstance(value, bool) == isinstance(passes, bool) for passes in self.nothing)
 
 
@@ -83,7 +83,7 @@ _INPUT = (
     _read("messages", (_H,), "the conversation", "must be there"),
     _read("tools", (_H, _R), "functions that are shown to the model"),
     _read("input", (_R,), "a text or a list of items", "must be there"),
-    _read("instructions", (_R,), "what the system says in front of the input"),
+    _read("instructions", (_R,), "what the system says before the input"),
     _read(
         "add_special_tokens",
         (_C, _H, _T),
@@ -118,8 +118,8 @@ _INPUT = (
     _refused("chat_template_kwargs", (_T,), {}),
     _refused("add_generation_prompt", (_T,), True, instead="give the rendered conversation to `/v1/completions`"),
     _refused("continue_final_message", (_T,), False, instead="give the rendered conversation to `/v1/completions`"),
-    _read("reasoning_effort", (_H,), "told to templates that read it; others refuse it"),
-    _read("reasoning", (_R,), "`effort` is told to templates that read `reasoning_effort`; others refuse it"),
+    _read("reasoning_effort", (_H,), "given to templates that read it; others refuse it"),
+    _read("reasoning", (_R,), "`effort` is given to templates that read `reasoning_effort`; others refuse it"),
     _refused("audio", (_H,), {}),
     _refused("modalities", (_H,), ["text"], instead="answers are text"),
     _refused("image", (_R,)),
@@ -142,19 +142,21 @@ _INPUT = (
 )
 
 _SAMPLING = (
-    _read("max_tokens", (_C, _H), "cut to what fits behind the prompt", "16; chat: 2048"),
+    _read("max_tokens", (_C, _H), "cut to what fits after the prompt; -1: as many as fit", "16; chat: 2048"),
+    _read("n_predict", (_C, _H), "llama.cpp's name of `max_tokens`"),
     _read("max_completion_tokens", (_H,), "the newer name of `max_tokens`; both must be equal"),
-    _read("max_output_tokens", (_R,), "cut to what fits behind the input", "2048"),
+    _read("max_output_tokens", (_R,), "cut to what fits after the input", "2048"),
     _read("temperature", _GENERATE, "0 to 2; below 0.001 is greedy", "1.0"),
     _read("top_p", _GENERATE, "above 0, at most 1", "1.0"),
     _read("top_k", _GENERATE, "not in OpenAI's API", "0 (all)"),
     _read("seed", _GENERATE, "choice i of a request draws with `seed + i`"),
     _read("n", (_C, _H), "prompts times `n` is at most 128", "1"),
     _read("stop", _GENERATE, "up to 16 texts of up to 256 characters"),
-    _read("ignore_eos", _GENERATE, "go on behind the end-of-text token; not in OpenAI's API", "false"),
+    _read("ignore_eos", _GENERATE, "go on after the end-of-text token; not in OpenAI's API", "false"),
     _read("presence_penalty", _GENERATE, "-2 to 2: subtracted from logits of tokens that the output has", "0"),
     _read("frequency_penalty", _GENERATE, "-2 to 2: subtracted as often as the output has the token", "0"),
     _read("repetition_penalty", _GENERATE, "above 0: divides logits of tokens that prompt or output have", "1"),
+    _read("repeat_penalty", (_C, _H), "llama.cpp's name of `repetition_penalty`"),
     _read("logit_bias", _GENERATE, "object of token ids: what is added to their logits, -100 to 100"),
     _read("min_p", _GENERATE, "0 to 1: draw from tokens that are this times as likely as the likeliest", "0"),
     _read("min_tokens", _GENERATE, "draw neither end-of-text tokens nor `stop_token_ids` before so many tokens", "0"),
@@ -163,7 +165,7 @@ _SAMPLING = (
     _read("bad_words", _GENERATE, "texts that must not come about, as the tokenizer cuts them into tokens"),
     _read("include_stop_str_in_output", _GENERATE, "leave the stop text that ended the answer in it", "false"),
     _read("skip_special_tokens", _GENERATE, "leave special tokens out of the text", "true"),
-    _refused("spaces_between_special_tokens", (_C, _H), True),
+    _refused("spaces_between_special_tokens", _GENERATE, True),
     _read("best_of", (_C,), "equal to `n`, if it is there: choices are not ranked", "`n`"),
     _refused("best_of", (_H,), 1, instead="ask for `n` choices, and take the best"),
     _refused("use_beam_search", (_C, _H), False),
@@ -204,7 +206,7 @@ _ANSWER = (
         "the answer begins with the prompt, and `logprobs` with those of its tokens; `max_tokens` may be 0",
         "false",
     ),
-    _refused("echo", (_H,), False, instead="put the last message of the request in front of the answer"),
+    _refused("echo", (_H,), False, instead="put the last message of the request before the answer"),
     _read(
         "prompt_logprobs",
         (_C, _H),
@@ -224,7 +226,11 @@ _ANSWER = (
     _refused("stream_options", (_R,), {}, {"include_obfuscation": False}),
     _refused("enable_response_messages", (_R,), False),
     _refused("routed_experts_prompt_start", (_C, _H), 0),
+    _refused("return_weight_versions", (_C, _H), False),
     _refused("background", (_R,), False, instead="wait for the answer, or stream it"),
+    _refused(
+        "background_options", (_R,), {}, {"completion_window": "soonest"}, instead="wait for the answer, or stream it"
+    ),
     _ignored("stream_interval", (_C, _H), "how a stream is cut into chunks is not part of the answer"),
 )
 
@@ -241,9 +247,13 @@ _SERVING = (
     _read("kvgraft", _GENERATE, "what may be reused for this request: [below](#options-of-kvgraft)"),
     _read("id", (_S,), "1 to 128 letters, digits and `._:-`", "made up"),
     _read("ttl_s", (_S,), "seconds without a turn after which it is closed", "`session_ttl_s`"),
-    _refused("kv_transfer_params", _GENERATE, instead="servers share K/V through the setting `store`"),
+    _refused(
+        "kv_transfer_params",
+        _GENERATE,
+        instead="servers share K/V by the setting `store`; completions and chat take `kvgraft` and `kvgraft_repair` in it",
+    ),
     _refused("ec_transfer_params", _GENERATE),
-    _ignored("store", _GENERATE, "answers are not kept, whatever it says"),
+    _ignored("store", _GENERATE, "answers are not kept in any case"),
     _ignored("metadata", _GENERATE, "it describes the request to its sender"),
     _ignored("user", _GENERATE, "it says who asks; tenants are kept apart by `cache_salt`"),
     _ignored("safety_identifier", _GENERATE, "it says who asks"),

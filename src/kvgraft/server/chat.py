@@ -7,24 +7,25 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgraft.server.access_log import access_of
+from kvgraft.http.access_log import access_of
+from kvgraft.http.body import read_object
+from kvgraft.http.chat_template import template_of
+from kvgraft.http.fields import Fields
+from kvgraft.http.messages import parse_messages
+from kvgraft.http.template_fields import parse_template_fields
+from kvgraft.server.aliases import with_our_names
 from kvgraft.server.arguments import body_error
-from kvgraft.server.body import read_object
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat_form import ChatForm
-from kvgraft.server.chat_template import template_of
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
 from kvgraft.server.conversation import Conversation, prepare_chat
 from kvgraft.server.document_fields import chat_documents
 from kvgraft.server.field_table import check_fields
-from kvgraft.server.fields import Fields
-from kvgraft.server.messages import parse_messages
 from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.sampling_fields import MAX_LOGPROBS
 from kvgraft.server.sessions import parse_session
-from kvgraft.server.template_fields import parse_template_fields
 from kvgraft.server.tools import parse_tool_use
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 async def create_chat_completion(request: Request) -> GenerationResponse:
     """Answer a conversation, rendered by the model's chat template, whole or as a stream."""
     context = context_of(request)
-    fields = Fields(await read_object(request, context.config.max_body_bytes))
+    fields = with_our_names(Fields(await read_object(request, context.config.max_body_bytes)))
     check_model(fields, context.model_id)
     check_fields(fields, Endpoint.CHAT)
     tokenizer = context.engine.loaded.tokenizer
@@ -53,20 +54,17 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
         tokenizer=tokenizer,
     )
     session = parse_session(fields, request, append=False, num_choices=options.n)
-    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config.tool_parser, conversation, options)
-    documents = await asyncio.to_thread(chat_documents, fields, chat.prompt.text)
+    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
+    documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
     form = ChatForm(chat.reading)
     answer_id = access_of(request.scope).answer_id = form.id_prefix + uuid.uuid4().hex
     return GenerationResponse(
         context,
         answer_id,
         form,
-        chat.options,
-        [chat.prompt.text],
+        chat.options.with_fields(documents=documents, **session),
+        [chat.prompt],
         blame=partial(body_error, fields=fields, endpoint=Endpoint.CHAT),
-        add_special_tokens=chat.prompt.add_special_tokens,
-        session=session,
-        documents=documents,
     )
 
 

@@ -1,10 +1,10 @@
-"""How chat answers look: OpenAI's `chat.completion` and its chunks, with calls of tools."""
+"""Chat answers in OpenAI's form: `chat.completion` and its chunks, with calls of tools."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.request import FinishReason
+from kvgraft.engine.requests.request import FinishReason
 from kvgraft.server.answer import AnswerForm, ChoiceState, JSONObject
 from kvgraft.server.logprobs import chat_logprobs
 from kvgraft.server.tools import CallArguments, CallBegin, Content
@@ -12,13 +12,13 @@ from kvgraft.server.tools import CallArguments, CallBegin, Content
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvgraft.engine.sampling import TokenLogprobs
+    from kvgraft.engine.sampling.sampling import TokenLogprobs
     from kvgraft.server.logprobs import TokenTexts
     from kvgraft.server.tools import OutputReader, Piece, ToolCall, ToolReading
 
 
 class ChatForm(AnswerForm):
-    """How chat answers look: OpenAI's `chat.completion`, and its chunks."""
+    """OpenAI's `chat.completion`, and its chunks."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -44,8 +44,8 @@ class ChatForm(AnswerForm):
 
     def delta(self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> JSONObject:
         """New text of the message; the first names the role."""
-        told = chat_logprobs(texts, logprobs) if logprobs else None
-        return {"delta": self._role(state) | {"content": text}, "logprobs": told}
+        scores = chat_logprobs(texts, logprobs) if logprobs else None
+        return {"delta": self._role(state) | {"content": text}, "logprobs": scores}
 
     def deltas(
         self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts

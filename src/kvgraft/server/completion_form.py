@@ -1,4 +1,4 @@
-"""How completions look: OpenAI's `text_completion`, with the prompt in front where it is to be echoed."""
+"""Completions in OpenAI's form: `text_completion`, after the prompt where it is to be echoed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvgraft.server.logprobs import completion_logprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvgraft.engine.sampling import TokenLogprobs
+    from kvgraft.engine.sampling.sampling import TokenLogprobs
     from kvgraft.server.echo import PromptEcho
     from kvgraft.server.logprobs import TokenTexts
 
@@ -31,7 +31,7 @@ class CompletionForm(AnswerForm):
     def deltas(
         self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts
     ) -> list[JSONObject]:
-        """New text and its log-probabilities; in front of the first, if it is to be echoed, the prompt by itself."""
+        """New text and its log-probabilities; before the first, if it is to be echoed, the prompt by itself."""
         if state.echo is None or state.started:
             return [self.delta(state, text, logprobs, texts)]
         echo = self._echoed(state, state.echo, "", (), texts)
@@ -41,18 +41,18 @@ class CompletionForm(AnswerForm):
         self, state: ChoiceState, echo: PromptEcho, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts
     ) -> JSONObject:
         """The prompt and what follows it."""
-        num_top, told = state.choice.request.sampling.logprobs, None
+        num_top, scores = state.choice.request.sampling.logprobs, None
         if num_top is not None and state.prompt is not None and state.prompt.logprobs is not None:
             prompt = _cut(state.prompt.logprobs, num_top)
             ids = [*state.prompt.token_ids.tolist(), *_ids(logprobs)]
             offsets = [*echo.offsets, *_offsets(state, logprobs)]
-            told = completion_logprobs(texts, ids, [*prompt, *logprobs], offsets)
-        return {"text": echo.text + text, "logprobs": told}
+            scores = completion_logprobs(texts, ids, [*prompt, *logprobs], offsets)
+        return {"text": echo.text + text, "logprobs": scores}
 
     def delta(self, state: ChoiceState, text: str, logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> JSONObject:
         """New text and its log-probabilities."""
-        told = completion_logprobs(texts, _ids(logprobs), logprobs, _offsets(state, logprobs)) if logprobs else None
-        return {"text": text, "logprobs": told}
+        scores = completion_logprobs(texts, _ids(logprobs), logprobs, _offsets(state, logprobs)) if logprobs else None
+        return {"text": text, "logprobs": scores}
 
     def nothing(self) -> JSONObject:
         """No text."""

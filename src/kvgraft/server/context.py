@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the settings, the state of the server."""
+"""State that all endpoints share: the engine, the settings, the state of the server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ServerContext:
 
     @property
     def is_closing(self) -> bool:
-        """Whether requests are refused from now on: the server is being stopped, or its engine has died."""
+        """Return whether requests are refused from now on: the server is being stopped, or its engine has died."""
         return self.draining or self.engine.snapshot().is_closing
 
     async def close(self, grace_s: float) -> None:

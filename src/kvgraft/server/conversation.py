@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvgraft.server.chat_template import no_tools, render_chat, template_of
-from kvgraft.server.errors import BadRequestError
+from kvgraft.http.chat_template import no_tools, render_chat, template_of
+from kvgraft.http.errors import BadRequestError
+from kvgraft.http.shown_tools import with_tools_told
 from kvgraft.server.tools import ToolReading, tool_format
-from kvgraft.server.tools.shown import with_tools_told
 from kvgraft.server.tools.structures import structure_of
 
 if TYPE_CHECKING:
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvgraft.server.chat_template import ChatPrompt
-    from kvgraft.server.messages import Message
-    from kvgraft.server.options import Options
-    from kvgraft.server.template_fields import TemplateFields
+    from kvgraft.config import ServerConfig
+    from kvgraft.http.chat_template import ChatPrompt
+    from kvgraft.http.messages import Message
+    from kvgraft.http.template_fields import TemplateFields
+    from kvgraft.server.options import AnswerOptions
     from kvgraft.server.tools import ToolFormat, ToolUse
 
 _TOLD_BY_US = "json"
-"""The value of `tool_parser` with which tools are told to models whose template does not show them."""
+"""The value of `tool_parser` that describes tools to models with a template that does not show them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a request says.
+    """The conversation of a request.
 
     Attributes:
         messages: In the form that templates take.
@@ -43,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """What the engine is asked.
+    """A prompt and how it is answered.
 
     Attributes:
         prompt: The rendered conversation.
@@ -51,52 +52,61 @@ class PreparedChat:
         reading: How calls are found in the output; None without tools.
     """
 
-    prompt: ChatPrompt
-    options: Options
+    prompt: str
+    options: AnswerOptions
     reading: ToolReading | None = None
 
 
 def prepare_chat(
-    tokenizer: PreTrainedTokenizerBase | None, tool_parser: str, conversation: Conversation, options: Options
+    tokenizer: PreTrainedTokenizerBase | None, config: ServerConfig, conversation: Conversation, options: AnswerOptions
 ) -> PreparedChat:
     """Render a conversation and say how it is answered. Takes milliseconds; call it off the event loop.
 
     Args:
         tokenizer: The model's.
-        tool_parser: The setting.
+        config: Says how tools are described, and what special tokens in messages are.
         conversation: What the request says.
         options: How to answer.
 
     Raises:
         BadRequestError: The conversation cannot be rendered, its tools cannot be shown, or the options do not go with them.
     """
-    use = conversation.tools
+    use, tool_parser = conversation.tools, config.tool_parser
     written = tool_format(tool_parser, template_of(tokenizer, with_tools=bool(use.shown)))
     messages = [written.template_message(message) for message in conversation.messages]
-    conversation = replace(conversation, messages=messages)
+    asked = replace(conversation.asked, special_tokens_are_text=config.chat_special_tokens == "text")
+    conversation = replace(conversation, messages=messages, asked=asked)
     if not use.shown:
         prompt = render_chat(tokenizer, messages, [], conversation.asked)
-        return PreparedChat(prompt, options.with_stops(prompt.stop))
-    if options.provisional:
+        return PreparedChat(prompt.text, _for_prompt(options, prompt))
+    if options.request.provisional:
         raise BadRequestError(
             "kvgraft.provisional cannot be true with tools: a call that was streamed cannot be taken back; leave it out",
             param="kvgraft.provisional",
         )
     prompt = _shown(tokenizer, tool_parser, conversation)
-    structure = structure_of(use, written.layout, options.sampling.structure)
-    sampling = replace(
-        options.sampling,
-        structure=structure,
-        stop=options.sampling.stop + prompt.stop,
-        skip_special_tokens=options.sampling.skip_special_tokens and not _has_special_marks(tokenizer, written),
+    asked_structure = options.sampling.structure
+    structure = structure_of(use, written.layout, asked_structure)
+    reading = ToolReading(
+        use,
+        written,
+        is_structured=structure is not None,
+        may_begin_freely=not use.is_forced and asked_structure is None,
     )
-    is_held = use.is_forced or options.sampling.structure is not None
-    reading = ToolReading(use, written, is_structured=structure is not None, may_begin_freely=not is_held)
-    return PreparedChat(prompt, replace(options, sampling=sampling), reading)
+    options = _for_prompt(options, prompt)
+    skips = options.sampling.skip_special_tokens and not _has_special_marks(tokenizer, written)
+    sampling = replace(options.sampling, structure=structure, skip_special_tokens=skips)
+    return PreparedChat(prompt.text, options.with_sampling(sampling), reading)
+
+
+def _for_prompt(options: AnswerOptions, prompt: ChatPrompt) -> AnswerOptions:
+    """Return options with what a rendered conversation asks of the tokenizer, and the texts that end its answer."""
+    sampling = replace(options.sampling, stop=options.sampling.stop + prompt.stop)
+    return options.with_sampling(sampling).with_fields(add_special_tokens=prompt.add_special_tokens)
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase | None, tool_parser: str, conversation: Conversation) -> ChatPrompt:
-    """Render with tools; raises `BadRequestError` if nobody tells the model of them: neither its template nor the setting."""
+    """Render with tools; raises `BadRequestError` if neither the template nor the setting shows them to the model."""
     messages, shown, asked = conversation.messages, conversation.tools.shown, conversation.asked
     has_template = bool(template_of(tokenizer, with_tools=True))
     if has_template or tool_parser != _TOLD_BY_US:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.document_names import MAX_LABELS, MAX_NAME_CHARS, DocumentLabel
+from kvgraft.engine.requests.document_names import MAX_LABELS, MAX_NAME_CHARS, DocumentLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvgraft.server.fields import Fields
+    from kvgraft.http.fields import Fields
 
 _MAX_DOCUMENTS = 256
 _KEYS = frozenset({"id", "text", "range"})
@@ -42,22 +42,22 @@ def chat_documents(fields: Fields, prompt: str) -> tuple[DocumentLabel, ...]:
         if document.has("range"):
             raise document.error("range", "counts characters of a rendered conversation; give the text instead")
     found = _all_labels(given, prompt, "give a longer text, or name a text part of a message")
-    behind = 0
+    after = 0
     for part in _named_parts(fields):
         if fields.has("truncate_prompt_tokens"):
             raise part.error("kvgraft", f"does not go with {_CUT}")
         if len(found) == MAX_LABELS:
             raise part.error("kvgraft", f"is one name too many; a prompt has at most {MAX_LABELS} named places")
         name, text = part.section("kvgraft", known=_PART_KEYS).text("document"), part.text("text").strip()
-        start = prompt.find(text, behind)
+        start = prompt.find(text, after)
         start = prompt.find(text) if start < 0 else start
         if not text or start < 0 or not 0 < len(name) <= MAX_NAME_CHARS:
             raise part.error(
                 "kvgraft",
                 f"needs a document of 1 to {MAX_NAME_CHARS} characters, and a text that the chat template keeps",
             )
-        behind = start + len(text)
-        found.append(DocumentLabel(name, start, behind))
+        after = start + len(text)
+        found.append(DocumentLabel(name, start, after))
     return tuple(found)
 
 
@@ -97,7 +97,7 @@ def _labels(document: Fields, prompt: str | list[int]) -> Iterator[DocumentLabel
         if len(bounds) != _NUM_BOUNDS or not bounds[0] < bounds[1] <= len(prompt):
             unit = "characters" if isinstance(prompt, str) else "token ids"
             raise document.error(
-                "range", f"must be [start, end] of the prompt's {len(prompt)} {unit}, the end behind the last"
+                "range", f"must be [start, end] of the prompt's {len(prompt)} {unit}, the end after the last"
             )
         yield DocumentLabel(name, *bounds)
         return
@@ -111,7 +111,7 @@ def _labels(document: Fields, prompt: str | list[int]) -> Iterator[DocumentLabel
 
 
 def _places(prompt: str, text: str) -> Iterator[int]:
-    """Where a text stands; places do not overlap."""
+    """Yield where a text stands; places do not overlap."""
     start = prompt.find(text)
     while start >= 0:
         yield start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.token_spans import token_spans
+from kvgraft.engine.requests.token_spans import token_spans
 from kvgraft.server.logprobs import TextOffsets, TokenTexts
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """What an answer with `echo` begins with.
+    """The beginning of an answer with `echo`.
 
     Attributes:
         text: The prompt.

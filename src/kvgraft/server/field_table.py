@@ -1,6 +1,6 @@
-"""What becomes of every field of a body: it is read, refused unless it asks for nothing, or ignored as it changes nothing.
+"""Checks of the fields of a body: each is read, refused unless it asks for nothing, or ignored as it changes nothing.
 
-A field that is in no table is refused, too: what a client asks for is done, or it is told that it is not. The tables are
+A field that is in no table is refused, too: what a client asks for is done, or refused. The tables are
 in `body_fields`; `docs/server.md` holds what `field_tables` writes of them.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from kvgraft.http.errors import BadRequestError
+from kvgraft.http.fields import MAX_NAME_CHARS, closest_name
 from kvgraft.server.body_fields import BODY_FIELDS, SHOWN, BodyField, Endpoint, Handling
-from kvgraft.server.errors import BadRequestError
-from kvgraft.server.fields import MAX_NAME_CHARS, closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvgraft.server.fields import Fields
+    from kvgraft.http.fields import Fields
 
 
 def table_of(endpoint: Endpoint) -> Mapping[str, BodyField]:
@@ -29,7 +29,7 @@ def check_fields(fields: Fields, endpoint: Endpoint) -> None:
 
     Args:
         fields: The whole body; null is absent.
-        endpoint: Whose body it is.
+        endpoint: Endpoint of the body.
 
     Raises:
         BadRequestError: It names the field, and what was meant or what to do instead.

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.document_names import DocumentLabel
+from kvgraft.engine.requests.document_names import DocumentLabel
 from kvgraft.errors import about
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from kvgraft.engine.async_llm import AsyncLLM
-    from kvgraft.engine.request import Request, StreamPart
-    from kvgraft.engine.request_builder import Prompt
-    from kvgraft.server.options import Options
-    from kvgraft.server.sessions import SessionFields
+    from kvgraft.engine.requests.request import Request, StreamPart
+    from kvgraft.engine.requests.request_builder import Prompt
+    from kvgraft.engine.sampling.sampling_params import SamplingParams
+    from kvgraft.server.options import AnswerOptions
 
 _SEED_RANGE = 2**63
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class ChoiceRequest:
     """One answer that is being generated.
 
     Attributes:
@@ -38,58 +38,60 @@ class Choice:
 
 
 async def prepare_choices(
-    engine: AsyncLLM,
-    prompts: Sequence[str | list[int]],
-    options: Options,
-    answer_id: str,
-    *,
-    add_special_tokens: bool = True,
-    session: SessionFields | None = None,
-    documents: Sequence[DocumentLabel] = (),
-) -> list[Choice]:
+    engine: AsyncLLM, prompts: Sequence[str | list[int]], options: AnswerOptions, answer_id: str
+) -> list[ChoiceRequest]:
     """Tokenise and check every prompt, `n` choices each; raises `ConfigError` for one that cannot be computed."""
-    turn = {} if session is None else asdict(session)
-    choices: list[Choice] = []
+    choices: list[ChoiceRequest] = []
+    asked = options.request
     for prompt_index, prompt in enumerate(prompts):
         source: Prompt = prompt
         if options.truncation is not None:
             with about("prompt"):
-                token_ids = await engine.tokenize(prompt, add_special_tokens=add_special_tokens)
+                token_ids = await engine.tokenize(prompt, add_special_tokens=asked.add_special_tokens)
             source = options.truncation.cut(token_ids, engine.max_model_len - 1)
         for _ in range(options.n):
             index = len(choices)
-            sampling = options.sampling
-            if sampling.seed is not None:
-                sampling = replace(sampling, seed=(sampling.seed + index) % _SEED_RANGE if index else sampling.seed)
-            request = await engine.prepare(
-                source,
-                sampling,
-                options.reuse,
-                cache_salt=options.cache_salt,
-                selection=options.selection,
-                correction=options.correction,
-                priority=options.priority,
-                provisional=options.provisional,
-                request_id=f"{answer_id}-{index}",
-                add_special_tokens=add_special_tokens,
-                documents=documents,
-                **turn,
-            )
+            of_choice = replace(asked, sampling=_of_choice(options.sampling, index), request_id=f"{answer_id}-{index}")
+            request = await engine.build(source, of_choice)
             source = request.token_ids  # further choices need no tokeniser
-            documents = [DocumentLabel(part.document_id, part.start, part.stop) for part in request.documents]
-            choices.append(Choice(index, prompt_index, request))
+            labels = [DocumentLabel(part.document_id, part.start, part.stop) for part in request.documents]
+            asked = replace(asked, documents=labels)
+            choices.append(ChoiceRequest(index, prompt_index, request))
     return choices
 
 
-async def run_choices(engine: AsyncLLM, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, StreamPart]]:
-    """Yield parts as they come. Closing the generator, or an error of one choice, cancels all of them."""
+def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return how choice `index` is sampled: seeds count on from the first's."""
+    if sampling.seed is None or not index:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index) % _SEED_RANGE)
+
+
+async def run_choices(
+    engine: AsyncLLM, choices: Sequence[ChoiceRequest], admitted: Callable[[], None] | None = None
+) -> AsyncGenerator[tuple[ChoiceRequest, StreamPart]]:
+    """Yield parts as they come. Closing the generator, or an error of one choice, cancels all of them.
+
+    Args:
+        engine: Computes them.
+        choices: Of one request.
+        admitted: Called once the engine has accepted all of them.
+    """
+    num_left = len(choices)
+
+    def one_admitted() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left and admitted is not None:
+            admitted()
+
     if len(choices) == 1:
-        async with aclosing(engine.stream(choices[0].request)) as parts:
+        async with aclosing(engine.stream(choices[0].request, one_admitted)) as parts:
             async for part in parts:
                 yield choices[0], part
         return
-    queue: asyncio.Queue[tuple[Choice, StreamPart] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(engine, choice, queue)) for choice in choices]
+    queue: asyncio.Queue[tuple[ChoiceRequest, StreamPart] | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(engine, choice, queue, one_admitted)) for choice in choices]
     try:
         open_choices = len(tasks)
         while open_choices:
@@ -107,10 +109,13 @@ async def run_choices(engine: AsyncLLM, choices: Sequence[Choice]) -> AsyncGener
 
 
 async def _pump(
-    engine: AsyncLLM, choice: Choice, queue: asyncio.Queue[tuple[Choice, StreamPart] | Exception | None]
+    engine: AsyncLLM,
+    choice: ChoiceRequest,
+    queue: asyncio.Queue[tuple[ChoiceRequest, StreamPart] | Exception | None],
+    admitted: Callable[[], None],
 ) -> None:
     try:
-        async with aclosing(engine.stream(choice.request)) as parts:
+        async with aclosing(engine.stream(choice.request, admitted)) as parts:
             async for part in parts:
                 queue.put_nowait((choice, part))
     except Exception as error:  # noqa: BLE001 - raised again where the choices come together

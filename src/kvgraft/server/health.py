@@ -1,4 +1,4 @@
-"""Is the engine well: its thread runs, and no K/V slot is lost."""
+"""Health of the engine: its thread runs, and no K/V slot is lost."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0
 """Checks walk all caches; more often would cost steps."""
 _PATIENCE_S = 2.0
-"""How long an answer waits for a check; it runs between two steps, and a step can be long."""
+"""Seconds that an answer waits for a check; it runs between two steps, and a step can be long."""
 _STUCK_S = 60.0
 """A check that waits longer means that the engine no longer makes steps."""
 
 
 class Monitored(Protocol):
-    """A server whose health is asked for.
+    """A server as its health check sees it.
 
     Attributes:
         engine: Computes requests.
@@ -105,17 +105,20 @@ class HealthMonitor:
 
 
 def _risk(snapshot: EngineSnapshot) -> dict[str, object]:
-    """What may be said about grafts: of classes without audits, and by class of the others."""
+    """Return what may be said about grafts: of classes without audits, and of the others by class and part of the answer."""
     return {
         **risk_as_dict(snapshot.risk),
-        "classes": {name: risk_as_dict(risk) for name, risk in snapshot.class_risks.items()},
+        "classes": {
+            name: {part: risk_as_dict(risk) for part, risk in parts.items()}
+            for name, parts in snapshot.class_risks.items()
+        },
         "pending_audits": snapshot.num_pending_audits,
         "left_out_audits": snapshot.num_left_out_audits,
     }
 
 
 def _memory(use: MemoryUse) -> dict[str, object]:
-    """What is taken of each limit. K/V slots and the host's prefixes are allocated at the start, full or not."""
+    """Return what is taken of each limit. K/V slots and the host's prefixes are allocated at the start, full or not."""
     process = process_memory()
     return {
         **{name: {"used_bytes": used, "limit_bytes": limit} for name, (used, limit) in use.pools.items()},

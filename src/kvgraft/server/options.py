@@ -1,25 +1,27 @@
-"""What completions and chat have in common: how to sample, what to reuse, how to answer."""
+"""Fields that completions and chats share: how to sample, what to reuse, how to answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.sampling.sampling_params import SamplingParams
+from kvgraft.http.errors import APIError
 from kvgraft.reuse.policy import selection_names
-from kvgraft.server.errors import APIError
 from kvgraft.server.sampling_fields import sampling_fields
 from kvgraft.server.structure_fields import structure_of
 from kvgraft.server.truncation import parse_truncation
-from kvgraft.types import ReuseMode
+from kvgraft.types import RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvgraft.server.fields import Fields
+    from kvgraft.engine.requests.options import OptionFields
+    from kvgraft.http.fields import Fields
     from kvgraft.server.truncation import Truncation
 
 MAX_CHOICES = 128
@@ -28,55 +30,52 @@ MAX_SALT_CHARS = 256
 _PRIORITY_LIMIT = 2**31
 SELECTIONS = EngineConfig.rules()["selection"].choices
 CORRECTIONS = EngineConfig.rules()["correction"].choices
-_KVGRAFT_KEYS = frozenset({"reuse", "selection", "correction", "provisional", "documents"})
+_KVGRAFT_KEYS = frozenset({"reuse", "selection", "correction", "repair", "provisional", "documents"})
 _STREAM_KEYS = frozenset({"include_usage", "include_obfuscation", "continuous_usage_stats"})
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The fields of a body that both endpoints know.
+class AnswerOptions:
+    """The fields of a body that all endpoints know.
 
     Attributes:
-        sampling: How to sample the first choice.
+        request: What the engine is asked for each prompt; `sampling` is that of the first choice.
         n: Choices per prompt.
         stream: Answer in server-sent events.
         include_usage: End the stream with a chunk that carries `usage`.
-        reuse: What may be reused.
-        selection: Selection policy instead of the configured one, or None.
-        correction: Drift correction instead of the configured one, or None.
-        cache_salt: K/V are shared among requests of the same salt only.
-        priority: Higher ones stay longer in the prefix cache, under the eviction policy `priority`.
-        provisional: Stream tokens that may be taken back, too.
         continuous_usage: Each chunk of the stream carries `usage`.
         tokens_as_ids: Log-probabilities name tokens by their ids.
         return_token_ids: The answer holds the ids of its tokens and of the prompt's.
-        prompt_logprobs: How many of the most likely tokens are told of each token of the prompt; None tells nothing.
-        echo: The answer begins with the prompt, and so do its log-probabilities.
-        no_output: The answer ends with the prompt.
+        prompt_logprobs: How many of the most likely tokens are reported for each token of the prompt; None: nothing.
         truncation: What is kept of prompts; None for all.
+        echo: The answer begins with the prompt, and so do its log-probabilities.
+        no_output: The answer ends with the prompt: the token that was computed is left out.
     """
 
-    sampling: SamplingParams
+    request: RequestOptions
     n: int
     stream: bool
     include_usage: bool
-    reuse: str
-    selection: str | None
-    correction: str | None
-    cache_salt: str
-    priority: int = 0
-    provisional: bool = False
-    continuous_usage: bool = False
-    tokens_as_ids: bool = False
-    return_token_ids: bool = False
-    prompt_logprobs: int | None = None
+    continuous_usage: bool
+    tokens_as_ids: bool
+    return_token_ids: bool
+    prompt_logprobs: int | None
+    truncation: Truncation | None
     echo: bool = False
     no_output: bool = False
-    truncation: Truncation | None = None
 
-    def with_stops(self, stop: tuple[str, ...]) -> Options:
-        """Return a copy that stops at further texts."""
-        return replace(self, sampling=replace(self.sampling, stop=self.sampling.stop + stop)) if stop else self
+    @property
+    def sampling(self) -> SamplingParams:
+        """Parameters of the first choice."""
+        return self.request.sampling
+
+    def with_sampling(self, sampling: SamplingParams) -> AnswerOptions:
+        """Return a copy that samples otherwise."""
+        return replace(self, request=replace(self.request, sampling=sampling))
+
+    def with_fields(self, **fields: Unpack[OptionFields]) -> AnswerOptions:
+        """Return a copy that asks the engine with other `fields` of `RequestOptions`."""
+        return replace(self, request=replace(self.request, **fields))
 
 
 def check_model(fields: Fields, model_id: str) -> None:
@@ -98,13 +97,13 @@ def parse_options(
     logprobs: int | None,
     default_reuse: str,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Options:
+) -> AnswerOptions:
     """Read the common fields.
 
     Args:
         fields: The body.
         max_tokens: Tokens that the answer may have.
-        logprobs: How many of the most likely tokens are told of each; None tells nothing.
+        logprobs: How many of the most likely tokens are reported for each; None: nothing.
         default_reuse: What may be reused if the body does not say.
         tokenizer: Of the model.
 
@@ -117,18 +116,21 @@ def parse_options(
     chunks = _stream_options(fields)
     ours = fields.section("kvgraft", known=_KVGRAFT_KEYS)
     reuse = ours.choice("reuse", default_reuse, [*ReuseMode])
-    sampling = replace(sampling, structure=structure_of(fields))
-    return Options(
-        sampling=sampling,
-        n=fields.integer("n", 1, 1, MAX_CHOICES),
-        stream=stream,
-        include_usage=chunks.flag("include_usage"),
-        reuse=reuse,
+    request = RequestOptions(
+        replace(sampling, structure=structure_of(fields)),
+        reuse,
         selection=ours.choice("selection", "", _selections(ours)) or None,
         correction=ours.choice("correction", "", CORRECTIONS) or None,
+        repair=ours.choice("repair", "", [*RepairTime]) or None,
         cache_salt=fields.text("cache_salt", max_chars=MAX_SALT_CHARS),
         priority=fields.integer("priority", 0, -_PRIORITY_LIMIT, _PRIORITY_LIMIT - 1),
         provisional=_provisional(ours, reuse, stream=stream),
+    )
+    return AnswerOptions(
+        request,
+        n=fields.integer("n", 1, 1, MAX_CHOICES),
+        stream=stream,
+        include_usage=chunks.flag("include_usage"),
         continuous_usage=chunks.flag("continuous_usage_stats"),
         tokens_as_ids=fields.flag("return_tokens_as_token_ids"),
         return_token_ids=fields.flag("return_token_ids"),

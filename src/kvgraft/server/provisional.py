@@ -1,4 +1,4 @@
-"""What a client shows of tokens that may be taken back, and what it has to forget of them."""
+"""Text that a client shows of tokens that may be taken back, and what it has to take back of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from kvgraft.engine.request import StreamPart
+    from kvgraft.engine.requests.request import StreamPart
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a part changes in the text that the client has; without characters and text nothing.
+    """Change of the text that the client has; none without characters and text.
 
     Attributes:
         characters: How many of the last characters are void.
@@ -33,13 +33,13 @@ class _Draft(NamedTuple):
 
 
 class ProvisionalText:
-    """The text that the client of one choice has: verified text, and behind it what is provisional.
+    """The text that the client of one choice has: verified text, and after it what is provisional.
 
     After each part the client has all verified text, character by character, and what the provisional tokens that are left
     would add. Text that is there already is not sent again, and as little as possible is taken back: where the true token
     begins as the wrong one did, the beginning stays. With parts that are all verified it hands their texts on.
 
-    The rules of the parts are `StreamPart`'s. That a token is confirmed tells nothing of its text, which may be held back
+    The rules of the parts are `StreamPart`'s. That a token is confirmed says nothing of its text, which may be held back
     for a stop text or an incomplete character; so texts are compared, not counted.
     """
 
@@ -75,7 +75,7 @@ class ProvisionalText:
         return ahead[: max(0, dropped[-1].start - self._num_verified)], len(dropped)
 
     def _change(self, ahead: str, tokens: int) -> Change:
-        """Have `ahead` behind the verified text instead of what is there."""
+        """Put `ahead` after the verified text instead of what is there."""
         num_kept = _num_common(self._ahead, ahead)
         change = Change(len(self._ahead) - num_kept, tokens, ahead[num_kept:])
         self._ahead = ahead

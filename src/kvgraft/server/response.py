@@ -8,15 +8,16 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, UnservableError
+from kvgraft.http.access_log import access_of
+from kvgraft.http.disconnect import until_disconnect
+from kvgraft.http.errors import APIError, as_api_error, unavailable
+from kvgraft.http.json_io import json_bytes, json_response
 from kvgraft.observability.otel.exchange import AnswerAsked
-from kvgraft.server.access_log import access_of
-from kvgraft.server.answer import Answer, AnswerForm, Extras, JSONObject
-from kvgraft.server.disconnect import until_disconnect
+from kvgraft.server.answer import AnswerForm, AnswerWriter, JSONObject
 from kvgraft.server.echo import echo_of
-from kvgraft.server.errors import APIError, as_api_error, unavailable
+from kvgraft.server.event_sender import EventSender
 from kvgraft.server.generation import prepare_choices, run_choices
-from kvgraft.server.json_io import json_bytes, json_response
 from kvgraft.server.logprobs import TokenIdTexts, TokenTexts
 
 if TYPE_CHECKING:
@@ -25,26 +26,19 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from kvgraft.engine.document_names import DocumentLabel
     from kvgraft.server.context import ServerContext
-    from kvgraft.server.generation import Choice
-    from kvgraft.server.options import Options
-    from kvgraft.server.sessions import SessionFields
+    from kvgraft.server.echo import PromptEcho
+    from kvgraft.server.generation import ChoiceRequest
+    from kvgraft.server.options import AnswerOptions
 
 logger = logging.getLogger(__name__)
-
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies of the nginx family would hold events back
-]
 
 
 class GenerationResponse:
     """An ASGI app that computes one answer and sends it.
 
-    A stream's status is sent with its first token, so that errors before it are plain HTTP errors; later ones are an event
-    `data: {"error": ...}`, behind which the stream ends.
+    A stream's status is sent with its first token, or with the first comment while the token is waited for, so that errors
+    before it are plain HTTP errors; later ones are an event `data: {"error": ...}`, after which the stream ends.
     """
 
     def __init__(
@@ -52,13 +46,10 @@ class GenerationResponse:
         context: ServerContext,
         answer_id: str,
         form: AnswerForm,
-        options: Options,
+        options: AnswerOptions,
         prompts: Sequence[str | list[int]],
         *,
-        blame: Callable[[ConfigError], APIError],
-        add_special_tokens: bool = True,
-        session: SessionFields | None = None,
-        documents: Sequence[DocumentLabel] = (),
+        blame: Callable[[ConfigError | UnservableError], APIError],
     ) -> None:
         """Take a request.
 
@@ -68,10 +59,7 @@ class GenerationResponse:
             form: How it looks.
             options: How to answer.
             prompts: Texts or token ids.
-            blame: Says which field of the body is meant where the engine refuses an argument.
-            add_special_tokens: Whether the tokenizer adds its own.
-            session: The session that this is a turn of, or None.
-            documents: What parts of the prompt are called.
+            blame: Names the field of the body that is meant where the engine refuses an argument.
         """
         self._context = context
         self._answer_id = answer_id
@@ -79,19 +67,16 @@ class GenerationResponse:
         self._options = options
         self._prompts = prompts
         self._blame = blame
-        self._add_special_tokens = add_special_tokens
-        self._session = session
-        self._documents = documents
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; raises what goes wrong before the response has begun."""
+        """AnswerWriter; raises what goes wrong before the response has begun."""
         try:
             if self._options.stream:
                 await until_disconnect(receive, self._send_events(scope, send))
             else:
                 response = await until_disconnect(receive, self._whole(scope))
                 await response(scope, receive, send)
-        except ConfigError as error:
+        except (ConfigError, UnservableError) as error:
             raise self._blame(error) from error
 
     async def _whole(self, scope: Scope) -> Response:
@@ -105,9 +90,19 @@ class GenerationResponse:
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         choices, answer = await self._prepare(scope)
-        events = EventSender(send)
+        events = EventSender(send, keep_alive_s=self._context.config.sse_keep_alive_interval)
         try:
-            async with aclosing(run_choices(self._context.engine, choices)) as parts:
+            async with events.kept_alive():
+                await self._send_answer(events, answer, choices, scope)
+        finally:
+            access_of(scope).add_outputs(answer.outputs)
+        await events.end()
+
+    async def _send_answer(
+        self, events: EventSender, answer: AnswerWriter, choices: Sequence[ChoiceRequest], scope: Scope
+    ) -> None:
+        try:
+            async with aclosing(run_choices(self._context.engine, choices, events.admit)) as parts:
                 async for chunk in answer.chunks(parts):
                     await events.send(json_bytes(chunk), _event_name(chunk))
             if answer.end:
@@ -119,34 +114,23 @@ class GenerationResponse:
             access_of(scope).note_error(failure)
             failed = answer.failed(failure.payload())
             await events.send(json_bytes(failed), _event_name(failed))
-        finally:
-            access_of(scope).add_outputs(answer.outputs)
-        await events.end()
 
-    async def _prepare(self, scope: Scope) -> tuple[list[Choice], Answer]:
+    async def _prepare(self, scope: Scope) -> tuple[list[ChoiceRequest], AnswerWriter]:
         if self._context.draining:
             raise unavailable("the server is shutting down; send the request again")
         engine, options = self._context.engine, self._options
-        choices = await prepare_choices(
-            engine,
-            self._prompts,
-            options,
-            self._answer_id,
-            add_special_tokens=self._add_special_tokens,
-            session=self._session,
-            documents=self._documents,
-        )
+        choices = await prepare_choices(engine, self._prompts, options, self._answer_id)
         access_of(scope).asked = self._asked(choices)
         texts = (TokenIdTexts if options.tokens_as_ids else TokenTexts)(engine.loaded.tokenizer)
         head: JSONObject = {"id": self._answer_id, "created": int(time.time()), "model": self._context.model_id}
-        return choices, self._answer(head, choices, texts, await self._extras(choices))
+        return choices, self._answer(head, choices, texts, await self._echoes(choices))
 
-    def _asked(self, choices: Sequence[Choice]) -> AnswerAsked:
+    def _asked(self, choices: Sequence[ChoiceRequest]) -> AnswerAsked:
         options = self._options
         return AnswerAsked(
             answer_id=self._answer_id,
             choices=tuple((choice.request.request_id, choice.prompt_index) for choice in choices),
-            reuse=options.reuse,
+            reuse=str(options.request.reuse),
             max_tokens=options.sampling.max_new_tokens,
             temperature=options.sampling.temperature,
             top_p=options.sampling.top_p,
@@ -154,57 +138,29 @@ class GenerationResponse:
             has_output=not options.no_output,
         )
 
-    def _answer(self, head: JSONObject, choices: Sequence[Choice], texts: TokenTexts, extras: Extras) -> Answer:
-        usage = self._options.include_usage
-        return Answer(head, self._form, choices, texts, include_usage=usage, extras=extras)
+    def _answer(
+        self, head: JSONObject, choices: Sequence[ChoiceRequest], texts: TokenTexts, echoes: Sequence[PromptEcho]
+    ) -> AnswerWriter:
+        return AnswerWriter(head, self._form, choices, texts, self._options, echoes=echoes)
 
-    async def _extras(self, choices: Sequence[Choice]) -> Extras:
-        options, echoes = self._options, []
-        if options.echo:
-            tokenizer, special = self._context.engine.loaded.tokenizer, self._add_special_tokens
-            token_ids = {choice.prompt_index: choice.request.token_ids for choice in choices}
-            for index, prompt in enumerate(self._prompts):
-                echo = asyncio.to_thread(echo_of, prompt, token_ids[index], tokenizer, add_special_tokens=special)
-                echoes.append(await echo)
-        return Extras(
-            echoes=echoes,
-            prompt_logprobs=options.prompt_logprobs,
-            token_ids=options.return_token_ids,
-            no_output=options.no_output,
-            continuous_usage=options.continuous_usage,
-            skip_special_tokens=options.sampling.skip_special_tokens,
-        )
+    async def _echoes(self, choices: Sequence[ChoiceRequest]) -> list[PromptEcho]:
+        """Return what each prompt's answers begin with; nothing unless it is asked for."""
+        if not self._options.echo:
+            return []
+        tokenizer, special = self._context.engine.loaded.tokenizer, self._options.request.add_special_tokens
+        token_ids = {choice.prompt_index: choice.request.token_ids for choice in choices}
+        return [
+            await asyncio.to_thread(echo_of, prompt, token_ids[index], tokenizer, add_special_tokens=special)
+            for index, prompt in enumerate(self._prompts)
+        ]
 
     def _failure(self, error: Exception) -> APIError:
+        if isinstance(error, ConfigError | UnservableError):
+            return self._blame(error)
         failure = as_api_error(error, closing=self._context.is_closing)
         if failure.code is None and failure.status >= 500:
             logger.error("stream of %s failed", self._answer_id, exc_info=error)
         return failure
-
-
-class EventSender:
-    """Sends server-sent events; the first one begins the response."""
-
-    def __init__(self, send: Send) -> None:
-        self.started = False
-        self._send = send
-
-    async def send(self, data: bytes, name: str = "") -> None:
-        """Send `data` as one server-sent event, and the head of the response in front of the first.
-
-        Args:
-            data: One line.
-            name: Of the event, if it has one.
-        """
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
-        head = f"event: {name}\n".encode() if name else b""
-        await self._send({"type": "http.response.body", "body": head + b"data: " + data + b"\n\n", "more_body": True})
-
-    async def end(self) -> None:
-        """Tell the server that no event follows."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _event_name(event: JSONObject) -> str:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgraft.server.access_log import access_of
+from kvgraft.http.access_log import access_of
+from kvgraft.http.body import read_object
+from kvgraft.http.chat_template import template_of
+from kvgraft.http.fields import Fields
 from kvgraft.server.arguments import body_error
-from kvgraft.server.body import read_object
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat_form import ChatForm
-from kvgraft.server.chat_template import template_of
 from kvgraft.server.context import context_of
 from kvgraft.server.conversation import Conversation, prepare_chat
 from kvgraft.server.document_fields import chat_documents
 from kvgraft.server.field_table import check_fields
-from kvgraft.server.fields import Fields
 from kvgraft.server.options import check_model
 from kvgraft.server.response import GenerationResponse
-from kvgraft.server.responses_answer import ResponsesAnswer
+from kvgraft.server.responses_answer import ResponsesWriter
 from kvgraft.server.responses_input import parse_input, parse_rendering, parse_response_options
 from kvgraft.server.tools import parse_tool_use
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from kvgraft.engine.document_names import DocumentLabel
-    from kvgraft.server.answer import Extras, JSONObject
+    from kvgraft.server.answer import JSONObject
     from kvgraft.server.context import ServerContext
     from kvgraft.server.conversation import PreparedChat
-    from kvgraft.server.generation import Choice
+    from kvgraft.server.echo import PromptEcho
+    from kvgraft.server.generation import ChoiceRequest
     from kvgraft.server.logprobs import TokenTexts
 
 _ID_PREFIX = "resp_"
@@ -50,47 +51,33 @@ async def create_response(request: Request) -> GenerationResponse:
     template = template_of(tokenizer, with_tools=bool(tools.shown))
     conversation = Conversation(parse_input(fields), tools, parse_rendering(fields, template))
     options = parse_response_options(fields, context.config.reuse, tokenizer)
-    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config.tool_parser, conversation, options)
-    documents = await asyncio.to_thread(chat_documents, fields, chat.prompt.text)
+    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
+    documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
+    chat = replace(chat, options=chat.options.with_fields(documents=documents))
     answer_id = access_of(request.scope).answer_id = _ID_PREFIX + uuid.uuid4().hex
-    return ResponsesResponse(context, answer_id, chat, fields, documents)
+    return ResponsesResponse(context, answer_id, chat, fields)
 
 
 class ResponsesResponse(GenerationResponse):
     """An ASGI app that computes one response and sends it."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        answer_id: str,
-        chat: PreparedChat,
-        fields: Fields,
-        documents: Sequence[DocumentLabel],
-    ) -> None:
+    def __init__(self, context: ServerContext, answer_id: str, chat: PreparedChat, fields: Fields) -> None:
         """Take a request; `fields` are its body, and what `chat` was made of."""
-        special = chat.prompt.add_special_tokens
-        super().__init__(
-            context,
-            answer_id,
-            ChatForm(),
-            chat.options,
-            [chat.prompt.text],
-            blame=partial(body_error, fields=fields, endpoint=Endpoint.RESPONSES),
-            add_special_tokens=special,
-            documents=documents,
-        )
+        blame = partial(body_error, fields=fields, endpoint=Endpoint.RESPONSES)
+        super().__init__(context, answer_id, ChatForm(), chat.options, [chat.prompt], blame=blame)
         self._reading = chat.reading
         self._said = _said(fields)
 
     def _answer(
-        self, head: JSONObject, choices: Sequence[Choice], texts: TokenTexts, extras: Extras
-    ) -> ResponsesAnswer:
+        self, head: JSONObject, choices: Sequence[ChoiceRequest], texts: TokenTexts, echoes: Sequence[PromptEcho]
+    ) -> ResponsesWriter:
+        del echoes  # this endpoint has none
         reader = None if self._reading is None else self._reading.reader()
-        return ResponsesAnswer(head, self._form, choices, texts, said=self._said, reader=reader)
+        return ResponsesWriter(head, self._form, choices, texts, self._options, said=self._said, reader=reader)
 
 
 def _said(fields: Fields) -> JSONObject:
-    """What a response repeats of its request."""
+    """Return what a response repeats of its request."""
     values = fields.values
     tools = [{"parameters": None, "strict": False, **tool.values} for tool in fields.sections("tools")]
     text = values.get("text") or {}

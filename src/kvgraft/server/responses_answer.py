@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.request import FinishReason
-from kvgraft.server.answer import Answer, reuse_of
+from kvgraft.engine.requests.request import FinishReason
+from kvgraft.server.answer import AnswerWriter, reuse_of
 from kvgraft.server.responses_events import ResponseItems
 from kvgraft.server.tools import Content
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-    from kvgraft.engine.request import RequestOutput, StreamPart
+    from kvgraft.engine.requests.request import RequestOutput, StreamPart
     from kvgraft.server.answer import AnswerForm, JSONObject
-    from kvgraft.server.generation import Choice
+    from kvgraft.server.generation import ChoiceRequest
     from kvgraft.server.logprobs import TokenTexts
+    from kvgraft.server.options import AnswerOptions
     from kvgraft.server.tools import OutputReader, Piece
 
 
-class ResponsesAnswer(Answer):
+class ResponsesWriter(AnswerWriter):
     """Builds one response. Its events are numbered, and the last of them holds all of it."""
 
     end = b""
@@ -28,8 +29,9 @@ class ResponsesAnswer(Answer):
         self,
         head: JSONObject,
         form: AnswerForm,
-        choices: Sequence[Choice],
+        choices: Sequence[ChoiceRequest],
         texts: TokenTexts,
+        options: AnswerOptions,
         *,
         said: JSONObject,
         reader: OutputReader | None,
@@ -41,22 +43,23 @@ class ResponsesAnswer(Answer):
             form: Of the prefix of its id.
             choices: The one choice that it has.
             texts: Of tokens.
+            options: What the client asked for.
             said: What the request said, which responses repeat.
             reader: Finds calls of tools; None if there are no tools.
         """
-        super().__init__(head, form, choices, texts, include_usage=False)
+        super().__init__(head, form, choices, texts, options)
         self._said = said
         self._reader = reader
         self._items = ResponseItems()
         self._num_events = 0
 
-    async def whole(self, parts: AsyncIterator[tuple[Choice, StreamPart]]) -> JSONObject:
+    async def whole(self, parts: AsyncIterator[tuple[ChoiceRequest, StreamPart]]) -> JSONObject:
         """Wait for everything and return the response."""
         async for _, part in parts:
             self._items.take(self._read(part))
         return self._ended()[-1]["response"]  # type: ignore[return-value]
 
-    async def chunks(self, parts: AsyncIterator[tuple[Choice, StreamPart]]) -> AsyncIterator[JSONObject]:
+    async def chunks(self, parts: AsyncIterator[tuple[ChoiceRequest, StreamPart]]) -> AsyncIterator[JSONObject]:
         """Yield events as parts come; the first come with the first token."""
         async for _, part in parts:
             if not self._num_events:
@@ -71,8 +74,8 @@ class ResponsesAnswer(Answer):
         """Return the event `response.failed`."""
         error = payload["error"]
         assert isinstance(error, dict)
-        told = {"code": "server_error", "message": error["message"]}
-        return self._numbered({"type": "response.failed", "response": self._response("failed") | {"error": told}})
+        details = {"code": "server_error", "message": error["message"]}
+        return self._numbered({"type": "response.failed", "response": self._response("failed") | {"error": details}})
 
     def _read(self, part: StreamPart) -> Iterable[Piece]:
         state = self._states[0]
@@ -115,14 +118,14 @@ class ResponsesAnswer(Answer):
         }
 
     def _usage(self) -> JSONObject:
-        told = self.usage()
-        details = told["prompt_tokens_details"]
+        counts = self.usage()
+        details = counts["prompt_tokens_details"]
         assert isinstance(details, dict)
         return {
-            "input_tokens": told["prompt_tokens"],
+            "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": details["cached_tokens"], "cache_write_tokens": 0},
-            "output_tokens": told["completion_tokens"],
+            "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": told["total_tokens"],
-            "kvgraft": told["kvgraft"],
+            "total_tokens": counts["total_tokens"],
+            "kvgraft": counts["kvgraft"],
         }

@@ -1,4 +1,4 @@
-"""Items of a response, and the events that tell of them as they come about."""
+"""Items of a response, and the events that report them as they come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResponseItems:
         self._is_open = False
 
     def take(self, pieces: Iterable[Piece]) -> list[JSONObject]:
-        """Add what was read; returns the events that tell of it, without their numbers."""
+        """Add what was read; returns the events that report it, without their numbers."""
         events: list[JSONObject] = []
         for piece in pieces:
             match piece:
@@ -43,7 +43,7 @@ class ResponseItems:
         return events
 
     def end(self, *, is_whole: bool) -> list[JSONObject]:
-        """Close the last item; a response without any gets an empty message. Returns the events that tell of it."""
+        """Close the last item; a response without any gets an empty message. Returns the events that report it."""
         events = [] if self.output else self._begin_message()
         return events + self._close("completed" if is_whole else "incomplete")
 

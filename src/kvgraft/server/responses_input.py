@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvgraft.http.messages import MAX_MESSAGES, parsed_arguments
+from kvgraft.http.template_fields import parse_template_fields, reads
 from kvgraft.server.completions import MAX_TOKENS
-from kvgraft.server.messages import MAX_MESSAGES, parsed_arguments
 from kvgraft.server.options import parse_options
 from kvgraft.server.structure_fields import structure_of_format
-from kvgraft.server.template_fields import parse_template_fields, reads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvgraft.server.fields import Fields
-    from kvgraft.server.messages import Message
-    from kvgraft.server.options import Options
-    from kvgraft.server.template_fields import TemplateFields
+    from kvgraft.http.fields import Fields
+    from kvgraft.http.messages import Message
+    from kvgraft.http.template_fields import TemplateFields
+    from kvgraft.server.options import AnswerOptions
 
 DEFAULT_OUTPUT_TOKENS = 2048
 """`max_output_tokens` of a body that says nothing, if so many fit."""
@@ -50,7 +50,9 @@ def parse_input(fields: Fields) -> list[Message]:
     return messages
 
 
-def parse_response_options(fields: Fields, default_reuse: str, tokenizer: PreTrainedTokenizerBase | None) -> Options:
+def parse_response_options(
+    fields: Fields, default_reuse: str, tokenizer: PreTrainedTokenizerBase | None
+) -> AnswerOptions:
     """Read how to answer; raises `APIError` naming the field that is wrong."""
     options = parse_options(
         fields,
@@ -59,7 +61,7 @@ def parse_response_options(fields: Fields, default_reuse: str, tokenizer: PreTra
         default_reuse=default_reuse,
         tokenizer=tokenizer,
     )
-    if options.provisional:
+    if options.request.provisional:
         raise fields.section("kvgraft").error("provisional", "has no events in /v1/responses; use /v1/chat/completions")
     text = fields.section("text", known=_TEXT_KEYS)
     if text.text("verbosity", "medium") != "medium":
@@ -69,7 +71,7 @@ def parse_response_options(fields: Fields, default_reuse: str, tokenizer: PreTra
         return options
     if options.sampling.structure is not None:
         raise text.error("format", "says what structured_outputs says, too; leave out one of them")
-    return replace(options, sampling=replace(options.sampling, structure=structure))
+    return options.with_sampling(replace(options.sampling, structure=structure))
 
 
 def parse_rendering(fields: Fields, template: str) -> TemplateFields:

@@ -1,4 +1,4 @@
-"""What was reused, in a few numbers: for places where clients and proxies look that know nothing of `kvgraft`."""
+"""Reuse in a few numbers, for clients and proxies that know nothing of `kvgraft`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvgraft.engine.request import RequestOutput
+    from kvgraft.engine.requests.request import RequestOutput
 
 REPORT_HEADER = "x-kvgraft-report"
 

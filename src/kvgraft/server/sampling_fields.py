@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.engine.bad_words import bad_token_ids
+from kvgraft.engine.sampling.bad_words import bad_token_ids
 from kvgraft.errors import about
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvgraft.server.fields import Fields
+    from kvgraft.http.fields import Fields
 
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
@@ -20,7 +20,7 @@ _MAX_BAD_WORDS, _MAX_BAD_CHARS = 256, 256
 _MAX_TOKEN_IDS = 1 << 20
 _MAX_PENALTY = 1e4
 _GREEDY_BELOW = 1e-3
-"""Lower temperatures are greedy: dividing logits by them overflows float32 and could not be told from it."""
+"""Lower temperatures are greedy: dividing logits by them overflows float32 and could not be distinguished from it."""
 _SEED_LIMIT = 2**63
 _ID_LIMIT = 2**31 - 1
 
@@ -99,7 +99,7 @@ def _tokens(fields: Fields, tokenizer: PreTrainedTokenizerBase | None) -> dict[s
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    """Read an object whose keys are token ids as texts, because keys of JSON are texts."""
+    """Read an object with token ids as keys; keys of JSON are texts."""
     biases = fields.section("logit_bias")
     if len(biases.values) > _MAX_BIASES:
         raise fields.error("logit_bias", f"must have at most {_MAX_BIASES} tokens")

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.server.auth import owner_of
-from kvgraft.server.body import read_object
+from kvgraft.http.auth import owner_of
+from kvgraft.http.body import read_object
+from kvgraft.http.fields import Fields
+from kvgraft.http.json_io import json_response
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.context import context_of
 from kvgraft.server.field_table import check_fields
-from kvgraft.server.fields import Fields
-from kvgraft.server.json_io import json_response
 from kvgraft.server.options import MAX_SALT_CHARS, check_model
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from kvgraft.engine.requests.options import SessionFields
+
 _SESSION_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFields:
-    """Which session a request is a turn of.
-
-    Attributes:
-        session_id: Its id.
-        owner: Whose it is.
-        append: The prompt follows what the session holds; otherwise it is all of it.
-    """
-
-    session_id: str
-    owner: str
-    append: bool
 
 
 async def open_session(request: Request) -> Response:
@@ -68,19 +54,19 @@ async def close_session(request: Request) -> Response:
     return json_response({"id": session_id, "object": "session", "deleted": True})
 
 
-def parse_session(fields: Fields, request: Request, *, append: bool, num_choices: int) -> SessionFields | None:
-    """Read `session_id`, if there is one.
+def parse_session(fields: Fields, request: Request, *, append: bool, num_choices: int) -> SessionFields:
+    """Read `session_id`; return what it asks of the engine, nothing without one.
 
     Raises:
         APIError: It is no id, or the request has more than one choice: a session goes on with one answer.
     """
     if not fields.has("session_id"):
-        return None
+        return {}
     session_id = _session_id(fields, "session_id")
     if num_choices != 1:
         raise fields.error("session_id", "goes with one prompt and n of 1: a session goes on with one answer")
     owner = owner_of(request.scope, context_of(request).config.api_key)
-    return SessionFields(session_id, owner, append)
+    return {"session_id": session_id, "owner": owner, "append": append}
 
 
 def _session_id(fields: Fields, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Endpoints that tell about the server: index, models, health, metrics."""
+"""Endpoints about the server: index, models, health, metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from kvgraft import __version__
+from kvgraft.http.errors import APIError
+from kvgraft.http.fields import Fields
+from kvgraft.http.json_io import json_response
 from kvgraft.server.context import context_of
-from kvgraft.server.errors import APIError
-from kvgraft.server.fields import Fields
-from kvgraft.server.json_io import json_response
 from kvgraft.server.options import check_model
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def samples(context: ServerContext, names: Sequence[str]) -> list[Sample]:
 
 
 def _take_state(context: ServerContext, recorder: PrometheusRecorder) -> None:
-    """Have the recorder take over what it is not told of by events."""
+    """Have the recorder take over what no event reports."""
     snapshot = context.engine.snapshot()
     usage = snapshot.usage
     recorder.set_load(snapshot.num_running, snapshot.num_waiting)
@@ -119,6 +119,7 @@ def _take_state(context: ServerContext, recorder: PrometheusRecorder) -> None:
     recorder.set_sessions(snapshot.num_sessions, snapshot.slots_kept)
     recorder.set_errors(snapshot.num_errors)
     recorder.set_proposals(snapshot.proposals)
+    recorder.set_semantic_calls(snapshot.semantic_calls)
     recorder.set_stores(snapshot.stores, snapshot.num_cold_donors)
     recorder.set_risk(snapshot.class_risks)
     recorder.set_healing(

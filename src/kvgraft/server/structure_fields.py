@@ -1,19 +1,19 @@
-"""What the text of an answer has to be: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Structure that the text of an answer must have: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.structure import MAX_CHARS, StructureSpec
+from kvgraft.engine.sampling.structure import MAX_CHARS, StructureSpec
 from kvgraft.errors import about
-from kvgraft.server.fields import kind_of
+from kvgraft.http.fields import kind_of
+from kvgraft.http.json_io import parse_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvgraft.server.fields import Fields
+    from kvgraft.http.fields import Fields
 
 _FORMATS = ("text", "json_object", "json_schema")
 _FORMAT_KEYS = frozenset({"type", "json_schema"})
@@ -37,7 +37,7 @@ _INSTEAD = {
     "whitespace_pattern": "set disable_any_whitespace to leave none, or leave it out",
     "structural_tag": "use tools",
 }
-"""What vLLM knows of `structured_outputs` and this server does not do, and what to do instead."""
+"""Fields of vLLM's `structured_outputs` that this server refuses, and what to do instead."""
 _MAX_NAME_CHARS = 64
 
 
@@ -71,7 +71,7 @@ def _response_format(fields: Fields) -> StructureSpec | None:
 
 
 def _of_format(said: Fields, schema: Fields) -> StructureSpec | None:
-    """What a format of OpenAI's means, the schema of which stands in `schema`. All are kept, with `strict` or without."""
+    """Return what a format of OpenAI's means; its schema stands in `schema`. All are kept, with `strict` or without."""
     if not said.has("type"):
         raise said.error("type", f"is missing; it is one of {', '.join(_FORMATS)}")
     match said.choice("type", "text", _FORMATS):
@@ -111,8 +111,8 @@ def _json(said: Fields) -> StructureSpec:
     value = said.values["json"]
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = parse_text(value)
+        except ValueError as error:
             raise said.error("json", f"is not the text of a JSON schema: {error}") from error
     if not isinstance(value, dict):
         raise said.error("json", f"must be a JSON schema, not {kind_of(value)}")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvgraft.server.body import read_object
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.http.body import read_object
+from kvgraft.http.errors import BadRequestError
+from kvgraft.http.fields import Fields
+from kvgraft.http.json_io import json_response
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.completions import parse_prompts, parse_token_ids
 from kvgraft.server.context import context_of
-from kvgraft.server.errors import BadRequestError
 from kvgraft.server.field_table import check_fields
-from kvgraft.server.fields import Fields
-from kvgraft.server.json_io import json_response
 from kvgraft.server.logprobs import TokenTexts
 from kvgraft.server.options import check_model
 
@@ -27,12 +28,11 @@ async def tokenize(request: Request) -> Response:
     fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
     check_fields(fields, Endpoint.TOKENIZE)
-    prompts = parse_prompts(fields, context.engine.loaded.vocab_size)
+    prompts = await asyncio.to_thread(parse_prompts, fields, context.engine.loaded.vocab_size)
     if len(prompts) != 1:
         raise fields.error("prompt", "must be one prompt")
-    prepared = await context.engine.prepare(
-        prompts[0], None, "off", add_special_tokens=fields.flag("add_special_tokens", default=True)
-    )
+    special = fields.flag("add_special_tokens", default=True)
+    prepared = await context.engine.build(prompts[0], RequestOptions(reuse="off", add_special_tokens=special))
     tokens = [int(token) for token in prepared.token_ids]
     answer = {"count": len(tokens), "max_model_len": int(context.engine.max_model_len), "tokens": tokens}
     if fields.flag("return_token_strs"):
@@ -50,5 +50,6 @@ async def detokenize(request: Request) -> Response:
     tokenizer = context.engine.loaded.tokenizer
     if tokenizer is None:
         raise BadRequestError("this model has no tokenizer, so its tokens have no text", param="tokens")
-    tokens = parse_token_ids(fields, "tokens", fields.values.get("tokens"), context.engine.loaded.vocab_size)
+    vocab_size, given = context.engine.loaded.vocab_size, fields.values.get("tokens")
+    tokens = await asyncio.to_thread(parse_token_ids, fields, "tokens", given, vocab_size)
     return json_response({"prompt": str(await asyncio.to_thread(tokenizer.decode, tokens))})

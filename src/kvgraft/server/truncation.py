@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvgraft.server.fields import Fields
+    from kvgraft.http.fields import Fields
     from kvgraft.types import TokenArray
 
 _SIDES = ("left", "right")
@@ -16,7 +16,7 @@ _WITHOUT = ("session_id", "echo")
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What is kept of a prompt.
+    """The part of a prompt that is kept.
 
     Attributes:
         num_tokens: At most so many tokens, special ones included; -1: as many as fit.

@@ -1,5 +1,4 @@
-"""What tests of kvgraft and of its plug-ins share: suites, oracles, tiny models of many architectures.
+"""Suites, fakes and tiny models for tests of stores, prefix caches, policies and other plug-ins.
 
-Public modules: `memory_store`, `prefix_suite`, `radix_walk`, `registries`, `schemas`, `slots`, `store_suite`,
-`stored_objects`, `swa_model`, `swa_walk`, `tiny_models`.
+Public modules: `memory_store`, `prefix_suite`, `registries`, `slots`, `store_suite`, `stored_objects`, `tiny_models`.
 """

@@ -16,21 +16,25 @@ if TYPE_CHECKING:
 
 
 class MemoryStore(KVStore):
-    """Objects of this process, in the order of their last use. What CONTRIBUTING's recipe leads to."""
+    """Objects of this process, in the order of their last use. What CONTRIBUTING's recipe leads to.
+
+    Attributes:
+        objects: Head and body by space and key; tests damage them.
+    """
 
     name = "memory"
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         """Make an empty one that keeps at most so many bytes."""
         self._max_bytes = max_bytes
-        self._objects: dict[tuple[str, str], tuple[bytes, bytes]] = {}
+        self.objects: dict[tuple[str, str], tuple[bytes, bytes]] = {}
         self._lock = threading.Lock()
         self.num_evicted = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes of heads and bodies."""
-        return sum(len(head) + len(body) for head, body in self._objects.values())
+        return sum(len(head) + len(body) for head, body in self.objects.values())
 
     def put(self, space: str, key: str, head: bytes, body: memoryview) -> bool:
         """See `KVStore`."""
@@ -39,28 +43,28 @@ class MemoryStore(KVStore):
         if num_bytes > self._max_bytes:
             raise CapacityError(f"{num_bytes} bytes do not fit into {self._max_bytes}")
         with self._lock:
-            if name in self._objects:
+            if name in self.objects:
                 return False
             while self.used_bytes + num_bytes > self._max_bytes:
-                del self._objects[next(iter(self._objects))]
+                del self.objects[next(iter(self.objects))]
                 self.num_evicted += 1
-            self._objects[name] = head, bytes(body)
+            self.objects[name] = head, bytes(body)
         return True
 
     def keys(self, space: str) -> frozenset[str]:
         """See `KVStore`."""
         with self._lock:
-            return frozenset(key for other, key in self._objects if other == space)
+            return frozenset(key for other, key in self.objects if other == space)
 
     def heads(self, space: str, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
         """See `KVStore`."""
         for key in keys:
-            found = self._objects.get(_named(space, key))
+            found = self.objects.get(_named(space, key))
             yield key, None if found is None else found[0]
 
     def read(self, space: str, key: str, offset: int, into: memoryview) -> None:
         """See `KVStore`."""
-        _, body = self._objects.get(_named(space, key), (b"", None))
+        _, body = self.objects.get(_named(space, key), (b"", None))
         if body is None or offset + len(into) > len(body):
             raise StoreMissError(f"there is no {key}, or it has fewer bytes")
         into[:] = body[offset : offset + len(into)]
@@ -68,14 +72,14 @@ class MemoryStore(KVStore):
     def remove(self, space: str, key: str) -> None:
         """See `KVStore`."""
         with self._lock:
-            self._objects.pop(_named(space, key), None)
+            self.objects.pop(_named(space, key), None)
 
     def touch(self, space: str, keys: Iterable[str]) -> None:
         """See `KVStore`."""
         with self._lock:
             for name in [_named(space, key) for key in keys]:
-                if name in self._objects:
-                    self._objects[name] = self._objects.pop(name)
+                if name in self.objects:
+                    self.objects[name] = self.objects.pop(name)
 
     def close(self) -> None:
         """See `KVStore`."""
@@ -83,7 +87,7 @@ class MemoryStore(KVStore):
 
 @dataclass
 class Faults:
-    """What goes wrong in a `FaultyStore`: names of its methods, changed at any time by a test.
+    """Failures of a `FaultyStore`: names of its methods, changed at any time by a test.
 
     Attributes:
         fail: Raise `StoreError`.
@@ -116,7 +120,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def strikes(self, fault: str, method: str) -> bool:
-        """Whether it happens now, and count it."""
+        """Draw whether it happens now, and count it."""
         with self._lock:
             if method not in getattr(self, fault) or self._random.random() >= self.chance:
                 return False
@@ -134,7 +138,7 @@ class FaultyStore(KVStore):
     """Another store, with faults. Its name is the other's."""
 
     def __init__(self, store: KVStore, faults: Faults | None = None) -> None:
-        """Stand in front of `store`."""
+        """Wrap `store`."""
         self.name = store.name
         self.store = store
         self.faults = faults or Faults()

@@ -1,4 +1,4 @@
-"""What every prefix cache must do, as a test class: subclass it, build your cache in `make_cache`, run pytest.
+"""Test class for any prefix cache: subclass it, build your cache in `make_cache`, run pytest.
 
     class TestMine(PrefixCacheTests):
         def make_cache(self, page_size):
@@ -27,18 +27,18 @@ class PrefixCacheTests(ABC):
         """Build an empty cache; the pools are as large as `CheckedSlots(4096)`."""
 
     @pytest.fixture(params=[1, 4, 16])
-    def owner(self, request: pytest.FixtureRequest) -> Owner:
+    def owner(self, request: pytest.FixtureRequest) -> SlotOwner:
         """A cache with its pools."""
-        return Owner(self.make_cache(request.param))
+        return SlotOwner(self.make_cache(request.param))
 
-    def test_an_empty_cache_matches_nothing(self, owner: Owner) -> None:
+    def test_an_empty_cache_matches_nothing(self, owner: SlotOwner) -> None:
         """Also for keys below a page."""
         for num_tokens in (0, 1, 100):
             match = owner.cache.match_prefix(RadixKey(np.arange(num_tokens)))
             assert (match.prefix_len, len(match.kv_indices)) == (0, 0)
         owner.check()
 
-    def test_what_is_stored_is_found_in_whole_pages(self, owner: Owner) -> None:
+    def test_what_is_stored_is_found_in_whole_pages(self, owner: SlotOwner) -> None:
         """And nothing of it in another namespace."""
         owner.run(np.arange(100))
         expected = 0 if owner.cache.disabled else 100 // owner.cache.page_size * owner.cache.page_size
@@ -47,7 +47,18 @@ class PrefixCacheTests(ABC):
         assert owner.cache.match_prefix(RadixKey(np.arange(200), None, "salt")).prefix_len == 0
         owner.check()
 
-    def test_locked_prefixes_survive_eviction(self, owner: Owner) -> None:
+    def test_a_look_tells_what_a_match_would_find(self, owner: SlotOwner) -> None:
+        """And keeps no prefix from eviction."""
+        owner.run(np.arange(64))
+        owner.run(np.concatenate([np.arange(32), np.arange(200, 248)]))
+        for token_ids in (np.arange(40), np.arange(100), np.arange(200, 300), np.empty(0, np.int64)):
+            key = RadixKey(token_ids)
+            looked = owner.cache.look(key)
+            match = owner.cache.match_prefix(key)
+            assert looked == (match.prefix_len, match.host_hit_len)
+        owner.check()
+
+    def test_locked_prefixes_survive_eviction(self, owner: SlotOwner) -> None:
         """Until the lock is given back."""
         owner.run(np.arange(64))
         match = owner.cache.match_prefix(RadixKey(np.arange(64)))
@@ -59,7 +70,7 @@ class PrefixCacheTests(ABC):
         assert owner.cache.total_size == 0
         owner.check()
 
-    def test_a_reset_forgets_all(self, owner: Owner) -> None:
+    def test_a_reset_forgets_all(self, owner: SlotOwner) -> None:
         """And makes handles stale."""
         owner.run(np.arange(64))
         handle = owner.cache.match_prefix(RadixKey(np.arange(64))).handle
@@ -70,7 +81,7 @@ class PrefixCacheTests(ABC):
             with pytest.raises(CorruptCacheError):
                 owner.cache.inc_lock_ref(handle)
 
-    def test_random_requests_conserve_slots(self, owner: Owner) -> None:
+    def test_random_requests_conserve_slots(self, owner: SlotOwner) -> None:
         """Chunks, duplicates, aborts and eviction in any order."""
         rng = np.random.default_rng(0)
         running: list[RequestRow] = []
@@ -90,7 +101,7 @@ class PrefixCacheTests(ABC):
             owner.check(running)
 
 
-class Owner:
+class SlotOwner:
     """The least an engine does around a cache."""
 
     def __init__(self, cache: PrefixCache) -> None:

@@ -7,7 +7,7 @@
         with isolated_registries():
             yield
 
-in a `conftest.py` gives every test the registries that it found, whatever others registered or replaced.
+in a `conftest.py` gives every test the registries that it found, without what others registered or replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pool of slot numbers that notices what corrupts a real one: double frees, foreign slots, leaks. No memory behind it."""
+"""A pool of slot numbers that notices what corrupts a real one: double frees, foreign slots, leaks. It has no memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class CheckedSlots:
-    """Slots `[first, first + size)`; the lowest free ones are given first.
-
-    Attributes:
-        size: Slots in all.
-    """
+    """Slots `[first, first + size)`; the lowest free ones are given first."""
 
     def __init__(self, size: int, first: int = 0) -> None:
         self.size = size
@@ -27,7 +23,7 @@ class CheckedSlots:
 
     @property
     def available(self) -> int:
-        """How many slots nobody holds."""
+        """Number of free slots."""
         return len(self._free)
 
     def alloc(self, num_slots: int) -> SlotArray | None:

@@ -1,4 +1,4 @@
-"""What every store of donors must do, as a test class: subclass it, build your store in `make_store`, run pytest.
+"""Test class for any store of donors: subclass it, build your store in `make_store`, run pytest.
 
     class TestMine(KVStoreTests):
         def make_store(self, max_bytes):
@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import pytest
 
-from kvgraft.donors.record import space_name
 from kvgraft.errors import CapacityError, StoreError, StoreMissError
 from kvgraft.memory.store import open_store
-from kvgraft.memory.store.tier import StoreReader, StoreWriter
+from kvgraft.memory.store.record import space_name
+from kvgraft.memory.store.tier import StoreFeed, StoreReader, StoreWriter
+from kvgraft.testing.crafted_objects import crafted_objects
 from kvgraft.testing.memory_store import Faults, FaultyStore
 from kvgraft.testing.stored_objects import LAYOUT, SPACE, StoredObject, fault_of, make_object
 
@@ -63,7 +64,7 @@ class KVStoreTests(ABC):
         """Open an empty store that keeps about so many bytes; called at most once per test."""
 
     def url(self, max_bytes: int) -> str | None:
-        """How another process opens what `make_store` has made; None if none can."""
+        """Return the URL by which another process opens the store of `make_store`; None if none can."""
         del max_bytes
         return None
 
@@ -329,22 +330,22 @@ class KVStoreTests(ABC):
         assert {fault_of(store, make_object(number)) for number in range(50)} == {""}
 
     def test_a_process_that_is_killed_leaves_nothing_half(self, store: KVStore) -> None:
-        """What it was told is kept is kept; what else is there is whole, or goes when it is put again."""
+        """What it reported as kept is kept; other objects are whole, or go when they are put again."""
         child = self._child(0, 10_000)
         assert child.stdout is not None
-        told = [int(child.stdout.readline()) for _ in range(5)]
+        kept = [int(child.stdout.readline()) for _ in range(5)]
         child.send_signal(signal.SIGKILL)
-        told += [int(line) for line in child.stdout]  # `communicate` would miss the lines that are buffered already
+        kept += [int(line) for line in child.stdout]  # `communicate` would miss the lines that are buffered already
         child.communicate(timeout=_PATIENCE_S)
-        assert {fault_of(store, make_object(number)) for number in told} == {""}
-        under_way = make_object(max(told) + 1)
+        assert {fault_of(store, make_object(number)) for number in kept} == {""}
+        under_way = make_object(max(kept) + 1)
         assert fault_of(store, under_way) in ("", "lost")
         put(store, under_way)
         assert fault_of(store, under_way) == ""
-        assert len(store.keys(SPACE)) == max(told) + 2
+        assert len(store.keys(SPACE)) == max(kept) + 2
 
     def test_the_tier_writes_and_reads_it(self, store: KVStore) -> None:
-        """Write-behind, then a span."""
+        """Write in the background, then read a span."""
         wanted = make_object(1, 700)
         writer = StoreWriter(store, SPACE, LAYOUT, max_queued_bytes=1 << 20)
         writer.offer(wanted.record, lambda: LAYOUT.unpack(wanted.rows))
@@ -363,7 +364,7 @@ class KVStoreTests(ABC):
         wanted = make_object(1, 700)
         put(store, wanted)
         if not self.damage(store, wanted.key, kind):
-            pytest.skip("this medium is damaged by nobody")
+            pytest.skip("nothing can damage this medium")
         with reading(self._second() if self.url(_ROOM) else store) as reader:
             fetch = reader.fetch(wanted.key, 0, 700)
             assert fetch.wait(_PATIENCE_S)
@@ -373,6 +374,41 @@ class KVStoreTests(ABC):
         assert fault_of(store, wanted) == "lost"
         assert put(store, wanted) is True
         assert fault_of(store, wanted) == ""
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_no_crafted_object_hides_another(self, store: KVStore, seed: int) -> None:
+        """Each kind by itself among good ones: the feed reports these; the other is counted, never read, and goes."""
+        good = {
+            put_object.key for put_object in (make_object(number, 20) for number in range(4)) if put(store, put_object)
+        }
+        body, hidden = make_object(77, 20).body, []
+        for crafted in crafted_objects(seed):
+            assert store.put(SPACE, crafted.key, crafted.head, body) is True
+            with feeding(store) as feed:
+                if not feed.look(_PATIENCE_S) or {record.key for record in feed.news(1_000).added} != good:
+                    hidden.append(crafted.kind)
+                elif feed.num_corrupt != 1 or store.keys(SPACE) != good:
+                    hidden.append(f"{crafted.kind} stays")
+            store.remove(SPACE, crafted.key)
+        assert not hidden, hidden
+
+    def test_no_crafted_object_is_read_or_kept_from_being_written(self, store: KVStore) -> None:
+        """A read of its name is a counted miss; an engine with that donor writes it again."""
+        wanted = make_object(1, 20)
+        for crafted in crafted_objects():
+            store.put(SPACE, wanted.key, crafted.head, wanted.body)
+            with reading(store) as reader:
+                fetch = reader.fetch(wanted.key, 0, 20)
+                assert fetch.wait(_PATIENCE_S)
+                counters = reader.counters
+                assert (counters.hits, counters.corrupt, counters.failed) == (0, 1, 0), crafted.kind
+            store.put(SPACE, wanted.key, crafted.head, wanted.body)
+            writer = StoreWriter(store, SPACE, LAYOUT, max_queued_bytes=1 << 20)
+            writer.offer(wanted.record, lambda: LAYOUT.unpack(wanted.rows))
+            assert writer.flush(_PATIENCE_S)
+            writer.close()
+            assert (writer.counters.stored, fault_of(store, wanted)) == (1, ""), crafted.kind
+            store.remove(SPACE, wanted.key)
 
     @pytest.mark.parametrize("method", ["heads", "read"])
     @pytest.mark.parametrize("fault", ["corrupt", "truncate", "lose", "fail"])
@@ -401,7 +437,7 @@ class KVStoreTests(ABC):
             assert np.array_equal(LAYOUT.pack(fetch.block()), wanted.rows)
 
     def test_nothing_is_left_open(self) -> None:
-        """Neither files nor threads, whatever happened."""
+        """Neither files nor threads, also after failures."""
         store, wanted = self.make_store(_ROOM), make_object(1)
         url = self.url(_ROOM)
         before = _open_things() if url else None
@@ -431,12 +467,22 @@ class KVStoreTests(ABC):
 
 @contextlib.contextmanager
 def reading(store: KVStore) -> Iterator[StoreReader]:
-    """A reader of `SPACE`, closed at the end."""
+    """Give a reader of `SPACE`, closed at the end."""
     reader = StoreReader(store, SPACE, LAYOUT, max_pending_bytes=1 << 26)
     try:
         yield reader
     finally:
         reader.close()
+
+
+@contextlib.contextmanager
+def feeding(store: KVStore) -> Iterator[StoreFeed]:
+    """Give a feed of `SPACE` that looks on demand, closed at the end."""
+    feed = StoreFeed(store, [SPACE], interval_s=3_600.0)
+    try:
+        yield feed
+    finally:
+        feed.close()
 
 
 def put(store: KVStore, wanted: StoredObject) -> bool:
@@ -461,7 +507,7 @@ def read_or_miss(store: KVStore, wanted: StoredObject, dice: random.Random) -> b
         store.read(SPACE, wanted.key, first * wanted.rows.shape[1], into.data.cast("B"))
     except StoreMissError:
         return False
-    assert np.array_equal(into, expected), "a store gave back what nobody put"
+    assert np.array_equal(into, expected), "a store gave back what was never put"
     return True
 
 

@@ -1,4 +1,4 @@
-"""Objects of stores that anyone can make again from a number, and a process that puts them until it is killed.
+"""Objects of stores that every process makes alike from a number, and a process that puts them until it is killed.
 
     python -m kvgraft.testing.stored_objects URL FIRST COUNT [TOKENS]
 
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.donors.record import DonorRecord, decode_head, encode_head, space_name
 from kvgraft.errors import CapacityError, StoreError, StoreMissError
 from kvgraft.memory.store import open_store
 from kvgraft.memory.store.checksums import page_checksums
 from kvgraft.memory.store.layout import Field, RowLayout
+from kvgraft.memory.store.record import DonorRecord, decode_head, encode_head, space_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,13 +34,7 @@ SPACE = space_name("kvgraft.testing", LAYOUT.description)
 
 @dataclass(frozen=True, eq=False)
 class StoredObject:
-    """What a store is given.
-
-    Attributes:
-        record: Whose K/V these would be.
-        head: Bytes.
-        rows: uint8 `(num_tokens, bytes_per_token)`.
-    """
+    """An object to put into a store: the donor, its encoded head, and uint8 rows `(num_tokens, bytes_per_token)`."""
 
     record: DonorRecord
     head: bytes
@@ -75,7 +69,7 @@ def make_object(number: int, num_tokens: int = 300, *, space: str = SPACE, layou
 
 
 def fault_of(store: KVStore, wanted: StoredObject, *, space: str = SPACE) -> str:
-    """What is wrong with an object in a store: nothing (``), `lost`, `torn`, or `wrong`, which must never be.
+    """Return the fault of an object in a store: none (``), `lost`, `torn`, or `wrong`, which must never be.
 
     Raises:
         StoreError: The store cannot be asked.

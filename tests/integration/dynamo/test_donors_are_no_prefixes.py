@@ -13,15 +13,8 @@ import numpy as np
 import pytest
 
 from kvgraft.donors import DonorCatalogue
-from kvgraft.prefix import (
-    EventLog,
-    PublisherConfig,
-    RadixCache,
-    RadixKey,
-    ZmqEventPublisher,
-    donor_removed,
-    donor_stored,
-)
+from kvgraft.prefix import EventLog, PublisherConfig, RadixCache, RadixKey, ZmqEventPublisher
+from kvgraft.reuse.donor_events import donor_removed, donor_stored
 from kvgraft.types import Namespace
 
 ROOT = Path(__file__).parents[3]

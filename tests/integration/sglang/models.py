@@ -51,6 +51,7 @@ CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"}),
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE),
     "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=None),
+    "llama-1-layer": lambda: transformers.LlamaConfig(**_SHAPE | {"num_hidden_layers": 1}),
     "llama-29m": lambda: transformers.LlamaConfig(**_SHAPE | _29M),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_SHAPE, sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2

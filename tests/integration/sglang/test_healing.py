@@ -71,5 +71,5 @@ def test_kvgraft_heal_replaces_what_was_computed_behind_copies(model_dir):
 
 
 def test_a_server_that_publishes_no_events_announces_nothing_and_says_so(model_dir):
-    with pytest.raises(RuntimeError, match="announce_donors tells of donors among SGLang's KV events"):
+    with pytest.raises(RuntimeError, match="announce_donors announces donors among SGLang's KV events"):
         SGLangServer(model_dir("llama"), {}, {"KVGRAFT_ANNOUNCE_DONORS": "true"}).__enter__()

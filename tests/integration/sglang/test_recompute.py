@@ -14,7 +14,7 @@ from models import VOCABULARY
 from server import SGLangServer
 
 from kvgraft.engine.llm import LLM
-from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.engine.sampling.sampling_params import SamplingParams
 from reference import Fresh, Reference
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def answers(request, model_dir):
         "KVGRAFT_RECOMPUTE_RATIO": str(RATIO),
         "KVGRAFT_CORRECTION": correction,
         "KVGRAFT_MAX_GENERATION": "0",
+        "KVGRAFT_REPAIR": "before",  # what it computes after the first token: test_repair_after.py
     }
     if "--tp-size" in options:
         environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -105,7 +106,7 @@ def answers(request, model_dir):
     def embedded(correction):
         llm = LLM(
             model_dir(model), dtype="float32", device="cpu", num_slots=8000, selection=selection,
-            recompute_ratio=RATIO, correction=correction, max_generation=0,
+            recompute_ratio=RATIO, correction=correction, repair="before", max_generation=0,
         )  # fmt: skip
         llm.generate(prompts.donors, SamplingParams(max_new_tokens=2, ignore_eos=True))
         return {where: embedded_answer(llm, prompt) for where, prompt in prompts.asked.items()}

@@ -25,6 +25,7 @@ SETUPS = {
         {
             "KVGRAFT_SELECTION": "first_k",
             "KVGRAFT_FIRST_K": "8",
+            "KVGRAFT_REPAIR": "before",
             "KVGRAFT_CORRECTION": "none",
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         },
@@ -59,25 +60,25 @@ class Bench:
     def from_b(self, first, last):
         return ("b", 32 + first, self.doc_b[first:last])
 
-    def check(self, *pieces, exact_len=0):
+    def check(self, *pieces, prefix_len=0):
         """Send a prompt of fresh tokens (lists) and reused ones (triples); compare answer and count.
 
         Args:
             pieces: Of the prompt.
-            exact_len: Tokens of the prompt that an exact prefix gives.
+            prefix_len: Tokens of the prompt that an exact prefix gives.
         """
         prompt = [token for piece in pieces for token in (piece if isinstance(piece, list) else piece[2])]
-        parts, copied = self.parts(pieces, exact_len)
+        parts, copied = self.parts(pieces, prefix_len)
         want = self.reference.answer(parts)
         got = self.server.generate(prompt)
         meta = got["meta_info"]
-        assert meta["cached_tokens"] == exact_len + copied
+        assert meta["cached_tokens"] == prefix_len + copied
         assert got["output_ids"] == want.tokens
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         assert max(abs(a - b) for a, b in zip(logprobs, want.logprobs, strict=True)) < TOLERANCE
         return meta
 
-    def parts(self, pieces, exact_len):
+    def parts(self, pieces, prefix_len):
         """Translate a prompt into computed and copied parts: whole pages behind the exact prefix, heads computed again."""
         parts, position, copied = [], 0, 0
         for piece in pieces:
@@ -86,7 +87,7 @@ class Bench:
                 position += len(piece)
                 continue
             donor, donor_start, tokens = piece
-            start = -(-max(position, exact_len) // self.page_size) * self.page_size
+            start = -(-max(position, prefix_len) // self.page_size) * self.page_size
             stop = (position + len(tokens)) // self.page_size * self.page_size
             kept = start + self.first_k
             parts += [
@@ -119,15 +120,15 @@ def test_cold_prompt_is_what_the_model_says(bench):
 def test_exact_repeat_reuses_all_but_the_last_token(bench):
     prompt = bench.ids(100)
     bench.check(prompt)
-    bench.check(prompt, exact_len=99 // bench.page_size * bench.page_size)
+    bench.check(prompt, prefix_len=99 // bench.page_size * bench.page_size)
 
 
 def test_one_region_behind_an_exact_prefix_and_the_same_again(bench):
     tail = bench.ids(25)
     exact = 208
-    meta = bench.check(bench.system, bench.from_a(96, 400), tail, exact_len=exact)
+    meta = bench.check(bench.system, bench.from_a(96, 400), tail, prefix_len=exact)
     assert meta["cached_tokens_details"] == {"device": exact, "host": 304}
-    bench.check(bench.system, bench.from_a(96, 400), tail, exact_len=exact)
+    bench.check(bench.system, bench.from_a(96, 400), tail, prefix_len=exact)
 
 
 def test_a_full_prefill_would_answer_differently(bench):
@@ -165,7 +166,7 @@ def test_adjacent_regions_of_two_donors(bench):
         bench.from_b(300, 508),
         bench.ids(25),
     ]
-    bench.check(*pieces, exact_len=208)
+    bench.check(*pieces, prefix_len=208)
 
 
 def test_report_names_sources_and_steps(bench):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import suppress
 
 import pytest
 from kv_listener import Listener
@@ -40,8 +41,9 @@ def test_leaked_slots_still_kill_the_server(model_dir, ids):
     with SGLangServer(model_dir("llama"), {}, {"TEST_KVGRAFT_LEAK": "1"}) as server:
         document = ids(200)
         server.generate(document, 1)
-        with_leak = server.generate(ids(10) + document + ids(10), 1)
-        assert with_leak["meta_info"]["cached_tokens"] == 200
+        with suppress(OSError):  # it may die before it answers
+            with_leak = server.generate(ids(10) + document + ids(10), 1)
+            assert with_leak["meta_info"]["cached_tokens"] == 200
         deadline = time.monotonic() + 900
         while server.is_running and time.monotonic() < deadline:
             time.sleep(0.5)

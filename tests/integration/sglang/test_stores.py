@@ -73,7 +73,7 @@ def wait_for_objects(server, folder, count):
 
 def damage(folder, documents):
     """Flip a bit in the K/V of one document, in every rank's part."""
-    from kvgraft.donors.record import decode_head, head_size
+    from kvgraft.memory.store.record import decode_head, head_size
 
     for path in objects(folder):
         raw = bytearray(path.read_bytes())

@@ -27,6 +27,10 @@ else:
     )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--walks", default="8", help="random walks of each kind in test_pending_blocks.py")
+
+
 def pytest_configure(config):
     if importlib.util.find_spec("vllm") is not None:
         config.addinivalue_line("filterwarnings", "default")  # vLLM and its dependencies warn of their own accord

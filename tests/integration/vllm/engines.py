@@ -63,12 +63,6 @@ class Engine:
         self.scheduler = ours(core.scheduler.connector).scheduler
 
     @property
-    def takes_loads_back(self) -> bool:
-        """Whether this vLLM can be told that a graft failed; 0.28 cannot on models with several KV groups."""
-        facts = self.scheduler._facts
-        return facts.reports_failed_loads or len(facts.block_sizes) == 1
-
-    @property
     def worker(self):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -77,10 +71,12 @@ class Engine:
     def ask(self, prompt: Sequence[int], mode: str | None = None, *, max_tokens: int = 6, **request: Any) -> Answer:
         return self.ask_many([prompt], [mode], max_tokens=max_tokens, **request)[0]
 
-    def ask_many(self, prompts, modes, *, max_tokens: int = 6, **request: Any) -> list[Answer]:
+    def ask_many(
+        self, prompts, modes, *, max_tokens: int = 6, repair: str | None = None, **request: Any
+    ) -> list[Answer]:
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt), **request} for prompt in prompts],
-            [parameters(mode, max_tokens) for mode in modes],
+            [parameters(mode, max_tokens, repair) for mode in modes],
             use_tqdm=False,
         )
         return [answer_of(output) for output in outputs]
@@ -134,10 +130,21 @@ def ours(connector: Any) -> Any:
     return next(child for child in children if type(child).__name__ == "GraftConnector")
 
 
-def parameters(mode: str | None, max_tokens: int) -> SamplingParams:
-    extra = {"kv_transfer_params": {"kvgraft": mode}} if mode is not None else None
+def parameters(
+    mode: str | None, max_tokens: int, repair: str | None = None, *, forced: int | None = None
+) -> SamplingParams:
+    """Greedy; with a `forced` token all tokens are that one, and logprobs are the model's nevertheless."""
+    asked = {"kvgraft": mode, "kvgraft_repair": repair}
+    given = {name: value for name, value in asked.items() if value is not None}
+    extra = {"kv_transfer_params": given} if given else None
     return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=5, detokenize=False, extra_args=extra
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=5,
+        detokenize=False,
+        extra_args=extra,
+        logit_bias=None if forced is None else {forced: 100.0},
     )
 
 
@@ -166,13 +173,13 @@ def engine(
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
         "max_model_len": 2048,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
     }
     llm = LLM(
         model=save_tiny(family, folder),
-        dtype="float32",
-        skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_prefix_caching=True,
         kv_transfer_config=KVTransferConfig(
             **connector({**OURS, "kv_connector_extra_config": {**PATIENT, **(options or {})}})
         ),

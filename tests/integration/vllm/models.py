@@ -35,6 +35,19 @@ def _gemma3() -> tf.PreTrainedModel:
     return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**shape, layer_types=kinds))
 
 
+def _jamba() -> tf.PreTrainedModel:
+    """Every other layer is a Mamba mixer."""
+    mixers = {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 8,
+    }
+    experts = {"num_experts": 1, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    return tf.JambaForCausalLM(tf.JambaConfig(**_SHAPE, **mixers, **experts, use_mamba_kernels=False))
+
+
 FAMILIES = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE, head_dim=32)),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_SHAPE)),
@@ -42,13 +55,16 @@ FAMILIES = {
     "gemma3": _gemma3,
 }
 
+HYBRIDS = {"jamba": _jamba}
+"""Nothing is grafted for these."""
+
 
 def save_tiny(family: str, folder: Path) -> str:
     """Write a float32 model whose answers depend on its context; returns the path."""
     path = folder / family
     if not (path / "config.json").exists():
         torch.manual_seed(0)
-        model = FAMILIES[family]()
+        model = {**FAMILIES, **HYBRIDS}[family]()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 # Default initialisation is so small that attention hardly matters; errors would hide.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.request import Request
 from engines import text
 from kvgraft.config import VLLMConfig
 from kvgraft.donors import GUARANTEED_RUN
+from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 
@@ -44,10 +46,10 @@ class Server:
             capacity_tokens=10_000,
             hidden_size=64,
             output_chunk=64,
-            reports_failed_loads=True,
             refusal="",
         )
         self.graft = GraftScheduler(config, facts)
+        self.graft.bind(self.manager)
 
     def request(self, tokens: list[int], mode: str) -> Request:
         extra = {"kv_transfer_params": {"kvgraft": mode}}
@@ -73,6 +75,7 @@ class Server:
             request, new, local, blocks, num_external_computed_tokens=grafted, delay_cache_blocks=waits
         )
         self.graft.admit(request, self.manager.get_blocks(request.request_id).get_block_ids(), grafted)
+        self.take_step({request.request_id: GraftOutcome((), 0.0, 0.0)} if grafted else {})
         request.num_computed_tokens = local + grafted
         if waits:
             self.manager.cache_blocks(request, request.num_computed_tokens)
@@ -90,6 +93,15 @@ class Server:
         self.manager.free(request)
         self.graft.finish(request)
         return grafted
+
+    def take_step(self, outcomes: dict[str, GraftOutcome]) -> None:
+        """Let the step end in which a request was admitted."""
+        nothing = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+        step = SimpleNamespace(
+            scheduled_new_reqs=[], scheduled_cached_reqs=nothing, num_scheduled_tokens={}, preempted_req_ids=set()
+        )
+        self.graft.commands(step)
+        self.graft.receive(WorkerReport(outcomes))
 
 
 @pytest.mark.parametrize("chunk", [7, 4096], ids=["chunked", "whole"])

@@ -1,14 +1,17 @@
-"""Whatever fails in reuse is a counted miss: the request is computed and answers as a full prefill does."""
+"""Whatever fails in reuse is a counted miss: the request is computed and answers as a full prefill does.
+
+What fails after the first token is the subject of `test_repair_after.py`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from policies import FailsLater
 
 from engines import engine, text
 from kvgraft.errors import StoreError
-from kvgraft.graft.select import Recompute, SelectionPolicy
+from kvgraft.graft.select import Recompute
+from kvgraft.reuse.report import report_as_dict
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
 DOCUMENT = text(5, 700)
@@ -22,7 +25,7 @@ PROMPT = OTHER_HEAD + DOCUMENT + OTHER_QUESTION
 )
 def served(request, model_folder):
     family, load = request.param
-    with engine(model_folder, family, options={"load": load}, num_gpu_blocks_override=700) as one:
+    with engine(model_folder, family, options={"load": load, "repair": "before"}, num_gpu_blocks_override=700) as one:
         yield one
 
 
@@ -57,6 +60,28 @@ def test_a_donor_that_cannot_be_read_is_computed(served, monkeypatch):
     assert served.ask(OTHER_HEAD + DOCUMENT + text(9, 40)).shifted > 0, "the next one is grafted again"
 
 
+def test_an_answer_of_one_token_is_reported_and_counted_like_longer_ones(served, monkeypatch):
+    """vLLM asks for its report before it hands the workers' over; classifiers and judges end so."""
+    reports, counted = [], []
+    count = served.scheduler.counts.request
+    monkeypatch.setattr(served.scheduler.counts, "request", lambda report: counted.append(report) or count(report))
+    for max_tokens in (2, 1):
+        served.forget_donors()
+        served.donate(HEAD + DOCUMENT + QUESTION)
+        counted.clear()
+        reports.append(served.ask(PROMPT, max_tokens=max_tokens).report)
+        assert [report_as_dict(report) for report in counted] == reports[-1:]
+    served.llm.reset_prefix_cache()
+    figures = ("shifted_tokens", "recomputed_tokens", "corrected_tokens", "computed_tokens")
+    longer, short = ([report[name] for name in figures] for report in reports)
+    assert short == longer
+    assert short[1] > 0
+    assert short[2] > 0
+    monkeypatch.setattr(served.worker._donors, "get", _fails)
+    failed = served.ask(OTHER_HEAD + DOCUMENT + text(11, 40), max_tokens=1).report
+    assert (failed["shifted_tokens"], failed["miss"]["reason"]) == (0, "error")
+
+
 def test_a_donor_that_cannot_be_read_behind_an_exact_prefix(served, monkeypatch):
     prompt = HEAD + DOCUMENT[:200] + text(10, 30) + DOCUMENT[200:] + QUESTION
     cold = served.cold(prompt)
@@ -66,14 +91,11 @@ def test_a_donor_that_cannot_be_read_behind_an_exact_prefix(served, monkeypatch)
     answer = served.ask(prompt)
     answer.assert_like(cold)
     assert answer.shifted == 0
-    if served.takes_loads_back:
-        assert answer.report["miss"]["reason"] == "error"
-        assert errors(served) == 1
+    assert answer.report["miss"]["reason"] == "error"
+    assert errors(served) == 1
 
 
 def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
-    if not served.takes_loads_back:
-        pytest.skip("a forward pass that fails ends the engine, as any does in vLLM")
     cold = served.cold(PROMPT)
     served.donate(HEAD + DOCUMENT + QUESTION)
     monkeypatch.setattr("kvgraft.integrations.vllm.worker.passes.AllLayersPass._run", _fails)
@@ -89,30 +111,12 @@ def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
     assert again.shifted > 0
 
 
-class FailsLater(SelectionPolicy):
-    """Has tokens computed first, and fails when it is asked for more."""
-
-    name = "fails_later"
-
-    @property
-    def recompute_ratio(self):
-        return 0.05
-
-    def steps(self, context):
-        yield Recompute(context.reused[:20])
-        raise ValueError("no second step")
-
-
 def test_a_policy_that_fails_behind_its_first_step_is_a_miss(served, monkeypatch):
-    """Also where vLLM cannot be told: a model with windows in a vLLM that takes no loads back."""
     prompt = OTHER_HEAD + DOCUMENT[:300] + text(10, 60) + DOCUMENT[300:] + OTHER_QUESTION
     cold = served.cold(prompt)
     served.donate(HEAD + DOCUMENT + QUESTION)
     with monkeypatch.context() as patch:
         patch.setattr(served.worker, "_policy", FailsLater())
-        if served.family == "gemma3":
-            facts = replace(served.scheduler._facts, reports_failed_loads=False)
-            patch.setattr(served.scheduler._decisions._claims, "_facts", facts)
         answer = served.ask(prompt)
     answer.assert_like(cold)
     assert (answer.shifted, answer.report["recomputed_tokens"]) == (0, 0)
@@ -120,7 +124,27 @@ def test_a_policy_that_fails_behind_its_first_step_is_a_miss(served, monkeypatch
     assert "no second step" in answer.report["miss"]["detail"]
     assert errors(served) == 1
     for donor in served.scheduler.registry.catalogue:
-        assert len(served.worker._donors.whole(donor.donor_id).keys[0]) == donor.num_tokens, "captured once"
+        assert len(served.worker._donors.later(donor.donor_id)().keys[0]) == donor.num_tokens, "captured once"
+
+
+class Afresh(FailsLater):
+    """Has some tokens computed first, and everything then."""
+
+    def steps(self, context):
+        yield Recompute(context.reused[:20])
+        yield Recompute(context.reused[:0], afresh=True)
+
+
+def test_a_step_afresh_is_a_full_prefill(served, monkeypatch):
+    prompt = OTHER_HEAD + DOCUMENT[:300] + text(10, 60) + DOCUMENT[300:] + OTHER_QUESTION
+    cold = served.cold(prompt)
+    served.donate(HEAD + DOCUMENT + QUESTION)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.worker, "_policy", Afresh())
+        answer = served.ask(prompt)
+    answer.assert_like(cold)
+    assert answer.report["recomputed_tokens"] == len(DOCUMENT)
+    assert errors(served) == 0
 
 
 def test_a_lookup_that_raises_is_a_miss(served, monkeypatch):
@@ -152,7 +176,7 @@ def test_a_lookup_that_would_pass_the_deadline_is_not_begun(served, monkeypatch)
 
 def test_a_capture_that_fails_leaves_no_donor(served, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("kvgraft.integrations.vllm.worker.graft_worker.read_block", _fails)
+        patch.setattr("kvgraft.integrations.vllm.worker.donor_store.DonorStore.capture", _fails)
         served.ask(HEAD + DOCUMENT + QUESTION, max_tokens=3)
     served.ask(text(3, 20), "off")
     assert len(served.scheduler.registry.catalogue) == 0
@@ -169,7 +193,7 @@ def test_books_that_cannot_be_kept_cost_a_donor_and_nothing_else(served, monkeyp
     for donor in list(served.scheduler.registry.catalogue)[1:]:
         served.scheduler.registry.forget(donor.donor_id)
     with monkeypatch.context() as patch:
-        patch.setattr(served.scheduler._captures, "open_behind_graft", _fails)
+        patch.setattr(served.scheduler._captures, "open_after_graft", _fails)
         served.ask(PROMPT).assert_like(grafted)
         patch.setattr(served.scheduler._captures, "_capture", _fails)
         served.ask(text(12, 300))
@@ -181,7 +205,6 @@ def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     cold = served.cold(PROMPT)
     monkeypatch.setattr(served.worker, "_refusal", "the layout is unknown")
-    monkeypatch.setattr(served.worker, "_told_refusal", False)
     monkeypatch.setattr(served.scheduler, "_refusal", "")
     served.ask(text(3, 20), "off")
     answer = served.ask(PROMPT)
@@ -192,7 +215,7 @@ def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
 def test_hashes_of_another_form_are_a_miss(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     cold = served.cold(PROMPT)
-    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.graft_scheduler.make_private", _fails)
+    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.attempts.make_private", _fails)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
     assert answer.shifted == 0

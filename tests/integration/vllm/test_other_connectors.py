@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from engines import BLOCK, TOKEN_STORE, answer_of, beside, engine, multi, parameters, text
 from kvgraft.integrations.vllm import GraftConnector
+from kvgraft.integrations.vllm.scheduler.requests import Decided
 from kvgraft.types import Miss, MissReason
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
@@ -184,13 +185,14 @@ def test_what_was_saved_of_a_request_stays_when_it_is_grafted_later(served, pree
     expected = cold(served, PROMPT)
     served.donate(HEAD + DOCUMENT + QUESTION)
     token_store.SAVED.clear()
-    decide, asked = served.scheduler._decisions.claim_of, []
+    decide, asked = served.scheduler._decisions.decide, []
 
-    def nothing_at_first(state, request, stored, refusal):
+    def nothing_at_first(prompt, request, stored, **reasons):
         asked.append(request)
-        return (Miss(MissReason.NO_MATCH), ()) if len(asked) == 1 else decide(state, request, stored, refusal)
+        nothing = Decided(Miss(MissReason.NO_MATCH), stored=stored), ()
+        return nothing if len(asked) == 1 else decide(prompt, request, stored, **reasons)
 
-    monkeypatch.setattr(served.scheduler._decisions, "claim_of", nothing_at_first)
+    monkeypatch.setattr(served.scheduler._decisions, "decide", nothing_at_first)
     preempt = served.vllm_scheduler._preempt_request
 
     def forgetful(request, when):  # else vLLM gives all blocks back
@@ -205,7 +207,7 @@ def test_what_was_saved_of_a_request_stays_when_it_is_grafted_later(served, pree
     assert saved_blocks(PROMPT) == [32, 64]
     assert all(len(tokens) <= 64 for _, tokens in token_store.SAVED), "nor of the answer"
     forget_own_prefixes(served)
-    monkeypatch.setattr(served.scheduler._decisions, "claim_of", decide)
+    monkeypatch.setattr(served.scheduler._decisions, "decide", decide)
     after = served.ask(PROMPT, "off")
     assert after.num_cached == 64
     after.assert_like(expected)

@@ -77,6 +77,7 @@ def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
     """Whatever a rank does between two collective operations: if it fails there, all ranks let vLLM compute."""
     model = save_tiny("llama", model_folder)
     options = {"load": load, "selection": "kv_deviation", "recompute_ratio": 0.3, "max_recompute_tokens_per_step": 400}
+    options["repair"] = "before"
     broken = {
         stage: text(100 + number, 130) + DOCUMENT + text(200 + number, 45)
         for number, stage in enumerate([*(stage for stage in GRAFTING if stage not in LOOKING), *CAPTURING])
@@ -109,7 +110,7 @@ def test_a_rank_that_fails_stops_no_other(model_folder, alone, load):
 def test_a_rank_that_fails_while_it_looks_stops_no_other(model_folder):
     """Between the layers' own collective operations nothing is raised: all ranks come to the end of the pass."""
     model = save_tiny("llama", model_folder)
-    options = {"selection": "query_seam", "recompute_ratio": 0.3}
+    options = {"selection": "query_seam", "recompute_ratio": 0.3, "repair": "before"}
     broken = {
         stage: text(100 + number, 130) + DOCUMENT + text(200 + number, 45) for number, stage in enumerate(LOOKING)
     }
@@ -133,6 +134,21 @@ def test_a_rank_that_fails_while_it_looks_stops_no_other(model_folder):
     for stage, (first, second) in checks.items():
         assert "another rank failed" in first, stage
         assert f"injected: {stage}" in second, stage
+
+
+def test_a_rank_that_fails_in_a_repair_stops_no_other(model_folder):
+    """The first token is out; all ranks compute everything from the first reused one on, and the request goes on."""
+    model = save_tiny("llama", model_folder)
+    stages = ["attention observed", "attention summed", "drift corrected"]
+    broken = {stage: text(100 + number, 130) + DOCUMENT + text(200 + number, 45) for number, stage in enumerate(stages)}
+    whole, *failed = run_scenario("0|1", model=model, ranks=2, donors=[DONOR], prompts=[PROMPT], broken=broken)
+    assert whole["warm"].report["repair"]["from_token"] == 2
+    assert whole["warm"].report["repair"]["exact_from_token"] is None
+    for stage, answer in zip(broken, failed, strict=True):
+        repair = answer["warm"].report["repair"]
+        assert (repair["from_token"], repair["exact_from_token"]) == (2, 2), stage
+        assert repair["reason"].endswith("another rank failed; its log says why"), stage
+        assert len(answer["warm"].tokens) == 6
 
 
 @pytest.mark.parametrize("told", ["reset", "nothing"])
@@ -221,10 +237,21 @@ def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder):
     pair["warm"].assert_like(alone)
 
 
+def the_pages_question(url):
+    """Ask as the page of this integration shows it, and return the answer."""
+    page = (HERE.parents[2] / "docs/integrations/vllm.md").read_text()
+    (line,) = re.findall(r"^curl .*$", page, re.MULTILINE)
+    command = line.partition(" | ")[0].replace("localhost:8000", url).replace("MODEL", "tiny")
+    return json.loads(subprocess.run(["bash", "-ec", command], capture_output=True, check=True, timeout=300).stdout)
+
+
 def test_openai_client_over_http(tmp_path):
     openai = pytest.importorskip("openai")
     log = tmp_path / "server.log"
     with http_server(log, selection="none", min_saved_tokens=16) as url:
+        assert "kvgraft is ready" not in log.read_text(), "nothing was proved yet"
+        shown = the_pages_question(url)
+        assert shown["kv_transfer_params"]["kvgraft"]["num_tokens"] > 0
         assert "kvgraft is ready: mode graft, selection none" in log.read_text(), "users see it in vLLM's log"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
@@ -251,6 +278,8 @@ def test_openai_client_over_http(tmp_path):
         assert after.choices[0].text == cold.choices[0].text
         other = ask("Terse!\n" + document, "graft", cache_salt="another tenant")
         assert other.kv_transfer_params["kvgraft"]["reused_tokens"] == 0
+        several = ask([text(50, 40), text(51, 20)], "graft")
+        assert several.kv_transfer_params["kvgraft"]["num_tokens"] == 40, "the page says: the first prompt's alone"
         streamed = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, stream=True)
         assert "".join(part.choices[0].text for part in streamed if part.choices)
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()

@@ -13,7 +13,7 @@ from models import save_tiny
 from engines import engine, text
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.graft.select import QuerySeam
-from kvgraft.graft.sparse_prefill import QUERY_ROWS
+from kvgraft.graft.steps import QUERY_ROWS
 
 RATIO = 0.1
 DOCUMENTS = [text(40, 300), text(41, 170), text(42, 220)]
@@ -68,6 +68,7 @@ def served(request, model_folder):
         "recompute_ratio": RATIO,
         "correction": "none",
         "min_saved_tokens": 0,
+        "repair": "before",
         **options,
     }
     with engine(model_folder, family, options=looking) as one:

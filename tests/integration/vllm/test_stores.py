@@ -11,14 +11,14 @@ from kv_listener import Listener
 from vllm.config import KVEventsConfig
 
 from engines import answer_of, engine, parameters, text
-from kvgraft.integrations.vllm.scheduler import decisions
-from kvgraft.integrations.vllm.scheduler.stores import is_cold
 from kvgraft.integrations.vllm.worker import stores
 from kvgraft.integrations.vllm.worker.space import row_layout, space_of, weights_of
 from kvgraft.memory.store import register_store
 from kvgraft.memory.store.tier.reader import ReadCounters
 from kvgraft.memory.store.tier.writer import WriteCounters
-from kvgraft.prefix.events.donors import DONOR_PARENT
+from kvgraft.reuse.donor_events import DONOR_PARENT
+from kvgraft.reuse.reads import ReadTerms
+from kvgraft.reuse.stored import is_stored
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
 from kvgraft.testing.registries import isolated_registries
 
@@ -32,7 +32,7 @@ OPTIONS = {"selection": "none", "correction": "none"}
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A busy machine is not what is tested."""
-    monkeypatch.setattr(decisions, "LEAST_DEADLINE_S", PATIENCE_S)
+    monkeypatch.setattr(ReadTerms, "patience_s", lambda *_: PATIENCE_S)
 
 
 def follow(served):
@@ -53,7 +53,7 @@ def demote(served):
     """As under pressure: what is stored leaves host memory."""
     flush(served)
     served.scheduler.registry._leave_host(1 << 40, only_stored=True)
-    assert all(is_cold(donor) for donor in served.scheduler.registry.catalogue)
+    assert all(is_stored(donor) for donor in served.scheduler.registry.catalogue)
     served.ask(text(9, 20), "off", max_tokens=1)
     assert served.worker._donors.used_bytes == 0
     served.llm.reset_prefix_cache()
@@ -112,13 +112,13 @@ def test_text_of_before_a_restart_is_grafted(stored, model_folder):
         assert {span["tier"] for span in answer.report["spans"]} == {"file"}
         assert answer.report["timings_ms"]["read"] > 0
         for _ in range(2000):
-            if one.worker._donors.whole(donor_of(one, DONOR)) is not None:
+            if one.worker._donors.later(donor_of(one, DONOR)) is not None:
                 break
             one.ask(text(9, 20), "off", max_tokens=1)
         for donor in list(one.scheduler.registry.catalogue):
             if donor.num_tokens != len(DONOR):
+                one.scheduler.registry.stores.donors.unbind(donor.donor_id)
                 one.scheduler.registry.forget(donor.donor_id)
-        one.scheduler.registry.stores.left_out.clear()
         one.llm.reset_prefix_cache()
         again = one.ask(PROMPT)  # from host memory
         assert again.shifted == len(DOCUMENT)
@@ -194,14 +194,14 @@ def as_it_was(request):
     shared.faults.__init__()
     served.forget_donors()
     flush(served)
-    shared.store._objects.clear()
+    shared.store.objects.clear()
     follow(served)
     served.forget_donors()
     served.scheduler.counts.__init__()
     for reader in served.worker._stores._readers:
         reader._rest_s, reader._rests_until = 0.0, float("-inf")
         reader.speed.__init__()
-    served.scheduler._decisions.speed.__init__()
+    served.scheduler.registry.stores.speed.__init__()
     follow(served)
     served.check()
 
@@ -245,7 +245,7 @@ def test_others_run_while_a_read_hangs(served, shared, monkeypatch):
     served.donate(DONOR)
     cold = served.cold(PROMPT)
     demote(served)
-    monkeypatch.setattr(decisions, "LEAST_DEADLINE_S", 3.0)
+    monkeypatch.setattr(ReadTerms, "patience_s", lambda *_: 3.0)
     shared.faults.hang.add("read")
     core = served.llm.llm_engine
     core.add_request("reads", {"prompt_token_ids": PROMPT}, parameters(None, 6))
@@ -292,10 +292,13 @@ def test_spans_that_have_arrived_are_computed_while_others_are_on_their_way(serv
     try:
         core = served.llm.llm_engine
         core.add_request("reads", {"prompt_token_ids": prompt}, parameters(None, 6))
-        job = None
-        while job is None or not (job._computed[130 + 700 : 130 + 760].all() and job.is_blocked):
+        job, gap, computed = None, set(range(130 + 700, 130 + 760)), set()
+        while job is None or not (gap <= computed and job.is_blocked):
             assert not [output for output in core.step() if output.finished]
             job = next(iter(served.worker._jobs.values()), None)
+            if job is not None:
+                current = job._passes[0]
+                computed = set(current._rows[: current._done].tolist())
         assert not job._prompt.spans.is_complete
         shared.faults.released.set()
         outputs = run_all(core)

@@ -99,7 +99,8 @@ class FakeServer:
             "completion_tokens": len(self.tokens),
             "prompt_tokens_details": {"cached_tokens": 4},
         }
-        return {"choices": [], "usage": usage} | ({} if self.report is None else {"kvgraft": self.report})
+        report = {} if self.report is None else {"kvgraft": self.report}
+        return {"choices": [], "usage": usage, **report}
 
     async def _write(self, response: web.StreamResponse, value: object) -> None:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

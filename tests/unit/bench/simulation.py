@@ -11,7 +11,7 @@ import selectors
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kvgraft.bench.client import Exchange, now
+from kvgraft.bench.client import TimedRequest, now
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -80,7 +80,7 @@ class SimulatedServer:
     async def get_json(self, _path: str) -> dict[str, Any]:
         return {"object": "list", "data": list(self.models)}
 
-    async def stream(self, body: bytes, exchange: Exchange) -> None:
+    async def stream(self, body: bytes, exchange: TimedRequest) -> None:
         exchange.sent_s = now()
         fields = json.loads(body)
         self.bodies.append(fields)
@@ -90,7 +90,7 @@ class SimulatedServer:
             exchange.failure = f"http {self.status}"
         exchange.ended_s = now()
 
-    async def _answer(self, fields: dict[str, Any], exchange: Exchange) -> None:
+    async def _answer(self, fields: dict[str, Any], exchange: TimedRequest) -> None:
         tokens = fields["max_tokens"] if self.tokens is None else self.tokens
         async with self._machine:
             await asyncio.sleep(self.prefill_s + self.prefill_s_per_token * len(fields["prompt"]))

@@ -56,7 +56,8 @@ def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_measured(pack
     with pytest.raises(ConfigError, match="create it first"):
         run(pack, "--plot", tmp_path / "absent" / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "kvgraft.bench.figure", raising=False)
+    for name in ("drawing", "figure"):
+        monkeypatch.delitem(sys.modules, f"kvgraft.bench.{name}", raising=False)
     with pytest.raises(ImportError, match=r"kvgraft\[bench\]"):
         run(pack, "--plot", tmp_path / "plot.png")
 

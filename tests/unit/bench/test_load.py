@@ -12,7 +12,7 @@ import pytest
 from tests.unit.bench.conftest import PATIENCE_S
 from tests.unit.bench.simulation import SimulatedServer, run_in_simulated_time
 
-from kvgraft.bench.client import CompletionsClient, Exchange, completion_body, now
+from kvgraft.bench.client import CompletionsClient, TimedRequest, completion_body, now
 from kvgraft.bench.load import run_closed_loop, run_open_loop
 from kvgraft.errors import ConfigError
 
@@ -29,7 +29,7 @@ def with_client(url, work):
 
 def stream(url, body=BODY):
     async def work(client):
-        exchange = Exchange(now())
+        exchange = TimedRequest(now())
         await client.stream(body, exchange)
         return exchange
 

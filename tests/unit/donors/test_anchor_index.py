@@ -153,7 +153,7 @@ def twice(table):
     [
         (lambda table: setattr(table, "_num_entries", 9), "are counted"),
         (lambda table: table._ages.__setitem__(np.nonzero(table._tags), 0), "has none"),
-        (lambda table: (table._tags.fill(7), table._ages.fill(1), setattr(table, "_num_entries", 64)), "more than 2"),
+        (lambda table: [table._tags.fill(7), table._ages.fill(1), setattr(table, "_num_entries", 64)], "more than 2"),  # type: ignore[func-returns-value]
         (lambda table: (table._postings.fill(3), table._tags.fill(0), table._ages.fill(0), twice(table)), "twice"),
     ],
 )

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvgraft.donors import DonorCatalogue, new_secret
+from kvgraft.donors import DonorCatalogue, new_secret, set_process_secret
+from kvgraft.donors.secret import process_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 from kvgraft.types import KeyedNamespace, Match, Namespace
 
@@ -193,7 +194,7 @@ def test_reset_returns_all_and_ids_stay_invalid():
     catalogue, donors = make_catalogue(make_text(100), make_text(100, seed=1))
     catalogue.pin(donors[0])
     assert ids(catalogue.reset()) == donors
-    assert (len(catalogue), catalogue.num_tokens, catalogue.num_anchors) == (0, 0, 0)
+    assert (len(catalogue), catalogue.num_tokens, len(catalogue.finder.index)) == (0, 0, 0)
     catalogue.check()
     again = catalogue.add(NAMESPACE, make_text(100), None).donor.donor_id
     assert again not in donors
@@ -222,12 +223,20 @@ def test_catalogues_of_one_secret_behave_alike():
     assert list(replayed(secret)) == list(replayed(secret))
 
 
-def test_anchors_are_keyed_by_a_secret_of_the_process():
-    code = (
-        "import numpy as np; from kvgraft.donors import DonorCatalogue; from kvgraft.types import Namespace;"
-        "c = DonorCatalogue(100); c.add(Namespace('m'), np.arange(100), None);"
-        "print(sorted(c._entries.values(), key=id)[0].keys.tolist())"
-    )
+def test_catalogues_without_a_secret_have_that_of_the_process():
+    secret, other = new_secret(), new_secret()
+    before = process_secret()
+    set_process_secret(secret)
+    try:
+        first = list(replayed(None))
+    finally:
+        set_process_secret(before)
+    assert first == list(replayed(secret))
+    assert first != list(replayed(other))
+
+
+def test_processes_have_secrets_of_their_own():
+    code = "from kvgraft.donors.secret import process_secret; print(process_secret().hex())"
     first, second = (subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in "ab")
     assert first != second
 
@@ -240,18 +249,18 @@ def test_secret_of_another_length_is_refused(secret):
 
 def test_find_changes_nothing():
     catalogue, donors = make_catalogue(*(make_text(100, seed=seed) for seed in range(5)))
-    before = (ids(catalogue.victims()), ids(catalogue), catalogue.num_anchors)
+    before = (ids(catalogue.victims()), ids(catalogue), len(catalogue.finder.index))
     catalogue.find(NAMESPACE, make_text(100))
-    assert (ids(catalogue.victims()), ids(catalogue), catalogue.num_anchors) == before
+    assert (ids(catalogue.victims()), ids(catalogue), len(catalogue.finder.index)) == before
     assert before[0] == donors
 
 
 def test_removal_leaves_no_anchor_of_its_own_and_all_of_others():
     catalogue, (first, second) = make_catalogue(make_text(1_000), make_text(1_000, seed=1))
-    before = catalogue.num_anchors
+    before = len(catalogue.finder.index)
     catalogue.remove(first)
     only = make_catalogue(make_text(1_000, seed=1))[0]
-    assert catalogue.num_anchors == only.num_anchors < before
+    assert len(catalogue.finder.index) == len(only.finder.index) < before
     assert ids_of(catalogue.find(NAMESPACE, make_text(1_000, seed=1))) == [second]
 
 
@@ -313,15 +322,15 @@ def test_a_namespace_known_by_its_key_alone_is_the_same_one():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c, i: c._arena.remove(i[0]), "lost|rows in use"),
-        (lambda c, i: c._index.remove(0, c._entries[i[0]].keys) and c._free_rows.append(0), "free and in use"),
-        (lambda c, i: setattr(c._entries[i[0]], "keys", c._entries[i[1]].keys), "of which donors have"),
+        (lambda c, i: c.finder._arena.remove(i[0]), "lost|rows in use"),
+        (lambda c, i: c._free_rows.append(0), "free and in use"),
+        (lambda c, i: c.finder._texts.update({i[0]: c.finder._texts[i[1]]}), "of which donors have"),
         (lambda c, i: c._queue.discard(i[0]), "waiting for eviction"),
         (lambda c, i: setattr(c, "_num_tokens", 5), "tokens"),
-        (lambda c, i: c._generations.__setitem__(0, 4), "generation"),
-        (lambda c, i: c._epochs.__setitem__(0, 4), "is not the one"),
-        (lambda c, i: c._arena.get(0).__setitem__(3, -1), "have changed"),
-        (lambda c, i: setattr(c._tenants[NAMESPACE.key], "num_donors", 9), "do not sum up"),
+        (lambda c, i: c.finder._generations.__setitem__(0, 4), "generation"),
+        (lambda c, i: c.finder._ids.__setitem__(0, 4), "is not the one"),
+        (lambda c, i: c.finder._arena.get(0).__setitem__(3, -1), "have changed"),
+        (lambda c, i: setattr(c.finder._tenants[NAMESPACE.key], "num_texts", 9), "do not sum up"),
     ],
 )
 def test_check_finds_damage(damage, message):

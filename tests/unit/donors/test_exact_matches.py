@@ -83,7 +83,7 @@ def test_what_stands_behind_keeps_the_shortest_length():
 
 def test_of_equal_exact_donors_the_near_one_is_taken():
     catalogue = DonorCatalogue(10_000)
-    far, near = (catalogue.add(NAMESPACE, text(200), None, is_far=far).donor.donor_id for far in (True, False))
+    far, near = (catalogue.add(NAMESPACE, text(200), None, is_stored=far).donor.donor_id for far in (True, False))
     assert catalogue.find(NAMESPACE, text(200)) == [Match(0, near, 0, 200, is_exact=True)]
     catalogue.remove(near)
     assert catalogue.find(NAMESPACE, text(200)) == [Match(0, far, 0, 200, is_exact=True)]

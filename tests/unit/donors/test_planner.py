@@ -17,8 +17,8 @@ def make_match(start, length, donor_start=0, donor_id=7):
     return Match(start, donor_id, donor_start, length)
 
 
-def plan(num_tokens, exact_len, *matches, cost_model=None, min_run=16):
-    return plan_graft(num_tokens, exact_len, list(matches), cost_model, min_run=min_run)
+def plan(num_tokens, prefix_len, *matches, cost_model=None, min_run=16):
+    return plan_graft(num_tokens, prefix_len, list(matches), cost_model, min_run=min_run)
 
 
 def reason(*args, **kwargs):

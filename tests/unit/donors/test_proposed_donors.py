@@ -18,8 +18,8 @@ def forgetful(*texts, namespace=NAMESPACE, generation=0):
     """A catalogue whose indexes have lost every anchor, and the ids of its donors."""
     catalogue = DonorCatalogue(20_000)
     ids = [catalogue.add(namespace, text, None, generation=generation).donor.donor_id for text in texts]
-    catalogue._index.clear()
-    catalogue._passages.clear()
+    catalogue.finder.index.clear()
+    catalogue.finder.passages.clear()
     catalogue.check()
     return catalogue, ids
 

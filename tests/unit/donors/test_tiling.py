@@ -113,7 +113,7 @@ def test_any_number_of_runs_is_tiled():
     assert len(pieces) <= 206
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(60))
 def test_tiling_covers_what_the_best_choice_covers(seed):
     rng = np.random.default_rng(seed)
     min_run = int(rng.integers(2, 9))
@@ -141,7 +141,7 @@ def test_long_hard_stretch_is_cut_in_time_and_nearly_as_well():
     assert sum(end - start for start, end, *_ in pieces) > 0.75 * 30_000
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(10))
 def test_cover_has_the_same_union_as_all(seed):
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, 100, 30)

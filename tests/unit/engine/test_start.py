@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.loading import adopt_model, load_model
-from kvgraft.engine.tokenizer_probe import PROBE_TEXT, probe_tokenizer
+from kvgraft.engine.model.loading import adopt_model, load_model
+from kvgraft.engine.model.tokenizer_probe import PROBE_TEXT, probe_tokenizer
 from kvgraft.errors import ModelError, RequestError
 from kvgraft.testing.tiny_models import tiny_model
 
@@ -58,7 +58,7 @@ def test_a_tokenizer_that_does_not_is_refused_in_one_line(tokenizer, words):
 
 
 def test_a_model_with_such_a_tokenizer_is_not_loaded(monkeypatch):
-    monkeypatch.setattr("kvgraft.engine.loading._load_tokenizer", lambda *_: Tokenizer([10**9]))
+    monkeypatch.setattr("kvgraft.engine.model.loading._load_tokenizer", lambda *_: Tokenizer([10**9]))
     with pytest.raises(ModelError, match="gives token 1000000000"):
         load_model("graft-tiny")
 

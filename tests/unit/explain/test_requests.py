@@ -150,8 +150,8 @@ def test_every_reason_has_words_and_a_remedy():
 
 def test_what_stands_in_front_is_named():
     told = list(hints(one({"kvgraft": GRAFTED}).last))
-    assert told[0].startswith("150 new tokens at positions 50-199 stand in front of 500 copied ones")
-    assert "100 tokens are copies of what stood behind a graft" in told[1]
+    assert told[0].startswith("150 new tokens at positions 50-199 stand before 500 copied ones")
+    assert "100 tokens are copies of what stood after a graft" in told[1]
     assert not list(hints(one({"kvgraft": report(spans=[span(50, 20)])}).last))
 
 
@@ -172,7 +172,8 @@ HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m\U0001f600"
 def test_hostile_names_are_harmless():
     entry = {
         "id": HOSTILE,
-        "kvgraft": report(spans=[span(200, 400, documents=[{"id": HOSTILE}])], policy=HOSTILE, recomputed_tokens=3),
+        "kvgraft": report(spans=[span(200, 400, documents=[{"id": HOSTILE}])], policy=HOSTILE, recomputed_tokens=3)
+        | {"repair": {"time": "before", "reason": HOSTILE}},
     }
     request = one(entry)
     lines = list(request_lines(request))
@@ -280,6 +281,72 @@ def test_recomputed_tokens_are_told_apart_where_the_report_knows_them():
 def test_recomputed_tokens_outside_what_was_copied_are_refused(runs):
     with pytest.raises(ConfigError, match="no whole report"):
         one({"kvgraft": AGAIN | {"recomputed_runs": runs}})
+
+
+def repaired(**repair):
+    """Report a graft of 1,254 tokens, 126 of them computed again and 1,100 corrected where the answer came to the repair."""
+    done = {"time": "after", "reason": None, "from_token": 2, "rows_per_step": 0, "exact_from_token": None} | repair
+    counts = {"recomputed_tokens": 126, "shifted_tokens": 1128, "corrected_tokens": 1100} if done["from_token"] else {}
+    return report(3000, spans=[span(200, 1254)]) | counts | {"repair": done}
+
+
+BEGAN = "Token 1 was drawn before the repair: nothing of the 1,254 reused tokens had been computed again."
+
+
+@pytest.mark.parametrize(
+    ("reported", "told"),
+    [
+        ({}, f"{BEGAN} From token 2 on, 126 were, and 1,100 were corrected."),
+        (
+            {"from_token": 4},
+            BEGAN.replace("Token 1 was", "Tokens 1 to 3 were") + " From token 4 on, 126 were, and 1,100",
+        ),
+        (
+            {"from_token": None},
+            "The answer ended before the repair: nothing of the 1,254 reused tokens was computed again.",
+        ),
+        (
+            {"time": "before", "from_token": 1},
+            "The repair came first: 126 of the 1,254 reused tokens were computed again before token 1, and 1,100 were",
+        ),
+        (
+            {"time": "before", "reason": "one token was asked for", "from_token": 1},
+            "One token was asked for, so the repair came first: 126 of the 1,254",
+        ),
+        (
+            {"exact_from_token": 30, "rows_per_step": 64},
+            "126 were, and 1,100 were corrected. From token 30 on, nothing approximate was left",
+        ),
+        (
+            {"exact_from_token": 2},
+            f"{BEGAN} From token 2 on, nothing approximate was left: all K/V were those of a full",
+        ),
+        (
+            {"from_token": None, "rows_per_step": 16},
+            "steps after it computed up to 16 of them each, and the answer ended",
+        ),
+    ],
+)
+def test_it_is_said_from_which_token_on_what_was_repaired(reported, told):
+    request = one({"id": "a", "kvgraft": repaired(**reported)})
+    assert told in request.last.repair
+    lines = list(request_lines(request))
+    assert max(map(len, lines)) <= WIDTH
+    assert request.last.repair in " ".join(" ".join(lines).split())
+    assert f"<p>{request.last.repair}</p>" in page([request])
+
+
+def test_nothing_is_said_of_a_repair_that_was_not():
+    for entry in (GRAFTED, GRAFTED | {"repair": None}):
+        request = one({"id": "a", "kvgraft": entry})
+        assert request.last.repair == ""
+        assert "repair" not in " ".join(request_lines(request)) + page([request])
+
+
+@pytest.mark.parametrize("repair", ["after", 7, {"time": "after", "from_token": "two"}])
+def test_a_repair_that_cannot_be_read_is_refused(repair):
+    with pytest.raises(ConfigError, match="no whole report"):
+        one({"kvgraft": GRAFTED | {"repair": repair}})
 
 
 def test_requests_are_listed_and_compared():

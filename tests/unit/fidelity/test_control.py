@@ -13,6 +13,7 @@ from ville import BettingTest
 
 from kvgraft.fidelity.control import (
     OFF,
+    AnswerPart,
     EProcess,
     LossSample,
     RiskController,
@@ -23,7 +24,9 @@ from kvgraft.fidelity.control import (
     hoeffding_bentkus,
     trials_needed,
 )
-from kvgraft.types import RiskStatus
+from kvgraft.fidelity.control.notches import notches_of
+from kvgraft.graft.select import FirstK, NoRecompute, QuerySeam
+from kvgraft.types import RepairTime, RiskStatus
 
 EPSILON, DELTA = 0.02, 0.05
 STREAMS = 400
@@ -215,6 +218,7 @@ class TestStreams:
     def test_alarm(self, risk, low, high):
         assert low <= np.median(first_crossings(EProcess.alarm(EPSILON), risk, 3_000, seed=2)) <= high
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", [EProcess.certificate, EProcess.alarm])
     def test_false_ones_over_20_000_audits_are_rare(self, kind):
         false = np.mean(first_crossings(kind(EPSILON), EPSILON, 20_000, seed=3) <= 20_000)
@@ -264,7 +268,7 @@ class TestController:
         assert number <= 3
         assert [event for _, event in rest] == [RiskEvent.SWITCHED_OFF]
         assert controller.notch("shifted") == OFF
-        assert controller.statement("shifted") == controller.statements()["shifted"]
+        assert controller.statement("shifted") == controller.statements()["shifted"]["whole"]
         assert controller.statement("shifted").status is RiskStatus.BREACHED
         assert controller.statement("shifted").notch == "full"
         assert controller.notch("in_place") == 3
@@ -295,3 +299,81 @@ class TestController:
     def test_from_the_most_conservative_notch_a_breach_switches_off(self):
         controller = RiskController(RiskTarget("first_token", EPSILON, DELTA, NOTCHES), start=1)
         assert [event for _, event in audit(controller, [1.0] * 20)] == [RiskEvent.SWITCHED_OFF]
+
+
+AFTER = ("full", "50 % before", "50 %", "10 %", "none")
+"""Notches of a policy whose choice is computed after the first token: at the first two none is drawn before it."""
+
+
+class TestParts:
+    @pytest.fixture
+    def controller(self):
+        return RiskController(RiskTarget("first_token", EPSILON, DELTA, AFTER, num_waiting=2), start=3)
+
+    def feed(self, controller, part, losses):
+        """Audit one part of the answers of a class; returns the events."""
+        found = (controller.audit("shifted", controller.notch("shifted"), loss, part) for loss in losses)
+        return [event for event in found if event is not None]
+
+    def test_each_has_evidence_of_its_own(self, controller):
+        assert self.feed(controller, AnswerPart.LATER, [0.0] * 214) == [RiskEvent.CERTIFIED]
+        assert self.feed(controller, AnswerPart.FIRST, [0.0] * 213) == []
+        found = controller.statements()["shifted"]
+        assert {part: (known.status, known.audits) for part, known in found.items()} == {
+            "first": (RiskStatus.CALIBRATED, 213),
+            "later": (RiskStatus.CERTIFIED, 214),
+        }
+        assert self.feed(controller, AnswerPart.FIRST, [0.0]) == [RiskEvent.CERTIFIED]
+
+    def test_an_answer_is_stated_by_its_weaker_part(self, controller):
+        both = (AnswerPart.FIRST, AnswerPart.LATER)
+        assert controller.statement("shifted", both).part == "first"
+        self.feed(controller, AnswerPart.FIRST, [0.0] * 50)
+        assert controller.statement("shifted", both).part == "later"
+        self.feed(controller, AnswerPart.LATER, [0.0] * 214)
+        stated = controller.statement("shifted", both)
+        assert (stated.part, stated.status, stated.audits) == ("first", RiskStatus.CALIBRATED, 50)
+        assert controller.statement("shifted").part == "whole"
+
+    def test_a_first_token_that_breaches_waits_from_then_on(self, controller):
+        """A stricter share would be computed after it, too: it would be as far off as before."""
+        assert self.feed(controller, AnswerPart.FIRST, [1.0] * 3) == [RiskEvent.TIGHTENED]
+        assert AFTER[controller.notch("shifted")] == "50 % before"
+        assert controller.statement("shifted").status is RiskStatus.BREACHED
+        assert self.feed(controller, AnswerPart.WHOLE, [1.0] * 20) == [RiskEvent.SWITCHED_OFF]
+
+    @pytest.mark.parametrize("part", [AnswerPart.LATER, AnswerPart.WHOLE])
+    def test_other_parts_go_one_notch_back(self, controller, part):
+        assert self.feed(controller, part, [1.0] * 3) == [RiskEvent.TIGHTENED]
+        assert AFTER[controller.notch("shifted")] == "50 %"
+
+    def test_where_nothing_is_recomputed_a_first_token_has_but_one_remedy(self):
+        controller = RiskController(RiskTarget("first_token", EPSILON, DELTA, ("full", "none"), num_waiting=1), start=1)
+        assert self.feed(controller, AnswerPart.FIRST, [1.0] * 3) == [RiskEvent.SWITCHED_OFF]
+
+    def test_a_breach_of_one_part_leaves_no_evidence_of_the_others(self, controller):
+        self.feed(controller, AnswerPart.LATER, [0.0] * 300)
+        while controller.notch("shifted") == 3:
+            self.feed(controller, AnswerPart.FIRST, [1.0])
+        found = controller.statements()["shifted"]
+        assert set(found) == {"whole"}
+        assert found["whole"].audits == 0
+
+
+class TestNotches:
+    def test_before_the_first_token_each_notch_mends_all_of_an_answer(self):
+        found = notches_of(QuerySeam(0.1), RepairTime.BEFORE)
+        assert [notch.name for notch in found] == ["full", "50 %", "25 %", "10 %", "5 %", "none"]
+        assert {notch.repair for notch in found} == {RepairTime.BEFORE}
+
+    @pytest.mark.parametrize("policy", [QuerySeam(0.1), FirstK(16), NoRecompute()])
+    def test_after_it_one_more_lets_it_wait(self, policy):
+        """Of the notches that wait all come before the others, and the last one has the policy of the next."""
+        found = notches_of(policy, RepairTime.AFTER)
+        waiting = [notch for notch in found if notch.repair is RepairTime.BEFORE]
+        assert found[: len(waiting)] == tuple(waiting)
+        if len(found) > 2:
+            assert [notch.name for notch in waiting] == ["full", f"{found[2].name} before"]
+            assert waiting[1].policy == found[2].policy
+        assert len(found) == len({notch.name for notch in found})
+        assert found[-1].repair is RepairTime.AFTER

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvgraft.errors import ConfigError
-from kvgraft.fidelity.control import Loss, LossKind
+from kvgraft.fidelity.control import AnswerPart, Loss, LossKind
 
 FULL = np.array([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
 
@@ -71,10 +71,39 @@ def compare(kappa, full, grafted):
 
 
 def test_evidence_is_small_and_its_own():
-    logits = np.zeros((40, 1_000), np.float32)
-    assert Loss.parse("greedy:32").evidence(logits).shape == (32,)
-    assert Loss.parse("first_token").evidence(logits).shape == (1,)
+    logits = np.zeros((4, 1_000), np.float32)
+    assert Loss.parse("greedy:32").evidence(logits).shape == (4,)
     kept = Loss.parse("kl:1").evidence(logits)
     logits[:] = 1
-    assert kept.shape == (1_000,)
+    assert kept.shape == (4, 1_000)
     assert not kept.any()
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "later", "whole", "longest"),
+    [
+        ("first_token", [0], [1], [0], 2),
+        ("kl:1", [0], [1], [0], 2),
+        ("greedy:1", [0], [1], [0], 2),
+        ("greedy:4", [0], [1, 2, 3], [0, 1, 2, 3], 4),
+    ],
+)
+def test_parts_are_judged_by_tokens_of_their_own(text, first, later, whole, longest):
+    """Each token that differs is a loss of the parts that it belongs to, and of no other."""
+    loss = Loss.parse(text)
+    assert loss.length(AnswerPart) == longest
+    full = np.zeros((6, 3), np.float32)
+    for token in range(6):
+        served = full.copy()
+        served[token] = [0.0, 9.0, 0.0]
+        for part, tokens in zip(AnswerPart, (first, later, whole), strict=True):
+            found = loss.of(loss.evidence(full), loss.evidence(served), part)
+            assert (found > 0) == (token in tokens), (token, part)
+
+
+def test_an_answer_that_ended_before_a_part_says_nothing_of_it():
+    for loss in (Loss.parse("first_token"), Loss.parse("kl:1"), Loss.parse("greedy:4")):
+        short, long = loss.evidence(FULL[:1]), loss.evidence(FULL)
+        assert loss.of(long, short, AnswerPart.LATER) is None
+        assert loss.of(short, long, AnswerPart.LATER) is None
+        assert loss.of(long, short, AnswerPart.FIRST) == 0

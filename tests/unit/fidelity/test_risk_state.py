@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from kvgraft.errors import ConfigError
-from kvgraft.fidelity.control import RiskController, RiskTarget, load_state, save_state
+from kvgraft.fidelity.control import AnswerPart, RiskController, RiskTarget, load_state, save_state
 
 TARGET = RiskTarget("first_token", 0.02, 0.05, ("full", "10 %", "none"))
 BINDING = {"model": "abc", "policy": "query_seam v1"}
@@ -23,7 +23,8 @@ def path(tmp_path):
 def audited():
     controller = RiskController(TARGET, 2)
     for number in range(500):
-        controller.audit("shifted", 2, float(number % 97 == 0) / 3)
+        controller.audit("shifted", 2, float(number % 97 == 0) / 3, AnswerPart.FIRST)
+        controller.audit("shifted", 2, 0.0, AnswerPart.LATER)
         controller.audit("composed", controller.notch("composed"), float(number < 3))
     return controller
 
@@ -32,12 +33,17 @@ def test_a_restart_changes_nothing(path, audited):
     save_state(path, audited, BINDING)
     again = load_state(path, TARGET, 2, BINDING)
     assert again.statements() == audited.statements()
-    assert len({statement.notch for statement in again.statements().values()}) == 2
+    assert len({known.notch for parts in again.statements().values() for known in parts.values()}) == 2
+    assert {part: known.audits for part, known in again.statements()["shifted"].items()} == {"first": 500, "later": 500}
     for loss in (0.0, 1.0, 0.3, *[1.0] * 30):
-        for name in ("shifted", "composed"):
+        for name, part in (
+            ("shifted", AnswerPart.FIRST),
+            ("shifted", AnswerPart.LATER),
+            ("composed", AnswerPart.WHOLE),
+        ):
             notch = audited.notch(name)
             assert again.notch(name) == notch
-            assert again.audit(name, notch, loss) == audited.audit(name, notch, loss)
+            assert again.audit(name, notch, loss, part) == audited.audit(name, notch, loss, part)
 
 
 def test_without_a_file_nothing_is_known(path):
@@ -73,9 +79,12 @@ def corrupted(path):
     yield json.dumps(good | {"version": 99})
     yield json.dumps(good | {"classes": []})
     yield json.dumps(good | {"classes": {"shifted": None}})
+    for change in ({"notch": 3}, {"breaches": -1}, {"parts": []}, {"parts": {"first": None}}):
+        yield json.dumps(good | {"classes": {"shifted": known | change}})
+    evidence = known["parts"]["first"]
+    yield json.dumps(good | {"version": 1, "classes": {"shifted": {"notch": 2, "breaches": 0} | evidence}})
+    yield json.dumps(good | {"classes": {"shifted": known | {"parts": {"last": evidence}}}})
     changes = {
-        "notch": 3,
-        "breaches": -1,
         "audits": True,
         "loss_sum": 1e9,
         "is_certified": 1,
@@ -83,8 +92,9 @@ def corrupted(path):
         "alarm": "x",
     }
     for key, value in changes.items():
-        yield json.dumps(good | {"classes": {"shifted": known | {key: value}}})
-    yield json.dumps(good | {"classes": {"shifted": known | {"certify": [float("nan")] * 5}}})
+        yield json.dumps(good | {"classes": {"shifted": known | {"parts": {"first": evidence | {key: value}}}}})
+    certify = evidence | {"certify": [float("nan")] * 5}
+    yield json.dumps(good | {"classes": {"shifted": known | {"parts": {"first": certify}}}})
     yield json.dumps(good | {"classes": {"shifted": {"notch": 1}}})
 
 

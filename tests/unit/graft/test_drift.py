@@ -15,7 +15,7 @@ from kvgraft.graft.drift_estimate import KernelRidge, MeanShift, ReusedKV
 from kvgraft.graft.drift_layout import DriftRun, Groups, RunLayout, _alike
 from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
-from kvgraft.graft.select import SelectionContext
+from kvgraft.graft.select import FirstK, SelectionContext
 
 HEADS, DIM = 2, 8
 ROPE = RopeSpec(1.0 / 100.0 ** (torch.arange(DIM // 2) / (DIM // 2)), RopePairing.HALF)
@@ -25,11 +25,24 @@ RUNS = (
 )
 LAYOUT = RunLayout.of(RUNS, torch.device("cpu"))
 NUM_SAMPLED, NUM_REST = 9, 7
-ESTIMATORS = [MeanShift(), KernelRidge()]
+ESTIMATORS = [MeanShift(), KernelRidge(like=0.0), KernelRidge(like=3.0)]
+
+
+class FromOneToken(KernelRidge):
+    """Corrects a run however few of its tokens are sampled."""
+
+    least_sample = 1
 
 
 def random_kv(num_tokens, seed=0, dtype=torch.float32):
     return torch.randn(num_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def shifts_of(estimator, layout, facts, moved):
+    """Shifts of the tokens that stay, in memory of their own that held something else."""
+    out = torch.full((len(layout.rest_run), *moved.shape[1:]), torch.nan)
+    assert estimator.for_layer(layout, facts)(moved, out) is out
+    return out
 
 
 def by_run(per_run, run_of):
@@ -75,7 +88,7 @@ def test_runs_of_a_batch_are_of_like_length(lengths):
         assert max(lengths[run] for run in batch) <= max(256, 2 * min(lengths[run] for run in batch))
 
 
-@pytest.mark.parametrize("estimator", [KernelRidge(), KernelRidge(like=0.0)])
+@pytest.mark.parametrize("estimator", [KernelRidge(like=3.0), KernelRidge(like=0.0)])
 def test_runs_of_unlike_length_are_estimated_as_if_each_were_alone(estimator):
     lengths = [(5, 700), (9, 40), (4, 3), (7, 290), (6, 310)]
     runs, start = [], 0
@@ -88,10 +101,10 @@ def test_runs_of_unlike_length_are_estimated_as_if_each_were_alone(estimator):
     rest = [random_kv(num, 10 + seed) for seed, (_, num) in enumerate(lengths)]
     moved = [random_kv(num, 20 + seed) for seed, (num, _) in enumerate(lengths)]
     facts = ReusedKV((torch.cat(sample),) * 2, (torch.cat(rest),) * 2)
-    shifts = estimator.for_layer(layout, facts)(torch.cat(moved)).split([num for _, num in lengths])
+    shifts = shifts_of(estimator, layout, facts, torch.cat(moved)).split([num for _, num in lengths])
     for run, *own, shift in zip(runs, sample, rest, moved, shifts, strict=True):
         alone = RunLayout.of([run], torch.device("cpu"))
-        expected = estimator.for_layer(alone, ReusedKV((own[0],) * 2, (own[1],) * 2))(own[2])
+        expected = shifts_of(estimator, alone, ReusedKV((own[0],) * 2, (own[1],) * 2), own[2])
         assert torch.allclose(shift, expected, atol=1e-5)
 
 
@@ -104,7 +117,7 @@ def test_layout_tells_tokens_and_their_runs_in_order():
     gone = LAYOUT.keep_rest(LAYOUT.rest_run == 1)
     for estimator in ESTIMATORS:
         reused = ReusedKV((random_kv(NUM_SAMPLED, 1),) * 2, (random_kv(2, 2),) * 2)
-        assert estimator.for_layer(gone, reused)(random_kv(NUM_SAMPLED)).shape == (2, HEADS, DIM)
+        assert bool(shifts_of(estimator, gone, reused, random_kv(NUM_SAMPLED)).isfinite().all())
 
 
 @pytest.mark.parametrize("shrink", [True, False])
@@ -181,7 +194,7 @@ def test_mean_shift_is_the_formula(sizes, seed, scale):
     offset = rng.normal(size=(len(sizes), HEADS, DIM))[sample_run]
     moved = (scale * (offset + rng.normal(size=(len(sample_run), HEADS, DIM)))).astype(np.float32)
     layout = RunLayout(*(torch.from_numpy(x) for x in (sample_run, rest_run, sample_run, rest_run)), len(sizes))
-    shift = MeanShift().for_layer(layout, None)(torch.from_numpy(moved)).numpy()
+    shift = shifts_of(MeanShift(), layout, None, torch.from_numpy(moved)).numpy()
     assert np.allclose(shift, mean_shift_oracle(moved, sample_run, rest_run), atol=1e-4 * scale)
 
 
@@ -191,8 +204,8 @@ def test_noise_without_drift_is_shrunk_away():
     left, raw = 0.0, 0.0
     for seed in range(200):
         moved = random_kv(6, seed)
-        left += float(MeanShift().for_layer(layout, None)(moved).square().sum())
-        raw += float(MeanShift(shrink=False).for_layer(layout, None)(moved).square().sum())
+        left += float(shifts_of(MeanShift(), layout, None, moved).square().sum())
+        raw += float(shifts_of(MeanShift(shrink=False), layout, None, moved).square().sum())
     assert left < 0.1 * raw
 
 
@@ -201,11 +214,11 @@ def test_runs_share_their_estimate_only_if_they_are_computed_together(estimator)
     reused = [random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2)]
     facts = ReusedKV((reused[0], reused[0]), (reused[1], reused[1]))
     moved = random_kv(NUM_SAMPLED)
-    shift = estimator.for_layer(LAYOUT, facts)(moved)
+    shift = shifts_of(estimator, LAYOUT, facts, moved)
     spoilt = moved.clone()
     spoilt[4:] = 100.0
     spoilt_facts = ReusedKV((torch.cat([reused[0][:4], spoilt[4:]]), reused[0]), facts.rest)
-    other = estimator.for_layer(LAYOUT, spoilt_facts)(spoilt)
+    other = shifts_of(estimator, LAYOUT, spoilt_facts, spoilt)
     assert torch.allclose(other[:5], shift[:5], atol=1e-5) is not estimator.pools_runs
     assert not torch.allclose(other[5:], shift[5:])
 
@@ -238,19 +251,44 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
 
 
 @pytest.mark.parametrize(
-    "estimator", [KernelRidge(), KernelRidge(1.0, 0.5, 4.0, 1.0, 0.3, 2.0), KernelRidge(near=0.0, like=0.0)]
+    "estimator",
+    [
+        KernelRidge(like=0.0),
+        KernelRidge(like=3.0),
+        KernelRidge(1.0, 0.5, 4.0, 1.0, 0.3, 2.0),
+        KernelRidge(near=0.0, like=0.0),
+    ],
 )
 def test_kernel_ridge_is_the_formula(estimator):
     sample, rest, moved = random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2), random_kv(NUM_SAMPLED, 3)
     facts = ReusedKV((sample, sample.flip(0)), (rest, rest.flip(0)))
-    shift = estimator.for_layer(LAYOUT, facts)(moved)
+    shift = shifts_of(estimator, LAYOUT, facts, moved)
     assert np.allclose(shift.numpy(), kernel_ridge_oracle(estimator, LAYOUT, facts, moved), atol=1e-5)
+
+
+def test_weights_by_positions_are_formed_once_for_all_layers(monkeypatch):
+    formed = []
+
+    def counted(self, layout, sample, rest, inner=KernelRidge._weights):
+        formed.append(self.like)
+        return inner(self, layout, sample, rest)
+
+    monkeypatch.setattr(KernelRidge, "_weights", counted)
+    layout = RunLayout.of(RUNS, torch.device("cpu"))
+    correction = DriftCorrection(KernelRidge(like=0.0))
+    for layer in range(3):
+        new, reused, rest = random_kv(NUM_SAMPLED, layer), random_kv(NUM_SAMPLED, 5), random_kv(NUM_REST, 6)
+        found = correction.corrected(layout, (new, new), (reused, reused), (rest, rest), ROPE)
+        alone = RunLayout.of(RUNS, torch.device("cpu"))
+        again = correction.corrected(alone, (new, new), (reused, reused), (rest, rest), ROPE)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, again, strict=True))
+    assert len(formed) == 1 + 3, "once for three layers, and once for each layout of a single one"
 
 
 def test_kernel_ridge_of_the_constant_alone_is_a_mean_shrunk_by_its_size():
     moved = random_kv(NUM_SAMPLED)
     zeros = (torch.zeros(NUM_SAMPLED, HEADS, DIM),) * 2, (torch.zeros(NUM_REST, HEADS, DIM),) * 2
-    shift = KernelRidge(const=0.5, near=0.0, like=0.0, noise=1.5).for_layer(LAYOUT, ReusedKV(*zeros))(moved)
+    shift = shifts_of(KernelRidge(const=0.5, near=0.0, like=0.0, noise=1.5), LAYOUT, ReusedKV(*zeros), moved)
     assert torch.allclose(shift[0], moved[:4].mean(0) * 4 / (4 + 3), atol=1e-6)
     assert torch.allclose(shift[6], moved[4:].mean(0) * 5 / (5 + 3), atol=1e-6)
 
@@ -270,7 +308,7 @@ def passes(draw):
     """Runs behind an exact prefix with gaps between them, rows of a pass, and a sample among these."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     gaps = draw(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)))
-    exact_len, position, reused, distance = 3, 3, [], []
+    prefix_len, position, reused, distance = 3, 3, [], []
     for length, gap in zip(lengths, gaps, strict=True):
         position += gap
         reused.extend(range(position, position + length))
@@ -278,7 +316,7 @@ def passes(draw):
         position += length
     num_tokens = position + 5
     reused = np.array(reused)
-    live = np.setdiff1d(np.arange(exact_len, num_tokens), reused)
+    live = np.setdiff1d(np.arange(prefix_len, num_tokens), reused)
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     context = SelectionContext(num_tokens, reused, np.array(distance), live)
     computed = np.zeros(num_tokens, bool)
@@ -290,11 +328,13 @@ def passes(draw):
     return context, rows, sample, computed
 
 
-@given(given_pass=passes(), limit=st.integers(1, 30), estimator=st.sampled_from([MeanShift(), KernelRidge(across=0.2)]))
+@given(
+    given_pass=passes(), limit=st.integers(1, 30), estimator=st.sampled_from([MeanShift(), FromOneToken(across=0.2)])
+)
 @settings(max_examples=200)
 def test_pass_is_cut_between_runs_and_every_run_is_corrected_once(given_pass, limit, estimator):
     context, rows, sample, computed = given_pass
-    plan = DriftPlan(context, rows, sample, computed, DriftCorrection(estimator))
+    plan = DriftPlan.of(context, rows, sample, computed, DriftCorrection(estimator))
     start, found = 0, []
     while start < len(rows):
         stop = plan.cut(start, start + limit)
@@ -332,10 +372,10 @@ def test_pass_without_a_sample_or_correction_is_cut_anywhere():
     rows = np.arange(0, 30, 2)
     computed = np.zeros(30, bool)
     for sample, correction in ((rows[:0], DriftCorrection(MeanShift())), (rows[3:12], None)):
-        plan = DriftPlan(context, rows, sample, computed, correction)
+        plan = DriftPlan.of(context, rows, sample, computed, correction)
         assert [plan.cut(2, 2 + limit) for limit in range(1, 8)] == [3, 4, 5, 6, 7, 8, 9]
         assert plan.between(0, len(rows)) is None
-    plan = DriftPlan(context, rows, rows[3:12], computed, DriftCorrection(MeanShift()))
+    plan = DriftPlan.of(context, rows, rows[3:12], computed, DriftCorrection(MeanShift()))
     assert [plan.cut(2, 2 + limit) for limit in (1, 2, 9, 12)] == [3, 3, 3, 14]
     assert plan.cut(3, 4) == 12 + 1
 
@@ -345,7 +385,7 @@ def test_long_runs_are_corrected_in_parts_of_bounded_rows(monkeypatch):
     context = SelectionContext(220, np.arange(10, 210), np.arange(200), np.r_[:10, 210:220])
     sample = np.arange(10, 210, 4)
     rows = np.union1d(context.live, sample)
-    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection(MeanShift()))
+    plan = DriftPlan.of(context, rows, sample, np.zeros(220, bool), DriftCorrection(MeanShift()))
     assert [len(run.sample) for run in plan.runs] == [10] * 5
     assert np.concatenate([run.rest for run in plan.runs]).tolist() == sorted(
         set(range(10, 210)) - set(sample.tolist())
@@ -356,13 +396,25 @@ def test_long_runs_are_corrected_in_parts_of_bounded_rows(monkeypatch):
     assert max(np.diff(pieces)) == 10
 
 
+@pytest.mark.parametrize(("k", "num_corrected"), [(4, 0), (7, 0), (8, 52), (16, 44)])
+def test_runs_with_too_few_sampled_tokens_are_left_alone(k, num_corrected):
+    """Of two runs, one is too short to have a rest; four heads of runs say too little of the others."""
+    reused = np.r_[10:70, 80:84]
+    context = SelectionContext(90, reused, np.r_[:60, :4], np.setdiff1d(np.arange(90), reused))
+    step = next(FirstK(k).steps(context))
+    rows = np.union1d(context.live, step.positions)
+    plan = DriftPlan.of(context, rows, step.sample, np.zeros(90, bool), drift_correction("drift"))
+    assert [len(run.rest) for run in plan.runs] == ([num_corrected] if num_corrected else [])
+
+
 @pytest.mark.parametrize("max_length", [1, 7, 50, 199, 200, 1000])
 def test_long_runs_are_corrected_in_parts_of_bounded_length(max_length, monkeypatch):
     monkeypatch.setattr(drift_plan, "MAX_RUN_ROWS", 10)
     context = SelectionContext(220, np.arange(10, 210), np.arange(200), np.r_[:10, 210:220])
     sample = np.arange(10, 210, 4)
     rows = np.union1d(context.live, sample)
-    plan = DriftPlan(context, rows, sample, np.zeros(220, bool), DriftCorrection(), max_length=max_length)
+    correction = DriftCorrection(FromOneToken())
+    plan = DriftPlan.of(context, rows, sample, np.zeros(220, bool), correction, max_length=max_length)
     for run in plan.runs:
         assert max(run.rest[-1], run.sample[-1]) - min(run.rest[0], run.sample[0]) < max_length
         assert len(run.sample) <= 10

@@ -24,12 +24,12 @@ from kvgraft.graft.select import (
 )
 from kvgraft.graft.select.base import SelectionContext
 from kvgraft.graft.select.guard import PolicySteps, policy_error
+from kvgraft.http.errors import APIError
+from kvgraft.http.fields import Fields
 from kvgraft.integrations.sglang.planning.planner import chosen_policy as sglang_policy
 from kvgraft.integrations.vllm.selection import chosen_policy as vllm_policy
 from kvgraft.reuse import policy
 from kvgraft.reuse.policy import configured_policy, selection_names
-from kvgraft.server.errors import APIError
-from kvgraft.server.fields import Fields
 from kvgraft.server.options import parse_options
 
 HERE = __name__.rpartition(".")[2]
@@ -152,7 +152,7 @@ def test_a_misspelt_setting_names_the_closest():
 def test_clients_name_what_is_installed_or_built_in_and_import_nothing(module):
     def asked(selection):
         fields = Fields({"kvgraft": {"selection": selection}})
-        return parse_options(fields, max_tokens=1, logprobs=None, default_reuse="graft").selection
+        return parse_options(fields, max_tokens=1, logprobs=None, default_reuse="graft").request.selection
 
     assert {"share", "none", "query_seam"} <= set(selection_names())
     assert [asked(name) for name in ("share", "none", "query_seam")] == ["share", "none", "query_seam"]

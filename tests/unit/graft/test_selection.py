@@ -29,24 +29,26 @@ from kvgraft.graft.select import (
     selection_policy,
 )
 from kvgraft.graft.select.adaptive import jensen_shannon
+from kvgraft.graft.select.context import selection_context
 from kvgraft.graft.select.draw import drawn
-from kvgraft.graft.sparse_prefill import QUERY_ROWS, SparsePrefill, selection_context
+from kvgraft.graft.sparse_prefill import SparsePrefill
+from kvgraft.graft.steps import QUERY_ROWS, GraftSteps
 from kvgraft.types import DonorId, GraftPlan, Match
 
 
-def make_plan(num_tokens=100, exact_len=4, spans=((10, 1, 0, 30), (50, 2, 5, 40))):
+def make_plan(num_tokens=100, prefix_len=4, spans=((10, 1, 0, 30), (50, 2, 5, 40))):
     matches = tuple(Match(start, DonorId(donor), donor_start, length) for start, donor, donor_start, length in spans)
     compute = np.ones(num_tokens, bool)
-    compute[:exact_len] = False
+    compute[:prefix_len] = False
     for match in matches:
         compute[match.target_start : match.target_end] = False
     compute[-1] = True
-    return GraftPlan(num_tokens, exact_len, matches, np.flatnonzero(compute))
+    return GraftPlan(num_tokens, prefix_len, matches, np.flatnonzero(compute))
 
 
 def run_prefill(plan, policy, mass=None, max_rows=1_000):
     """Drive a prefill with made-up outputs; returns the rows of each forward pass and the outcome."""
-    prefill = SparsePrefill(np.arange(plan.num_tokens), plan, np.arange(plan.num_tokens), policy)
+    prefill = SparsePrefill(np.arange(plan.num_tokens), np.arange(plan.num_tokens), GraftSteps(plan, policy))
     passes, outcome = [], None
     while outcome is None:
         rows = prefill.next_rows(max_rows)
@@ -82,8 +84,7 @@ def test_none_runs_the_live_rows_once():
     plan = make_plan()
     passes, outcome = run_prefill(plan, NoRecompute())
     assert [rows.positions.tolist() for rows in passes] == [plan.compute.tolist()]
-    assert outcome.recomputed(plan) == 0
-    assert outcome.recomputed_runs(plan) == ()
+    assert outcome.work.recomputed_runs == ()
     assert outcome.logits.tolist() == [1.0] * 3
 
 
@@ -91,8 +92,7 @@ def test_first_k_adds_the_head_of_each_run():
     plan = make_plan()
     passes, outcome = run_prefill(plan, FirstK(2))
     assert passes[0].positions.tolist() == sorted([*plan.compute.tolist(), 10, 11, 50, 51])
-    assert outcome.recomputed(plan) == 4
-    assert outcome.recomputed_runs(plan) == ((10, 2), (50, 2))
+    assert outcome.work.recomputed_runs == ((10, 2), (50, 2))
 
 
 def test_query_seam_takes_attention_over_distance_and_reruns_what_is_behind():
@@ -104,12 +104,12 @@ def test_query_seam_takes_attention_over_distance_and_reruns_what_is_behind():
     assert looking.positions.tolist() == plan.compute.tolist()
     assert looking.observed_rows == len(plan.compute)
     # 55: 2000 / 6, 30: 1000 / 21, then the heads of the runs at 1 / 1 each, of which one is taken.
-    chosen = sorted(set(outcome.computed.tolist()) - set(plan.compute.tolist()))
+    chosen = sorted(set(outcome.work.computed.tolist()) - set(plan.compute.tolist()))
     assert len(chosen) == 3
     assert {30, 55} < set(chosen)
     assert chosen[0] == 10 or chosen == [30, 50, 55]
     assert computing.positions.tolist() == [
-        p for p in outcome.computed.tolist() if p >= chosen[0]
+        p for p in outcome.work.computed.tolist() if p >= chosen[0]
     ]  # few live rows: all query
     assert outcome.logits.tolist() == [2.0] * 3
 
@@ -117,7 +117,7 @@ def test_query_seam_takes_attention_over_distance_and_reruns_what_is_behind():
 def test_query_seam_with_ratio_1_computes_everything_in_one_pass():
     passes, outcome = run_prefill(make_plan(), QuerySeam(1.0))
     assert len(passes) == 1
-    assert outcome.computed.tolist() == list(range(4, 100))
+    assert outcome.work.computed.tolist() == list(range(4, 100))
 
 
 def test_new_passages_in_front_of_the_query_are_not_run_twice():
@@ -140,7 +140,7 @@ def test_long_prefills_run_in_pieces_that_observe_the_same_rows():
     looking = [rows for rows in passes if rows.observed_rows]
     assert sum(rows.observed_rows for rows in looking) == QUERY_ROWS
     assert [rows.num_logits for rows in passes].count(1) == 2
-    assert len(outcome.computed) == len(plan.compute) + 3
+    assert len(outcome.work.computed) == len(plan.compute) + 3
 
 
 class Nested(SelectionPolicy):
@@ -162,7 +162,7 @@ def test_nested_policies_add_to_earlier_steps_and_may_end_without_work():
     passes, outcome = run_prefill(plan, Nested())
     assert len(passes) == 2
     assert passes[1].positions.tolist() == [*range(82, 86), *range(90, 100)]
-    assert outcome.recomputed(plan) == sum(length for _, length in outcome.recomputed_runs(plan)) == 8
+    assert outcome.work.recomputed_runs == ((82, 8),)
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def test_kv_deviation_takes_the_tokens_whose_keys_changed_most(rng, ratio):
 def contexts(draw):
     """Runs with gaps behind an exact prefix."""
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
-    position, exact_len, reused, distance = draw(st.integers(0, 9)), 0, [], []
-    exact_len = position
+    position, prefix_len, reused, distance = draw(st.integers(0, 9)), 0, [], []
+    prefix_len = position
     for length in lengths:
         position += draw(st.integers(0, 4))
         reused.extend(range(position, position + length))
         distance.extend(range(length))
         position += length
     num_tokens = position + draw(st.integers(1, 5))
-    live = np.setdiff1d(np.arange(exact_len, num_tokens), reused)
+    live = np.setdiff1d(np.arange(prefix_len, num_tokens), reused)
     return SelectionContext(num_tokens, np.array(reused), np.array(distance), live, draw(st.integers(0, 2**32 - 1)))
 
 
@@ -363,7 +363,7 @@ def test_adaptive_budgets_are_nested_and_giving_up_is_a_full_prefill():
         num = 0
 
     plan, mass = make_plan(num_tokens=400, spans=((10, 1, 0, 300),)), np.random.default_rng(1).random(400)
-    prefill = SparsePrefill(np.arange(400), plan, np.arange(400), Adaptive(0.05, 1e-6, 0.2))
+    prefill = SparsePrefill(np.arange(400), np.arange(400), GraftSteps(plan, Adaptive(0.05, 1e-6, 0.2)))
     passes, outcome = [], None
     while outcome is None:
         rows = prefill.next_rows(1_000)
@@ -376,8 +376,8 @@ def test_adaptive_budgets_are_nested_and_giving_up_is_a_full_prefill():
     assert [len(new) for new in computed] == [0, 15, 15, 30, 300]
     assert not computed[1] & computed[2]
     assert passes[-1].tolist() == list(range(4, 400))
-    assert outcome.recomputed(plan) == 300
-    assert len(outcome.rows) == sum(len(rows) for rows in passes)
+    assert sum(length for _, length in outcome.work.recomputed_runs) == 300
+    assert len(outcome.work.rows) == sum(len(rows) for rows in passes)
 
 
 @given(seed=st.integers(0, 2**31), size=st.integers(2, 20))
@@ -394,20 +394,20 @@ def test_jensen_shannon_is_symmetric_bounded_and_that_of_scipy(seed, size):
     assert jensen_shannon(p, p) == 0.0
 
 
-def assert_ranking_is_by_prompt_position(exact_len):
+def assert_ranking_is_by_prompt_position(prefix_len):
     """Of a prompt behind an exact prefix the token is chosen that the query looks at."""
-    plan = make_plan(exact_len=exact_len)
+    plan = make_plan(prefix_len=prefix_len)
     mass = np.zeros(100, np.float32)
     mass[[33, 71]] = 1.0
     for policy in (QueryAttention(2 / 70), QuerySeam(2 / 70)):
         outcome = run_prefill(plan, policy, mass)[1]
-        assert np.setdiff1d(outcome.computed, plan.compute).tolist() == [33, 71]
+        assert np.setdiff1d(outcome.work.computed, plan.compute).tolist() == [33, 71]
 
 
 def test_ranking_is_by_prompt_position_whatever_the_prefix(monkeypatch):
     """And the test would notice one that counts from the end of the prefix."""
-    for exact_len in (0, 4, 9):
-        assert_ranking_is_by_prompt_position(exact_len)
+    for prefix_len in (0, 4, 9):
+        assert_ranking_is_by_prompt_position(prefix_len)
 
     def off_by_the_prefix(self, context, observation):
         return observation.attention_mass[context.reused - int(context.live[0])]

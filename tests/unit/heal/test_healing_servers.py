@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -18,9 +19,11 @@ pytest.importorskip("msgspec")
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import ConfigError
 from kvgraft.heal.healer import HealSettings
+from kvgraft.heal.probe import require_publisher
 from kvgraft.heal.process import heal
 from kvgraft.heal.server import RefusedError, Server, ServerError
 from kvgraft.prefix import PublisherConfig, ZmqEventPublisher
+from kvgraft.prefix.events.publisher import load_zmq
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.router import WorkerSpec
 from kvgraft.types import Namespace
@@ -448,9 +451,9 @@ def test_kvgraft_serve_is_left_alone(tmp_path, caplog):
         (
             {"replay": None, "events": "ipc:///nowhere/events"},
             ConfigError,
-            "nobody publishes KV events at ipc:///nowhere",
+            "no server publishes KV events at ipc:///nowhere",
         ),
-        ({"replay": "ipc:///nowhere/replay"}, ConfigError, "nobody sends KV events again at ipc:///nowhere/replay"),
+        ({"replay": "ipc:///nowhere/replay"}, ConfigError, "no server sends KV events again at ipc:///nowhere/replay"),
     ],
 )
 def test_what_cannot_be_healed_is_said_in_one_line_at_the_start(tmp_path, monkeypatch, change, error, message):
@@ -475,10 +478,29 @@ def test_an_endpoint_of_another_kind_publishes_nothing(tmp_path, monkeypatch):
         async with engine_of(tmp_path) as engine:
             for endpoint in (engine.replay, f"tcp://127.0.0.1:{engine.port}"):
                 engine.events = endpoint
-                with pytest.raises(ConfigError, match="nobody publishes KV events at"):
+                with pytest.raises(ConfigError, match="no server publishes KV events at"):
                     await once(engine)
 
     asyncio.run(scenario())
+
+
+def test_a_publisher_that_connects_instead_of_listening_is_explained(monkeypatch):
+    """vLLM's does where its endpoint names a host: both sides would wait for the other for ever."""
+    monkeypatch.setattr("kvgraft.heal.probe.PATIENCE_S", 0.3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    zmq = load_zmq()
+    publisher = zmq.Context.instance().socket(zmq.PUB)
+    try:
+        publisher.connect(f"tcp://127.0.0.1:{port}")
+        with pytest.raises(ConfigError) as caught:
+            require_publisher(f"tcp://127.0.0.1:{port}", None)
+    finally:
+        publisher.close(linger=0)
+    told = str(caught.value)
+    assert f"vLLM connects to tcp://127.0.0.1:{port} and listens at tcp://*:{port}" in told
+    assert "\n" not in told
 
 
 def test_nobody_listens(tmp_path):

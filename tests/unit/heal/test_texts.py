@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         if not any(np.array_equal(donor.token_ids, tokens(seed)) for donor in held):
             self.world.add(tokens(seed), generation, namespace)
 
-    @precondition(lambda self: len(self.world.catalogue))
+    @precondition(lambda self: len(self.world.catalogue) > 0)
     @rule(data=st.data())
     def remove(self, data):
         self.world.catalogue.remove(data.draw(st.sampled_from([donor.donor_id for donor in self.world.catalogue])))

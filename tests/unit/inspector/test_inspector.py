@@ -22,7 +22,7 @@ from tests.unit.server.conftest import FakeEngine, exchange
 
 from kvgraft.config import ServerConfig
 from kvgraft.engine.inspection import DonorFacts, Inspection, LiveRequest
-from kvgraft.engine.risk import AuditFacts
+from kvgraft.engine.requests.risk import AuditFacts
 from kvgraft.errors import ConfigError
 from kvgraft.explain import ExplainedRequest, RunKind, read_requests
 from kvgraft.fidelity.control.controller import RiskEvent
@@ -178,7 +178,7 @@ class TestEngine:
             (DonorFacts(7, 300, "host", 1.5, 150, 0),),
             1,
             ((-1, 64, False), (0, 32, True)),
-            (AuditFacts(12.5, HOSTILE, "near", "10 %", "greedy:4", 1.0, RiskEvent.TIGHTENED),),
+            (AuditFacts(12.5, HOSTILE, "near", "10 %", "later", "greedy:4", 1.0, RiskEvent.TIGHTENED),),
         )
         told = ask(source, "/api/engine").json
         assert told["requests"][0]["request_id"] == told["audits"][0]["request_id"] == HOSTILE
@@ -447,7 +447,7 @@ class TestInTheServer:
             self.get("/ui/", RequestHistory(), api_key=("k", "l"))
 
     def test_it_does_not_fill_the_log(self, caplog):
-        caplog.set_level("INFO", logger="kvgraft.server.access_log")
+        caplog.set_level("INFO", logger="kvgraft.http.access_log")
         self.get("/ui/api/requests", RequestHistory())
         assert caplog.records == []
         self.get("/ui/nothing", RequestHistory())

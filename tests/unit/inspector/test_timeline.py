@@ -39,14 +39,14 @@ def test_the_oldest_points_leave():
     timeline = Timeline(limit=3)
     for at in range(9):
         timeline.add(float(at), {"tokens": {"fresh": at}})
-    assert timeline.told() == [{"at": float(at), "tokens": {"fresh": at}, "slots": {}} for at in (6, 7, 8)]
+    assert timeline.as_dicts() == [{"at": float(at), "tokens": {"fresh": at}, "slots": {}} for at in (6, 7, 8)]
 
 
 @pytest.mark.parametrize("state", [{}, {"running": 3.0, "donors": 2.0}])
 def test_a_moment_without_figures_is_no_point(state):
     timeline = Timeline()
     timeline.add(1.0, state)
-    assert timeline.told() == []
+    assert timeline.as_dicts() == []
 
 
 def test_a_source_is_followed_as_long_as_the_context_lasts():
@@ -59,15 +59,15 @@ def test_a_source_is_followed_as_long_as_the_context_lasts():
         assert source.asked == asked
 
     asyncio.run(follow())
-    told = source.timeline.told()
+    told = source.timeline.as_dicts()
     assert [point["tokens"]["prefix"] for point in told] == list(range(1, len(told) + 1))
     assert sorted(point["at"] for point in told) == [point["at"] for point in told]
 
 
 def test_one_that_fails_leaves_a_gap_and_one_line(caplog):
     source = Source(failures=3)
-    asyncio.run(follow_until(source, source.timeline.told))
-    assert source.timeline.told()[0]["tokens"] == {"prefix": 4.0}
+    asyncio.run(follow_until(source, source.timeline.as_dicts))
+    assert source.timeline.as_dicts()[0]["tokens"] == {"prefix": 4.0}
     assert len(caplog.records) == 1
 
 

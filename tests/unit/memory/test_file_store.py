@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,8 @@ from kvgraft.errors import CapacityError, ConfigError, StoreError, StoreMissErro
 from kvgraft.memory.store import file as file_module
 from kvgraft.memory.store import file_budget, open_store
 from kvgraft.memory.store.file import FileStore
+from kvgraft.memory.store.record import MOST_TOKENS
+from kvgraft.testing.store_suite import feeding
 from kvgraft.testing.stored_objects import SPACE, fault_of, make_object
 
 BIG = 1 << 30
@@ -138,6 +143,129 @@ class TestFiles:
             put(store, 1, 20_000)
 
 
+class TestCraftedFiles:
+    """What somebody with the right to write puts where an object is expected."""
+
+    @pytest.mark.parametrize("claim", [800 << 20, 3 << 30, 1 << 40])
+    def test_no_more_is_read_than_a_head_may_have(self, root, claim):
+        """A sparse file of a few KiB claims a head of gigabytes, and is as long as it says."""
+        store = FileStore(root)
+        good, bad = put(store, 1), "f" * 32
+        num_tokens = claim // 4
+        pages = -(-num_tokens // 256) * 8
+        ends = [pages + 4 * num_tokens, pages + 5 * num_tokens]
+        text = json.dumps({"kv": {"dtype": "U8", "shape": [num_tokens, 1], "data_offsets": ends}}).encode()
+        with open(store.path(SPACE, bad), "wb") as crafted:
+            crafted.write(len(text).to_bytes(8, "little") + text)
+            crafted.truncate(8 + len(text) + ends[1])
+        tracemalloc.start()
+        try:
+            assert dict(store.heads(SPACE, [bad, good.key])) == {bad: b"", good.key: good.head}
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20
+        with feeding(store) as feed:
+            assert feed.look(60.0)
+            assert [record.key for record in feed.news().added] == [good.key]
+        assert store.keys(SPACE) == {good.key}
+
+    def test_the_longest_head_that_is_read_fills_no_memory(self, root):
+        """Zeros that claim to be a head of as many tokens as an object may have."""
+        store, bad = FileStore(root), "f" * 32
+        (root / SPACE).mkdir()
+        ends = [MOST_TOKENS // 32 + 4 * MOST_TOKENS, MOST_TOKENS // 32 + 5 * MOST_TOKENS]
+        text = json.dumps({"kv": {"shape": [MOST_TOKENS, 1], "data_offsets": ends}}).encode()
+        with open(store.path(SPACE, bad), "wb") as crafted:
+            crafted.write(len(text).to_bytes(8, "little") + text)
+            crafted.truncate(8 + len(text) + ends[1])
+        tracemalloc.start()
+        try:
+            with feeding(store) as feed:
+                assert feed.look(60.0)
+                assert feed.num_corrupt == 1
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 128 << 20
+
+    @pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "link", "device"])
+    def test_what_is_no_file_is_never_waited_for(self, root, kind, monkeypatch):
+        """Opening a FIFO to read waits for a writer, for ever."""
+        monkeypatch.chdir(root.parent)
+        store, wanted = FileStore(root), make_object(1)
+        (root / SPACE).mkdir()
+        path = store.path(SPACE, wanted.key)
+        with socket.socket(socket.AF_UNIX) as listening:
+            make = {
+                "fifo": lambda: os.mkfifo(path),
+                "socket": lambda: (os.chdir(path.parent), listening.bind(path.name)),
+                "folder": path.mkdir,
+                "link": lambda: path.symlink_to(root / "elsewhere"),
+                "device": lambda: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5)),
+            }
+            try:
+                make[kind]()
+            except PermissionError:
+                pytest.skip("only root makes devices")
+
+        def ask():
+            assert list(store.heads(SPACE, [wanted.key])) == [(wanted.key, b"")]
+            with pytest.raises(StoreMissError):
+                store.read(SPACE, wanted.key, 0, memoryview(bytearray(1)))
+            return store.keys(SPACE)
+
+        asked = _within_a_minute(ask)
+        assert asked == frozenset()
+        if kind != "folder":
+            store.remove(SPACE, wanted.key)
+            assert fault_of(store, put(store, 1)) == ""
+
+    def test_a_directory_of_another_user_is_refused(self, root, monkeypatch):
+        """He could put K/V of any text under any name, and take the donors away."""
+        FileStore(root)
+        own = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+        if own == 0:
+            FileStore(root)  # of root everybody may take
+            os.chown(root, own + 2, -1)
+        with pytest.raises(ConfigError, match="belongs to user") as refused:
+            FileStore(root)
+        assert len(str(refused.value).splitlines()) == 1
+
+    def test_a_space_of_another_user_is_refused(self, root, monkeypatch):
+        """He made it in a directory where everybody may, before we did."""
+        store, own = FileStore(root), os.geteuid()
+        wanted = put(store, 1)
+        real = os.lstat
+
+        def of_another(path, **how):
+            status = list(real(path, **how))
+            status[4] = own + 2
+            return os.stat_result(status)
+
+        monkeypatch.setattr(os, "lstat", of_another)
+        for call in (
+            lambda: put(store, 2),
+            lambda: store.keys(SPACE),
+            lambda: list(store.heads(SPACE, [wanted.key])),
+            lambda: store.read(SPACE, wanted.key, 0, memoryview(bytearray(1))),
+            lambda: store.touch(SPACE, [wanted.key]),
+        ):
+            with pytest.raises(StoreError, match="belongs to user") as refused:
+                call()
+            assert len(str(refused.value).splitlines()) == 1
+
+
+def _within_a_minute(do):
+    """What a call gives, in a thread that may be left behind if it never comes back."""
+    with_result = ThreadPoolExecutor(1)
+    try:
+        return with_result.submit(do).result(60.0)
+    finally:
+        with_result.shutdown(wait=False)
+
+
 class TestBudget:
     def test_it_holds_over_all_spaces_and_stores(self, root):
         limit = 20 * 32_768
@@ -246,6 +374,75 @@ class TestEviction:
         assert [fault_of(store, one) for one in fresh] == ["", ""]
         put(store, 4)
         assert store.budget.num_evicted == 2
+
+    @pytest.mark.parametrize("back_s", [90.0, 3_600.0, 400 * 86_400.0])
+    def test_a_clock_that_went_back_pins_nothing(self, root, monkeypatch, back_s):
+        """What was put before that has a time that is still to come, and would count as put just now until then."""
+        now = [1.7e9]
+        for module in (file_module, file_budget):
+            monkeypatch.setattr(
+                module, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
+            )
+        store = FileStore(root, max_bytes=17 * 32_768)
+        old = [put(store, number) for number in range(17)]
+        now[0] -= back_s
+        new = []
+        for number in range(30):
+            now[0] += 1.0
+            new.append(put(store, 100 + number))
+        assert kept(store, old) == []
+        assert kept(store, new)[-1] == 29
+        assert len(kept(store, new)) >= 15
+
+    def test_clocks_of_machines_that_differ_a_little_change_nothing(self, root, monkeypatch):
+        """What another machine put some seconds after our present is as fresh as our own."""
+        store = FileStore(root, max_bytes=3 * 32_768)
+        oldest, ahead = put(store, 0), put(store, 1)
+        for wanted, seconds in ((oldest, -3_600), (ahead, 20)):
+            moved = time.time() + seconds
+            os.utime(store.path(SPACE, wanted.key), ns=file_budget.mark(moved, is_use=False))
+        before = store.path(SPACE, ahead.key).stat().st_mtime_ns
+        put(store, 2), put(store, 3)
+        assert (fault_of(store, oldest), fault_of(store, ahead)) == ("lost", "")
+        assert store.path(SPACE, ahead.key).stat().st_mtime_ns == before
+
+    def test_a_time_to_come_that_cannot_be_mended_counts_as_long_ago(self, root, monkeypatch):
+        """Of a file that another user owns, say."""
+        store = FileStore(root, max_bytes=3 * 32_768)
+        pinned, good = put(store, 0), put(store, 1)
+        os.utime(store.path(SPACE, pinned.key), ns=file_budget.mark(time.time() + 1e6, is_use=True))
+        names = {key: getattr(os, key) for key in dir(os)}
+
+        def refuse(*_, **__):
+            raise PermissionError(errno.EPERM, "not the owner")
+
+        monkeypatch.setattr(file_budget, "os", SimpleNamespace(**(names | {"utime": refuse})))
+        put(store, 2), put(store, 3)
+        assert (fault_of(store, pinned), fault_of(store, good)) == ("lost", "")
+
+    def test_what_no_limit_has_room_for_goes_first(self, root, old):
+        """A sparse file of 4 KiB that claims to be longer than the directory may drives out nobody else."""
+        store = FileStore(root, max_bytes=4 * 32_768)
+        objects = [put(store, number) for number in range(3)]
+        for name in ("ab", "cd"):
+            with open(store.path(SPACE, name), "wb") as crafted:
+                crafted.truncate(1 << 43)
+        assert FileStore(root, max_bytes=4 * 32_768).used_bytes > 0
+        put(store, 3)
+        assert kept(store, objects) == [0, 1, 2]
+        assert not store.path(SPACE, "ab").exists()
+
+    def test_no_sum_of_lengths_is_too_large_to_be_noted(self, other_device):
+        """A file system in memory has sparse files of 8 EiB."""
+        store = FileStore(other_device, max_bytes=4 * 32_768)
+        wanted = put(store, 0)
+        for name in ("ab", "cd", "ef"):
+            with open(store.path(SPACE, name), "wb") as crafted:
+                crafted.truncate(1 << 62)
+        store = FileStore(other_device, max_bytes=4 * 32_768)
+        put(store, 1)
+        assert fault_of(store, wanted) == ""
+        assert store.used_bytes == 2 * 32_768
 
     def test_an_open_file_is_read_to_its_end(self, root, monkeypatch):
         """Though it is evicted meanwhile."""

@@ -9,6 +9,7 @@ import torch
 import kvgraft.memory
 from kvgraft.errors import ConfigError
 from kvgraft.memory import KVBlock, LayerShape, SlotPool, as_index
+from kvgraft.memory.packed import keeps_nothing_else
 
 SHAPES = (LayerShape(2, 4), LayerShape(1, 8))
 NUM_SLOTS = 10
@@ -142,10 +143,9 @@ def test_exported_block_loads_bit_equal(dtype, slots):
 def test_export_owns_its_memory():
     pool = make_pool()
     block = pool.export(slice(2, 4))
-    tensors = (*block.keys, *block.values)
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    assert keeps_nothing_else(block)
     fill(pool)
-    assert not any(tensor.any() for tensor in tensors)
+    assert not any(tensor.any() for tensor in (*block.keys, *block.values))
 
 
 def test_load_refuses_other_layers():

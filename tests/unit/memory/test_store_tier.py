@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -9,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvgraft.donors.record import encode_head
 from kvgraft.errors import StoreError, StoreMissError
 from kvgraft.memory.store.checksums import page_checksums
+from kvgraft.memory.store.record import MOST_TOKENS, encode_head
 from kvgraft.memory.store.tier import ReadSpeed, StoreFeed, StoreReader, StoreWriter
 from kvgraft.memory.store.tier.tasks import TaskThreads
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
@@ -46,9 +47,10 @@ def put(store, number, num_tokens=700):
 class ReadOnlyStore(FaultyStore):
     """Nothing can be removed, and some heads cannot be read: a volume that is mounted so, files of another user."""
 
-    def __init__(self, store, unreadable=()):
+    def __init__(self, store, unreadable=(), error=StoreError):
         super().__init__(store)
         self.unreadable = unreadable
+        self.error = error
 
     def remove(self, space, key):
         raise StoreError("read-only file system")
@@ -56,7 +58,7 @@ class ReadOnlyStore(FaultyStore):
     def heads(self, space, keys):
         for key in keys:
             if key in self.unreadable:
-                raise StoreError(f"permission denied: {key}")
+                raise self.error(f"permission denied: {key}")
             yield from self.store.heads(space, [key])
 
 
@@ -153,8 +155,8 @@ class TestReader:
     def test_what_is_corrupt_and_cannot_go_is_read_once(self, memory, monkeypatch):
         """Each read costs what a good one costs."""
         wanted, good = put(memory, 1), put(memory, 2)
-        head, body = memory._objects[SPACE, wanted.key]
-        memory._objects[SPACE, wanted.key] = head, bytes(len(body))
+        head, body = memory.objects[SPACE, wanted.key]
+        memory.objects[SPACE, wanted.key] = head, bytes(len(body))
         store = ReadOnlyStore(memory)
         calls = calls_of(store, monkeypatch)
         reader = StoreReader(store, SPACE, LAYOUT, max_pending_bytes=1 << 20)
@@ -327,6 +329,20 @@ class TestWriter:
         assert [one.is_stored for one in writer.take_written()] == [False]
         assert writer.counters.failed == 1
 
+    def test_kv_that_are_gone_by_now_were_never_tried(self, writer, memory):
+        wanted = make_object(1)
+        assert writer.offer(wanted.record, lambda: None)
+        assert writer.flush(PATIENCE_S)
+        assert [one.is_stored for one in writer.take_written()] == [False]
+        assert (writer.counters.dropped, writer.counters.failed) == (1, 0)
+        assert memory.keys(SPACE) == frozenset()
+
+    def test_longer_donors_than_a_reader_believes_in_are_refused(self, writer):
+        record = replace(make_object(1).record, token_ids=np.zeros(MOST_TOKENS + 1, np.int32))
+        assert writer.offer(record, lambda: pytest.fail("their K/V are not needed"))
+        assert writer.flush(PATIENCE_S)
+        assert (writer.counters.refused, writer.counters.failed) == (1, 0)
+
     def test_kv_of_another_layout_are_refused(self, writer):
         wanted = make_object(1)
         block = LAYOUT.unpack(wanted.rows)
@@ -381,8 +397,17 @@ class TestFeed:
 
     def seen(self, feed, limit=1_000):
         assert feed.look(PATIENCE_S)
+        return self.told(feed, limit)
+
+    def told(self, feed, limit=1_000):
         news = feed.news(limit)
         return {record.key for record in news.added}, set(news.removed)
+
+    def failed(self, feed):
+        with pytest.raises(StoreError) as raised:
+            feed.look(PATIENCE_S)
+        assert len(str(raised.value).splitlines()) == 1
+        return self.told(feed)
 
     def test_tells_what_is_there_once(self, feeds, store):
         first, feed = put(store, 1), feeds(store)
@@ -440,34 +465,50 @@ class TestFeed:
         wanted = put(store, 1)
         faults.fail = {"keys"}
         feed = feeds(store)
-        assert self.seen(feed) == (set(), set())
+        assert self.failed(feed) == (set(), set())
         assert feed.num_errors >= 1
+        for number in (2, 3):  # three heads in a row
+            put(store, number)
         faults.fail = {"heads"}
-        assert self.seen(feed) == (set(), set())
+        assert self.failed(feed) == (set(), set())
         faults.fail = set()
+        assert self.seen(feed) == ({wanted.key, make_object(2, 700).key, make_object(3, 700).key}, set())
+
+    def test_a_look_that_fails_says_so_at_once_and_the_next_one_what_it_finds(self, feeds, store, faults, monkeypatch):
+        """Also where a plug-in raises what it must not."""
+        feed = feeds(store)
+        assert self.seen(feed) == (set(), set())
+        wanted, real = put(store, 1), store.keys
+        monkeypatch.setattr(store, "keys", lambda space: 1 / 0)
+        with pytest.raises(StoreError, match="ZeroDivisionError"):
+            feed.look(PATIENCE_S)
+        monkeypatch.setattr(store, "keys", real)
         assert self.seen(feed) == ({wanted.key}, set())
 
     def test_one_damaged_head_that_cannot_go_hides_no_other(self, feeds, memory):
         keys = sorted(put(memory, number, 20).key for number in range(30))
-        head, body = memory._objects[SPACE, keys[0]]
-        memory._objects[SPACE, keys[0]] = b"damaged" + head[7:], body
+        head, body = memory.objects[SPACE, keys[0]]
+        memory.objects[SPACE, keys[0]] = b"damaged" + head[7:], body
         store = ReadOnlyStore(memory)
         feed = feeds(store)
         assert self.seen(feed) == (set(keys[1:]), set())
         assert self.seen(feed) == (set(), set())
         assert (feed.num_corrupt, feed.num_errors) == (1, 1), "it is counted once"
-        memory._objects[SPACE, keys[0]] = head, body
+        memory.objects[SPACE, keys[0]] = head, body
         assert self.seen(feed) == ({keys[0]}, set())
 
+    @pytest.mark.parametrize("error", [StoreError, ValueError, RecursionError, MemoryError])
     @pytest.mark.parametrize("num_bad", [1, 2, 3, 7, 64, 70])
-    def test_heads_that_cannot_be_read_hide_no_others(self, feeds, memory, num_bad):
-        """Three in a row end a look, since the store itself may be what fails, but the next one goes on behind them."""
+    def test_heads_that_cannot_be_read_hide_no_others(self, feeds, memory, num_bad, error):
+        """Three in a row end a look, since the store itself may be what fails, but the next one goes on after them."""
         keys = sorted(put(memory, number, 20).key for number in range(90))
         bad = set(keys[:num_bad])
-        store = ReadOnlyStore(memory, bad)
+        store = ReadOnlyStore(memory, bad, error)
         feed, found = feeds(store), set()
         for _ in range(1 + num_bad // 3):
-            found |= self.seen(feed)[0]
+            with contextlib.suppress(StoreError):
+                feed.look(PATIENCE_S)
+            found |= self.told(feed)[0]
         assert found == set(keys) - bad
         num_errors = feed.num_errors
         assert self.seen(feed) == (set(), set())

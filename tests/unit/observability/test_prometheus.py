@@ -122,6 +122,16 @@ def test_proposals_follow_the_engine_s():
     assert 'kvgraft:proposals_total{model_name="m",what="donors"} 2.0' in text
 
 
+def test_calls_of_a_semantic_provider_follow_the_engine_s():
+    recorder = PrometheusRecorder("m")
+    for hits in (1, 1, 3):
+        recorder.set_semantic_calls({"hit": hits, "miss": 2, "timeout": 0})
+    text = recorder.exposition().decode()
+    assert 'kvgraft:semantic_calls_total{model_name="m",outcome="hit"} 3.0' in text
+    assert 'kvgraft:semantic_calls_total{model_name="m",outcome="miss"} 2.0' in text
+    assert 'kvgraft:semantic_calls_total{model_name="m",outcome="timeout"} 0.0' in text
+
+
 def test_miss_is_counted_by_reason():
     recorder = PrometheusRecorder("m")
     recorder.record_request(make_record(report=make_report(miss=Miss(MissReason.NO_ROOM, "full"))))
@@ -166,9 +176,11 @@ def test_promtool_finds_nothing_but_the_colons():
     recorder.record_response("/v1/completions", 200)
     recorder.set_pools({"kv": (10, 20)})
     recorder.set_proposals({"donors": 2})
+    recorder.set_semantic_calls({"hit": 1})
     recorder.set_healing(1, 2, 3, {"pressure": 1})
     recorder.set_stores([StoreCounts("file", reads={"hit": 1}, writes={"stored": 1})], 1)
-    recorder.set_risk({"shifted": RiskStatement(RiskStatus.CERTIFIED, epsilon=0.1, audits=3, notch="10 %")})
+    stated = RiskStatement(RiskStatus.CERTIFIED, epsilon=0.1, audits=3, notch="10 %")
+    recorder.set_risk({"shifted": {"first": stated}})
     shown = {line.split("{")[0].split(" ")[0] for line in recorder.exposition().decode().splitlines() if line[0] != "#"}
     told = [line.split()[2] for line in recorder.exposition().decode().splitlines() if line.startswith("# TYPE")]
     assert not [name for name in told if not any(one.startswith(name) for one in shown)], "metrics without a value"

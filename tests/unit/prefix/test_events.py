@@ -10,17 +10,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from kvgraft.errors import ConfigError, IntegrationError
 from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, RadixCache, RadixKey, SWARadixCache
-
-msgspec = pytest.importorskip("msgspec")
-zmq = pytest.importorskip("zmq")
-
-from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber  # noqa: E402
-from kvgraft.prefix.events.wire import EventBatch, decode_batch, encode_batch  # noqa: E402
+from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber
+from kvgraft.prefix.events.wire import EventBatch, decode_batch, encode_batch
 
 
 def make_cache(page_size=1, **options):

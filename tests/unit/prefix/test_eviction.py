@@ -146,7 +146,7 @@ def test_clear_withdraws_all():
     queue.clear()
     queue.check()
     assert len(queue) == 0
-    assert not any(node.is_queued for node in nodes)
+    assert {node.queue_index for node in nodes} == {NOT_QUEUED}
 
 
 def test_check_says_so_if_a_key_is_lost():

@@ -24,14 +24,9 @@ def test_a_bigram_view_is_one_shorter(num_tokens, expected):
     assert len(RadixKey(np.arange(num_tokens), is_bigram=True)) == expected
 
 
-def test_page_aligned_and_child_key():
-    key = RadixKey(np.arange(10), "a", "salt")
-    assert len(key.page_aligned(4)) == 8
-    assert key.child_key(4) == (("a", "salt", False), np.arange(4).tobytes())
-    bigram = RadixKey(np.arange(10), is_bigram=True)
-    assert len(bigram.page_aligned(4)) == 8
-    assert bigram.child_key(2)[1] == np.arange(3).tobytes()
-    assert len(RadixKey([1], is_bigram=True).page_aligned(1)) == 0
+@pytest.mark.parametrize(("num_tokens", "is_bigram", "expected"), [(10, False, 8), (10, True, 8), (1, True, 0)])
+def test_aligned_len_counts_elements_of_whole_pages(num_tokens, is_bigram, expected):
+    assert RadixKey(np.arange(num_tokens), is_bigram=is_bigram).aligned_len(4) == expected
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
@@ -41,10 +36,12 @@ def test_match_counts_whole_pages(page_size, is_bigram):
     right = RadixKey(np.append(np.arange(3001), 7), is_bigram=is_bigram)
     shared = 3001 - is_bigram
     assert left.match(right, page_size) == shared // page_size * page_size
-    assert RadixKey(np.arange(10)).match_at(RadixKey([4, 5, 9]), 4) == 2
 
 
-@pytest.mark.parametrize("other", [RadixKey([1], "x"), RadixKey([1], None, "s"), RadixKey([1, 2], is_bigram=True)])
+@pytest.mark.parametrize(
+    "other",
+    [RadixKey(np.array([1]), "x"), RadixKey(np.array([1]), None, "s"), RadixKey(np.array([1, 2]), is_bigram=True)],
+)
 def test_keys_of_different_namespaces_are_not_compared(other):
     with pytest.raises(ConfigError, match="cannot be compared"):
         RadixKey([1]).match(other)

@@ -7,7 +7,7 @@ import pytest
 
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import EVICTION_POLICIES, RadixCache, RadixKey, SWARadixCache, make_eviction_policy
-from kvgraft.testing.prefix_suite import Owner
+from kvgraft.testing.prefix_suite import SlotOwner
 
 
 def put(cache, *token_ids, priority=0):
@@ -95,7 +95,11 @@ def test_slru_protects_from_the_second_of_two_inserts_on():
 
 def hits(handle):
     """Of the nodes on the path of a prefix, from the root on."""
-    return [node.hit_count for node in handle.up_to_root() if node.parent is not None][::-1]
+    counts = []
+    while handle.parent is not None:
+        counts.append(handle.hit_count)
+        handle = handle.parent
+    return counts[::-1]
 
 
 def test_the_insert_that_makes_a_node_counts_as_its_first_hit():
@@ -120,7 +124,7 @@ def test_hits_are_counted_once_per_request():
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_a_request_counts_each_node_of_its_path_once(hybrid):
     cache = SWARadixCache(1, sliding_window_size=4, policy="lfu") if hybrid else RadixCache(1, policy="lfu")
-    owner = Owner(cache)
+    owner = SlotOwner(cache)
     tokens = np.arange(12)
     owner.run(tokens[:4])
     req = owner.begin(tokens)

@@ -105,7 +105,7 @@ def test_a_dropped_namespace_leaves_nothing_behind():
     for tenant in range(100):
         put(cache, 1, 2, first_slot=2 * tenant, extra_key=tenant)
     assert len(freed(cache, 200)) == 200
-    assert not cache._tree.root.children
+    assert not cache.root_handle.children
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1023, 1024, 1025, 9216, 9217, 100_000])
@@ -385,7 +385,7 @@ def break_view(cache, node):
 
 
 def break_parent(cache, node):
-    node.parent = cache._tree.root
+    node.parent = cache.root_handle
 
 
 def break_edge(cache, node):

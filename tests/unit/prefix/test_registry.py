@@ -207,3 +207,47 @@ def test_what_is_no_cache_is_refused():
     register_radix_cache_backend("wrong", lambda ctx: {})
     with pytest.raises(IntegrationError, match="'wrong' makes a dict; its factory must return a PrefixCache"):
         create_tree_cache(context(backend="wrong"))
+
+
+def make_cache(ctx):
+    """What users name as `module:make_cache`."""
+    return RadixCache(ctx.page_size)
+
+
+def fail(ctx):
+    raise RuntimeError("no room")
+
+
+def refuse(ctx):
+    raise ConfigError("page_size must be 1; leave it out")
+
+
+class TestImported:
+    def test_a_factory_is_named_by_module_and_attribute(self):
+        cache = create_tree_cache(context(backend=f"{__name__}:make_cache", page_size=16))
+        assert isinstance(cache, RadixCache)
+        assert cache.page_size == 16
+        assert registered_radix_cache_backends() == []
+
+    def test_a_registered_name_comes_first(self):
+        cache = RadixCache()
+        register_radix_cache_backend(f"{__name__}:make_cache", lambda ctx: cache)
+        assert create_tree_cache(context(backend=f"{__name__}:make_cache")) is cache
+
+    @pytest.mark.parametrize(
+        ("name", "problem"),
+        [
+            ("no_such_module:make", "cannot be loaded: .*no_such_module"),
+            ("json:not_there", "cannot be loaded: .*not_there"),
+            ("json:__name__", "is a str; it must be a function that takes a TreeCacheBuildContext"),
+            (f"{__name__}:fail", "cannot be built: .*no room"),
+            ("builtins:print", "makes a NoneType; its factory must return a PrefixCache"),
+        ],
+    )
+    def test_what_is_no_factory_is_one_line(self, name, problem):
+        with pytest.raises(IntegrationError, match=problem):
+            create_tree_cache(context(backend=name))
+
+    def test_what_a_factory_says_of_its_settings_is_passed_on(self):
+        with pytest.raises(ConfigError, match=r"^page_size must be 1; leave it out$"):
+            create_tree_cache(context(backend=f"{__name__}:refuse"))

@@ -69,7 +69,7 @@ def ask(cache, token_ids=QUERY, *, rid="r1", extra_key=None):
 
 def test_01_the_provider_is_stored():
     provider = Provider()
-    assert make_cache(provider)._semantic_provider is provider
+    assert make_cache(provider).semantic.guard.provider is provider
 
 
 def test_02_on_init_is_called_once_without_arguments():
@@ -81,7 +81,7 @@ def test_02_on_init_is_called_once_without_arguments():
 def test_03_none_clears_it():
     cache = make_cache(provider := Provider(propose()))
     cache.set_semantic_provider(None)
-    assert cache._semantic_provider is None
+    assert cache.semantic is None
     assert ask(cache).prefix_len == 0
     assert not provider.misses
 
@@ -89,7 +89,7 @@ def test_03_none_clears_it():
 def test_04_none_on_a_fresh_cache_does_nothing():
     cache = RadixCache()
     cache.set_semantic_provider(None)
-    assert cache._semantic_provider is None
+    assert cache.semantic is None
 
 
 def test_05_a_replacement_gets_its_own_init():
@@ -97,11 +97,11 @@ def test_05_a_replacement_gets_its_own_init():
     cache = make_cache(old)
     cache.set_semantic_provider(new)
     assert (len(old.inits), len(new.inits)) == (1, 1)
-    assert cache._semantic_provider is new
+    assert cache.semantic.guard.provider is new
 
 
 def test_06_there_is_none_by_default():
-    assert RadixCache()._semantic_provider is None
+    assert RadixCache().semantic is None
 
 
 # no provider

@@ -267,7 +267,7 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="multiples of the page size 4"):
         cache.insert(RadixKey(sequence(0, 8)), slots, swa_indices=slots, swa_evicted_len=2)
     handle = put(cache, *sequence(0, 8)).handle
-    with pytest.raises(ConfigError, match="behind prev_prefix_len 4"):
+    with pytest.raises(ConfigError, match="after prev_prefix_len 4"):
         cache.insert(RadixKey(sequence(0, 8)), slots, swa_indices=slots, prev_prefix_len=4, after=handle)
     with pytest.raises(ConfigError, match="sliding_window_size"):
         make_cache(window=0)

@@ -163,10 +163,10 @@ def test_empty_source_raises_the_generation_of_what_follows():
 class LineageMachine(RuleBasedStateMachine):
     """An oracle with one `(kind, generation)` per position: what was given, copied from whom, computed behind what."""
 
-    @initialize(given_len=st.integers(0, 12))
-    def admit(self, given_len):
-        self.lineage = Lineage(given_len)
-        self.positions = [("given", 0)] * given_len
+    @initialize(prefix_len=st.integers(0, 12))
+    def admit(self, prefix_len):
+        self.lineage = Lineage(prefix_len)
+        self.positions = [("given", 0)] * prefix_len
         self.healed_len = 0
         self.exposures = []
         self.again = []
@@ -240,7 +240,7 @@ class LineageMachine(RuleBasedStateMachine):
 
     @invariant()
     def donors_are_computed_and_of_their_generation(self):
-        start = self.lineage.given_len
+        start = self.lineage.prefix_len
         runs = list(self.lineage.computed_runs(start, len(self.positions)))
         expected = {p: g for p, (kind, g) in enumerate(self.positions) if kind == "computed" and p >= start}
         assert {p: run.generation for run in runs for p in range(run.start, run.stop)} == expected

@@ -7,7 +7,7 @@ import pytest
 
 from kvgraft.donors import CostModel, DonorCatalogue
 from kvgraft.reuse import Lookup
-from kvgraft.reuse.lookup import NearDonors
+from kvgraft.reuse.lookup import ResidentDonors
 from kvgraft.types import GraftPlan, Match, MissReason, Namespace
 
 NAMESPACE = Namespace("model")
@@ -89,8 +89,8 @@ def test_what_is_computed_twice_to_look_is_not_saved(catalogue):
 
 
 def test_engine_may_cut_matches_to_what_it_can_load(catalogue):
-    def halves(matches, exact_len, num_tokens):
-        assert (exact_len, num_tokens) == (0, 300)
+    def halves(matches, prefix_len, num_tokens):
+        assert (prefix_len, num_tokens) == (0, 300)
         return [Match(m.target_start, m.donor_id, m.donor_start, m.length // 2) for m in matches]
 
     found = make_lookup(catalogue, cut=halves).find(NAMESPACE, prompt(), 0, FREE)
@@ -159,7 +159,7 @@ class Proposing:
 class TestProposer:
     @pytest.fixture
     def forgetful(self, catalogue):
-        catalogue._index.clear()
+        catalogue.finder.index.clear()
         return catalogue
 
     def test_brings_a_donor_back_that_the_index_lost(self, forgetful):
@@ -213,21 +213,21 @@ class TestReading:
     def test_the_nearer_of_two_equal_donors_is_taken(self):
         catalogue = DonorCatalogue(4096)
         near = catalogue.add(NAMESPACE, TEXT, None).donor.donor_id
-        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         assert {match.donor_id for match in catalogue.find(NAMESPACE, prompt())} == {near}
-        catalogue.rebind(near, None, is_far=True)
+        catalogue.rebind(near, None, is_stored=True)
         catalogue.rebind(far, None)
         assert {match.donor_id for match in catalogue.find(NAMESPACE, prompt())} == {far}
-        assert catalogue.find(NAMESPACE, prompt(), with_far=False) == catalogue.find(NAMESPACE, prompt())
+        assert catalogue.find(NAMESPACE, prompt(), with_stored=False) == catalogue.find(NAMESPACE, prompt())
         catalogue.remove(far)
-        assert not catalogue.find(NAMESPACE, prompt(), with_far=False)
+        assert not catalogue.find(NAMESPACE, prompt(), with_stored=False)
 
     def test_what_is_not_worth_reading_is_taken_from_a_shorter_donor_at_hand(self):
         """The far donor has all of the text, the near one a part of it that the far one's match hides."""
         catalogue = DonorCatalogue(4096)
-        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         near = catalogue.add(NAMESPACE, TEXT[20:180], None).donor.donor_id
-        lookup = make_lookup(catalogue, near=NearDonors(catalogue))
+        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
         planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 10.0)).planned
         assert [(s.donor_id, s.length) for s in planned.spans] == [(far, 200)]
         planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 1000.0)).planned
@@ -236,16 +236,36 @@ class TestReading:
     def test_what_is_at_hand_is_not_read_for_a_few_tokens_more(self):
         """Both pay; the far donor's match has all of the text and hides the near one's."""
         catalogue = DonorCatalogue(4096)
-        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
+        far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         near = catalogue.add(NAMESPACE, TEXT[:180], None).donor.donor_id
-        lookup = make_lookup(catalogue, near=NearDonors(catalogue))
+        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
         for cost, expected in ((19.0, (far, 200)), (21.0, (near, 180))):
             planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, cost)).planned
             assert [(s.donor_id, s.length) for s in planned.spans] == [expected]
 
+    def test_resident_text_is_filled_from_stores(self):
+        """Reading costs by the token: what the resident donor leaves out is read and nothing else."""
+        catalogue = DonorCatalogue(4096)
+        far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
+        near = catalogue.add(NAMESPACE, TEXT[50:170], None).donor.donor_id
+        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        read_cost = lambda match: match.length / 2 if match.donor_id == far else 0.0  # noqa: E731
+        planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=read_cost).planned
+        spans = [(span.donor_id, span.target_start, span.donor_start, span.length) for span in planned.spans]
+        assert spans == [(far, 50, 0, 50), (near, 100, 0, 120), (far, 220, 170, 30)]
+
+    def test_a_gap_that_is_shorter_than_the_shortest_run_is_not_read(self):
+        catalogue = DonorCatalogue(4096)
+        far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
+        near = catalogue.add(NAMESPACE, TEXT[15:185], None).donor.donor_id
+        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        read_cost = lambda match: match.length / 2 if match.donor_id == far else 0.0  # noqa: E731
+        planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=read_cost).planned
+        assert [(span.donor_id, span.length) for span in planned.spans] == [(near, 170)]
+
     def test_far_donors_alone_are_a_miss_where_reading_costs_more(self):
         catalogue = DonorCatalogue(4096)
-        far = catalogue.add(NAMESPACE, TEXT, None, is_far=True).donor.donor_id
-        lookup = make_lookup(catalogue, near=NearDonors(catalogue))
+        far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
+        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
         found = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 1000.0))
         assert found.planned.reason is MissReason.NOT_WORTH_IT

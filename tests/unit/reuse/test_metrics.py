@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.reuse.metrics import METRICS, MetricKind, samples, token_kinds, token_outcome
-from kvgraft.types import DonorId, Fidelity, GraftReport, HealingReport, Miss, MissReason, SpanReport
+from kvgraft.types import (
+    DonorId,
+    Fidelity,
+    GraftReport,
+    HealingReport,
+    Miss,
+    MissReason,
+    RepairReport,
+    RepairTime,
+    SpanReport,
+)
 
 SPAN = SpanReport(0, 50, DonorId(1), 10, -10, Fidelity.SHIFTED, 0)
 
@@ -53,6 +63,21 @@ def test_graft_counts_tokens_by_kind_and_its_steps():
         ("graft_seconds",): pytest.approx(3e-3),
         ("recompute_seconds",): pytest.approx(7e-3),
     }
+
+
+@pytest.mark.parametrize(
+    ("repair", "labels"),
+    [
+        (RepairReport(RepairTime.AFTER, from_token=2), ("after", "repaired")),
+        (RepairReport(RepairTime.AFTER), ("after", "none")),
+        (RepairReport(RepairTime.AFTER, from_token=2, rows_per_step=16, exact_from_token=40), ("after", "exact")),
+        (RepairReport(RepairTime.BEFORE, "one token was asked for", from_token=1), ("before", "repaired")),
+    ],
+)
+def test_a_graft_counts_when_it_was_repaired(repair, labels):
+    found = values_of(make_report(repair=repair))
+    assert found["repairs", *labels] == 1
+    assert [name for name in found if name[0] == "repairs"] == [("repairs", *labels)]
 
 
 def test_miss_counts_its_reason_and_no_graft():

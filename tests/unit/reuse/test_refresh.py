@@ -28,9 +28,9 @@ def question(number):
     return np.arange(5000 + 100 * number, 5040 + 100 * number)
 
 
-def plan_of(num_tokens, *spans, exact_len=0):
+def plan_of(num_tokens, *spans, prefix_len=0):
     matches = [Match(start, 7, start, stop - start, is_exact=is_exact) for start, stop, is_exact in spans]
-    return GraftPlan.over(num_tokens, exact_len, matches)
+    return GraftPlan.over(num_tokens, prefix_len, matches)
 
 
 def revised(rule, tokens, *spans, namespace=NAMESPACE):
@@ -246,12 +246,12 @@ class TestTurnsToCome:
     COSTS = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, recompute_ratio=0.1, query_rows=50)
 
     @pytest.mark.parametrize(
-        ("exact_len", "refresh_after", "is_made"), [(700, 2, False), (699, 2, True), (700, 0, True), (0, 2, True)]
+        ("prefix_len", "refresh_after", "is_made"), [(700, 2, False), (699, 2, True), (700, 0, True), (0, 2, True)]
     )
-    def test_half_of_it_is_an_exact_prefix(self, exact_len, refresh_after, is_made):
+    def test_half_of_it_is_an_exact_prefix(self, prefix_len, refresh_after, is_made):
         catalogue = DonorCatalogue(4096)
         catalogue.add(NAMESPACE, DOCUMENT, None)
         lookup = Lookup(catalogue, min_run=16, max_generation=2, refresh_after=refresh_after)
         tokens = prompt(np.arange(20_000, 21_000), DOCUMENT, np.arange(30_000, 30_200))
-        planned = lookup.find(NAMESPACE, tokens, exact_len, self.COSTS).planned
+        planned = lookup.find(NAMESPACE, tokens, prefix_len, self.COSTS).planned
         assert isinstance(planned, GraftPlan) == is_made

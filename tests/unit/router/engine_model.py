@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, scope_of
+from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
+from kvgraft.reuse.donor_events import scope_of
 
 
 def page_hash(parent, tokens, salt):

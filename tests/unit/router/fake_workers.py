@@ -124,11 +124,11 @@ class Words:
 
 
 @asynccontextmanager
-async def routed(*workers, gateway=None, specs=None, tokenizer=None, **options):
+async def routed(*workers, gateway=None, specs=None, tokenizer=None, keep_alive_s=None, **options):
     """A router in front of started workers; yields an HTTP session with its URL as base, and the context."""
     specs = specs or [WorkerSpec(worker.url, name=worker.name) for worker in workers]
     router = Router(specs, **options)
-    context = RouterContext(router, PromptReader(tokenizer or Words()), gateway)
+    context = RouterContext(router, PromptReader(tokenizer or Words()), gateway, keep_alive_s=keep_alive_s)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(create_app(context), log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

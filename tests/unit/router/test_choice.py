@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, OverloadedError
-from kvgraft.prefix import scope_of
+from kvgraft.reuse.donor_events import scope_of
 from kvgraft.router import POLICIES, NoWorkerError, Prompt, Router, WorkerScore, WorkerSpec, parse_worker
 from kvgraft.router.load import DECODE_COST_TOKENS, USUAL_PROMPT_TOKENS, WorkerLoad, reported_load
 from kvgraft.router.policy import make_policy

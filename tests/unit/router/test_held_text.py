@@ -19,13 +19,11 @@ from kvgraft.prefix import (
     RadixCache,
     RadixKey,
     decode_batch,
-    donor_removed,
-    donor_stored,
     encode_batch,
-    scope_of,
 )
 from kvgraft.prefix.events.log import NAMESPACE_SALT
-from kvgraft.router.chains import BlockChains, Run
+from kvgraft.reuse.donor_events import donor_removed, donor_stored, scope_of
+from kvgraft.router.chains import BlockChains, BlockRun
 from kvgraft.router.held_text import HeldText
 from kvgraft.types import Namespace
 
@@ -144,7 +142,7 @@ def test_a_chain_of_many_events_does_not_grow_with_its_square():
 
 def test_the_parent_of_what_has_left_is_as_young_as_that_was():
     """The limit takes what was extended longest ago, also where its end has left meanwhile."""
-    size = Run(0, "", None, ids([1]), 1, (1,), bytearray(1)).num_bytes
+    size = BlockRun(0, "", None, ids([1]), 1, (1,), bytearray(1)).num_bytes
     chains = BlockChains(3 * size)
     chains.stored(BlockStored((1,), None, (1,), 1))
     chains.stored(BlockStored((2,), None, (2,), 1))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvgraft.engine.loading import load_model
-from kvgraft.engine.request_builder import RequestBuilder
+from kvgraft.engine.model.loading import load_model
+from kvgraft.engine.requests.request_builder import RequestBuilder
 from kvgraft.errors import ConfigError
+from kvgraft.http.chat_template import render_chat
 from kvgraft.models import BUNDLED_MODEL
 from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader, load_tokenizer
-from kvgraft.server.chat_template import render_chat
 
 CONVERSATION = [
     {"role": "developer", "content": "Be brief."},
@@ -81,3 +81,39 @@ def test_text_without_a_tokenizer_is_none():
 def test_a_model_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot load the tokenizer of model .*give --model the directory or hub id"):
         load_tokenizer(str(tmp_path))
+
+
+class Counting:
+    """A tokenizer of letters that counts what it was given, and says how long prompts of its model may be."""
+
+    model_max_length = 100
+    chat_template = None
+
+    def __init__(self):
+        self.seen = 0
+
+    def get_vocab(self):
+        return {"a": 0, "bcde": 1}
+
+    def __call__(self, text, add_special_tokens=True):
+        self.seen += len(text)
+        return {"input_ids": [0] * len(text)}
+
+
+def test_what_no_engine_takes_is_not_tokenised(caplog):
+    """Its length alone says so; a model may take a few times what its tokenizer says."""
+    tokenizer = Counting()
+    reader = PromptReader(tokenizer)
+    tokenizer.seen = 0
+    assert reader.tokens(COMPLETION_PATH, {"prompt": "a" * 1_601}) is None
+    assert reader.tokens(CHAT_PATH, {"messages": [{"role": "user", "content": "a" * 10**6}]}) is None
+    assert tokenizer.seen == 0
+    assert len(reader.tokens(COMPLETION_PATH, {"prompt": "a" * 1_600})) == 1_600
+    assert reader.tokens(COMPLETION_PATH, {"prompt": [1] * 5_000}) is None
+    assert caplog.text.count("least loaded") == 1
+
+
+def test_a_tokenizer_that_says_no_length_has_none():
+    tokenizer = Counting()
+    tokenizer.model_max_length = int(1e30)
+    assert len(PromptReader(tokenizer).tokens(COMPLETION_PATH, {"prompt": "a" * 10**5})) == 10**5

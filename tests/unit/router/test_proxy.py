@@ -8,7 +8,7 @@ import json
 import pytest
 from tests.unit.router.fake_workers import WAIT_S, Worker, often, routed, run, until
 
-from kvgraft.prefix import scope_of
+from kvgraft.reuse.donor_events import scope_of
 from kvgraft.router.gateway import Gateway
 from kvgraft.router.worker import WorkerSpec
 

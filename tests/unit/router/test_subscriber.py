@@ -8,7 +8,7 @@ import pytest
 from tests.unit.router.engine_model import EngineModel, scope
 
 zmq = pytest.importorskip("zmq")
-pytest.importorskip("msgspec")
+msgspec = pytest.importorskip("msgspec")
 
 from kvgraft.errors import ConfigError  # noqa: E402
 from kvgraft.prefix import EventBatch, PublisherConfig, ZmqEventPublisher, encode_batch  # noqa: E402
@@ -28,6 +28,10 @@ def until(condition, what):
     while not condition():
         assert time.monotonic() < give_up, what
         time.sleep(0.01)
+
+
+def encoded(value):
+    return msgspec.msgpack.encode(value)
 
 
 class Watched:
@@ -233,6 +237,62 @@ def test_messages_that_are_no_events_are_counted_and_harm_nobody(endpoints, open
     publisher.send(1, EngineModel(16).store(TEXT))
     watched.until(TEXT, 64)
     assert caplog.text.count("publishes what is no KV event") == 1
+
+
+def test_bad_batches_are_told_of_in_one_line_for_all(endpoints, opened, caplog):
+    """Nested too deeply, of other types, without names: none costs a traceback."""
+    publisher = opened(RawPublisher(endpoints[0]))
+    watched = opened(Watched(endpoints[0]))
+    publisher.await_reader()
+    bad = [
+        b"\x91" * 100_000,
+        b"\xdd" + b"\xff" * 4,
+        b"",
+        b"\xc0",
+        encoded(None),
+        encoded([1.0, 5]),
+        encoded([1.0, [[7]]]),
+    ]
+    bad += [encoded([float(n), [{"type": "BlockStored", "block_hashes": n, "token_ids": None}], 0]) for n in range(20)]
+    bad += [
+        encoded(
+            [
+                1.0,
+                [
+                    {
+                        "type": "BlockStored",
+                        "block_hashes": hashes,
+                        "parent_block_hash": None,
+                        "token_ids": tokens,
+                        "block_size": size,
+                    }
+                ],
+                0,
+            ]
+        )
+        for hashes in ([[1]], [1], None, [{}])
+        for tokens in ([1], [[1]], "text", [1 << 60], 3)
+        for size in (1, 0, -1, "1", [])
+    ]
+    for number, payload in enumerate(bad):
+        publisher.socket.send_multipart((b"", number.to_bytes(8, "big"), payload))
+    publisher.send(len(bad), EngineModel(16).store(TEXT))
+    watched.until(TEXT, 64)
+    assert not [record for record in caplog.records if record.exc_info]
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) <= 2
+
+
+def test_a_message_that_is_too_long_is_not_taken(endpoints, opened):
+    """It ends the connection, which is made anew, and what follows is heard."""
+    publisher = opened(RawPublisher(endpoints[0]))
+    publisher.socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscription and its end is told, in any order
+    watched = opened(Watched(endpoints[0]))
+    publisher.await_reader()
+    publisher.socket.send_multipart((b"", (0).to_bytes(8, "big"), bytes(subscriber.MOST_MESSAGE_BYTES + 1)))
+    for _ in range(2):  # it has left, and is back
+        publisher.await_reader()
+    publisher.send(1, EngineModel(16).store(TEXT))
+    watched.until(TEXT, 64)
 
 
 def test_events_that_cannot_be_applied_make_everything_forgotten(endpoints, opened):

@@ -6,16 +6,17 @@ import threading
 
 import numpy as np
 
-from kvgraft.semantic import Embedder, MiniLMProvider, unit_rows
+from kvgraft.semantic import Embedder, SketchProvider, unit_rows
 
 PATIENCE_S = 60
 
 
-class PatientMiniLM(MiniLMProvider):
-    """As a user writes it who would rather wait than compute."""
+class Settled(SketchProvider):
+    """Keeps what its constructor was given."""
 
-    def __init__(self):
-        super().__init__(patience_s=PATIENCE_S)
+    def __init__(self, *, threshold, capacity, patience_s, directory):
+        super().__init__(threshold=threshold, capacity=capacity)
+        self.given = (threshold, capacity, patience_s, directory)
 
 
 class BagEmbedder(Embedder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +12,8 @@ import pytest
 
 from kvgraft.config import ServerConfig
 from kvgraft.engine.memory_use import MemoryUse
-from kvgraft.engine.request import FinishReason, PromptFacts, RequestOutput, StreamPart
-from kvgraft.engine.sampling import TokenLogprobs
-from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.engine.requests.request import FinishReason, PromptFacts, RequestOutput, StreamPart
+from kvgraft.engine.sampling.sampling import TokenLogprobs
 from kvgraft.errors import ConfigError, ContextLengthError, UnknownSessionError
 from kvgraft.memory import SlotUsage
 from kvgraft.observability.prometheus import PrometheusRecorder
@@ -61,7 +60,7 @@ class FakeTokenizer:
             variables["ends"] = True
         if any(message["content"] == "refuse me" for message in conversation):
             raise ValueError("roles must\nalternate")
-        return json.dumps({"messages": conversation, "tools": tools} | variables)
+        return json.dumps({"messages": conversation, "tools": tools} | variables, ensure_ascii=False)
 
 
 class FakeEngine:
@@ -95,25 +94,30 @@ class FakeEngine:
         special = [2] if add_special_tokens and isinstance(prompt, str) else []
         return np.array([*special, *(prompt.encode() if isinstance(prompt, str) else prompt)])
 
-    async def prepare(self, prompt, sampling=None, reuse="graft", **options):
+    async def build(self, prompt, options):
         ids = list(prompt.encode()) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
             raise ConfigError("the prompt is empty; give at least one token")
         if len(ids) >= self.max_model_len:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens; shorten it")
         self.prepared.append(prompt)
-        self.calls.append(SimpleNamespace(prompt=prompt, reuse=reuse, sampling=sampling, **options))
-        labels = options.get("documents", ())
-        named = tuple(NamedPart(label.document_id, label.start, label.stop - label.start) for label in labels)
+        self.calls.append(
+            SimpleNamespace(prompt=prompt, **{at.name: getattr(options, at.name) for at in fields(options)})
+        )
+        named = tuple(
+            NamedPart(label.document_id, label.start, label.stop - label.start) for label in options.documents
+        )
         return SimpleNamespace(
-            request_id=options.get("request_id"),
+            request_id=options.request_id,
             token_ids=np.array(ids),
-            sampling=sampling or SamplingParams(),
+            sampling=options.sampling,
             documents=named,
         )
 
-    async def stream(self, request):
+    async def stream(self, request, admitted=None):
         sampling, text = request.sampling, ""
+        if self.failure is None or self.fail_at is not None:
+            admitted and admitted()
         count = min(len(self.answer), sampling.max_new_tokens)
         try:
             for step in range(count):
@@ -184,6 +188,7 @@ class FakeEngine:
             num_pending_audits=7,
             num_left_out_audits=8,
             proposals={"donors": 9, "tokens": 250},
+            semantic_calls={"hit": 2, "timeout": 1},
             stores=(),
             num_cold_donors=0,
             num_heal_candidates=11,
@@ -252,8 +257,11 @@ class Reply:
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 
-async def exchange(app, method, path, *, headers=(), body=(b"",), leave_after=None):
-    """Send one request; `leave_after` chunks of the answer the client disconnects (0: as soon as it has sent the body)."""
+async def exchange(app, method, path, *, headers=(), body=(b"",), leave_after=None, local="127.0.0.1"):
+    """Send one request to the address `local`.
+
+    `leave_after` chunks of the answer the client disconnects (0: as soon as it has sent the body).
+    """
     reply, left = Reply(), asyncio.Event()
     if leave_after == 0:
         left.set()
@@ -270,7 +278,7 @@ async def exchange(app, method, path, *, headers=(), body=(b"",), leave_after=No
         "query_string": path.partition("?")[2].encode(),
         "headers": [(name.lower(), value) for name, value in headers],
         "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2),
+        "server": (local, 2),
     }
 
     async def receive():

@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine.request_builder import RequestBuilder
-from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.requests.request_builder import RequestBuilder
+from kvgraft.engine.sampling.sampling_params import SamplingParams
 from kvgraft.errors import ConfigError, ContextLengthError
 from kvgraft.models import bundled_model_path
 
@@ -36,13 +37,13 @@ def builder():
 @pytest.fixture
 def strict(server, builder, monkeypatch):
     """A server whose engine refuses what the real one does."""
-    prepare = server.engine.prepare
+    build = server.engine.build
 
-    async def checked(prompt, sampling=None, reuse="graft", **options):
-        builder.build(prompt, sampling, reuse, **options)
-        return await prepare(prompt, sampling, reuse, **options)
+    async def checked(prompt, options):
+        builder.build(prompt, options)
+        return await build(prompt, options)
 
-    monkeypatch.setattr(server.engine, "prepare", checked)
+    monkeypatch.setattr(server.engine, "build", checked)
     return server
 
 
@@ -126,15 +127,15 @@ def test_tools_that_cannot_be_kept_are_named_unless_they_are_one_of_two(strict, 
         (None, [None] * 3),
     ],
 )
-@pytest.mark.parametrize("where", ["prepare", "stream"])
+@pytest.mark.parametrize("where", ["build", "stream"])
 def test_names_of_the_engine_are_translated(server, monkeypatch, argument, params, where):
     error = ConfigError("it is wrong", argument)
 
     async def fails(*_args, **_options):
         raise error
 
-    if where == "prepare":
-        monkeypatch.setattr(server.engine, "prepare", fails)
+    if where == "build":
+        monkeypatch.setattr(server.engine, "build", fails)
     else:
         server.engine.failure = error
     assert [refused(server, path, {}) for path in BODIES] == params
@@ -146,13 +147,16 @@ def test_the_engine_says_which_argument_it_means(builder):
         "temperature": lambda: SamplingParams(temperature=-1),
         "stop": lambda: SamplingParams(stop=("",)),
         "prompt": lambda: builder.build([]),
-        "selection": lambda: builder.build([2], selection="nonsense"),
-        "correction": lambda: builder.build([2], correction="nonsense"),
-        "reuse": lambda: builder.build([2], reuse="nonsense"),
-        "documents": lambda: builder.build([2], documents=[SimpleNamespace(document_id="", start=0, stop=1)]),
-        "min_tokens": lambda: builder.build([2], SamplingParams(2, min_tokens=3)),
-        "append": lambda: builder.build([2], append=True),
-        "priority": lambda: builder.build([2], priority=1.5),
+        "selection": lambda: builder.build([2], RequestOptions(selection="nonsense")),
+        "correction": lambda: builder.build([2], RequestOptions(correction="nonsense")),
+        "repair": lambda: builder.build([2], RequestOptions(repair="nonsense")),
+        "reuse": lambda: builder.build([2], RequestOptions(reuse="nonsense")),
+        "documents": lambda: builder.build(
+            [2], RequestOptions(documents=[SimpleNamespace(document_id="", start=0, stop=1)])
+        ),
+        "min_tokens": lambda: builder.build([2], RequestOptions(SamplingParams(2, min_tokens=3))),
+        "append": lambda: builder.build([2], RequestOptions(append=True)),
+        "priority": lambda: builder.build([2], RequestOptions(priority=1.5)),
     }
     for argument, ask in asked.items():
         with pytest.raises(ConfigError) as caught:

@@ -39,6 +39,7 @@ def test_defaults_are_those_of_openai(server):
     call = server.engine.calls[0]
     assert (call.sampling.max_new_tokens, call.sampling.temperature, call.sampling.top_p) == (16, 1.0, 1.0)
     assert (call.reuse, call.selection, call.cache_salt, call.sampling.seed) == ("graft", None, "", None)
+    assert call.repair is None
     assert call.priority == 0
 
 
@@ -54,14 +55,14 @@ def test_fields_reach_the_engine(server):
         logprobs=2,
         cache_salt="tenant",
         priority=-3,
-        kvgraft={"reuse": "exact", "selection": "first_k", "correction": "drift"},
+        kvgraft={"reuse": "exact", "selection": "first_k", "correction": "drift", "repair": "before"},
     )
     call = server.engine.calls[0]
     sampling = call.sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (3, 0.5, 0.9, 0)
     assert (sampling.seed, sampling.stop, sampling.ignore_eos, sampling.logprobs) == (-5, ("x", "y"), True, 2)
     assert (call.cache_salt, call.reuse, call.priority) == ("tenant", "exact", -3)
-    assert (call.selection, call.correction) == ("first_k", "drift")
+    assert (call.selection, call.correction, call.repair) == ("first_k", "drift", "before")
 
 
 def test_null_is_absent(server):
@@ -103,7 +104,7 @@ def test_logprobs_have_the_shape_of_openai(server):
     assert told == {
         "tokens": ["h", "e"],
         "token_logprobs": [-0.5, -0.5],
-        "top_logprobs": [{"a": -9999.0}, {"a": -9999.0}],
+        "top_logprobs": [{"a": -9999.0, "h": -0.5}, {"a": -9999.0, "e": -0.5}],
         "text_offset": [0, 1],
     }
 
@@ -114,7 +115,7 @@ def test_log_probabilities_name_tokens_by_their_ids_if_asked(server, stream):
     answers = reply.events[:-1] if stream else [reply.json]
     told = [answer["choices"][0]["logprobs"] for answer in answers]
     assert [name for logprobs in told for name in logprobs["tokens"]] == ["token_id:97", "token_id:98", "token_id:104"]
-    assert told[-1]["top_logprobs"][-1] == {"token_id:97": -9999.0}
+    assert told[-1]["top_logprobs"][-1] == {"token_id:97": -9999.0, "token_id:104": -0.5}
 
 
 def test_small_temperature_is_greedy(server):
@@ -216,6 +217,8 @@ def test_answer_without_tokenizer_names_token_ids(server):
         ({"kvgraft": {"reuse": ["off"]}}, "kvgraft.reuse"),
         ({"kvgraft": {"selection": "best"}}, "kvgraft.selection"),
         ({"kvgraft": {"correction": "some"}}, "kvgraft.correction"),
+        ({"kvgraft": {"repair": "later"}}, "kvgraft.repair"),
+        ({"kvgraft": {"repair": True}}, "kvgraft.repair"),
         ({"kvgraft": {"re-use": "off"}}, "kvgraft"),
         ({"model": 5}, "model"),
     ],

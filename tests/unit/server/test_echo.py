@@ -18,9 +18,15 @@ def test_echo_with_logprobs_has_those_of_the_prompt_in_front(server):
     assert server.engine.calls[0].sampling.prompt_logprobs == 1
     assert reply.json["choices"][0]["text"] == "Sähe"
     assert reply.json["choices"][0]["logprobs"] == {
-        "tokens": ["S", "\ufffd", "\ufffd", "h", "e"],
+        "tokens": ["S", r"bytes:\xc3", r"bytes:\xa4", "h", "e"],
         "token_logprobs": [None, -1.5, -1.5, -0.5, -0.5],
-        "top_logprobs": [None, {"a": -0.25}, {"a": -0.25}, {"a": -9999.0}, {"a": -9999.0}],
+        "top_logprobs": [
+            None,
+            {"a": -0.25, r"bytes:\xc3": -1.5},
+            {"a": -0.25, r"bytes:\xa4": -1.5},
+            {"a": -9999.0, "h": -0.5},
+            {"a": -9999.0, "e": -0.5},
+        ],
         "text_offset": [0, 1, 1, 2, 3],
     }
 
@@ -55,9 +61,9 @@ def test_stream_with_logprobs_begins_with_those_of_the_prompt(server):
     first, *others, _done = server.complete("Sä", echo=True, logprobs=1, max_tokens=2, stream=True).events
     assert first["choices"][0]["text"] == "Sä"
     assert first["choices"][0]["logprobs"] == {
-        "tokens": ["S", "\ufffd", "\ufffd"],
+        "tokens": ["S", r"bytes:\xc3", r"bytes:\xa4"],
         "token_logprobs": [None, -1.5, -1.5],
-        "top_logprobs": [None, {"a": -0.25}, {"a": -0.25}],
+        "top_logprobs": [None, {"a": -0.25, r"bytes:\xc3": -1.5}, {"a": -0.25, r"bytes:\xa4": -1.5}],
         "text_offset": [0, 1, 1],
     }
     told = [chunk["choices"][0]["logprobs"] for chunk in others]
@@ -101,11 +107,11 @@ def test_echo_does_not_need_a_tokenizer(server):
     assert reply.json["choices"][0]["logprobs"]["tokens"] == ["token_id:1", "token_id:2", "token_id:104"]
 
 
-def test_of_tokens_with_one_text_the_likeliest_is_told(server):
+def test_of_tokens_with_one_text_the_prompt_s_has_the_name(server):
     server.engine.loaded.tokenizer.backend_tokenizer = None
     server.engine.loaded.tokenizer.decode = lambda ids: "x"
     told = server.complete("ab", echo=True, logprobs=3, max_tokens=0).json["choices"][0]["logprobs"]
-    assert told["top_logprobs"] == [None, {"x": -0.25}]
+    assert told["top_logprobs"] == [None, {"token_id:97": -0.25, "x": -0.5, "token_id:99": -0.75}]
 
 
 def test_prompt_logprobs_have_the_form_of_vllm(server):
@@ -133,7 +139,7 @@ def test_prompt_logprobs_may_be_all_that_is_asked(server):
 def test_more_logprobs_of_the_prompt_than_of_the_output(server):
     choice = server.complete("ab", prompt_logprobs=3, echo=True, logprobs=1).json["choices"][0]
     assert server.engine.calls[0].sampling.prompt_logprobs == 3
-    assert choice["logprobs"]["top_logprobs"][1] == {"a": -0.25}
+    assert choice["logprobs"]["top_logprobs"][1] == {"a": -0.25, "b": -1.5}
     assert len(choice["prompt_logprobs"][1]) == 3
 
 
@@ -162,7 +168,8 @@ class TrimmingTokenizer:
 
     def __call__(self, text, *, add_special_tokens, return_offsets_mapping):
         assert return_offsets_mapping
-        return {"offset_mapping": [(0, 0)] * add_special_tokens + [(0, 3), (4, 7), (0, 0), (8, 9), (8, 9)]}
+        offsets = [(0, 0)] * add_special_tokens + [(0, 3), (4, 7), (0, 0), (8, 9), (8, 9)]
+        return {"input_ids": [0] * len(offsets), "offset_mapping": offsets}
 
 
 def test_offsets_of_a_text_count_blanks_and_whole_characters():

@@ -16,7 +16,8 @@ from kvgraft.server.body_fields import BODY_FIELDS, SHOWN, Endpoint, Handling
 from kvgraft.server.field_table import field_tables, table_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
-VLLM = json.loads((Path(__file__).parent / "vllm_fields.json").read_text())
+VERSIONS = json.loads((Path(__file__).parent / "vllm_fields.json").read_text())
+VLLM = {body: {name for lists in VERSIONS.values() for name in lists[body]} for body in VERSIONS["0.33.0"]}
 OPENAI = {
     Endpoint.COMPLETIONS: CompletionCreateParamsNonStreaming,
     Endpoint.CHAT: chat.CompletionCreateParamsNonStreaming,
@@ -48,7 +49,7 @@ def test_every_parameter_of_openai_is_in_the_table(endpoint):
 
 @pytest.mark.parametrize("endpoint", [Endpoint(name) for name in VLLM if name in [*Endpoint]])
 def test_every_parameter_of_vllm_is_in_the_table(endpoint):
-    assert set(VLLM[endpoint]) <= set(table_of(endpoint))
+    assert VLLM[endpoint] <= set(table_of(endpoint))
 
 
 def test_a_name_stands_once_for_an_endpoint():
@@ -96,6 +97,11 @@ def test_true_is_not_one_and_zero_is_not_false(server):
     [
         ("max_token", "did you mean 'max_tokens'?"),
         ("temprature", "did you mean 'temperature'?"),
+        ("penalty_last_n", "docs/server.md lists the fields; leave it out"),
+        ("top_a", "docs/server.md lists the fields; leave it out"),
+        ("min_length", "docs/server.md lists the fields; leave it out"),
+        ("stop_sequences", "docs/server.md lists the fields; leave it out"),
+        ("max_new_tokens", "did you mean 'max_tokens'?"),
         ("zzz", "docs/server.md lists the fields; leave it out"),
         ("top_logprobs", "it is one of chat, responses"),
         ("x" * 100_000, "docs/server.md lists the fields; leave it out"),
@@ -107,6 +113,44 @@ def test_unknown_field_is_refused_with_what_was_meant(server, field, hint):
     assert (reply.error["code"], reply.error["param"]) == ("unknown_field", field[:60])
     assert reply.error["message"] == f"{field[:60]!r} is no field of completions; {hint}"
     assert server.engine.prepared == []
+
+
+@pytest.mark.parametrize("call", ["complete", "chat"])
+class TestOtherNames:
+    def test_of_llama_cpp(self, server, call):
+        assert getattr(server, call)(n_predict=3, repeat_penalty=1.3).status == 200
+        sampling = server.engine.calls[-1].sampling
+        assert (sampling.max_new_tokens, sampling.repetition_penalty) == (3, 1.3)
+
+    @pytest.mark.parametrize("name", ["n_predict", "max_tokens"])
+    def test_minus_one_is_as_many_as_fit(self, server, call, name):
+        assert getattr(server, call)(**{name: -1}).status == 200
+        assert server.engine.calls[-1].sampling.max_new_tokens == 2**31 - 1
+
+    def test_a_request_for_our_vllm_connector(self, server, call):
+        assert getattr(server, call)(kv_transfer_params={"kvgraft": "exact"}).status == 200
+        assert server.engine.calls[-1].reuse == "exact"
+        assert getattr(server, call)(kv_transfer_params={"kvgraft_repair": "before"}).status == 200
+        assert server.engine.calls[-1].repair == "before"
+        reply = getattr(server, call)(kv_transfer_params={"kvgraft": "words"})
+        assert (reply.status, reply.error["param"]) == (400, "kvgraft.reuse")
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
+            ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
+            ({"kv_transfer_params": {"kvgraft": "off"}, "kvgraft": {"reuse": "graft"}}, "kv_transfer_params.kvgraft"),
+            ({"kv_transfer_params": {"kvgraft": 1}}, "kv_transfer_params.kvgraft"),
+            ({"kv_transfer_params": {"kvgraft_repair": 1}}, "kv_transfer_params.kvgraft_repair"),
+            ({"kv_transfer_params": {"kvgraft": "off", "do_remote_decode": True}}, "kv_transfer_params"),
+            ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+            ({"max_tokens": -2}, "max_tokens"),
+        ],
+    )
+    def test_contradictions_and_what_is_not_taken(self, server, call, fields, param):
+        reply = getattr(server, call)(**fields)
+        assert (reply.status, reply.error["param"]) == (400, param)
 
 
 def test_null_of_an_unknown_field_is_absent(server):
@@ -138,7 +182,7 @@ def test_unknown_options_are_refused(server, fields, message):
 
 
 def test_options_of_streams_are_known():
-    options = set(ChatCompletionStreamOptionsParam.__annotations__) | set(VLLM["stream_options"])
+    options = set(ChatCompletionStreamOptionsParam.__annotations__) | VLLM["stream_options"]
     assert options == {"include_usage", "include_obfuscation", "continuous_usage_stats"}
 
 

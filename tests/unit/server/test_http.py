@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
+import threading
 
 import pytest
 
-from kvgraft.server import body as body_module
+from kvgraft.http import body as body_module
+from kvgraft.server import completions
 
 JSON = (b"content-type", b"application/json")
 
@@ -29,7 +32,9 @@ JSON = (b"content-type", b"application/json")
         (b'{"prompt": "x", "prompt": "y"}', "given twice"),
         (b'{"prompt": "x", "a": {"b": 1, "b": 1}}', "given twice"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deeply"),
-        (b'{"seed": ' + b"9" * 5_000 + b"}", "digit"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5_000 + b"}", "a number has more than 4,300 digits"),
+        (b'{"prompt": "x", "seed": -' + b"9" * 5_000 + b"}", "a number has more than 4,300 digits"),
+        (b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
     ],
 )
 def test_body_that_cannot_be_read_is_400(server, raw, words):
@@ -37,6 +42,67 @@ def test_body_that_cannot_be_read_is_400(server, raw, words):
     assert reply.status == 400
     assert reply.error["code"] == "invalid_json"
     assert words in reply.error["message"]
+    assert not [word for word in PYTHON_S_WORDS if word in reply.error["message"]]
+
+
+PYTHON_S_WORDS = ("set_int_max_str_digits", "utf-8-sig", "recursion", "Exceeds the limit")
+
+
+@pytest.mark.parametrize("text", ["\ufeff{}", "9" * 5_000, "[" * 100_000, '{"a": NaN}', "{"])
+def test_python_s_words_are_in_no_message_about_the_text_of_a_schema(server, text):
+    reply = server.complete(structured_outputs={"json": text})
+    if reply.status == 400:
+        assert reply.error["param"] == "structured_outputs.json"
+        assert not [word for word in PYTHON_S_WORDS if word in reply.error["message"]]
+
+
+@pytest.mark.parametrize("prompt", ["x" * 70_000, [1] * 70_000, [[1] * 70_000]])
+def test_what_takes_long_to_read_is_read_beside_the_event_loop(server, monkeypatch, prompt):
+    """Other clients are answered meanwhile."""
+    threads = []
+
+    def noted(function):
+        def call(*arguments):
+            threads.append(threading.current_thread())
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(body_module, "parse_object", noted(body_module.parse_object))
+    monkeypatch.setattr(completions, "parse_token_ids", noted(completions.parse_token_ids))
+    assert server.complete(prompt).error["code"] == "context_length_exceeded"
+    assert len(threads) == (1 if isinstance(prompt, str) else 2)
+    assert threading.main_thread() not in threads
+
+
+def test_a_byte_order_mark_is_passed_over(server):
+    """Some Windows programs write one in front of UTF-8."""
+    assert server.post("/v1/completions", b'\xef\xbb\xbf{"prompt": "x"}').status == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/v1/sessions"]
+)
+@pytest.mark.parametrize("encoding", [b"gzip", b"br", b"GZIP, deflate"])
+def test_compressed_bodies_are_refused_by_name(server, path, encoding):
+    headers = [JSON, (b"content-encoding", encoding)]
+    reply = server.call("POST", path, headers=headers, body=[gzip.compress(b'{"prompt": "x"}')])
+    assert (reply.status, reply.headers["accept-encoding"]) == (415, "identity")
+    assert "without compression" in reply.error["message"]
+
+
+def test_a_body_may_say_that_it_is_not_compressed(server):
+    headers = [JSON, (b"content-encoding", b"identity")]
+    assert server.call("POST", "/v1/completions", headers=headers, body=[b'{"prompt": "x"}']).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/reset_prefix_cache", "/health", "/nowhere"])
+def test_a_body_whose_length_is_said_twice_is_refused(server, path):
+    """A proxy that believes the other one takes the rest for another client's request."""
+    headers = [JSON, (b"content-length", b"3"), (b"transfer-encoding", b"chunked")]
+    reply = server.call("POST", path, headers=headers, body=[b'{"prompt": "x"}'])
+    assert (reply.status, reply.headers["connection"], reply.error["code"]) == (400, "close", "ambiguous_length")
+    assert (server.engine.num_resets, server.engine.prepared) == (0, [])
 
 
 def test_number_beyond_float_is_400(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -12,8 +13,8 @@ import sys
 import pytest
 
 from kvgraft.errors import ConfigError
-from kvgraft.server import process
-from kvgraft.server.process import GracefulServer, bind
+from kvgraft.http import process
+from kvgraft.http.process import GracefulServer, bind
 
 PATIENCE_S = 60.0
 
@@ -70,6 +71,70 @@ def test_second_request_of_a_connection_is_answered_whatever_the_first_took(serv
         return head.split(b"\r\n")[0]
 
     assert serve_and(server, talk) == b"HTTP/1.1 200 OK"
+
+
+BODY = b'{"prompt": "x"}'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+async def said_to(port, request, *, closes):
+    """All that is answered to a client that sends `request`, and closes its half of the connection or waits for the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        if closes:
+            writer.write_eof()
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("request_", [WHOLE, HEAD + b"Content-Length: 99\r\n\r\n" + BODY])
+def test_a_client_that_closes_its_half_is_told_why_it_gets_no_answer(server, request_):
+    """It cannot be told from one that has left, whose request is cancelled."""
+    server.engine.hold_at = 0
+    answer = serve_and(server, lambda port: said_to(port, request_, closes=True))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head.lower()
+    assert b"content-length: %d" % len(body) in head.lower()
+    error = json.loads(body)["error"]
+    assert error["code"] == "client_closed"
+    assert "keep the connection open until the answer has come" in error["message"]
+    assert len(server.engine.cancelled) == (request_ == WHOLE)
+
+
+def test_a_stream_whose_client_closes_its_half_ends(server):
+    server.engine.hold_at = 2
+
+    async def talk(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "x", "stream": true}'
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        first = await reader.readuntil(b"\r\n\r\n")
+        writer.write_eof()
+        rest = await reader.read()
+        writer.close()
+        return first, rest
+
+    first, rest = serve_and(server, talk)
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1" not in rest
+    assert len(server.engine.cancelled) == 1
+
+
+def test_a_connection_that_ends_between_requests_gets_nothing(server):
+    assert serve_and(server, lambda port: said_to(port, b"", closes=True)) == b""
+
+
+def test_a_body_whose_length_is_said_twice_ends_the_connection(server):
+    smuggled = b"0\r\n\r\nPOST /reset_prefix_cache HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    request = HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(smuggled) + smuggled
+    answer = serve_and(server, lambda port: said_to(port, request, closes=False))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert server.engine.num_resets == 0
 
 
 def test_signal_drains_and_is_not_raised_again(server):

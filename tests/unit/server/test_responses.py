@@ -163,7 +163,7 @@ def test_functions_can_be_forced(hermes):
     assert "".join(deltas) == '{"a": 1}'
     assert len(deltas) > 5
     parts = json.loads(hermes.engine.calls[-1].sampling.structure.source)
-    assert parts[1] == {"schema": TOOL["parameters"]}
+    assert parts[1] == {"schema": TOOL["parameters"] | {"additionalProperties": False}}
 
 
 def test_response_without_items_has_an_empty_message():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgraft.engine.sampling_params import SamplingParams
+from kvgraft.engine.sampling.sampling_params import SamplingParams
 
 ASKED = {
     "frequency_penalty": -1.5,
@@ -59,7 +59,7 @@ def test_token_ids_of_a_prompt_may_be_written_with_a_point(server):
     assert [type(token) for token in server.engine.prepared[0]] == [int, int]
 
 
-@pytest.mark.parametrize("number", [1.5, True, "1", 1e300, -1.0])
+@pytest.mark.parametrize("number", [1.5, True, "1", 1e300, -2.0])
 @pytest.mark.parametrize("field", ["max_tokens", "n"])
 def test_other_numbers_are_not_whole(server, field, number):
     reply = server.complete(**{field: number})

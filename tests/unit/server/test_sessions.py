@@ -53,7 +53,7 @@ def test_completions_append_and_chats_send_all(server):
     first, second, third = server.engine.calls
     assert (first.session_id, first.append, first.owner) == ("s", True, "")
     assert (second.session_id, second.append, second.owner) == ("s", False, "")
-    assert not hasattr(third, "session_id")
+    assert third.session_id is None
 
 
 def test_a_session_belongs_to_a_key(make_server):

@@ -60,23 +60,25 @@ def test_health_and_metrics_say_what_audits_have_shown(server):
         "left_out_audits": 8,
     }
     server.engine.class_risks = {
-        "shifted": RiskStatement(RiskStatus.CERTIFIED, 0.02, 0.05, "first_token", "10 %", 300),
-        "composed": RiskStatement(RiskStatus.BREACHED, 0.02, 0.05, "first_token", "full", 0),
+        "shifted": {"later": RiskStatement(RiskStatus.CERTIFIED, 0.02, 0.05, "first_token", "10 %", 300, part="later")},
+        "composed": {"whole": RiskStatement(RiskStatus.BREACHED, 0.02, 0.05, "first_token", "full", 0, part="whole")},
     }
     told = server.get("/health").json["risk"]["classes"]
-    assert told["shifted"] == {
+    assert told["shifted"]["later"] == {
         "status": "certified",
         "epsilon": 0.02,
         "delta": 0.05,
         "loss": "first_token",
         "notch": "10 %",
         "audits": 300,
+        "part": "later",
     }
-    assert told["composed"]["status"] == "breached"
+    assert told["composed"]["whole"]["status"] == "breached"
     lines = server.get("/metrics").body.decode().splitlines()
-    assert 'kvgraft:risk_audits{model_name="fake",notch="10 %",reuse_class="shifted",status="certified"} 300.0' in lines
-    assert 'kvgraft:risk_certified{model_name="fake",reuse_class="shifted"} 0.02' in lines
-    assert 'kvgraft:risk_certified{model_name="fake",reuse_class="composed"} 1.0' in lines
+    labels = 'model_name="fake",notch="10 %",part="later",reuse_class="shifted",status="certified"'
+    assert f"kvgraft:risk_audits{{{labels}}} 300.0" in lines
+    assert 'kvgraft:risk_certified{model_name="fake",part="later",reuse_class="shifted"} 0.02' in lines
+    assert 'kvgraft:risk_certified{model_name="fake",part="whole",reuse_class="composed"} 1.0' in lines
     server.engine.class_risks = {}
     assert "risk_audits{" not in server.get("/metrics").body.decode()
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvgraft.engine.request import PromptFacts
-from kvgraft.errors import OverloadedError, RequestError
+from kvgraft.engine.requests.request import PromptFacts
+from kvgraft.errors import OverloadedError, RequestError, StructureError
 
 
 def post(server, path, value, **options):
@@ -60,7 +60,7 @@ def test_usage_so_far_is_of_all_choices_and_comes_without_a_last_chunk_unless_as
 def test_usage_so_far_counts_all_that_a_session_holds(server):
     stream = server.engine.stream
 
-    async def behind_the_session(request):
+    async def behind_the_session(request, admitted=None):
         async for part in stream(request):
             yield part if part.prompt is None else replace(part, prompt=PromptFacts(np.arange(9)))
 
@@ -93,7 +93,7 @@ def test_parts_without_text_are_left_out_but_for_the_first(server):
     server.engine.answer = "ab"
     stream = server.engine.stream
 
-    async def with_silence(request):
+    async def with_silence(request, admitted=None):
         async for part in stream(request):
             for _ in range(2):
                 yield type(part)("", part.token_id, None, None)
@@ -137,6 +137,22 @@ def test_failure_in_the_stream_is_an_event_behind_which_it_ends(server, prompt, 
     assert "error" in reply.events[-1]
     assert "[DONE]" not in reply.events
     assert "choices" in reply.events[0]
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("fail_at", [0, 2])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_structure_that_cannot_be_followed_is_the_client_s_fault(server, stream, fail_at, caplog):
+    server.engine.failure, server.engine.fail_at = StructureError("the structure cannot be followed further"), fail_at
+    server.engine.is_closing = True
+    reply = server.complete(stream=stream, response_format=SCHEMA)
+    begun = stream and fail_at
+    assert reply.status == (200 if begun else 400)
+    error = reply.events[-1]["error"] if begun else reply.error
+    assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_failure_while_closing_is_503(server):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from kvgraft.engine.structure import StructureSpec
-from kvgraft.server.errors import BadRequestError
-from kvgraft.server.fields import Fields
+from kvgraft.engine.sampling.structure import StructureSpec
+from kvgraft.http.errors import BadRequestError
+from kvgraft.http.fields import Fields
 from kvgraft.server.structure_fields import structure_of, structure_of_format
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

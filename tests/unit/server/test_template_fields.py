@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from kvgraft.http.chat_template import render_chat
+from kvgraft.http.template_fields import TemplateFields, reads
 from kvgraft.models import bundled_model_path
-from kvgraft.server.chat_template import render_chat
-from kvgraft.server.template_fields import TemplateFields, reads
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if enable_thinking %}<think>{% endif %}"

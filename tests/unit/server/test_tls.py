@@ -10,7 +10,7 @@ import pytest
 
 from kvgraft.cli import main, serve
 from kvgraft.errors import ConfigError
-from kvgraft.server.process import GracefulServer, bind, certificate
+from kvgraft.http.process import GracefulServer, bind, certificate
 
 FILES = Path(__file__).parent / "tls"
 PATIENCE_S = 60.0

@@ -173,10 +173,10 @@ def test_the_report_tells_how_the_answer_was_healed(server):
 
 
 def test_the_log_line_counts_drafts_of_all_choices(server, caplog):
-    caplog.set_level("INFO", "kvgraft.server.access_log")
+    caplog.set_level("INFO", "kvgraft.http.access_log")
     server.complete()
     server.engine.healing = HEALING
     server.complete(["one", "other"], kvgraft=VERIFIED)
-    plain, verified = (record.fields for record in caplog.records if record.name == "kvgraft.server.access_log")
+    plain, verified = (record.fields for record in caplog.records if record.name == "kvgraft.http.access_log")
     assert plain["drafted_tokens"] is plain["retracted_tokens"] is None
     assert (verified["drafted_tokens"], verified["retracted_tokens"]) == (8, 4)

@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 _CHARACTERS = (300, 700)
 _LEAST_PASSAGES = 100
 _STEPS = ("read", "search", "test", "reply")
-"""What the agent does about each task, one after another."""
+"""Actions of the agent on each task, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation.
-
-    Attributes:
-        role: `user`, `assistant` or `tool`.
-        content: Its text.
-        reasoning: What an assistant thought in front of it; empty for others.
-    """
+    """One message of a conversation; `role` is `user`, `assistant` or `tool`, `reasoning` comes before the `content`."""
 
     role: str
     content: str
@@ -49,8 +43,8 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one turn adds: messages behind which the model is asked, and what it is taken to have answered.
+class AgentStep:
+    """Messages that one turn adds, after which the model is asked, and the answer that it is taken to have given.
 
     Attributes:
         asked: A user's message or a tool's result.
@@ -65,17 +59,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One session of an agent.
-
-    Attributes:
-        tools: Schemas of its tools, as JSON.
-        files: Files that it always sees.
-        steps: Its turns.
-    """
+    """One session of an agent: schemas of its tools as JSON, the files that it always sees, and its turns."""
 
     tools: tuple[str, ...]
     files: tuple[SourceFile, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[AgentStep, ...]
 
 
 def episode(rng: random.Random, num_turns: int, num_files: int) -> Episode:
@@ -103,7 +91,7 @@ def episode(rng: random.Random, num_turns: int, num_files: int) -> Episode:
     steps, asked = [], _task(rng, drawn[num_files])
     for number, passage in enumerate(drawn[num_files:]):
         answer, asked_next, note = _action(rng, _STEPS[number % len(_STEPS)], passage)
-        steps.append(Step(asked, answer, note))
+        steps.append(AgentStep(asked, answer, note))
         asked = asked_next
     return Episode(_TOOLS, files, tuple(steps))
 
@@ -131,7 +119,7 @@ def _task(rng: random.Random, passage: Passage) -> Message:
 
 
 def _action(rng: random.Random, kind: str, passage: Passage) -> tuple[Message, Message, str]:
-    """The assistant's call and the tool's result, or its reply and the next task; and a note of it."""
+    """Return the assistant's call and the tool's result, or its reply and the next task; and a note of it."""
     if kind == "reply":
         return _reply(passage), _task(rng, passage), f"replied about {passage.name}"
     path = passage.module.replace(".", "/") + ".py"

@@ -1,4 +1,4 @@
-"""What agents do to their prompts from turn to turn, one kind after another; each breaks an exact prefix in its own way.
+"""Kinds of agents, by how their prompts change from turn to turn; each breaks an exact prefix in its own way.
 
 Why these: they are what users of prefix caches report most (volatile text in front, compaction, stripped reasoning, tools in
 another order, sub-agents, changed files, other system prompts).
@@ -25,11 +25,11 @@ _SWITCH_TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How much is made.
+    """Numbers of turns, sessions and files, and their length.
 
     Attributes:
         turns: Turns of a session, each a prompt, as far as they fit.
-        sessions: Sessions, whose turns come in turns.
+        sessions: Sessions, which take turns.
         files: Files in every context.
         max_characters: Where a session ends early, because its next prompt would be longer; about 3 make a token.
         seed: Of all that is drawn.
@@ -52,13 +52,7 @@ class AgentSettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentPrompt:
-    """A prompt of an agent.
-
-    Attributes:
-        text: All of it, in the form of ChatML, which most open models read; the assistant speaks next.
-        session: Number of its session.
-        turn: Number of its turn, from 0 on.
-    """
+    """A prompt of an agent in ChatML, which most open models read; the assistant speaks next. Turns count from 0."""
 
     text: str
     session: int
@@ -67,7 +61,7 @@ class AgentPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a turn shows of an episode."""
+    """The part of an episode that a turn shows."""
 
     system: str
     tools: tuple[str, ...]
@@ -115,7 +109,7 @@ def _session(show: _Show, number: int, settings: AgentSettings) -> list[AgentPro
 
 
 def _history(drawn: Episode, turn: int) -> list[Message]:
-    """All messages up to the one that turn `turn` is asked with; without reasoning, which only `stripped` has."""
+    """Return all messages up to the one that turn `turn` is asked with; without reasoning, which only `stripped` has."""
     said = [message for step in drawn.steps[:turn] for message in (step.asked, _plain(step.answer))]
     return [*said, drawn.steps[turn].asked]
 
@@ -129,19 +123,19 @@ def _usual(drawn: Episode, turn: int, role: str = _ROLES[0]) -> _View:
 
 
 def _growing(drawn: Episode, turn: int, _: random.Random) -> _View:
-    """Nothing changes, so that an exact prefix finds everything: what the others are to be compared with."""
+    """Change nothing, so that an exact prefix finds everything; the others are compared with this."""
     return _usual(drawn, turn)
 
 
 def _clock(drawn: Episode, turn: int, rng: random.Random) -> _View:
-    """The first line tells the time and how full the memory is; all else goes on."""
+    """Change a first line with the time and the use of memory; all else goes on."""
     minute = 9 * 60 + 2 * turn
     state = f"It is {minute // 60:02}:{minute % 60:02} on Monday, 2026-11-23. Memory: {rng.randrange(20, 95)} % in use."
     return _usual(drawn, turn, f"{state}\n{_ROLES[0]}")
 
 
 def _compaction(drawn: Episode, turn: int, _: random.Random) -> _View:
-    """From time to time all but the last steps become a summary."""
+    """Replace all but the last steps by a summary, from time to time."""
     begin = max(0, turn // _SUMMARY_TURNS * _SUMMARY_TURNS - _KEPT_STEPS)
     messages = [message for step in drawn.steps[begin:turn] for message in (step.asked, _plain(step.answer))]
     if begin:
@@ -151,7 +145,7 @@ def _compaction(drawn: Episode, turn: int, _: random.Random) -> _View:
 
 
 def _stripped(drawn: Episode, turn: int, _: random.Random) -> _View:
-    """Reasoning stays until a user speaks again; then the template leaves out that of all turns before."""
+    """Keep reasoning until a user speaks again; then the template leaves out that of all turns before."""
     steps = drawn.steps[: turn + 1]
     last_task = max(index for index, step in enumerate(steps) if step.asked.role == "user")
     messages = []
@@ -161,14 +155,14 @@ def _stripped(drawn: Episode, turn: int, _: random.Random) -> _View:
 
 
 def _reorder(drawn: Episode, turn: int, rng: random.Random) -> _View:
-    """Tools and files come in another order every time, as from a set or a folder that was listed anew."""
+    """Put tools and files in another order every time, as from a set or a folder that was listed anew."""
     view = _usual(drawn, turn)
     tools = tuple(rng.sample(view.tools, len(view.tools)))
     return _View(view.system, tools, tuple(rng.sample(view.files, len(view.files))), view.messages)
 
 
 def _subagents(drawn: Episode, turn: int, _: random.Random) -> _View:
-    """Each turn goes to another agent, with its own system prompt and tools, the same files, and its own last steps."""
+    """Give each turn to another agent, with its own system prompt and tools, the same files, and its own last steps."""
     number = turn % len(_ROLES)
     own = range(max(number, turn - 2 * len(_ROLES)), turn, len(_ROLES))
     said = [m for index in own for m in (drawn.steps[index].asked, _plain(drawn.steps[index].answer))]
@@ -176,7 +170,7 @@ def _subagents(drawn: Episode, turn: int, _: random.Random) -> _View:
 
 
 def _edit(drawn: Episode, turn: int, _: random.Random) -> _View:
-    """Before every turn but the first a line in the middle of one of the files was changed."""
+    """Change a line in the middle of one of the files before every turn but the first."""
     view = _usual(drawn, turn)
     return _View(
         view.system, view.tools, tuple(_edited(file, i, turn) for i, file in enumerate(view.files)), view.messages
@@ -184,7 +178,7 @@ def _edit(drawn: Episode, turn: int, _: random.Random) -> _View:
 
 
 def _edited(file: SourceFile, number: int, turn: int) -> SourceFile:
-    """The file as it is after as many changes as it had its turn."""
+    """Return the file after the changes of all its turns so far."""
     changes = sum(1 for step in range(1, turn + 1) if step % 3 == number % 3)
     if not changes:
         return file
@@ -194,7 +188,7 @@ def _edited(file: SourceFile, number: int, turn: int) -> SourceFile:
 
 
 def _switch(drawn: Episode, turn: int, _: random.Random) -> _View:
-    """Every few turns the system prompt is another one; tools, files and conversation go on."""
+    """Exchange the system prompt every few turns; tools, files and conversation go on."""
     return _usual(drawn, turn, _ROLES[turn // _SWITCH_TURNS % len(_ROLES)])
 
 

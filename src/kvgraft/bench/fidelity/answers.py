@@ -17,23 +17,23 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> list[str]:
-    """Words of an answer without case, punctuation and articles."""
+    """Return the words of an answer without case, punctuation and articles."""
     words = text.lower().translate(_PUNCTUATION).split()
     return [word for word in words if word not in {"a", "an", "the"}]
 
 
 def f1(answer: str, right: Sequence[str]) -> float:
-    """Word F1 with the nearest of the right answers."""
+    """Return word F1 with the nearest of the right answers."""
     return max(_f1(normalised(answer), normalised(each)) for each in right)
 
 
 def contains(answer: str, right: Sequence[str]) -> float:
-    """1 where the words of a right answer occur in the answer side by side, else 0."""
+    """Return 1 where the words of a right answer occur in the answer side by side, else 0."""
     return float(any(_occurs(normalised(each), normalised(answer)) for each in right))
 
 
 def value(answer: str, right: Sequence[str]) -> float:
-    """1 where the first number of the answer is the right one; a value without digits is compared as words."""
+    """Return 1 where the first number of the answer is the right one; a value without digits is compared as words."""
     digits = re.search(r"\d+", answer)
     for each in right:
         if each.isdigit():
@@ -45,7 +45,7 @@ def value(answer: str, right: Sequence[str]) -> float:
 
 
 def is_stale(answer: str, right: Sequence[str], stale: Sequence[str]) -> float:
-    """1 where the answer says what was right for the text read before, and not what is right now."""
+    """Return 1 where the answer was right for the text read before and is not right now."""
     return float(bool(contains(answer, stale)) and not contains(answer, right))
 
 

@@ -1,4 +1,4 @@
-"""What only a full prefill knows: how far reused K/V are from what it computes, token by token. For the oracle."""
+"""Deviation of reused K/V from those of a full prefill, token by token. For the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def informed(settings: Sequence[Setting], llm: LLM, prompt: TokenArray) -> list[Setting]:
-    """Return `settings` with every oracle among them told of `prompt`; costs a full prefill if there is one."""
+    """Return `settings` with every oracle among them measured on `prompt`; costs a full prefill if there is one."""
     if not any(isinstance(setting.policy, Oracle) for setting in settings):
         return list(settings)
     known = deviation(llm, prompt)
@@ -35,7 +35,7 @@ def informed(settings: Sequence[Setting], llm: LLM, prompt: TokenArray) -> list[
 
 
 def deviation(llm: LLM, prompt: TokenArray) -> NDArray[np.float64]:
-    """Distance between reused and computed K/V of every token of `prompt`, (num_tokens,), without unit; leaves no trace.
+    """Return the distance of reused from computed K/V of every token of `prompt`, (num_tokens,), without unit.
 
     Distances of keys and of values are taken in every layer in units of their mean norm there, and summed.
     """
@@ -50,5 +50,5 @@ def deviation(llm: LLM, prompt: TokenArray) -> NDArray[np.float64]:
 
 
 def _all_kv(llm: LLM, probe: Probe) -> list[list[torch.Tensor]]:
-    """Per layer copies of keys and values, (num_tokens, heads * head_dim), on the CPU."""
+    """Return copies per layer of keys and values, (num_tokens, heads * head_dim), on the CPU."""
     return [[each.flatten(1).double().cpu() for each in probe.kv(layer)] for layer in range(llm.adapter.num_layers)]

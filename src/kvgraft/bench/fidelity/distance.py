@@ -18,21 +18,21 @@ _EDIT_TOKENS = 32
 """Longest text between two spans, in prompt and donor, that counts as an edit of one text."""
 
 
-def distance_class(spans: Sequence[SpanReport], exact_len: int = 0) -> str | None:
+def distance_class(spans: Sequence[SpanReport], prefix_len: int = 0) -> str | None:
     """Return the class of most tokens of `spans`, None where there is no span.
 
     A span is an *edited neighbour* if a few tokens beside it, and nothing else, differ from its donor; else *reordered*
-    if text of the same donor that stood behind it there stands in front of it here; else it counts by how far it has moved.
+    if text of the same donor that stood after it there stands before it here; else it counts by how far it has moved.
 
     Args:
         spans: Of one prompt.
-        exact_len: Length of the exact prefix in front of them.
+        prefix_len: Length of the exact prefix before them.
     """
     tokens: Counter[str] = Counter()
     ordered = sorted(spans, key=lambda span: span.target_start)
     edited = {id(after) for before, after in pairwise(ordered) if _is_edit(before, after)}
     edited |= {id(before) for before, after in pairwise(ordered) if _is_edit(before, after)}
-    edited |= {id(span) for span in ordered[:1] if exact_len and _is_behind_edit(span, exact_len)}
+    edited |= {id(span) for span in ordered[:1] if prefix_len and _is_after_edit(span, prefix_len)}
     for number, span in enumerate(ordered):
         tokens[EDITED if id(span) in edited else _class(span, ordered[:number])] += span.length
     return max(CLASSES, key=lambda name: tokens[name]) if tokens else None
@@ -47,15 +47,15 @@ def _class(span: SpanReport, before: Sequence[SpanReport]) -> str:
 
 
 def _is_edit(before: SpanReport, after: SpanReport) -> bool:
-    """Whether both are of one donor, with little between them in prompt and donor."""
+    """Return whether both are of one donor, with little between them in prompt and donor."""
     here = after.target_start - before.target_start - before.length
     there = after.donor_start - before.donor_start - before.length
     return before.donor_id == after.donor_id and _is_short(here, there)
 
 
-def _is_behind_edit(span: SpanReport, exact_len: int) -> bool:
-    """Whether there is little between an exact prefix and the span, in prompt and donor."""
-    return _is_short(span.target_start - exact_len, span.target_start - span.position_delta - exact_len)
+def _is_after_edit(span: SpanReport, prefix_len: int) -> bool:
+    """Return whether there is little between an exact prefix and the span, in prompt and donor."""
+    return _is_short(span.target_start - prefix_len, span.target_start - span.position_delta - prefix_len)
 
 
 def _is_short(here: int, there: int) -> bool:

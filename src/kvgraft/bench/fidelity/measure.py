@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.bench.fidelity.request import FidelityRequest
-    from kvgraft.bench.fidelity.sample import Step
+    from kvgraft.bench.fidelity.sample import SampledRequest
     from kvgraft.bench.fidelity.settings import Setting
     from kvgraft.bench.fidelity.subject import Subject
-    from kvgraft.engine import LLM, Probe
+    from kvgraft.engine import LLM, DictatedAnswer, Probe
     from kvgraft.fidelity import Divergence, StockReference
     from kvgraft.types import GraftReport, TokenArray
 
@@ -38,16 +38,8 @@ Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """A request, ready to be compared.
-
-    Attributes:
-        request: What is asked.
-        metric: How its answer is scored.
-        prompt: Its tokens.
-        gold: Tokens of a right answer, maybe none.
-        reference: What the model's own full prefill says.
-    """
+class PreparedRequest:
+    """A request with its tokens, those of a right answer (maybe none), and the model's own full prefill as the reference."""
 
     request: FidelityRequest
     metric: str
@@ -74,11 +66,11 @@ class Instrument:
         """Make `prompt` a donor, computed with nothing reused."""
         self._llm.generate(self._subject.encode(prompt), SamplingParams(1), ReuseMode.OFF)
 
-    def ask(self, request: FidelityRequest, metric: str, prompt: str | None = None) -> Asked:
+    def ask(self, request: FidelityRequest, metric: str, prompt: str | None = None) -> PreparedRequest:
         """Have the model's own forward pass answer.
 
         Args:
-            request: Whose answers are right.
+            request: The request, with its right answers.
             metric: How the suite scores answers.
             prompt: Another text to ask, without right answers.
         """
@@ -86,9 +78,9 @@ class Instrument:
         gold = self._subject.gold(request.answers if prompt is None else ())
         with self._llm.adapter.stock(stock_attention(self._llm)) as model:
             reference = stock_reference(model, tokens, CONTINUATION_TOKENS, gold)
-        return Asked(request, metric, tokens, gold, reference)
+        return PreparedRequest(request, metric, tokens, gold, reference)
 
-    def measure(self, step: Step, asked: Asked) -> Figures:
+    def measure(self, step: SampledRequest, asked: PreparedRequest) -> Figures:
         """Compare every setting; where the cheapest grafts nothing, the others would not either and are left out."""
         outcomes: dict[str, Figures] = {}
         settings = informed(self._settings, self._llm, asked.prompt)
@@ -109,36 +101,77 @@ class Instrument:
             "settings": outcomes,
         }
 
-    def control(self, asked: Asked, reuse: ReuseMode) -> Figures:
+    def control(self, asked: PreparedRequest, reuse: ReuseMode) -> Figures:
         """Compare under the cheapest setting, or with exact prefixes only; no answers are scored."""
         cheapest = self._settings[0]
         with self._llm.probe(
-            asked.prompt, CONTINUATION_TOKENS, reuse, selection=cheapest.policy, correction=cheapest.correction
+            asked.prompt,
+            CONTINUATION_TOKENS,
+            reuse,
+            selection=cheapest.policy,
+            correction=cheapest.correction,
+            repair=cheapest.repair,
         ) as probe:
             return figures_of(divergence(asked.reference.logits, probe.logits(asked.reference.token_ids))) | shares(
                 probe.report
             )
 
-    def _compare(self, asked: Asked, setting: Setting) -> Figures:
+    def _compare(self, asked: PreparedRequest, setting: Setting) -> Figures:
         """Score the reference's continuation, decode where it is left, and score the right answer."""
         started = time.perf_counter()
-        num_tokens = max(CONTINUATION_TOKENS, len(asked.gold))
-        with self._llm.probe(
-            asked.prompt, num_tokens, selection=setting.policy, correction=setting.correction
-        ) as probe:
-            logits = probe.logits(asked.reference.token_ids)
-            found = divergence(asked.reference.logits, logits)
-            figures = figures_of(found) | shares(probe.report)
-            figures["distance"] = distance_class(probe.report.spans, probe.report.exact_tokens)
-            figures |= self._behind(probe, asked, found, logits.argmax(-1).tolist())
+        figures = self._served(asked, setting) if setting.heals else self._probed(asked, setting)
         figures["seconds"] = round(time.perf_counter() - started, 3)
         return figures
 
-    def _behind(self, probe: Probe, asked: Asked, found: Divergence, greedy: list[int]) -> Figures:
-        """Figures that need a second continuation behind the same prompt."""
+    def _probed(self, asked: PreparedRequest, setting: Setting) -> Figures:
+        num_tokens = max(CONTINUATION_TOKENS, len(asked.gold))
+        with self._llm.probe(
+            asked.prompt,
+            num_tokens,
+            selection=setting.policy,
+            correction=setting.correction,
+            repair=setting.repair,
+        ) as probe:
+            logits = probe.logits(asked.reference.token_ids)
+            found = divergence(asked.reference.logits, logits)
+            figures = _reported(found, probe.report)
+            return figures | self._second_continuation(probe, asked, found, logits.argmax(-1).tolist())
+
+    def _served(self, asked: PreparedRequest, setting: Setting) -> Figures:
+        """Serve the reference's continuation step by step, then the setting's own answer; right answers are not scored."""
+        reference = asked.reference.token_ids.tolist()
+        served = self._dictate(asked, setting, reference, ignore_eos=True)
+        found = divergence(asked.reference.logits, served.logits)
+        answer = reference
+        if self._parts_ways(asked, found):
+            answer = list(self._dictate(asked, setting, reference[: found.equal_tokens]).token_ids)
+        return _reported(found, served.report) | self.scores(asked, answer)
+
+    def _dictate(
+        self, asked: PreparedRequest, setting: Setting, beginning: list[int], *, ignore_eos: bool = False
+    ) -> DictatedAnswer:
+        return self._llm.dictate(
+            asked.prompt,
+            beginning,
+            SamplingParams(CONTINUATION_TOKENS, ignore_eos=ignore_eos),
+            selection=setting.policy,
+            correction=setting.correction,
+            repair=setting.repair,
+        )
+
+    def _parts_ways(self, asked: PreparedRequest, found: Divergence) -> bool:
+        """Return whether the setting's own answer, which is to be scored, is another than the reference's."""
+        return bool(asked.request.answers) and found.equal_tokens < self._subject.answer_len(
+            asked.reference.token_ids.tolist()
+        )
+
+    def _second_continuation(
+        self, probe: Probe, asked: PreparedRequest, found: Divergence, greedy: list[int]
+    ) -> Figures:
+        """Return the figures of a second continuation of the same prompt."""
         reference = asked.reference.token_ids.tolist()
         answer = reference
-        if asked.request.answers and found.equal_tokens < self._subject.answer_len(reference):
+        if self._parts_ways(asked, found):
             answer = self._decode(probe, reference[: found.equal_tokens], greedy[found.equal_tokens])
         figures = self.scores(asked, answer)
         if len(asked.gold):
@@ -146,15 +179,15 @@ class Instrument:
         return figures
 
     def _decode(self, probe: Probe, tokens: list[int], newest: int) -> list[int]:
-        """Go on greedily behind `tokens`, which have been fed, and `newest`."""
+        """Go on greedily after `tokens`, which have been fed, and `newest`."""
         tokens = [*tokens, newest]
         while len(tokens) < CONTINUATION_TOKENS and tokens[-1] not in self._llm.eos_token_ids:
             logits = probe.feed(len(tokens) - 1, np.asarray(tokens[-1:]))
             tokens.append(int(logits[-1].argmax()))
         return tokens
 
-    def scores(self, asked: Asked, answer: Sequence[int]) -> Figures:
-        """Task score of an answer; nothing where the suite knows none."""
+    def scores(self, asked: PreparedRequest, answer: Sequence[int]) -> Figures:
+        """Return the task score of an answer; nothing where the suite knows none."""
         request = asked.request
         if not request.answers or not len(asked.gold):
             return {}
@@ -178,7 +211,13 @@ def figures_of(found: Divergence) -> Figures:
         "top1": found.top1,
         "greedy_equal": float(found.greedy_equal),
         "first_divergence": float(found.equal_tokens),
+        "token_kl": [float(f"{kl:.4g}") for kl in found.token_kl],
     }
+
+
+def _reported(found: Divergence, report: GraftReport) -> Figures:
+    distance = distance_class(report.spans, report.exact_tokens)
+    return figures_of(found) | shares(report) | {"distance": distance}
 
 
 def shares(report: GraftReport) -> Figures:

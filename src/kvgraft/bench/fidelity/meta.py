@@ -1,4 +1,4 @@
-"""What is needed to repeat a measurement: commit, versions, machine."""
+"""Commit, versions and machine of a measurement, to repeat it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def environment() -> dict[str, object]:
 
 
 def commit() -> str | None:
-    """Short hash of the checkout that this package is run from; None where it is none, or git is missing."""
+    """Return the short hash of the checkout that this package is run from; None without one, or without git."""
     folder = Path(kvgraft.__file__).parent
     head = _git(folder, "rev-parse", "--short", "HEAD")
     if not head or not _git(folder, "ls-files", "--error-unmatch", "__init__.py"):

@@ -13,7 +13,7 @@ from kvgraft.fidelity import divergence, stock_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvgraft.bench.fidelity.measure import Asked
+    from kvgraft.bench.fidelity.measure import PreparedRequest
     from kvgraft.engine import LLM
     from kvgraft.fidelity import Divergence
 
@@ -29,17 +29,17 @@ class NoiseFloor:
 
     @property
     def name(self) -> str:
-        """Of the other format."""
+        """Name of the other format."""
         return str(self.dtype).removeprefix("torch.")
 
-    def measure(self, asked: Asked) -> Divergence:
+    def measure(self, asked: PreparedRequest) -> Divergence:
         """Compare full prefill of both, KL(as measured || other)."""
         with self._llm.adapter.stock(stock_attention(self._llm)) as model:
             other = stock_logits(self.other(model), asked.prompt, asked.reference.token_ids)
         return divergence(asked.reference.logits, other)
 
     def other(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The copy, of `model` with stock attention; the same one every time."""
+        """Return the copy of `model` with stock attention; the same one every time."""
         if self._other is None:
             self._other = copy.deepcopy(model)
             torch.nn.Module.to(self._other, self.dtype)

@@ -1,6 +1,6 @@
 """Keep all K/V of models with sliding windows while they are measured.
 
-The engine gives K/V of window layers back as soon as no later row needs them. Trying one continuation behind a prompt and
+The engine gives K/V of window layers back as soon as no later row needs them. Trying one continuation of a prompt and
 then another needs them again, and so does a donor that was read with nothing reused. A prefix cache that knows no windows
 makes the engine keep them; what is computed is the same.
 """

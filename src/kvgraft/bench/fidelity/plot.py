@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-try:
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as missing:
-    raise ImportError("--plot needs matplotlib: pip install 'kvgraft[bench]'") from missing
+from kvgraft.bench.drawing import Figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -52,7 +52,7 @@ class FidelityRequest:
         return None if self.donor is None else _SEPARATOR.join(self.donor)
 
     def scrambled(self, rng: random.Random) -> str:
-        """The prompt with the words of every document shuffled: same words and length, no run that anybody has read."""
+        """Return the prompt with the words of every document shuffled: same words and length, no run that was read before."""
         texts = []
         for part in self.parts:
             words = part.text.split()

@@ -33,7 +33,7 @@ _FEWEST_GROUPS = 10
 
 
 def worst_tenth(values: Values) -> float:
-    """Mean of the largest tenth, of one value at least."""
+    """Return the mean of the largest tenth, of one value at least."""
     return float(np.sort(values)[-max(1, math.ceil(len(values) / 10)) :].mean())
 
 
@@ -111,7 +111,7 @@ def failed_controls(rows: Sequence[Record]) -> list[str]:
     """Say which controls are further from full prefill than another number format is: the instrument is off then.
 
     Args:
-        rows: As `control_rows` returns them. Text that somebody has read after all (`grafted`) proves nothing.
+        rows: As `control_rows` returns them. A request that grafted text after all (`grafted`) proves nothing.
     """
     noise = {row["suite"]: row["mean_kl"] for row in rows if row["control"] == "noise"}
     return [
@@ -158,8 +158,8 @@ def _row(
         for name, (figure, statistic) in _STATISTICS.items()
     }
     # Where the cheapest setting grafts nothing, the others were not tried: nothing is reused by them either.
-    told = [found or next(iter(record["settings"].values())) for found, record in zip(figures, records, strict=True)]
-    tokens = sum(found["prompt_tokens"] for found in told)
+    chosen = [found or next(iter(record["settings"].values())) for found, record in zip(figures, records, strict=True)]
+    tokens = sum(found["prompt_tokens"] for found in chosen)
     return {
         "suite": suite,
         "policy": setting.policy.name,
@@ -170,14 +170,14 @@ def _row(
         "n": len(grafted),
         "requests": len(records),
         "grafted_requests": len(grafted),
-        "reused_share": sum(found["exact_tokens"] + found["shifted_tokens"] for found in told) / max(tokens, 1),
+        "reused_share": sum(found["exact_tokens"] + found["shifted_tokens"] for found in chosen) / max(tokens, 1),
         "ci": {name: interval for name, interval in ci.items() if interval is not None},
         "by_distance": _by_distance(grafted),
     }
 
 
 def _figures(record: Record, label: str) -> dict[str, Any] | None:
-    """Figures of a request under a setting, those of full prefill beside them."""
+    """Return the figures of a request under a setting, those of full prefill beside them."""
     found = record["settings"].get(label)
     if found is None:
         return None
@@ -195,7 +195,7 @@ def _value(figures: Mapping[str, Any] | None, name: str) -> float:
 
 
 def _statistics(figures: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Every statistic of the requests that have its figure; None where none has."""
+    """Return every statistic of the requests that have its figure; None where none has."""
     values = {}
     for name, (figure, statistic) in _STATISTICS.items():
         known = np.array([found[figure] for found in figures if figure in found], dtype=np.float64)
@@ -206,7 +206,7 @@ def _statistics(figures: Sequence[Mapping[str, Any]]) -> dict[str, float | None]
 def _interval(
     column: Values, statistic: Callable[[Values], float], resampled: Sequence[NDArray[np.int64]]
 ) -> list[float] | None:
-    """The 95 % interval of a statistic over the requests that have a value; None for fewer than two."""
+    """Return the 95 % interval of a statistic over the requests that have a value; None for fewer than two."""
     known = ~np.isnan(column)
     if known.sum() < 2:
         return None

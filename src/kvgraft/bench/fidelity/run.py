@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraft.bench.fidelity.measure import Instrument, figures_of
 from kvgraft.bench.fidelity.noise import NoiseFloor
-from kvgraft.bench.fidelity.sample import Sample, blocks, draw
+from kvgraft.bench.fidelity.sample import DrawnRequests, blocks, draw
 from kvgraft.bench.fidelity.split import split
 from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgraft.bench.fidelity.request import FidelityRequest
-    from kvgraft.bench.fidelity.sample import Step
+    from kvgraft.bench.fidelity.sample import SampledRequest
     from kvgraft.bench.fidelity.settings import Setting
     from kvgraft.bench.fidelity.subject import Subject
     from kvgraft.bench.fidelity.suites import Suite
@@ -27,17 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SuitePlan:
-    """What is measured of a suite.
-
-    Attributes:
-        suite: The suite.
-        requests: Those of the chosen half.
-        sample: The chosen ones among them.
-    """
+    """A suite, the requests of its chosen half, and the sample of these that is measured."""
 
     suite: Suite
     requests: tuple[FidelityRequest, ...]
-    sample: Sample
+    sample: DrawnRequests
 
 
 def plan_suite(suite: Suite, subject: Subject, *, side: str, limit: int, seed: int) -> SuitePlan:
@@ -95,7 +89,9 @@ class SuiteRunner:
                     self._take(plan.suite, step, journal, is_pending=step.index in pending, is_controlled=is_controlled)
                 advance()
 
-    def _take(self, suite: Suite, step: Step, journal: Journal, *, is_pending: bool, is_controlled: bool) -> None:
+    def _take(
+        self, suite: Suite, step: SampledRequest, journal: Journal, *, is_pending: bool, is_controlled: bool
+    ) -> None:
         instrument = self._instrument
         for donor in step.donors:
             instrument.read(donor)

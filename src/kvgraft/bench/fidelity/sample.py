@@ -1,4 +1,4 @@
-"""Which requests are measured, and what is read before each. Runs no model.
+"""Choice of the requests to measure, and of the prompts to read before each. Runs no model.
 
 Measured requests keep their order of arrival. They form blocks; each begins with an empty cache, which bounds its memory and
 makes an interrupted run resumable. Before a request is measured, earlier requests of the pack are read that have its
@@ -20,20 +20,15 @@ BLOCK_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Chosen requests.
-
-    Attributes:
-        indices: Of the requests, ascending.
-        too_long: Requests that were drawn and left out for their length.
-    """
+class DrawnRequests:
+    """Ascending indices of drawn requests, and how many others were drawn and left out for their length."""
 
     indices: tuple[int, ...]
     too_long: int
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SampledRequest:
     """A request to measure.
 
     Attributes:
@@ -49,8 +44,8 @@ class Step:
     is_read: bool
 
 
-def draw(requests: Sequence[FidelityRequest], limit: int, fits: Callable[[str], bool], seed: int) -> Sample:
-    """Draw `limit` requests whose prompts fit, without replacement; fewer if there are not so many."""
+def draw(requests: Sequence[FidelityRequest], limit: int, fits: Callable[[str], bool], seed: int) -> DrawnRequests:
+    """Draw `limit` requests that fit, without replacement; fewer if there are not so many."""
     order = list(range(len(requests)))
     random.Random(seed).shuffle(order)
     chosen: list[int] = []
@@ -62,15 +57,15 @@ def draw(requests: Sequence[FidelityRequest], limit: int, fits: Callable[[str], 
             chosen.append(index)
         else:
             too_long += 1
-    return Sample(tuple(sorted(chosen)), too_long)
+    return DrawnRequests(tuple(sorted(chosen)), too_long)
 
 
 def blocks(
     requests: Sequence[FidelityRequest], indices: Sequence[int], fits: Callable[[str], bool]
-) -> list[list[Step]]:
+) -> list[list[SampledRequest]]:
     """Cut the chosen requests into blocks and say what is read before each.
 
-    A request whose suite says what has been read before is a block of its own.
+    A request that brings its donor along is a block of its own.
     """
     if any(requests[index].donor is not None for index in indices):
         return [[_given(index, requests[index])] for index in indices]
@@ -78,12 +73,14 @@ def blocks(
     return [_block(requests, indices[start : start + BLOCK_REQUESTS], fits) for start in starts]
 
 
-def _given(index: int, request: FidelityRequest) -> Step:
+def _given(index: int, request: FidelityRequest) -> SampledRequest:
     prompt = request.donor_prompt
-    return Step(index, request, () if prompt is None else (prompt,), is_read=False)
+    return SampledRequest(index, request, () if prompt is None else (prompt,), is_read=False)
 
 
-def _block(requests: Sequence[FidelityRequest], indices: Sequence[int], fits: Callable[[str], bool]) -> list[Step]:
+def _block(
+    requests: Sequence[FidelityRequest], indices: Sequence[int], fits: Callable[[str], bool]
+) -> list[SampledRequest]:
     read: set[str] = set()
     steps = []
     for number, index in enumerate(indices):
@@ -93,14 +90,14 @@ def _block(requests: Sequence[FidelityRequest], indices: Sequence[int], fits: Ca
         needed = {key for later in indices[number + 1 :] for key in requests[later].keys}
         is_read = bool(needed & set(request.keys))
         read.update(request.keys if is_read else ())
-        steps.append(Step(index, request, tuple(requests[donor].prompt for donor in donors), is_read))
+        steps.append(SampledRequest(index, request, tuple(requests[donor].prompt for donor in donors), is_read))
     return steps
 
 
 def _donors(
     requests: Sequence[FidelityRequest], index: int, read: Iterable[str], fits: Callable[[str], bool]
 ) -> list[int]:
-    """Earlier requests, ascending, that have the documents of `requests[index]` that nobody has `read`."""
+    """Return earlier requests, ascending, that have the documents of `requests[index]` that are not among `read`."""
     missing = set(requests[index].keys) - set(read)
     chosen = []
     for earlier in range(index - 1, -1, -1):

@@ -61,7 +61,7 @@ def _document_sides(requests: Sequence[FidelityRequest]) -> dict[str, str]:
 
 
 def _walk(start: str, neighbours: dict[str, set[str]]) -> list[str]:
-    """Documents of a component, breadth first."""
+    """Yield the documents of a component, breadth first."""
     order, waiting, seen = [], deque([start]), {start}
     while waiting:
         order.append(waiting.popleft())

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from kvgraft.types import TokenArray
 
 _LONGEST_GOLD = 64
-"""Tokens of a right answer that are scored; longer ones are essays, whose first sentences say enough."""
+"""Tokens of a right answer that are scored; longer ones are essays, of which the first sentences say enough."""
 
 
 ROOM_TOKENS = 64
-"""Free tokens behind a prompt: the greedy continuation, or a right answer."""
+"""Free tokens after a prompt: the greedy continuation, or a right answer."""
 
 
 def stock_attention(llm: LLM) -> str:
-    """The attention of transformers' own that references are computed with: the fused one where the model has it."""
+    """Return transformers' own attention for references: the fused one where the model has it."""
     return "sdpa" if getattr(llm.adapter.model, "_supports_sdpa", False) else "eager"
 
 
@@ -49,18 +49,18 @@ class Subject:
         self._tokenizer = llm.loaded.tokenizer
         self._chat = has_chat_template(llm)
         space = llm.usage().total
-        # Donors, the prompt and what is tried behind it have to lie in the pool together.
+        # Donors, the prompt and its continuations have to lie in the pool together.
         self.longest = min(max_prompt_tokens, llm.max_model_len - ROOM_TOKENS, space // 3 - ROOM_TOKENS)
         if self.longest < 1:
             raise ConfigError(f"{space} KV slots leave no room for prompts; raise --num-slots")
         self.encode = lru_cache(maxsize=4096)(self._encode)
 
     def fits(self, prompt: str) -> bool:
-        """Whether a prompt is not too long."""
+        """Return whether a prompt is not too long."""
         return len(self.encode(prompt)) <= self.longest
 
     def gold(self, answers: Sequence[str]) -> TokenArray:
-        """Token ids of the first right answer as it would follow the prompt; none where there is no answer."""
+        """Return token ids of the first right answer as it would follow the prompt; none where there is no answer."""
         if not answers:
             return np.empty(0, np.int64)
         text = answers[0] if self._chat else " " + answers[0]
@@ -68,12 +68,12 @@ class Subject:
         return np.asarray(ids[:_LONGEST_GOLD], np.int64)
 
     def answer_len(self, token_ids: Sequence[int]) -> int:
-        """Tokens up to and with the first that ends an answer; all where none does."""
+        """Count tokens up to and with the first that ends an answer; all where none does."""
         ends = [number for number, token in enumerate(token_ids) if int(token) in self._llm.eos_token_ids]
         return ends[0] + 1 if ends else len(token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The answer that `token_ids` say, up to its end."""
+        """Decode the answer in `token_ids`, up to its end."""
         cut = [int(token) for token in token_ids[: self.answer_len(token_ids)]]
         return str(self._tokenizer.decode(cut, skip_special_tokens=True)).strip()
 

@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 BUILTIN = "builtin"
 _ALIASES = {"adversarial": "adversarial.pairs"}
 _VALUES = {"lines"}
-"""Suites whose answer is a value, right or wrong; answers of the others are scored by their words."""
+"""Suites with a value for an answer, right or wrong; answers of the others are scored by their words."""
 
 _SAME_TEXT = 60
-"""Pairs whose texts begin with so many equal characters are made of one text."""
+"""Equal first characters from which the texts of a pair are made of one text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Requests in order of arrival.
-
-    Attributes:
-        name: Of the pack.
-        requests: All of them.
-        metric: How answers are scored: `f1` or `value`.
-    """
+    """Requests of a pack in order of arrival; answers are scored by `metric`, `f1` or `value`."""
 
     name: str
     requests: tuple[FidelityRequest, ...]
@@ -56,7 +50,7 @@ def load_suites(names: Sequence[str], data: str) -> list[Suite]:
 
 
 def has_suite(name: str, data: str) -> bool:
-    """Whether `load_suite` would find the suite."""
+    """Return whether `load_suite` would find the suite."""
     return name == BUILTIN or find_pack(_path(name, data)) is not None
 
 
@@ -81,7 +75,7 @@ def load_suite(name: str, data: str) -> Suite:
 
 
 def _path(name: str, data: str) -> str:
-    """Where the pack of a suite lies, without its ending."""
+    """Return the path of the pack of a suite, without its ending."""
     known = _ALIASES.get(name, name)
     return known if "/" in name else str(Path(data) / known)
 
@@ -112,7 +106,7 @@ def _part(part: object, documents: dict[str, str], line: str) -> Part:
 
 
 def _pairs(path: Path) -> Iterator[FidelityRequest]:
-    """Both directions of every pair: one text has been read with the question, the other is asked."""
+    """Yield both directions of every pair: one text has been read with the question, the other is asked."""
     for number, (line, record) in enumerate(read_records(path)):
         given = {key: _text(record, key, line) for key in ("a", "b", "question")}
         answers = {key: _answers(record, f"answer_{key}", line) for key in "ab"}
@@ -137,7 +131,7 @@ def _text(record: dict[str, object], key: str, line: str) -> str:
 
 
 def _answers(record: dict[str, object], key: str, line: str) -> tuple[str, ...]:
-    """Right answers: a text, a list of texts, or a list of such lists."""
+    """Return right answers, given as a text, a list of texts, or a list of such lists."""
     found: list[str] = []
     waiting = [record.get(key)]
     while waiting:
@@ -160,7 +154,7 @@ def _prompts(path: Path) -> Iterator[FidelityRequest]:
 
 
 def _prompt_group(record: dict[str, object], number: int) -> str:
-    """What a line belongs to: its session, the row of a data set that it was made of, else itself."""
+    """Return the group of a line: its session, the row of a data set that it was made of, else itself."""
     if "session_id" not in record and "dataset" in record and "row" in record:
         return f"{record['dataset']} {record['row']}"
     return str(record.get("session_id", number))

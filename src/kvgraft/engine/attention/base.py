@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerQuery:
-    """What one layer asks.
+    """Queries of one layer.
 
     Attributes:
         query: (num_heads, num_rows, head_dim), the rows of all sequences one after another.
         scale: Factor of the scores.
         window: Which keys a row sees; None for all up to its own.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; None for none.
-        sinks: (num_heads,), per head the score of one more key whose value is 0 and which every row sees; None for none.
+        sinks: (num_heads,), per head the score of one more key with the value 0, which every row sees; None for none.
     """
 
     query: Tensor
@@ -55,7 +55,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """What the setting `attention` calls it."""
+        """Its name in the setting `attention`."""
 
     def plan(self, batch: Sequence[SequenceRows], pool: SlotPool) -> BatchAttention:
         """Lay out `batch`; everything that all layers share is done here, once."""

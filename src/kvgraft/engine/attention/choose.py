@@ -55,7 +55,7 @@ ATTENTION_BACKENDS: dict[str, Callable[[torch.device], AttentionBackend]] = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """What a backend must be able to do for a model.
+    """Needs of a model that a backend must meet.
 
     Attributes:
         shape: K/V heads and head size.
@@ -85,7 +85,7 @@ def choose_attention(name: str, heads: AttentionHeads, dtype: torch.dtype, devic
     try:
         backend = ATTENTION_BACKENDS[wanted](device)
         error = difference_to_sdpa(backend, heads, dtype, device)
-    except Exception as failure:  # noqa: BLE001 - whatever a compiler throws, another backend is there
+    except Exception as failure:  # noqa: BLE001 - a compiler throws anything, and another backend is there
         reason = f"sdpa, because {wanted} does not run here: {type(failure).__name__}: {str(failure).splitlines()[0]}"
     else:
         if error <= _TOLERANCE.get(dtype, 0.0):

@@ -2,7 +2,7 @@
 
 Rows and keys of all sequences are packed side by side; a block mask says which tiles of keys a tile of rows can see, a mask
 function decides inside a tile. On CUDA the kernel is compiled; elsewhere PyTorch evaluates the same functions unfused,
-which is slow and good for checks. Rows whose attention is observed go to `SequenceAttention`, because a fused kernel does
+which is slow and good for checks. Rows with observed attention go to `SequenceAttention`, because a fused kernel does
 not give its weights away. Source: https://pytorch.org/blog/flexattention/.
 """
 

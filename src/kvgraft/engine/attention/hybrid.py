@@ -74,7 +74,7 @@ def windowed_rows(rows: SequenceRows, start: int) -> SequenceRows:
         raise CorruptCacheError("rows of a hybrid model came without slots of their window layers")
     slots = rows.swa_indices[start : int(rows.positions[-1]) + 1]
     if len(slots) and slots.min() < 0:
-        raise CorruptCacheError(f"a window layer was to read a freed slot behind position {start}")
+        raise CorruptCacheError(f"a window layer was to read a freed slot after position {start}")
     return SequenceRows(
         rows.token_ids, rows.positions - start, slots, num_logits=rows.num_logits, observed_rows=rows.observed_rows
     )

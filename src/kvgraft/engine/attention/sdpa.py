@@ -98,7 +98,7 @@ class SdpaBatch:
 
 
 class SingleRows:
-    """Sequences with one row each: decode steps. No mask is needed, because the row is behind all keys it is given.
+    """Sequences with one row each: decode steps. No mask is needed, because the row is after all keys it is given.
 
     Slots in a few runs, such as a shared prefix and the request's own, are read where they lie; gathering them would copy all
     K/V of the sequence in every step.

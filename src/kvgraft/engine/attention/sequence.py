@@ -2,8 +2,8 @@
 
 Three shapes of work: long runs of neighbouring positions (a cold prefill, a chunk, a gap) go to PyTorch's fused attention
 with one mask that moves along; rows scattered over the prompt (recomputed tokens) go there too, a few at a time, each block
-with a mask of its own and keys cut off behind its last position; of single rows (decode steps) and of those whose weights
-somebody asks for the scores are formed here. All honour windows; soft-capped logits and attention sinks always take the last
+with a mask of its own and keys cut off after its last position; of single rows (decode steps) and of those with weights
+that are asked for the scores are formed here. All honour windows; soft-capped logits and attention sinks always take the last
 way because no fused kernel of PyTorch offers them.
 """
 
@@ -86,7 +86,7 @@ def split_rows(positions: NDArray[np.int64], num_fused: int) -> list[RowBlock]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """What one layer hands to attention.
+    """Arguments of one layer's attention.
 
     Attributes:
         query: (num_heads, num_rows, head_dim).
@@ -95,7 +95,7 @@ class LayerInputs:
         scale: Factor of the scores.
         window: Which keys a row sees; None for all up to its own.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; None for none.
-        sinks: (num_heads,), per head the score of one more key whose value is 0; None for none.
+        sinks: (num_heads,), per head the score of one more key with the value 0; None for none.
     """
 
     query: Tensor
@@ -115,7 +115,7 @@ class _ScatteredPart:
         rows: Rows of the query.
         keys: Positions that at least one of them sees.
         first_masked: Index in `keys` from which on some rows see less than others.
-        hidden: bool (num_rows, 1, keys behind `first_masked`).
+        hidden: bool (num_rows, 1, keys from `first_masked` on).
     """
 
     rows: slice
@@ -282,12 +282,12 @@ class SequenceAttention:
 
     def _scattered_part(self, rows: slice, window: WindowKind | None) -> _ScatteredPart:
         keys = self._visible(rows, window)
-        # Keys in front of the first row are seen by all rows, unless a window hides them.
+        # Keys before the first row are seen by all rows, unless a window hides them.
         masked = slice(int(self.positions[rows.start]) + 1 if window is None else keys.start, keys.stop)
         return _ScatteredPart(rows, keys, masked.start - keys.start, self._hidden(rows, masked, window)[:, None])
 
     def _hidden(self, rows: slice, keys: slice, window: WindowKind | None) -> Tensor:
-        """Which of the rows does not see which of the keys: bool (num_rows, num_keys)."""
+        """Return which of the rows does not see which of the keys: bool (num_rows, num_keys)."""
         columns, positions = torch.arange(keys.start, keys.stop, device=self.device), self._positions[rows, None]
         hidden = columns > positions
         if window is not None:

@@ -1,4 +1,4 @@
-"""What a calibration found, and its file: which notch keeps a stated risk, for one model under one policy."""
+"""A calibration and its file: the notch that keeps a stated risk, for one model under one policy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,39 @@ from typing import TYPE_CHECKING, Any
 from kvgraft.errors import ConfigError, one_line
 from kvgraft.fidelity.control.json_file import read_json, write_json
 from kvgraft.fidelity.control.loss import Loss
+from kvgraft.fidelity.control.parts import AnswerPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-CALIBRATION_VERSION = 1
-"""Of the file; another version is not read."""
+CALIBRATION_VERSION = 2
+"""Of the file; another version is not read. Those of version 1 know nothing of a repair after the first token."""
 _KIND = "kvgraft calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """One part of the answers at a notch.
+
+    Attributes:
+        part: Which.
+        requests: Grafted requests with such a part; the others say nothing about it.
+        loss_sum: Sum of their losses.
+        upper_limit: Least risk that this sample alone rejects at level delta.
+        p_value: Of "the risk is at least epsilon".
+    """
+
+    part: AnswerPart
+    requests: int
+    loss_sum: float
+    upper_limit: float
+    p_value: float
+
+    @property
+    def mean(self) -> float:
+        """Mean loss; 0 without requests."""
+        return self.loss_sum / max(1, self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +50,29 @@ class NotchResult:
 
     Attributes:
         notch: Its name.
-        requests: Grafted requests; the others say nothing about it.
-        loss_sum: Sum of their losses.
-        upper_limit: Least risk that this sample alone rejects at level delta.
-        p_value: Of "the risk is at least epsilon".
-        is_certified: Whether this notch and all more conservative ones reject that.
+        parts: Of its answers, at least one.
+        is_certified: Whether all parts of this notch and of all more conservative ones reject "the risk is at least epsilon".
         recomputed_share: Of the reused tokens, computed again.
     """
 
     notch: str
-    requests: int
-    loss_sum: float
-    upper_limit: float
-    p_value: float
+    parts: tuple[PartResult, ...]
     is_certified: bool
     recomputed_share: float
+
+    @property
+    def worst(self) -> PartResult:
+        """The part that is the furthest from showing its risk."""
+        return max(self.parts, key=lambda result: (result.p_value, result.upper_limit))
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was asked, of what, and what came out.
+    """The question, its subject, and the result.
 
     Attributes:
-        binding: What it holds for: model fingerprint, dtype, policy and its version, and what else decides what is grafted.
+        binding: What it holds for: model fingerprint, dtype, policy and its version, when its choice is computed, and what
+            else decides what is grafted.
         loss: As `Loss` is written.
         epsilon: Mean loss that must not be exceeded.
         delta: Probability with which the statement may be wrong.
@@ -75,7 +100,7 @@ class Calibration:
         for name, value in binding.items():
             if self.binding.get(name) != value:
                 raise ConfigError(
-                    f"calibration {path} is of another {name} ({self.binding.get(name, 'not told')}, here {value}); run "
+                    f"calibration {path} is of another {name} ({self.binding.get(name, 'unknown')}, here {value}); run "
                     "'kvgraft calibrate' with the settings in use, or leave calibration out"
                 )
 
@@ -94,19 +119,24 @@ def load_calibration(path: Path) -> Calibration:
         values = read_json(path)
         if values.get("kind") != _KIND:
             raise ValueError("not written by 'kvgraft calibrate'")  # noqa: TRY301
-        if values.get("version") != CALIBRATION_VERSION:
-            raise ValueError(f"version {values.get('version')!r}, this kvgraft reads {CALIBRATION_VERSION}")  # noqa: TRY301
-        return _calibration(values)
+        version = values.get("version")
+        found = _calibration(values) if version == CALIBRATION_VERSION else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"calibration {path} cannot be used ({one_line(error)}); give a file that 'kvgraft calibrate' wrote"
         ) from error
+    if found is None:
+        raise ConfigError(
+            f"calibration {path} is a file of version {version!r:.20}, and this kvgraft reads {CALIBRATION_VERSION}; run "
+            "'kvgraft calibrate' again"
+        )
+    return found
 
 
 def _calibration(values: Mapping[str, Any]) -> Calibration:
     """Build and check; raises what `load_calibration` turns into one line."""
     notches = tuple(str(name) for name in values["notches"])
-    results = tuple(NotchResult(**result) for result in values["results"])
+    results = tuple(_result(result) for result in values["results"])
     found = Calibration(
         binding={str(name): str(value) for name, value in values["binding"].items()},
         loss=str(Loss.parse(values["loss"])),
@@ -123,6 +153,13 @@ def _calibration(values: Mapping[str, Any]) -> Calibration:
     if found.notch not in notches or tuple(certified) != notches[1 : 1 + notches.index(found.notch)]:
         raise ValueError("its notch is not the boldest certified one")
     return found
+
+
+def _result(values: Mapping[str, Any]) -> NotchResult:
+    parts = tuple(PartResult(**{**part, "part": AnswerPart(part["part"])}) for part in values["parts"])
+    if not parts:
+        raise ValueError("a notch without a part")
+    return NotchResult(**{**values, "parts": parts})
 
 
 def _share(value: object) -> float:

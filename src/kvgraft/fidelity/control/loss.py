@@ -1,4 +1,4 @@
-"""What counts as a loss when an answer from grafted K/V is held against full prefill of the same prompt."""
+"""The loss of an answer from grafted K/V against full prefill of the same prompt."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import ConfigError
+from kvgraft.fidelity.control.parts import AnswerPart
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
 _MOST_TOKENS = 1024
 
 
 class LossKind(StrEnum):
-    """What is compared."""
+    """The quantity that is compared."""
 
     FIRST_TOKEN = "first_token"
     """1 if the most likely first token is another one."""
@@ -33,10 +36,13 @@ class LossKind(StrEnum):
 class Loss:
     """A loss in [0, 1], written `first_token`, `kl:KAPPA` or `greedy:K`.
 
+    It is one of each part of an answer: `first_token` and `kl` look at the first token of the part, `greedy` at those of its
+    tokens that are among the first K of the answer.
+
     Attributes:
         kind: What is compared.
         kappa: Nats that count as a loss of 1, for `kl`.
-        num_tokens: Output tokens that are compared.
+        num_tokens: Output tokens that are compared where an answer has one part.
     """
 
     kind: LossKind
@@ -71,31 +77,48 @@ class Loss:
         """Whether it is 0 or 1."""
         return self.kind is not LossKind.KL
 
-    def evidence(self, logits: NDArray[np.floating]) -> NDArray[np.floating] | NDArray[np.int64]:
-        """Keep of the logits of the first output tokens what `of` needs.
+    def tokens(self, part: AnswerPart) -> slice:
+        """Return which tokens of an answer, from 0, its `part` is judged by; never none."""
+        match part:
+            case AnswerPart.FIRST:
+                return slice(0, 1)
+            case AnswerPart.LATER:
+                return slice(1, max(2, self.num_tokens))
+            case AnswerPart.WHOLE:
+                return slice(0, self.num_tokens)
 
-        Args:
-            logits: (at least 1, vocab_size); rows behind `num_tokens` are not looked at.
+    def length(self, parts: Iterable[AnswerPart]) -> int:
+        """Return how many of an answer's first tokens its `parts`, at least one, are judged by."""
+        return max(int(self.tokens(part).stop) for part in parts)
+
+    def evidence(self, logits: NDArray[np.floating]) -> NDArray[np.floating] | NDArray[np.int64]:
+        """Keep of the logits of output tokens, (num_tokens, vocab_size), what `of` needs.
 
         Returns:
-            The most likely tokens, int64 (at most num_tokens,), or for `kl` the first row.
+            The most likely tokens, int64 (num_tokens,), or for `kl` the logits themselves, as a copy.
         """
         if self.kind is LossKind.KL:
-            first: NDArray[np.floating] = logits[0].copy()
-            return first
-        most_likely: NDArray[np.int64] = logits[: self.num_tokens].argmax(-1)
+            return logits.copy()
+        most_likely: NDArray[np.int64] = logits.argmax(-1)
         return most_likely
 
-    def of(self, full: NDArray[Any], grafted: NDArray[Any]) -> float:
-        """Compare the evidence of two answers to a prompt, over as many tokens as both have.
+    def of(self, full: NDArray[Any], grafted: NDArray[Any], part: AnswerPart = AnswerPart.WHOLE) -> float | None:
+        """Compare a part of two answers, over as many tokens as both have.
 
         Args:
-            full: By full prefill.
+            full: Evidence of the answer by full prefill, from its first token on.
             grafted: As served.
+            part: Of the answer.
+
+        Returns:
+            The loss; None where one of them ended before the part.
         """
-        if self.kind is LossKind.KL:
-            return min(1.0, _kl(full, grafted) / self.kappa)
+        full, grafted = full[self.tokens(part)], grafted[self.tokens(part)]
         count = min(len(full), len(grafted))
+        if not count:
+            return None
+        if self.kind is LossKind.KL:
+            return min(1.0, _kl(full[0], grafted[0]) / self.kappa)
         return float(np.any(full[:count] != grafted[:count]))
 
 

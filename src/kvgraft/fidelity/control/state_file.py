@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvgraft.errors import ConfigError, one_line
-from kvgraft.fidelity.control.controller import ClassRisk, RiskController
+from kvgraft.fidelity.control.controller import ClassRisk, Evidence, RiskController
 from kvgraft.fidelity.control.json_file import read_json, write_json
+from kvgraft.fidelity.control.parts import AnswerPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Of the file; another version is not read."""
 
 
@@ -86,11 +87,17 @@ def _class_as_dict(known: ClassRisk) -> dict[str, object]:
     return {
         "notch": known.notch,
         "breaches": known.breaches,
-        "audits": known.audits,
-        "loss_sum": known.loss_sum,
-        "is_certified": known.is_certified,
-        "certify": known.certify.log_wealth.tolist(),
-        "alarm": known.alarm.log_wealth.tolist(),
+        "parts": {part.value: _evidence_as_dict(evidence) for part, evidence in sorted(known.parts.items())},
+    }
+
+
+def _evidence_as_dict(evidence: Evidence) -> dict[str, object]:
+    return {
+        "audits": evidence.audits,
+        "loss_sum": evidence.loss_sum,
+        "is_certified": evidence.is_certified,
+        "certify": evidence.certify.log_wealth.tolist(),
+        "alarm": evidence.alarm.log_wealth.tolist(),
     }
 
 
@@ -104,17 +111,27 @@ def _class_of(values: Mapping[str, Any], target: RiskTarget) -> ClassRisk:
     """Read one class; raises `ValueError`, `KeyError` or `TypeError` for what `_class_as_dict` would not write."""
     if not isinstance(values, dict):
         _refuse("a class is no object")
-    notch, breaches, audits = (_count(values[key]) for key in ("notch", "breaches", "audits"))
-    loss_sum, is_certified = values["loss_sum"], values["is_certified"]
-    if notch >= len(target.notches) or not isinstance(is_certified, bool):
+    notch, breaches, parts = _count(values["notch"]), _count(values["breaches"]), values["parts"]
+    if notch >= len(target.notches):
         _refuse("a notch that does not exist")
+    if not isinstance(parts, dict):
+        _refuse("parts are no object")
+    evidence = {AnswerPart(part): _evidence_of(known, target.epsilon) for part, known in parts.items()}
+    return ClassRisk(notch, breaches, evidence)
+
+
+def _evidence_of(values: Mapping[str, Any], epsilon: float) -> Evidence:
+    """Read the evidence of one part; raises as `_class_of` does."""
+    audits, loss_sum, is_certified = _count(values["audits"]), values["loss_sum"], values["is_certified"]
+    if not isinstance(is_certified, bool):
+        _refuse("a certificate that is neither there nor not")
     if not isinstance(loss_sum, int | float) or not 0 <= loss_sum <= audits:
         _refuse("losses that do not fit the audits")
-    known = ClassRisk.fresh(notch, target.epsilon, breaches)
-    known.loss_sum, known.is_certified = float(loss_sum), is_certified
-    for process, name in ((known.certify, "certify"), (known.alarm, "alarm")):
+    evidence = Evidence.none(epsilon)
+    evidence.loss_sum, evidence.is_certified = float(loss_sum), is_certified
+    for process, name in ((evidence.certify, "certify"), (evidence.alarm, "alarm")):
         process.num_losses, process.log_wealth = audits, _wealth(values[name], len(process.bets))
-    return known
+    return evidence
 
 
 def _wealth(values: object, count: int) -> NDArray[np.float64]:

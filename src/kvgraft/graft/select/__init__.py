@@ -27,6 +27,7 @@ from kvgraft.graft.select.base import (
     SelectionPolicy,
     SelectionSteps,
 )
+from kvgraft.graft.select.context import selection_context
 from kvgraft.graft.select.first_k import FirstK
 from kvgraft.graft.select.guard import PolicySteps, expected_share, fault, looks_at_query
 from kvgraft.graft.select.kv_deviation import KVDeviation
@@ -145,5 +146,6 @@ __all__ = [
     "looks_at_query",
     "policy_class",
     "register_selection_policy",
+    "selection_context",
     "selection_policy",
 ]

@@ -22,9 +22,9 @@ class SelectionContext:
     Attributes:
         num_tokens: Length of the prompt.
         reused: int64 (num_reused,), ascending prompt positions of reused tokens.
-        seam_distance: int64 (num_reused,), how far each lies behind the start of its run (0: first token of the run).
+        seam_distance: int64 (num_reused,), distance of each from the start of its run (0: first token of the run).
         live: int64, ascending positions that are computed anyway.
-        seed: The same for the same prompt, whatever runs beside it; for policies that draw.
+        seed: For policies that draw; the same for the same prompt, in any batch.
     """
 
     num_tokens: int
@@ -43,16 +43,16 @@ class SelectionContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recompute:
-    """One step of a policy: compute these reused positions, and the query rows behind them once more.
+    """One step of a policy: compute these reused positions, and the query rows after them once more.
 
     Attributes:
         positions: int64, ascending positions among the reused ones; those of earlier steps need not be repeated.
         observe_query: Sum the attention that the query (the last live rows) pays to each position.
-        observe_key_deviation: Compute every position in the first layers and tell how far its key moved there.
+        observe_key_deviation: Compute every position in the first layers and measure how far its key moved there.
         deviation_layer: The layer whose keys are compared then.
-        sample: int64, ascending, those of `positions` whose drift stands for that of their run (`graft/drift.py`). Tokens
-            that were chosen because they moved do not: their mean is not the run's. Empty where none does.
-        afresh: Compute every position behind the exact prefix, those of earlier steps too: a full prefill.
+        sample: int64, ascending, those of `positions` with the drift of their run (`graft/drift.py`). Tokens that were chosen
+            because they moved have not: their mean is not the run's. Empty if none has.
+        afresh: Compute every position after the exact prefix, those of earlier steps too: a full prefill.
     """
 
     positions: NDArray[np.int64]
@@ -65,7 +65,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """What a step gave.
+    """The observations of a step.
 
     Attributes:
         logits: float32 (vocab_size,), next-token logits of the prompt as it stands; None where the engine samples elsewhere.
@@ -84,7 +84,7 @@ SelectionSteps = Generator[Recompute, Observation, None]
 
 
 class Observable(StrEnum):
-    """What a policy may ask to see; an engine says what it can show."""
+    """Observations that a policy may ask for and an engine may offer."""
 
     QUERY_ATTENTION = "query_attention"
     KEY_DEVIATION = "key_deviation"
@@ -95,15 +95,16 @@ class SelectionPolicy(ABC):
     """Chooses reused tokens to compute again, in as many steps as it needs.
 
     A policy decides and never touches slots: fixed choices take one step, query-aware ones look first, and nested budgets
-    compare the logits of growing choices. Implementations are frozen dataclasses whose fields are the method's parameters.
+    compare the logits of growing choices. Implementations are frozen dataclasses; fields are parameters.
     """
 
     name: ClassVar[str]
-    version: ClassVar[int] = 1
-    """Raised when the same parameters choose other tokens than before: calibrations of the old version are refused then."""
+    version: ClassVar[int] = 3  # from 3 on its choice may be computed after the first token
+    """Raised when the same parameters choose other tokens than before, or these are computed at another time: calibrations of
+    the old version are refused then."""
     observes: ClassVar[frozenset[Observable]] = frozenset()
     is_scattered: ClassVar[bool] = False
-    """Whether it chooses single tokens amid reused ones. Where nothing but whole chunks is computed it cannot run."""
+    """Whether it chooses single tokens amid reused ones. It cannot run where only whole chunks are computed."""
 
     @property
     @abstractmethod

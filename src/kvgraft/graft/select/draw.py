@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def drawn(context: SelectionContext, count: int, weight: NDArray[np.floating] | None = None) -> NDArray[np.int64]:
-    """Ascending indices in `context.reused` of `count` tokens drawn without replacement. O(num_reused log num_reused).
+    """Return ascending indices in `context.reused` of `count` tokens drawn without replacement. O(num_reused log num_reused).
 
-    The seed of the context decides and nothing else, so that neither a batch, a preemption nor another rank draws otherwise.
+    The seed of the context alone decides, so that neither a batch, a preemption nor another rank draws differently.
 
     Args:
         context: Of the prompt.

@@ -21,7 +21,6 @@ class FirstK(SelectionPolicy):
     """Recompute the first `k` tokens of each run."""
 
     name: ClassVar[str] = "first_k"
-    version: ClassVar[int] = 2  # from 2 on its tokens are a sample of their run's drift
     k: int = 16
 
     def __post_init__(self) -> None:
@@ -34,6 +33,6 @@ class FirstK(SelectionPolicy):
         return min(1.0, self.k / _TYPICAL_RUN_TOKENS)
 
     def steps(self, context: SelectionContext) -> SelectionSteps:
-        """Take one step with the positions less than `k` behind the start of their run."""
+        """Take one step with the first `k` positions of each run."""
         positions = context.reused[context.seam_distance < self.k]
         yield Recompute(positions, sample=positions)

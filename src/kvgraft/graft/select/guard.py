@@ -1,6 +1,6 @@
 """A policy's choices, each checked before anything is done with it: policies may come from other packages.
 
-Whatever a policy does wrong becomes a `PolicyError` here. What follows is the caller's: nothing grafted may stay then.
+Any fault of a policy becomes a `PolicyError` here. The caller must then leave nothing of the graft.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLAGS = ("observe_query", "observe_key_deviation", "afresh")
 
 
 class PolicySteps:
-    """The steps of one policy for one prompt: ask for the first, then tell what each gave."""
+    """The steps of one policy for one prompt: ask for the first, then send the observations of each."""
 
     def __init__(self, policy: SelectionPolicy, context: SelectionContext, *, num_layers: int | None = None) -> None:
         """Ask nothing yet.
@@ -38,7 +38,7 @@ class PolicySteps:
         Args:
             policy: Chooses.
             context: Of the prompt; the policy is shown its arrays read-only.
-            num_layers: Of the model, whose layers can be looked at; None where the engine chooses the layer.
+            num_layers: Of the model, for policies that look at a layer; None where the engine chooses the layer.
         """
         self._policy = policy
         self._context = replace(
@@ -69,7 +69,7 @@ class PolicySteps:
         return self._checked(step)
 
     def send(self, observation: Observation) -> Recompute | None:
-        """Tell what the last step gave and ask for the next; None if that was the last.
+        """Send the observations of the last step and return the next; None if that was the last.
 
         Raises:
             PolicyError: The policy failed, its step cannot be taken, or it ended with a look through some layers.
@@ -83,7 +83,7 @@ class PolicySteps:
         return self._checked(step)
 
     def close(self) -> None:
-        """Ask no more; what the policy does at its end is of no interest."""
+        """Ask no more, and ignore errors of the policy at its end."""
         with contextlib.suppress(Exception):
             self._steps.close()
 
@@ -113,7 +113,7 @@ class PolicySteps:
         return step
 
     def _check_positions(self, what: str, positions: object) -> None:
-        """Refuse what would be computed in a place that is not reused, or twice."""
+        """Refuse positions that are not reused, and positions that are named twice."""
         if not isinstance(positions, np.ndarray) or positions.dtype != np.int64 or positions.ndim != 1:
             raise self._error(f"{what} is an int64 array of one dimension")
         if not len(positions):
@@ -145,17 +145,17 @@ class PolicySteps:
 
 
 def _read_only(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A view: the array is the plan's, too."""
+    """Return a view: the array is the plan's, too."""
     shown = positions.view()
     shown.setflags(write=False)
     return shown
 
 
 def expected_share(policy: SelectionPolicy) -> float:
-    """Return the share of reused tokens that a policy says it will choose, for cost models.
+    """Return the share of reused tokens that a policy expects to choose, for cost models.
 
     Raises:
-        PolicyError: It fails, or what it says is no share.
+        PolicyError: It fails, or returns no share.
     """
     try:
         share = float(policy.recompute_ratio)
@@ -179,7 +179,7 @@ def looks_at_query(policy: SelectionPolicy) -> bool:
 
 
 def fault(policy: SelectionPolicy) -> str | None:
-    """Say what is wrong with a policy as far as it shows before it chooses anything; None for nothing."""
+    """Return the fault of a policy that shows before it chooses anything; None if there is none."""
     checks: Iterable[tuple[str, type | tuple[type, ...], str]] = (
         ("name", str, "a text"),
         ("version", int, "a whole number"),
@@ -189,7 +189,7 @@ def fault(policy: SelectionPolicy) -> str | None:
     for attribute, kind, what in checks:
         try:
             value = getattr(policy, attribute)
-        except Exception as error:  # noqa: BLE001 - a property of somebody else's
+        except Exception as error:  # noqa: BLE001 - a property of another package
             return f"{attribute} cannot be read: {one_line(error)}"
         if not isinstance(value, kind) or value == "":
             return f"{attribute} is {what}"
@@ -199,9 +199,9 @@ def fault(policy: SelectionPolicy) -> str | None:
 
 
 def policy_error(policy: SelectionPolicy, what: str) -> PolicyError:
-    """The error of a policy that did `what`."""
+    """Return the error of a policy that did `what`."""
     try:
         name = str(policy.name)
-    except Exception:  # noqa: BLE001 - a property of somebody else's
+    except Exception:  # noqa: BLE001 - a property of another package
         name = type(policy).__name__
     return PolicyError(f"selection policy {name}: {what}")

@@ -1,7 +1,7 @@
-"""Recompute the tokens whose keys changed most.
+"""Recompute the tokens with the keys that changed most.
 
 Source: CacheBlend, https://arxiv.org/abs/2405.16444: a token whose key in an early layer differs from the reused one also
-differs in later layers. Layer 0 shows nothing, its keys depend on the token alone; layer 1 is the first that can tell.
+differs in later layers. Keys of layer 0 depend on the token alone; layer 1 is the first that shows a difference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class KVDeviation(RankingPolicy):
     """Recompute the share `ratio` of reused tokens with the largest change of their key in `layer`.
 
-    The look computes every position through the layers in front of it. Its choice says nothing about the drift of the run:
-    it takes the tokens that moved most.
+    The look computes every position through the layers before it. Its choice is no sample of the run's drift: it takes the
+    tokens that moved most.
     """
 
     name: ClassVar[str] = "kv_deviation"

@@ -1,7 +1,7 @@
 """Recompute the tokens that the query looks at.
 
 Source: ProphetKV, https://arxiv.org/abs/2602.02579: attention of the query on the reused keys, averaged over heads and
-layers, ranks tokens better than how far they moved, because an error that nobody reads does no harm.
+layers, ranks tokens better than how far they moved, because an error in a token without attention does no harm.
 """
 
 from __future__ import annotations

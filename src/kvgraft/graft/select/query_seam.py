@@ -2,7 +2,7 @@
 
 The error of a reused token is about (how much the query attends to it) x (how stale it is). The first factor is measured
 by one pass of the live rows over the grafted K/V; the second falls with the distance from the start of the run, where
-tokens depended most on the text that used to stand in front. The product chose 2.5-3 times better than either factor
+tokens depended most on the text that came before them there. The product chose 2.5-3 times better than either factor
 alone at equal budget in our first measurements; query attention alone is the idea of ProphetKV
 (https://arxiv.org/abs/2602.02579), the seam alone that of EPIC (https://arxiv.org/abs/2410.15332).
 """

@@ -1,4 +1,4 @@
-"""What policies have in common that recompute a fixed share of the reused tokens, most of them after one look."""
+"""Bases of policies that recompute a fixed share of the reused tokens, most of them after one look."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RatioPolicy(SelectionPolicy):
 
     @property
     def recompute_ratio(self) -> float:
-        """The share that was asked for, whatever is reused."""
+        """The share of the parameters, for any prompt."""
         return self.ratio
 
     def budget(self, context: SelectionContext) -> int:
-        """How many tokens that is."""
+        """Return the number of tokens of the share."""
         return math.ceil(self.ratio * len(context.reused))
 
 
@@ -51,18 +51,18 @@ class RankingPolicy(RatioPolicy):
         yield self._choose(context, observation, budget)
 
     def _choose(self, context: SelectionContext, observation: Observation, budget: int) -> Recompute:
-        """The step that computes `budget` tokens, fewer than are reused."""
+        """Return the step that computes `budget` tokens, fewer than are reused."""
         return Recompute(context.reused[best(self._score(context, observation), budget)])
 
     @abstractmethod
     def _look(self, nothing: NDArray[np.int64]) -> Recompute:
-        """The step that computes nothing again and asks for an observation."""
+        """Return the step that computes nothing again and asks for an observation."""
 
     @abstractmethod
     def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
-        """One number per reused token."""
+        """Return one number per reused token."""
 
 
 def best(score: NDArray[np.floating], count: int) -> NDArray[np.int64]:
-    """Ascending indices of the `count` highest scores, of equal ones those in front. O(n log n)."""
+    """Return ascending indices of the `count` highest scores, of equal ones the first. O(n log n)."""
     return np.sort(np.argsort(-score, kind="stable")[:count])

@@ -44,11 +44,11 @@ export class EngineView {
       ...tableRows(["donor", "tokens", "memory", "value", "tokens saved", "generation"], donors),
     );
     const audits = found.audits.map((audit) => [
-      new Date(1000 * audit.at).toLocaleTimeString(), audit.request_id, audit.reuse_class, audit.notch,
+      new Date(1000 * audit.at).toLocaleTimeString(), audit.request_id, audit.reuse_class, audit.part, audit.notch,
       `${audit.loss.toFixed(3)} (${audit.loss_kind})`, audit.event.replaceAll("_", " "),
     ]);
     element("audits-part").hidden = audits.length === 0;
-    element("audits").replaceChildren(...tableRows(["time", "request", "reuse class", "notch", "loss", "what followed"], audits));
+    element("audits").replaceChildren(...tableRows(["time", "request", "reuse class", "part", "notch", "loss", "what followed"], audits));
     element("prefix-count").textContent = `${whole(found.prefixes.length)} nodes`;
     element("icicle").replaceChildren(icicle(found.prefixes));
   }

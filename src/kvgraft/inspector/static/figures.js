@@ -37,6 +37,6 @@ export function showRisk(place, risk) {
     whole(facts.audits ?? 0),
     facts.certified < 1 ? facts.certified.toFixed(3) : "none yet",
   ]);
-  const table = htmlElement("table", {}, tableRows(["reuse class", "notch", "status", "audits", "certified mean loss"], rows));
+  const table = htmlElement("table", {}, tableRows(["reuse class and part", "notch", "status", "audits", "certified mean loss"], rows));
   return place.replaceChildren(htmlElement("h3", {}, "Risk"), htmlElement("div", { class: "scroll" }, [table]));
 }

@@ -18,7 +18,7 @@ def register() -> None:
     backend is then unknown, and a server that was asked for it refuses to start.
 
     Raises:
-        Exception: Whatever went wrong, after the log line.
+        Exception: Registration failed; it was logged.
     """
     try:
         from kvgraft.integrations.sglang.plugin import install

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,36 +19,36 @@ from kvgraft.errors import ConfigError, IntegrationError, ModelError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.select import FirstK, NoRecompute
 from kvgraft.graft.weights import weights_digest
+from kvgraft.integrations.sglang.copies import Copies
 from kvgraft.integrations.sglang.donor_events import DonorEvents, require_events
+from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
-from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
-from kvgraft.integrations.sglang.planning.ranks import OneRank, TensorParallelRanks, shared_secret
-from kvgraft.integrations.sglang.planning.stand_ins import StandIns
+from kvgraft.integrations.sglang.planning.ranks import Ranks, TensorParallelRanks, shared_secret
+from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
 from kvgraft.integrations.sglang.recompute.model import SGLangRows
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.refusals import refused_recomputation, refused_server
-from kvgraft.integrations.sglang.reporting.reports import Metrics, RequestLog
+from kvgraft.integrations.sglang.repairs import Repairs
+from kvgraft.integrations.sglang.reporting.reports import RequestLog, SampleSink
 from kvgraft.integrations.sglang.requests import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
-from kvgraft.integrations.sglang.stored.cold import ColdDonors, is_cold
+from kvgraft.integrations.sglang.store_use import StoreUse
 from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
 from kvgraft.memory.store import open_stores
 from kvgraft.reuse.substitute import Substitutes
+from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.config.sources import Resolved
-    from kvgraft.donors import Donor
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.sglang.donors.tree import DonorTree
-    from kvgraft.integrations.sglang.planning.ranks import Ranks
-    from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +107,10 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     tree, buffers = SGLangTree(cache), _kv_buffers(ctx, rope)
     group = _group(ctx)
     secret = new_secret() if group is None else shared_secret(group)
-    library = DonorLibrary(tree, buffers, config, secret=secret)
-    cold = ColdDonors(config, secret) if (stores := open_stores(config.store)) else None
+    keeper = DonorKeeper(tree, buffers, config, secret=secret)
     page_size = int(cache.page_size)
     width = ctx.model_config.hf_text_config.hidden_size
-    ranks = OneRank() if group is None else TensorParallelRanks(group, partial(_donor_of, library, cold))
+    ranks = Ranks() if group is None else TensorParallelRanks(group, keeper.catalogue.get)
     per_phase = _phase_tokens(config, buffers)
     recomputer = _recomputer(ctx, config, buffers, ranks, per_phase)
     costs = CostModel.of_width(
@@ -119,11 +119,10 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         recompute_ratio=0.0 if recomputer is None else recomputer.policy.recompute_ratio,
     )
     link, fingerprint = None, _fingerprint(ctx, rope)
-    if cold is not None:
+    if stores := open_stores(config.store):
         link = StoreLink(
             stores,
-            library,
-            cold,
+            keeper,
             ranks,
             layout=buffers.row_layout(),
             costs=costs,
@@ -133,23 +132,24 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     log = RequestLog(_metrics(ctx, config), config.report_file, is_first_rank=ctx.tp_rank == 0)
     # Clocks of ranks differ, and their lookups must not.
     planner = LoadPlanner(
-        library, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
+        keeper, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
     )
+    copies = Copies(Loader(tree, buffers, keeper, ranks=ranks, log=log), log, config.min_run, recomputer)
     reuse = RequestReuse(
-        library=library,
+        keeper=keeper,
         planner=planner,
-        loader=Loader(tree, buffers, library, ranks=ranks, log=log),
-        registrar=DonorRegistrar(tree, library, page_size=page_size, min_run=config.min_run),
+        copies=copies,
+        repairs=Repairs(copies, refused_recomputation(ctx) or ""),
+        registrar=DonorRegistrar(tree, keeper, page_size=page_size, min_run=config.min_run),
         ranks=ranks,
         log=log,
         fingerprint=fingerprint,
-        min_run=config.min_run,
         stand_ins=_stand_ins(ctx, config, tree, page_size),
-        recomputer=recomputer,
-        stores=link,
+        stores=None if link is None else StoreUse(link, log, time.monotonic),
+        repair_time=RepairTime(config.repair),
     )
     if config.announce_donors and ctx.params.enable_kv_cache_events:
-        cache.donor_events = DonorEvents(library.catalogue, fingerprint)
+        cache.donor_events = DonorEvents(keeper.catalogue, fingerprint)
     reuse.open_stores()
     cache.attach(reuse)
     return cache
@@ -160,14 +160,8 @@ def _weights(ctx: Any, fingerprint: str) -> str:  # noqa: ANN401
     return weights_digest(ctx.tp_worker.model_runner.model.state_dict().items()) + fingerprint
 
 
-def _donor_of(library: DonorLibrary, cold: ColdDonors | None, donor_id: DonorId) -> Donor | None:
-    if is_cold(donor_id):
-        return None if cold is None else cold.get(donor_id)
-    return library.catalogue.get(donor_id)
-
-
 def _possible(resolved: Resolved[SGLangConfig], refusal: str | None) -> SGLangConfig:
-    """The settings as they are in a server that refuses passes of our own for a reason.
+    """Return the settings of a server that refuses passes of our own, if it does, for the reason `refusal`.
 
     Raises:
         ConfigError: What needs such passes was asked for.
@@ -239,7 +233,7 @@ def _group(ctx: Any) -> Any:  # noqa: ANN401
     return None if ctx.tp_size == 1 else ctx.params.attn_tp_cache_group or ctx.params.tp_cache_group
 
 
-def _metrics(ctx: Any, config: SGLangConfig, *, is_refused: bool = False) -> Metrics | None:  # noqa: ANN401
+def _metrics(ctx: Any, config: SGLangConfig, *, is_refused: bool = False) -> SampleSink | None:  # noqa: ANN401
     if not ctx.params.enable_metrics or ctx.tp_rank != 0:
         return None
     from kvgraft.integrations.sglang.reporting.metrics import SGLangMetrics
@@ -248,13 +242,13 @@ def _metrics(ctx: Any, config: SGLangConfig, *, is_refused: bool = False) -> Met
     return SGLangMetrics(name, config.host_bytes, is_refused=is_refused)
 
 
-def _stand_ins(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> StandIns | None:  # noqa: ANN401
+def _stand_ins(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> TreeStandIns | None:  # noqa: ANN401
     substitutes = Substitutes.configured(config, ctx.model_config)
-    return None if substitutes is None else StandIns(substitutes, tree, page_size)
+    return None if substitutes is None else TreeStandIns(substitutes, tree, page_size)
 
 
 def _fingerprint(ctx: Any, rope: Sequence[RopeSpec]) -> str:  # noqa: ANN401
-    """Digest how the model computes. Not where it lies: replicas share stores, whose spaces tell weights apart."""
+    """Digest how the model computes, not where it lies: replicas share stores, and weights name the spaces of these."""
     config = ctx.model_config
     facts = {
         "dtype": str(config.dtype),
@@ -269,7 +263,7 @@ def _fingerprint(ctx: Any, rope: Sequence[RopeSpec]) -> str:  # noqa: ANN401
 
 
 def _without_names(config: Any) -> Any:  # noqa: ANN401
-    """A config, and those inside of it, without what says nothing of how a model computes."""
+    """Return a config, and those inside of it, without entries that do not change how a model computes."""
     if not isinstance(config, dict):
         return config
     return {str(name): _without_names(value) for name, value in config.items() if name not in _NAMES}
@@ -287,6 +281,7 @@ def _announce(ctx: Any, config: SGLangConfig, reason: str | None) -> None:  # no
         "dtype": str(getattr(pool, "dtype", "?")).removeprefix("torch."),
         "selection": config.selection,
         "correction": config.correction,
+        "repair": config.repair,
     }
     words = " ".join(f"{name}={value}" for name, value in facts.items())
     if reason is None:

@@ -1,8 +1,8 @@
 """SGLang's unified radix cache with reuse at any offset. The tree, its Rust core and its accounting stay SGLang's.
 
-Only what SGLang lets a cache decide is overridden: what a match promises (`match_prefix`), how promised tokens get on the
-device (`init_load_back`), whose they are (`load_back_is_cache_owned`), which slots a request begins with
-(`prefix_device_indices`), and what happens at checkpoints, release and eviction. Interfaces: SGLang 0.5.22 and 0.5.23.
+Only decisions that SGLang leaves to a cache are overridden: promises of a match (`match_prefix`), loading of promised tokens
+(`init_load_back`), their owner (`load_back_is_cache_owned`), the slots that a request begins with (`prefix_device_indices`),
+and checkpoints, release and eviction. Interfaces: SGLang 0.5.22 and 0.5.23.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # Matching and loading
 
     def match_prefix(self, params: Any) -> Any:  # noqa: ANN401 - MatchPrefixParams -> MatchResult
-        """Match exactly, and promise the regions behind the match as if they lay in host memory."""
+        """Match exactly, and promise the regions after the match as if they lay in host memory."""
         exact, req, key = super().match_prefix(params), params.req, params.key
         if self.reuse is None or req is None or req.kv.holds_kv or exact.host_hit_length:
             return exact
-        exact_len = exact.device_prefix_len
+        prefix_len = exact.device_prefix_len
         if key.limit is None:
             # The scheduler sorts its queue; it matches again, with a limit, before it admits a request.
-            promised = self.reuse.promised(req, exact_len)
+            promised = self.reuse.promised(req, prefix_len)
         else:
-            promised = self.reuse.promise(req, key.token_ids, len(key), exact_len)
+            promised = self.reuse.promise(req, key.token_ids, len(key), prefix_len)
         if not promised:
             return exact
         node = exact.last_device_node
@@ -70,11 +70,11 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return loaded, req.last_node
 
     def load_back_is_cache_owned(self) -> bool:
-        """No: copies belong to the request and leave with its row."""
+        """Return False: copies belong to the request and leave with its row."""
         return self.reuse is None and bool(super().load_back_is_cache_owned())
 
     def prefix_device_indices(self, req: Any) -> Tensor:  # noqa: ANN401 - SGLang's Req
-        """Slots of the exact prefix, then those that were loaded behind it."""
+        """Return the slots of the exact prefix, then those loaded after it."""
         private = [] if self.reuse is None else self.reuse.private_slots(req)
         if not private:
             indices: Tensor = super().prefix_device_indices(req)
@@ -82,11 +82,11 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return torch.cat([self.path_device_indices(req.last_node), *private])[: req.prefix_len]
 
     def awaits_store(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
-        """Whether `req`, just matched, keeps its place in the queue until K/V that are being read for it have come."""
+        """Whether `req`, just matched, keeps its place in the queue until the K/V that are read for it have come."""
         return self.reuse is not None and self.reuse.awaits(req, may_nap=may_nap)
 
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
-        """Tokens to compute from `position` until the next region; None up to the end."""
+        """See `RequestReuse.next_gap`."""
         return None if self.reuse is None else self.reuse.next_gap(req, position)
 
     def load_nothing_between_chunks(self, req: Any) -> None:  # noqa: ANN401
@@ -105,6 +105,20 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             req.prefix_len = req.kv.kv_allocated_len = req.kv.kv_committed_len = end
         self.reuse.recompute(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.prefix_len].long())
 
+    # Between the first token and the second
+
+    def repairs_due(self, batch: Any) -> list[Any]:  # noqa: ANN401 - SGLang's ScheduleBatch, or None
+        """Return the requests that are to be repaired before `batch` is run."""
+        if self.reuse is None or batch is None:
+            return []
+        return self.reuse.repairs.due(batch.reqs if batch.forward_mode.is_decode() else batch.decoding_reqs or ())
+
+    def repair(self, batch: Any) -> None:  # noqa: ANN401
+        """Compute what policies have chosen of the prompts of those requests into their rows."""
+        for req in self.repairs_due(batch):
+            assert self.reuse is not None
+            self.reuse.repair(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx])
+
     # Publishing and release
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:  # noqa: ANN401
@@ -114,7 +128,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.reuse.published(req, req.last_node)
 
     def claim_kv_row(self, req: Any) -> bool:  # noqa: ANN401
-        """Called first when a row is released: take over what the request computed behind copies."""
+        """Take over text computed after copies; called first when a row is released."""
         if super().claim_kv_row(req):
             return True
         if self.reuse is not None and req.kv.holds_kv:
@@ -161,9 +175,9 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # Events
 
     def take_events(self) -> list[Any]:
-        """SGLang's KV events, without text that lies under names of our own: it is not what a listener takes its tokens for.
+        """Return SGLang's KV events without text under names of our own, which no listener could reuse, then those of donors.
 
-        Removals stay: nobody was told of these hashes, and nobody can compute them. Donors are told of behind them.
+        Removals stay: their hashes were never announced, and cannot be computed.
         """
         events: list[Any] = super().take_events()
         reuse = self.reuse

@@ -1,11 +1,11 @@
-"""What `kvgraft doctor --engine sglang` finds: versions, whether SGLang will load the plug-in, and what is live right now."""
+"""Findings of `kvgraft doctor --engine sglang`: versions, whether SGLang will load the plug-in, and live schedulers."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvgraft.integrations.sglang.versions import (
     unsupported_version,
     untested_patch,
 )
+from kvgraft.integrations.versions import installed
 
 _GROUP = "sglang.srt.plugins"
 _WHITELIST = "SGLANG_PLUGINS"
@@ -31,10 +32,10 @@ def diagnose(model: str | None = None) -> dict[str, object]:
     """Return findings in the order in which they should be read.
 
     `shifted_reuse` is `accepted`, or `refused: ` and the first reason that speaks against it. A running scheduler's own word
-    goes before everything that can be told from outside.
+    comes last, after the reasons that show from outside.
 
     Args:
-        model: Directory of a model, whose configuration is looked at; None for none.
+        model: Directory of a model; its configuration is looked at. None for none.
     """
     sglang = installed_version()
     resolved, config_problem = _config()
@@ -52,7 +53,7 @@ def diagnose(model: str | None = None) -> dict[str, object]:
     return {
         "kvgraft": __version__,
         "python": platform.python_version(),
-        "torch": _version("torch"),
+        "torch": installed("torch") or "not installed",
         "sglang": _sglang(sglang),
         "sglang_supported": ", ".join(SUPPORTED),
         "plugin": plugin_problem or f"registered: SGLang loads it for --radix-cache-backend {BACKEND}",
@@ -109,10 +110,3 @@ def _model_problem(directory: Path) -> str | None:
 def _words(status: dict[str, object]) -> str:
     state = f"without reuse: {status['refusal']}" if status.get("refusal") else "live"
     return f"{state} in process {status['pid']} (rank {status['tp_rank']}, {status['model']})"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,4 +1,4 @@
-"""What `register` installs in every SGLang process: the backend's name, and hooks through SGLang's own registry."""
+"""Installation in an SGLang process: the backend's name, and hooks through SGLang's own registry."""
 
 from __future__ import annotations
 
@@ -59,6 +59,16 @@ def _streamer_class(result: Any, scheduler: Any) -> Any:  # noqa: ANN401
     return reporting(result)
 
 
+def _early_results(result: Any, scheduler: Any, batch: Any, last_batch: Any) -> Any:  # noqa: ANN401
+    """Have a first token sent before its request is repaired, for which the next batch waits."""
+    return result or bool(last_batch and _grafts(scheduler) and scheduler.tree_cache.repairs_due(batch))
+
+
+def _repair(scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    if _grafts(scheduler):
+        scheduler.tree_cache.repair(batch)
+
+
 def _weights_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
     """Called before the weights change, or may have changed."""
     if _grafts(updater.scheduler):
@@ -66,13 +76,13 @@ def _weights_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
 
 
 def _weights_begin_to_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-    """Called before hands that SGLang does not see may change the weights, until they say that they are through."""
+    """Called before weights may change outside of SGLang, until `end_weight_update`."""
     if _grafts(updater.scheduler):
         updater.scheduler.tree_cache.reuse.weights_change(is_between=True)
 
 
 def _weights_have_changed(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
-    """Called before these hands are through."""
+    """Called before SGLang learns that these changes are over."""
     if _grafts(updater.scheduler):
         updater.scheduler.tree_cache.reuse.weights_change(is_between=False)
 
@@ -86,12 +96,17 @@ def _grafts(scheduler: Any) -> bool:  # noqa: ANN401
     return getattr(getattr(scheduler, "tree_cache", None), "reuse", None) is not None
 
 
-_RESULTS = {"get_prefill_adder_class": _adder_class, "get_output_streamer_class": _streamer_class}
-"""Hooks that exchange what a method returns."""
+_RESULTS = {
+    "get_prefill_adder_class": _adder_class,
+    "get_output_streamer_class": _streamer_class,
+    "is_disable_overlap_for_batch": _early_results,
+}
+"""Hooks that replace the result of a method."""
 _CALLS = {
     **dict.fromkeys(WEIGHT_CHANGES, _weights_change),
     "begin_weight_update": _weights_begin_to_change,
     "end_weight_update": _weights_have_changed,
     "on_idle": _idle,
+    "run_batch": _repair,
 }
-"""Hooks that are called in front of a method."""
+"""Hooks that are called before a method."""

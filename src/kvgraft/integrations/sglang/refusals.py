@@ -1,4 +1,4 @@
-"""What this integration does not touch, and why: whole servers, and single requests. Everything unknown is refused."""
+"""Servers and requests without reuse, and why. Everything unknown is refused."""
 
 from __future__ import annotations
 

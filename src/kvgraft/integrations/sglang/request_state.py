@@ -1,167 +1,255 @@
-"""One request on its way through prefill: what is to be loaded, what was, and what its K/V are."""
+"""A request on its way through prefill: its decision, its wait for stores, the slots it holds and the origin of its K/V."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.integrations.sglang.reporting.attempt import Attempt
+from kvgraft.graft.select import NoRecompute
+from kvgraft.integrations.sglang.planning.spans import UNDECIDED, LoadDecision
 from kvgraft.reuse.lineage import Lineage
-from kvgraft.reuse.report import request_report
-from kvgraft.types import Fidelity, GraftPlan, Match
+from kvgraft.reuse.report import report_as_dict, request_report
+from kvgraft.types import Fidelity, GraftPlan, Match, RepairReport, RepairTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.planning.spans import Span
-    from kvgraft.integrations.sglang.stored.reads import SpanReads
-    from kvgraft.types import Miss, Namespace, SpanReport, Substitution
+    from kvgraft.graft.steps import GraftWork
+    from kvgraft.integrations.sglang.planning.spans import LoadSpan
+    from kvgraft.reuse.reads import StoredReads
+    from kvgraft.types import GraftReport, Miss, Namespace, SpanReport
+
+
+_BEFORE = RepairReport(RepairTime.BEFORE)
+
+
+class ReadPhase(Enum):
+    """Progress of a request's one wait for stores."""
+
+    NOT_BEGUN = "not begun"
+    UNDER_WAY = "under way"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreWait:
+    """The wait of a request for stores: reads while they are under way, then why they were of no use, if they were not."""
+
+    phase: ReadPhase = ReadPhase.NOT_BEGUN
+    reads: StoredReads | None = None
+    miss: Miss | None = None
+    ms: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
-    """State of a request from its first match to its release. A retracted one begins anew, but for its `attempts`.
+class HeldSlots:
+    """Slots of a request: those loaded before it had a row, and ranges of the row that the tree took over."""
+
+    private: list[Tensor] = field(default_factory=list)
+    adopted: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttempt:
+    """One computation of a request, as reports list it.
+
+    Attributes:
+        report: Of this computation.
+        sources: By span of the report, the request that computed it and the tier from which it was copied.
+        prefill_steps: Scheduler steps that its prefill took.
+    """
+
+    report: GraftReport
+    sources: tuple[dict[str, object], ...]
+    prefill_steps: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it in types that JSON has."""
+        return {**report_as_dict(self.report), "sources": list(self.sources), "prefill_steps": self.prefill_steps}
+
+
+@dataclass(slots=True, eq=False)
+class SGLangRequest:
+    """A request from its first match to its release. A retracted one begins anew, but for its `attempts`.
 
     Attributes:
         rid: SGLang's name of the request; clients choose it.
-        namespace: Whose donors it may use and who may use its text.
-        attempts: What became of it before each retraction so far.
-        lineage: Where its K/V come from, from the last match on.
+        attempts: Those before each retraction so far.
+        lineage: Origin of its K/V, from the last match on.
         num_tokens: Length of the prompt, with output that was generated before a retraction.
-        planned_for: What the plan depends on: version of the donors, length of the prompt, end, exact length.
-        spans: Still to be loaded, ascending.
-        reads: Of stored donors, under way; the request waits for them.
-        has_read: Whether it has waited for stores, which it does once.
-        read_miss: Why what it has waited for did not come, or None.
-        read_ms: How long it has waited.
         matched_at: When it was last matched, in seconds of some clock.
-        is_timed: Whether its prefill has told how long prefills take.
-        sources: By span of the lineage, who computed it and from which tier it was copied.
-        private: Slots that were loaded before the request had a row.
+        due: Spans still to be loaded, ascending.
+        sources: By span of the lineage, the request that computed it and the tier from which it was copied.
+        is_timed: Its prefill has been measured.
         registered_len: Tokens from the start that are donors already.
-        adopted: Ranges of the row that the tree took over under names of our own.
-        miss: Why nothing was planned or loaded.
-        substitution: What was planned last to stand in, or None.
-        policy: What chose tokens to compute again; empty if nothing did.
+        policy: Policy that chose tokens to compute again; empty for none.
+        repair: When the policy's choice is computed.
         num_taken: Spans of the lineage of which the policy has had its choice.
         num_corrected: Reused tokens that were corrected for drift and not computed again.
-        num_steps: Prefill steps that the plan's gaps were cut into, the first one included.
-        lookup_ms: Time of the last lookup.
+        num_steps: Prefill steps that the gaps were cut into, the first one included.
         graft_ms: Time of all copies.
         recompute_ms: Time of passes over chosen tokens, beside SGLang's own.
     """
 
     rid: str
     namespace: Namespace
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[PrefillAttempt, ...] = ()
     lineage: Lineage = field(default_factory=lambda: Lineage(0))
     num_tokens: int = 0
-    planned_for: tuple[int, int, int, int] | None = None
-    spans: list[Span] = field(default_factory=list)
-    reads: SpanReads | None = None
-    has_read: bool = False
-    read_miss: Miss | None = None
-    read_ms: float = 0.0
     matched_at: float = 0.0
-    is_timed: bool = False
+    decision: LoadDecision = UNDECIDED
+    due: list[LoadSpan] = field(default_factory=list)
+    wait: StoreWait = StoreWait()
+    held: HeldSlots = field(default_factory=HeldSlots)
     sources: list[dict[str, object]] = field(default_factory=list)
-    private: list[Tensor] = field(default_factory=list)
+    is_timed: bool = False
     registered_len: int = 0
-    adopted: list[tuple[int, int]] = field(default_factory=list)
-    miss: Miss | None = None
-    substitution: Substitution | None = None
     policy: str = ""
+    repair: RepairReport = _BEFORE
     num_taken: int = 0
     num_corrected: int = 0
     num_steps: int = 1
-    lookup_ms: float = 0.0
     graft_ms: float = 0.0
     recompute_ms: float = 0.0
 
-    def matched(self, num_tokens: int, exact_len: int) -> None:
-        """Note that SGLang gives the first `exact_len` tokens; the request has no K/V of its own yet."""
-        self.num_tokens, self.lineage = num_tokens, Lineage(exact_len)
+    @property
+    def reads(self) -> StoredReads | None:
+        """Reads of stored donors that are under way."""
+        return self.wait.reads
+
+    @property
+    def miss(self) -> Miss | None:
+        """Why nothing is planned, or was loaded."""
+        return self.decision.miss
+
+    @property
+    def has_shifted(self) -> bool:
+        """Whether tokens were copied of which a policy may have some computed."""
+        return any(span.fidelity is Fidelity.SHIFTED for span in self.lineage.spans)
+
+    def matched(self, num_tokens: int, prefix_len: int, now: float) -> None:
+        """Note that SGLang gives the first `prefix_len` tokens; the request has no K/V of its own yet."""
+        self.num_tokens, self.lineage, self.matched_at = num_tokens, Lineage(prefix_len), now
         self.num_taken = self.num_corrected = 0
 
-    def loaded(self, spans: list[Span], sources: list[dict[str, object]]) -> None:
+    def missed(self, miss: Miss) -> None:
+        """Note why what was decided is not loaded; spans that are still due stay so."""
+        self.decision = replace(self.decision, miss=miss)
+
+    def refuse(self, miss: Miss) -> None:
+        """Load nothing."""
+        self.due = []
+        self.decision = LoadDecision(miss=miss, lookup_ms=self.decision.lookup_ms)
+
+    def forget_donors(self) -> None:
+        """Give up everything that was promised of donors that are gone."""
+        self.due = []
+        if self.wait.phase is ReadPhase.UNDER_WAY:
+            self.wait = StoreWait()
+
+    def retracted(self, policy: str) -> SGLangRequest:
+        """Return the request as it begins anew."""
+        return SGLangRequest(self.rid, self.namespace, (*self.attempts, self.attempt(policy)))
+
+    def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]]) -> None:
         """Note that `spans` were copied."""
         self.lineage.copy([span.report() for span in spans])
         self.lineage.recompute_gap(sum(span.recomputed for span in spans))
         self.sources += sources
 
     def withdraw(self) -> None:
-        """Note that everything that was copied has been computed since, and all that had attended to it."""
+        """Note that everything copied was computed since, and all that had attended to it."""
         self.lineage.withdraw()
         self.sources, self.num_taken, self.num_corrected = [], 0, 0
 
-    def attempt(self, policy: str) -> Attempt:
+    def recomputed(self, policy: str, work: GraftWork) -> None:
+        """Note that the choice of `policy` was computed."""
+        self.policy = policy
+        self.lineage.recompute(work.recomputed_runs)
+        self.num_corrected += work.num_corrected
+
+    def repaired(self, num_drawn: int) -> None:
+        """Note that the choice of the policy was computed when `num_drawn` tokens of the answer had been drawn."""
+        self.repair = replace(self.repair, from_token=num_drawn + 1)
+
+    def computed_in_full(self, num_drawn: int) -> None:
+        """Note that the whole prompt was computed when `num_drawn` tokens of the answer had been drawn over copies.
+
+        They rest on these, so the lineage keeps them.
+        """
+        shifted = [span for span in self.lineage.spans if span.fidelity is Fidelity.SHIFTED]
+        self.lineage.recompute((span.target_start, span.length) for span in shifted)
+        self.repair = replace(self.repair, from_token=num_drawn + 1, exact_from_token=num_drawn + 1)
+
+    def attempt(self, policy: str) -> PrefillAttempt:
         """Sum up where the request stands."""
-        timings_ms = {"lookup": self.lookup_ms, "graft": self.graft_ms}
+        timings_ms = {"lookup": self.decision.lookup_ms, "graft": self.graft_ms}
         if self.recompute_ms:
             timings_ms["recompute"] = self.recompute_ms
-        if self.has_read or self.reads is not None:
-            timings_ms["read"] = self.read_ms
+        if self.wait.phase is not ReadPhase.NOT_BEGUN:
+            timings_ms["read"] = self.wait.ms
+        policy = self.policy or policy
         report = request_report(
             self.lineage,
             self.num_tokens,
-            policy=self.policy or policy,
+            policy=policy,
             timings_ms=timings_ms,
-            miss=self.miss,
+            miss=self.decision.miss,
             corrected_tokens=self.num_corrected,
-            substitution=self.substitution,
+            substitution=self.decision.substitution,
+            repair=None if policy == NoRecompute.name else self.repair,
         )
-        return Attempt(report, tuple(self.sources), self.num_steps)
+        return PrefillAttempt(report, tuple(self.sources), self.num_steps)
 
     def extent(self) -> tuple[int, int]:
-        """Return how many tokens are copied or will be, and how many stand behind the last of them; one at least is.
+        """Return how many tokens are copied or will be, and how many stand after the last of them; one at least is.
 
         Exact ones do not count.
         """
         copied = [(span.target_start, span.length, span.fidelity) for span in self.lineage.spans]
-        due = [(span.start, span.length, span.fidelity) for span in self.spans]
+        due = [(span.start, span.length, span.fidelity) for span in self.due]
         spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is not Fidelity.EXACT]
         end = max(start + length for start, length in spans)
         return sum(length for _, length in spans), self.num_tokens - end
 
     def take_loaded(self) -> tuple[SpanReport, ...]:
-        """Return what was loaded since the last call."""
+        """Return the spans loaded since the last call."""
         spans, self.num_taken = self.lineage.spans[self.num_taken :], len(self.lineage.spans)
         return spans
 
     def plan(self, num_tokens: int, spans: Sequence[SpanReport]) -> GraftPlan:
-        """Say what of a prompt of `num_tokens` is computed, and that of all that was copied `spans` are what is looked at."""
+        """Return the plan of a prompt of `num_tokens` as it was carried out, with `spans` for those that are looked at."""
         computed = np.ones(num_tokens, np.bool_)
-        computed[: self.lineage.given_len] = False
+        computed[: self.lineage.prefix_len] = False
         for span in self.lineage.spans:
             computed[span.target_start : span.target_start + span.length] = False
         matches = tuple(Match(span.target_start, span.donor_id, span.donor_start, span.length) for span in spans)
-        return GraftPlan(num_tokens, self.lineage.given_len, matches, np.flatnonzero(computed))
+        return GraftPlan(num_tokens, self.lineage.prefix_len, matches, np.flatnonzero(computed))
 
-    def adjoining(self, position: int) -> list[Span]:
+    def adjoining(self, position: int) -> list[LoadSpan]:
         """Return the spans that follow one another from `position` on."""
-        found: list[Span] = []
-        for span in self.spans:
+        found: list[LoadSpan] = []
+        for span in self.due:
             if span.start != position:
                 break
             found.append(span)
             position = span.end
         return found
 
-    def drop(self, spans: list[Span]) -> None:
+    def drop(self, spans: list[LoadSpan]) -> None:
         """Forget spans that were loaded or cannot be."""
-        self.spans = [span for span in self.spans if span not in spans]
+        self.due = [span for span in self.due if span not in spans]
 
     def pass_by(self, position: int, min_run: int) -> None:
-        """Cut off what lies before `position`; what is left of a span must be worth its copy."""
-        behind = [
-            span if span.start >= position else span.behind(position) for span in self.spans if span.end > position
-        ]
-        self.spans = [span for span in behind if span.start > position or span.length >= min_run]
+        """Cut off everything before `position`; the rest of a span must be worth its copy."""
+        after = [span if span.start >= position else span.after(position) for span in self.due if span.end > position]
+        self.due = [span for span in after if span.start > position or span.length >= min_run]
 
     def next_start(self, position: int) -> int | None:
-        """Return where the next span behind `position` begins, or None."""
-        return next((span.start for span in self.spans if span.start > position), None)
+        """Return the start of the next span after `position`, or None."""
+        return next((span.start for span in self.due if span.start > position), None)

@@ -1,4 +1,4 @@
-"""How a loaded SGLang model rotates its keys: read from its own modules, and checked against them."""
+"""The rotation of a loaded SGLang model's keys: read from its own modules, and checked against them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 KNOWN_VARIANTS = ("RotaryEmbedding", "Llama3RotaryEmbedding")
-"""Rotary classes of SGLang whose angles are `position * inv_freq` whatever the length of the prompt; checked below."""
+"""Rotary classes of SGLang with angles `position * inv_freq` in prompts of any length; checked below."""
 
 _POSITIONS = (0, 1, 2, 17, 100, 1000, 4000)
 

@@ -1,4 +1,4 @@
-"""Which SGLang versions this integration was written for, and what it relies on in them."""
+"""Versions of SGLang that this integration was written for, and the interfaces that it relies on in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from kvgraft.integrations.versions import installed
 
 SUPPORTED = ("0.5.22", "0.5.23")
 """Versions with the seams below. 0.5.21 lacks `load_back_is_cache_owned` and `get_prefill_adder_class`."""
@@ -33,7 +34,7 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWei
 _REGISTRY = "sglang.srt.mem_cache.registry"
 _CONTEXT = "sglang.srt.model_executor.forward_context"
 _DECODERS = ("llama:LlamaModel", "mistral:MistralForCausalLM", "qwen2:Qwen2Model", "qwen3:Qwen3Model")
-"""What passes of our own call; SGLang's Mistral is its Llama under another name."""
+"""Decoders that passes of our own call; SGLang's Mistral is its Llama under another name."""
 
 WEIGHT_CHANGES = (
     "update_weights_from_disk",
@@ -44,111 +45,98 @@ WEIGHT_CHANGES = (
     "end_weight_update",
     "resume_memory_occupation",
 )
-"""Methods of the scheduler's weight updater; each may leave other weights behind, also where it fails."""
+"""Methods of the scheduler's weight updater; each may leave other weights, also where it fails."""
 
 HOOKED = (
     "sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class",
     "sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class",
     "sglang.srt.managers.scheduler:Scheduler.on_idle",
+    "sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch",
+    "sglang.srt.managers.scheduler:Scheduler.run_batch",
     *(f"{_WEIGHTS}.{name}" for name in WEIGHT_CHANGES),
 )
-"""What hooks are put on. SGLang only logs a hook that it cannot apply."""
+"""Methods that get hooks. SGLang only logs a hook that it cannot apply."""
 
-FUNCTIONS = (
-    Relied(f"{_REGISTRY}:register_radix_cache_backend", ("name", "factory")),
-    Relied(f"{_REGISTRY}:create_unified_radix_cache", ("ctx", "cache_class")),
-    Relied(f"{_REGISTRY}:default_radix_cache_factory", ("ctx",)),
-    Relied("sglang.srt.plugins.hook_registry:HookRegistry.register", ("target", "hook", "hook_type")),
-    Relied("sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class", ("self",)),
-    Relied("sglang.srt.managers.scheduler:Scheduler.get_output_streamer_class", ("self",)),
-    Relied("sglang.srt.managers.scheduler:Scheduler.on_idle", ("self",)),
-    Relied(f"{_CACHE}.match_prefix", ("self", "params")),
-    Relied(f"{_CACHE}.init_load_back", ("self", "params")),
-    Relied(f"{_CACHE}.load_back_is_cache_owned", ("self",)),
-    Relied(f"{_CACHE}.prefix_device_indices", ("self", "req")),
-    Relied(f"{_CACHE}.path_device_indices", ("self", "node")),
-    Relied(f"{_CACHE}.checkpoint", ("self", "req", "up_to")),
-    Relied(f"{_CACHE}.claim_kv_row", ("self", "req")),
-    Relied(f"{_CACHE}.free_kv_row", ("self", "kv", "ranges")),
-    Relied(f"{_CACHE}.on_release", ("self", "req", "checkpointed")),
-    Relied(f"{_CACHE}.release_aborted_request", ("self", "request")),
-    Relied(f"{_CACHE}.evict", ("self", "params")),
-    Relied(f"{_CACHE}.evict_for_alloc", ("self", "params")),
-    Relied(f"{_CACHE}.insert", ("self", "params")),
-    Relied(f"{_CACHE}.lock", ("self", "node_id")),
-    Relied(f"{_CACHE}.unlock", ("self", "lock")),
-    Relied(f"{_CACHE}.reset", ("self",)),
-    Relied(f"{_CACHE}.take_events", ("self",)),
-    Relied(f"{_CACHE}._free_values", ("self", "device_frees", "host_frees")),
-    Relied(f"{_ADDER}.add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size")),
-    Relied(f"{_ADDER}.add_chunked_req", ("self", "req")),
-    Relied(f"{_ADDER}.budget_state", ("self",)),
-    Relied(f"{_ADDER}.ceil_paged_tokens", ("self", "tokens")),
-    Relied(f"{_STREAMER}.stream_output", ("self", "reqs", "return_logprob")),
-    Relied(f"{_STREAMER}.build_additional_customized_info", ("self", "reqs")),
-    Relied(f"{_STREAMER}.should_build_additional_customized_info", ("self",)),
-    *(Relied(f"{_WEIGHTS}.{name}", ("self", "recv_req")) for name in WEIGHT_CHANGES),
-    Relied(f"{_CONTEXT}:forward_context", ("ctx",)),
-    Relied(f"{_CONTEXT}:get_attn_backend", ()),
-    *(
-        Relied(f"sglang.srt.models.{name}.forward", ("self", "input_ids", "positions", "forward_batch"))
-        for name in _DECODERS
-    ),
-)
-
-FIELDS = {
-    "sglang.srt.mem_cache.base_prefix_cache:MatchResult": (
-        "device_prefix_len",
-        "last_device_node",
-        "last_host_node",
-        "best_match_node",
-        "host_hit_length",
-    ),
-    "sglang.srt.mem_cache.base_prefix_cache:MatchPrefixParams": ("key", "req"),
-    "sglang.srt.mem_cache.base_prefix_cache:InitLoadBackParams": ("host_hit_length", "req"),
-    "sglang.srt.mem_cache.base_prefix_cache:InsertParams": ("key", "value"),
-    "sglang.srt.mem_cache.base_prefix_cache:EvictParams": ("num_tokens",),
-    "sglang.srt.mem_cache.registry:TreeCacheBuildContext": (
-        "server_args",
-        "params",
-        "is_hybrid_swa",
-        "is_hybrid_ssm",
-        "enable_hierarchical_cache",
-        "disable_radix_cache",
-        "tp_worker",
-        "model_config",
-        "tp_size",
-        "tp_rank",
-        "is_dsa",
-    ),
-    _WEIGHTS: ("scheduler",),
-    f"{_CONTEXT}:ForwardContext": ("attn_backend",),
-    "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
-        "forward_mode",
-        "batch_size",
-        "input_ids",
-        "req_pool_indices",
-        "seq_lens",
-        "out_cache_loc",
-        "seq_lens_sum",
-        "positions",
-    ),
-    "sglang.srt.managers.schedule_batch:ReqKvInfo": (
-        "req_pool_idx",
-        "cache_protected_len",
-        "kv_committed_len",
-        "kv_allocated_len",
+_RELIED = {
+    f"{_REGISTRY}:": {
+        "register_radix_cache_backend": "name factory",
+        "create_unified_radix_cache": "ctx cache_class",
+        "default_radix_cache_factory": "ctx",
+    },
+    "sglang.srt.plugins.hook_registry:HookRegistry.": {"register": "target hook hook_type"},
+    "sglang.srt.managers.scheduler:Scheduler.": {
+        "get_prefill_adder_class": "self",
+        "get_output_streamer_class": "self",
+        "on_idle": "self",
+        "is_disable_overlap_for_batch": "self batch last_batch",
+        "run_batch": "self batch",
+    },
+    f"{_CACHE}.": {
+        "match_prefix": "self params",
+        "init_load_back": "self params",
+        "load_back_is_cache_owned": "self",
+        "prefix_device_indices": "self req",
+        "path_device_indices": "self node",
+        "checkpoint": "self req up_to",
+        "claim_kv_row": "self req",
+        "free_kv_row": "self kv ranges",
+        "on_release": "self req checkpointed",
+        "release_aborted_request": "self request",
+        "evict": "self params",
+        "evict_for_alloc": "self params",
+        "insert": "self params",
+        "lock": "self node_id",
+        "unlock": "self lock",
+        "reset": "self",
+        "take_events": "self",
+        "_free_values": "self device_frees host_frees",
+    },
+    f"{_ADDER}.": {
+        "add_one_req": "self req has_chunked_req truncation_align_size",
+        "add_chunked_req": "self req",
+        "budget_state": "self",
+        "ceil_paged_tokens": "self tokens",
+    },
+    f"{_STREAMER}.": {
+        "stream_output": "self reqs return_logprob",
+        "build_additional_customized_info": "self reqs",
+        "should_build_additional_customized_info": "self",
+    },
+    f"{_WEIGHTS}.": dict.fromkeys(WEIGHT_CHANGES, "self recv_req"),
+    f"{_CONTEXT}:": {"forward_context": "ctx", "get_attn_backend": ""},
+    "sglang.srt.models.": dict.fromkeys(
+        (f"{name}.forward" for name in _DECODERS), "self input_ids positions forward_batch"
     ),
 }
+FUNCTIONS = tuple(
+    Relied(owner + name, tuple(parameters.split()))
+    for owner, functions in _RELIED.items()
+    for name, parameters in functions.items()
+)
+
+_BASE = "sglang.srt.mem_cache.base_prefix_cache"
+_FIELDS = {
+    f"{_BASE}:MatchResult": "device_prefix_len last_device_node last_host_node best_match_node host_hit_length",
+    f"{_BASE}:MatchPrefixParams": "key req",
+    f"{_BASE}:InitLoadBackParams": "host_hit_length req",
+    f"{_BASE}:InsertParams": "key value",
+    f"{_BASE}:EvictParams": "num_tokens",
+    f"{_REGISTRY}:TreeCacheBuildContext": "server_args params is_hybrid_swa is_hybrid_ssm enable_hierarchical_cache "
+    "disable_radix_cache tp_worker model_config tp_size tp_rank is_dsa",
+    _WEIGHTS: "scheduler",
+    f"{_CONTEXT}:ForwardContext": "attn_backend",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch": "forward_mode batch_size input_ids req_pool_indices "
+    "seq_lens out_cache_loc seq_lens_sum positions",
+    "sglang.srt.managers.schedule_batch:ScheduleBatch": "reqs decoding_reqs forward_mode",
+    "sglang.srt.managers.schedule_batch:ReqKvInfo": "req_pool_idx cache_protected_len kv_committed_len kv_allocated_len",
+}
+FIELDS = {path: tuple(names.split()) for path, names in _FIELDS.items()}
 """Dataclasses and named tuples of SGLang, and the fields that are read or set."""
 
 
 def installed_version() -> str | None:
     """Return SGLang's version, or None if it is not installed."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return None
+    return installed("sglang")
 
 
 def unsupported_version(found: str | None) -> str | None:
@@ -161,7 +149,7 @@ def unsupported_version(found: str | None) -> str | None:
 
 
 def untested_patch(found: str) -> str | None:
-    """Return what to tell of a patch release (`0.5.23.post1`) of a version that was tested, or None for every other."""
+    """Return a remark on a patch release (`0.5.23.post1`) of a tested version, or None for any other version."""
     base, is_patch, _ = found.split("+", maxsplit=1)[0].partition(".post")
     if not is_patch or base not in SUPPORTED:
         return None

@@ -79,7 +79,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: GraftScheduler | None = None
         self._worker: GraftWorker | None = None
         self._block_pool: BlockPool | None = None
-        self._told_events: BlockPool | KVCacheManager | None = None
+        self._event_source: BlockPool | KVCacheManager | None = None
         self._events: list[KVCacheEvent] = []
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._build_scheduler(config, vllm_config, kv_cache_config)
@@ -98,25 +98,18 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         facts = facts if facts.refusal else replace(facts, refusal=drift())
         if facts.refusal:
             logger.warning("kvgraft grafts nothing on this server: %s", facts.refusal)
-        else:
-            logger.info(
-                "kvgraft is ready: mode %s, selection %s, up to %d donor tokens",
-                config.mode,
-                config.selection,
-                facts.capacity_tokens,
-            )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            # vLLM reads this behind us. A failure of reuse must never be a failed request.
+            # vLLM reads this afterwards. A failure of reuse must never be a failed request.
             logger.info("kvgraft sets kv_load_failure_policy to recompute")
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
         scheduler = GraftScheduler(config, facts)
         if config.announce_donors and not facts.refusal:
-            announce(scheduler.registry.catalogue, facts.fingerprint, vllm_config, self._tell)
+            announce(scheduler.registry.catalogue, facts.fingerprint, vllm_config, self._publish)
         return scheduler
 
     @property
     def scheduler(self) -> GraftScheduler:
-        """The scheduler's half; only in its process."""
+        """The scheduler's half, in its process only."""
         assert self._scheduler is not None, "a worker's connector has no scheduler"
         return self._scheduler
 
@@ -128,8 +121,11 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens behind vLLM's own hit workers will make, and whether the request waits for them."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens after vLLM's own hit workers will make, and whether the request waits for them.
+
+        The number is None while blocks of that hit hold no K/V yet: vLLM asks again in its next step.
+        """
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -137,22 +133,25 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Where the tokens of a graft come from; those that it computes have no source."""
+        """Return where the tokens of a graft come from; those that it computes have no source."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         sources = self.scheduler.sources(request.request_id, num_external_tokens)
         return {CacheHitSource(name): count for name, count in sources.items() if count}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Commands of the step."""
+        """Return the commands of the step."""
         self._keep_public_events()
-        return StepMetadata(self.scheduler.commands(scheduler_output))
+        commands = self.scheduler.commands(scheduler_output)
+        if commands.repairs:
+            scheduler_output.has_sync_kv_loads = True  # or vLLM calls `start_load_kv` after the step's forward pass
+        return StepMetadata(commands)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' report."""
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, WorkerMetadata):
-            self.scheduler.receive(told.report)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata):
+            self.scheduler.receive(metadata.report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; the report goes to the client."""
@@ -167,7 +166,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self.scheduler.finish(request)
 
     def reset_cache(self) -> bool | None:
-        """Forget all donors; workers do in front of whatever they do next. vLLM asks the scheduler's side alone."""
+        """Forget all donors; workers do so before anything else. vLLM asks the scheduler's side alone."""
         if self._scheduler is None:
             return None
         pool = self._block_pool  # vLLM resets its own cache first, which fails where any block is in use
@@ -176,27 +175,28 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take vLLM's pool, to see whether a reset reached it, and to tell of no block that is a request's own."""
+        """Take vLLM's pool, to see whether a reset reached it, and to publish no block that is a request's own."""
         self._block_pool = gpu_block_pool
-        self._told_events = self._told_events or gpu_block_pool
+        self._event_source = self._event_source or gpu_block_pool
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Take vLLM's manager, whose events say more than the pool's."""
-        self._told_events = kv_cache_manager
+        """Take vLLM's manager: it knows which blocks a request hits and holds, and its events say more than the pool's."""
+        self._event_source = kv_cache_manager
+        self.scheduler.bind(kv_cache_manager)
         super().bind_kv_cache_manager(kv_cache_manager)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """KV events of vLLM's own prefix cache, but for blocks behind a graft (`public_events.py`), and of donors."""
+        """Return KV events of vLLM's prefix cache, without blocks after a graft (`public_events.py`), and of donors."""
         self._keep_public_events()
         events, self._events = self._events, []
         return events
 
-    def _tell(self, event: KVCacheEvent) -> None:
-        self._events.append(event)
+    def _publish(self, event: KVCacheEvent) -> None:
+        self._events.append(event)  # not the list's own method: `take_events` puts another list in its place
 
     def _keep_public_events(self) -> None:
-        if self._told_events is not None:
-            self._events += public_events(self._told_events.take_events())
+        if self._event_source is not None:
+            self._events += public_events(self._event_source.take_events())
 
     # ---- worker
 
@@ -220,17 +220,17 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.load(self._commands())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Grafts are complete before the forward pass."""
+        """Do nothing: grafts are complete before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Text is captured behind the forward pass, all layers at once."""
+        """Do nothing: text is captured after the forward pass, all layers at once."""
 
     def wait_for_save(self) -> None:
         """Capture what was computed."""
         self.worker.save(self._commands())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Name requests whose asynchronous graft ended."""
+        """Return the requests that wait for a graft which has ended."""
         del finished_req_ids
         loaded, _ = self.worker.take_loaded()
         return None, loaded or None
@@ -244,11 +244,11 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(set(), loaded, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that a failed graft left without K/V."""
+        """Return blocks that a failed graft left without K/V."""
         return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """The rank's report."""
+        """Return the rank's report."""
         report = self.worker.take_report()
         return None if report is None else WorkerMetadata(report)
 
@@ -260,17 +260,17 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
 
     def _commands(self) -> StepCommands:
-        told = self._get_connector_metadata()
-        assert isinstance(told, StepMetadata)
-        return told.commands
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.commands
 
     # ---- metrics
 
     def get_kv_connector_stats(self) -> GraftStats | None:
-        """Counts since the last call; the scheduler knows them all."""
+        """Return counts since the last call; the scheduler has them all."""
         if self._scheduler is None:
             return None
-        self._keep_public_events()  # vLLM asks for statistics in front of the events of a step
+        self._keep_public_events()  # vLLM asks for statistics before the events of a step
         scheduler, catalogue = self._scheduler, self._scheduler.registry.catalogue
         scheduler.step_ended()
         taken = scheduler.counts.take(
@@ -279,7 +279,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             host_bytes=scheduler.host_bytes,
             host_limit_bytes=scheduler.host_limit_bytes,
             is_refused=bool(scheduler.refusal),
-            cold_donors=scheduler.registry.num_cold,
+            cold_donors=scheduler.registry.num_stored,
         )
         return None if taken is None else GraftStats(taken)
 
@@ -296,12 +296,12 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> GraftPromMetrics:
-        """Prometheus metrics of the server."""
+        """Build the Prometheus metrics of the server."""
         return GraftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No hook runs inside a forward pass."""
+        """Return False: no hook runs inside a forward pass."""
         del extra_config
         return False
 

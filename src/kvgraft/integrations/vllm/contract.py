@@ -1,6 +1,6 @@
-"""What the connector relies on in the vLLM that is installed, tried out at start: a difference refuses reuse by name.
+"""Interfaces of the installed vLLM that the connector relies on, tried out at start: a difference refuses reuse by name.
 
-The contract tests look closer; this is what a version that nobody tested is let in by.
+The contract tests look closer; this check lets in versions that were not tested.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
@@ -21,16 +22,26 @@ FIELDS: dict[type, frozenset[str]] = {
     NewRequestData: frozenset({"req_id", "block_ids", "num_computed_tokens"}),
     CachedRequestData: frozenset({"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}),
     SchedulerOutput: frozenset(
-        {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"}
+        {
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "has_sync_kv_loads",
+        }
     ),
 }
-"""What is read of the scheduler's output."""
+"""Fields of the scheduler's output that are read."""
 
 _BLOCK = 4
 
 
 def drift() -> str:
-    """Say what differs from what the connector was written against, or return an empty text."""
+    """Return the first difference from the interfaces the connector was written for, or an empty text."""
+    if not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
+        return (
+            "this vLLM does not show connectors its KV cache manager, which knows blocks without K/V; use 0.32 or later"
+        )
     for kind, needed in FIELDS.items():
         missing = needed - {field.name for field in dataclasses.fields(kind)}
         if missing:
@@ -41,7 +52,7 @@ def drift() -> str:
 
 
 def _keeps_blocks_private() -> bool:
-    """Whether blocks that fill up behind a graft get private hashes, on vLLM's own request."""
+    """Whether blocks that fill up after a graft get private hashes, on vLLM's own request."""
     try:
         requests = [_request(_hasher) for _ in range(2)]
         make_private(requests[0], 1)
@@ -55,10 +66,10 @@ def _keeps_blocks_private() -> bool:
 
 
 def _request(hasher: Callable[[Request], list[bytes]]) -> Request:
-    """A request of one full block and a part of the next."""
+    """Return a request of one full block and a part of the next."""
     return Request("probe", list(range(_BLOCK + 1)), SamplingParams(max_tokens=100), None, block_hasher=hasher)
 
 
 def _hasher(request: Request) -> list[bytes]:
-    """Hashes of the blocks that filled up, as vLLM's own: it asks the request which it has."""
+    """Return hashes of the blocks that filled up, as vLLM's own hasher does."""
     return [bytes([block]) * 32 for block in range(len(request.block_hashes), request.num_tokens // _BLOCK)]

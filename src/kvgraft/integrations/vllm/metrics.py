@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvgraft.integrations.vllm.families import made_families
+from kvgraft.reuse.families import MetricFamilies
 from kvgraft.reuse.metrics import (
     DONOR_HOST_BYTES,
     DONORS,
@@ -15,6 +15,7 @@ from kvgraft.reuse.metrics import (
     METRICS,
     PROMPT_TOKENS,
     MetricKind,
+    Sample,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _METRICS = {metric.name: metric for metric in METRICS}
 
 
 class GraftStats(KVConnectorStats):
-    """What `Counts.take` handed over, in vLLM's own hands."""
+    """Counts of `Counts.take`, as vLLM carries them."""
 
     data: dict[str, Any]
 
@@ -33,7 +34,7 @@ class GraftStats(KVConnectorStats):
         self.data = {key: value for key, value in self.data.items() if _is_gauge(key)}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there are no counts."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> GraftStats:
@@ -43,7 +44,7 @@ class GraftStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One line of the log."""
+        """Return the figures of one line of the log."""
         tokens = {
             kind: self._sum(f"{PROMPT_TOKENS.name}/{kind}/")
             for kind in ("prefix", "segment", "substituted", "recomputed")
@@ -76,23 +77,19 @@ class GraftPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._made = made_families(
-            self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames, per_engine_labelvalues.values()
-        )
+        kinds = (self._counter_cls, self._gauge_cls, self._histogram_cls)
+        # As vLLM's own gauges: of several API servers the newest value is right, and no label `pid` appears.
+        self._families = MetricFamilies(*kinds, labelnames, gauge_mode=lambda _: "mostrecent")
+        for labels in per_engine_labelvalues.values():
+            self._families.begin(labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what `GraftStats.data` held."""
         for key, value in transfer_stats_data.items():
             name, *labels = key.split("/")
-            made = self._made[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
-            match _METRICS[name].kind:
-                case MetricKind.COUNTER:
-                    made.inc(value)
-                case MetricKind.GAUGE:
-                    made.set(value)
-                case MetricKind.HISTOGRAM:
-                    for seconds in value:
-                        made.observe(seconds)
+            values = value if isinstance(value, list) else [value]
+            samples = (Sample(_METRICS[name], tuple(labels), each) for each in values)
+            self._families.record(samples, self.per_engine_labelvalues[engine_idx])
 
 
 def _is_gauge(key: str) -> bool:

@@ -41,7 +41,7 @@ class GraftMultiConnector(MultiConnector):
     """vLLM's MultiConnector with `GraftConnector` and stores in it, in any order. docs/integrations/vllm.md.
 
     A request is withheld from stores from the moment at which it is to be grafted: to them it waits from then on, and ends
-    without blocks. What they were told to save before is exact. All requests are withheld while it is not certain that
+    without blocks. What they save of it before is exact. All requests are withheld while it is not certain that
     vLLM's prefix cache and the stores hold K/V of the model as it is now.
     """
 
@@ -71,18 +71,18 @@ class GraftMultiConnector(MultiConnector):
 
     @property
     def withholds_for(self) -> tuple[KVConnectorBase_V1, ...]:
-        """The connector from whose requests stores are kept away."""
+        """The connector whose requests stores do not see."""
         return (self.graft,)
 
     # ---- scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """Tell everyone of a request; stores may begin to look for it."""
+        """Show all connectors a request; stores may begin to look for it."""
         self._present.add(request.request_id)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Ask stores, then grafts: whoever has more tokens serves, a store if they are as many."""
+        """Ask stores, then grafts: the one that has more tokens serves, a store if they are as many."""
         found = self._found_in_stores(request, num_computed_tokens)
         if found is None:
             return None, False
@@ -91,6 +91,8 @@ class GraftMultiConnector(MultiConnector):
         grafted, waits = self.graft.scheduler.match(request, num_computed_tokens, stored)
         if is_tainted(request):
             self._withheld.add(request.request_id)
+        if grafted is None:
+            return None, False
         if grafted:
             self._requests_to_connector[request.request_id] = self._connectors.index(self.graft)
             return grafted, waits
@@ -102,7 +104,7 @@ class GraftMultiConnector(MultiConnector):
     def _found_in_stores(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[StoredPrefix, KVConnectorBase_V1 | None] | None:
-        """The longest of what stores have; None while one of them still looks."""
+        """Return the longest prefix that stores have; None while one of them still looks."""
         if not self._is_current():
             self._withheld.add(request.request_id)
         best: tuple[StoredPrefix, KVConnectorBase_V1 | None] = (NOTHING_STORED, None)
@@ -118,7 +120,7 @@ class GraftMultiConnector(MultiConnector):
         return best
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Tell everyone who may know of the request's blocks."""
+        """Show the request's blocks to the connectors that may know of them."""
         chosen = self._requests_to_connector.get(request.request_id, -1)
         is_withheld = request.request_id in self._withheld
         for index, child in enumerate(self._connectors):
@@ -128,21 +130,21 @@ class GraftMultiConnector(MultiConnector):
             self._known.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        """Commands of the step; those of stores are about requests that they may know."""
+        """Return commands of the step; those of stores are about requests that they may know."""
         if not self._is_current():
             self._withheld |= self._known
         shown = shown_to_stores(scheduler_output, self._withheld, self._known)
-        told = tuple(
+        metadata = tuple(
             child.build_connector_meta(scheduler_output if child is self.graft else shown) for child in self._connectors
         )
-        if getattr(shown, "has_sync_kv_loads", False):  # a connector may ask to run in front of the forward pass
+        if getattr(shown, "has_sync_kv_loads", False):  # a connector may ask to run before the forward pass
             scheduler_output.has_sync_kv_loads = True
         saves = dict(self._extra_async_saves)
         self._extra_async_saves.clear()
-        return MultiKVConnectorMetadata(metadata=told, extra_async_saves=saves or None)
+        return MultiKVConnectorMetadata(metadata=metadata, extra_async_saves=saves or None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
-        """Tell everyone of the end; of the blocks, those who may know of them."""
+        """End a request on all connectors; those that may not know of its blocks are shown none."""
         return self._finish(request, lambda child, shown: child.request_finished(request, block_ids if shown else []))
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
@@ -155,35 +157,35 @@ class GraftMultiConnector(MultiConnector):
             lambda child, shown: child.request_finished_all_groups(request, block_ids if shown else none),
         )
 
-    def _finish(self, request: Request, tell: Callable[[KVConnectorBase_V1, bool], Finished]) -> Finished:
+    def _finish(self, request: Request, end: Callable[[KVConnectorBase_V1, bool], Finished]) -> Finished:
         is_withheld = request.request_id in self._withheld
         for remembered in (self._withheld, self._known, self._present):
             remembered.discard(request.request_id)
 
-        def told(child: KVConnectorBase_V1) -> Finished:
+        def ended(child: KVConnectorBase_V1) -> Finished:
             if child is self.graft or not is_withheld:
-                return tell(child, True)
+                return end(child, True)
             try:
-                return tell(child, False)
+                return end(child, False)
             except Exception:  # a store need not know what to do at the end of a request that it was never asked about
                 logger.exception("%s fails at the end of a withheld request", type(child).__name__)
                 return False, None
 
-        finished: Finished = self._aggregate_request_finished(request, told)
+        finished: Finished = self._aggregate_request_finished(request, ended)
         return finished
 
     def register_finished_partial_tail(
         self, request: Request, block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
     ) -> bool:
-        """Offer a last, partial block to those who may know of it."""
+        """Offer a last, partial block to the connectors that may know of it."""
         is_withheld = request.request_id in self._withheld
         return not is_withheld and super().register_finished_partial_tail(request, block_ids, partial_tail_offloads)
 
     def reset_cache(self) -> bool:
-        """Forget everything, ours and what stores have; they are not used until all of them could.
+        """Forget everything, of stores too; they are not used until all of them have.
 
-        A store may keep what a request on its way has locked, and say that it has forgotten all: only a reset while there is
-        no request is believed.
+        A store may keep K/V that a request on its way has locked, and yet report that it has forgotten all: only a reset
+        while there is no request is believed.
         """
         is_busy, self._stores_are_current = bool(self._present), False
         self._withheld |= self._present  # what they go on computing stands on K/V of before
@@ -205,25 +207,25 @@ class GraftMultiConnector(MultiConnector):
         return done
 
     def _is_current(self) -> bool:
-        """Whether whatever is loaded and saved is of the model as it is now."""
+        """Whether everything loaded and saved is of the model as it is now."""
         return self._stores_are_current and self.graft.scheduler.trusts_prefixes
 
     # ---- worker
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
-        """Begin loads and grafts; the passes of these over the model are no business of stores."""
+        """Begin loads and grafts; stores do not see the passes of grafts over the model."""
         for child in self._connectors:
             self._is_grafting = child is self.graft
             child.start_load_kv(forward_context, **kwargs)
         self._is_grafting = False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Stores wait in vLLM's own pass, of which alone their metadata tell."""
+        """Have stores wait in vLLM's own pass, which their metadata are about."""
         if not self._is_grafting:
             super().wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Stores save in vLLM's own pass; ours run earlier, when blocks that the step fills are not filled yet."""
+        """Have stores save in vLLM's own pass; ours run earlier, when blocks of the step are not filled yet."""
         if not self._is_grafting:
             super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
@@ -235,9 +237,9 @@ class GraftMultiConnector(MultiConnector):
         self._is_grafting = False
 
     def get_kv_connector_kv_cache_events(self) -> Any:  # noqa: ANN401 - a container of the store's own kind
-        """Events of the first store that has any; vLLM's MultiConnector passes none on."""
-        told = (store.get_kv_connector_kv_cache_events() for store in self._stores)
-        return next((events for events in told if events is not None), None)
+        """Return events of the first store that has any; vLLM's MultiConnector passes none on."""
+        found = (store.get_kv_connector_kv_cache_events() for store in self._stores)
+        return next((events for events in found if events is not None), None)
 
     # ---- metrics
 

@@ -1,4 +1,4 @@
-"""What the connector does not graft for, and why. The engine serves as if the connector were not there."""
+"""Engines that the connector does not graft for, and why. They serve as if the connector were not there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ _PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Say why nothing may be grafted on this engine, or return an empty text."""
-    parallel = vllm_config.parallel_config
+    """Return why nothing may be grafted on this engine, or an empty text."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     reasons = {
+        "pooling models are not supported: their answers come from every position": (
+            getattr(model, "runner_type", "generate") == "pooling"
+        ),
+        "enable_return_routed_experts is not supported: these come from every position": bool(
+            getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)
+        ),
         "pipeline parallelism is not supported": parallel.pipeline_parallel_size > 1,
         "data parallelism is not supported": parallel.data_parallel_size > 1,
         "context parallelism is not supported": parallel.decode_context_parallel_size > 1,
@@ -31,16 +37,14 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
         f"a KV cache of type {vllm_config.cache_config.cache_dtype} is not supported; use --kv-cache-dtype auto": (
             vllm_config.cache_config.cache_dtype not in _PLAIN_CACHE_DTYPES
         ),
-        "encoder-decoder models are not supported": bool(
-            getattr(vllm_config.model_config, "is_encoder_decoder", False)
-        ),
+        "encoder-decoder models are not supported": bool(getattr(model, "is_encoder_decoder", False)),
     }
-    told = [reason for reason, holds in reasons.items() if holds]
-    return "; ".join(told) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)
+    refused = [reason for reason, holds in reasons.items() if holds]
+    return "; ".join(refused) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)
 
 
 def refused_spec(spec: KVCacheSpec) -> str | None:
-    """Say why K/V of layers like this may not be grafted, or return None.
+    """Return why K/V of layers like this may not be grafted, or None.
 
     By exact type: vLLM derives layers from these two that attend otherwise (R-SWA, static sinks, MLA with a window). With its
     hybrid allocator off, layers of chunked attention (Llama 4) come as full ones that say so.
@@ -50,7 +54,7 @@ def refused_spec(spec: KVCacheSpec) -> str | None:
     if getattr(spec, "attention_chunk_size", None):
         return "layers with chunked attention are not supported"
     if getattr(spec, "non_causal", False):
-        return "layers that attend to what stands behind a token are not supported"
+        return "layers that attend to later tokens are not supported"
     return None
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvgraft.graft.select import SelectionPolicy
 
 SHOWN = frozenset({Observable.QUERY_ATTENTION, Observable.KEY_DEVIATION})
-"""What a policy can be shown here."""
+"""What a policy can observe here."""
 
 
 def chosen_policy(config: VLLMConfig) -> SelectionPolicy:

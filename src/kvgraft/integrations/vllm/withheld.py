@@ -1,4 +1,4 @@
-"""What stores beside us are shown of an engine step: all of it, without requests that hold approximate K/V."""
+"""Engine steps as stores beside us see them: without requests that hold approximate K/V."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def shown_to_stores(output: SchedulerOutput, withheld: AbstractSet[str], known: AbstractSet[str]) -> SchedulerOutput:
-    """The step as if the withheld requests waited.
+    """Return the step as if the withheld requests waited.
 
     Args:
         output: What vLLM schedules; it is not changed.
-        withheld: Requests of which nothing may be saved any more.
-        known: Requests whose blocks stores have been told. They hear of the preemption of these even if they are withheld:
+        withheld: Requests of which nothing more may be saved.
+        known: Requests of which stores know the blocks. They hear of the preemption of these even if they are withheld:
             saves may be under way.
 
     Returns:

@@ -1,7 +1,7 @@
 """Stores of donors that processes share and that outlive them, one file per medium; `tier` is how an engine uses them.
 
-Public modules: `checksums`, `file`, `inspection`, `layout`, `options`, `registry`, `tier`. `RowLayout` needs torch, the rest
-does not.
+Public modules: `checksums`, `file`, `inspection`, `layout`, `options`, `record`, `registry`, `tier`.
+`RowLayout` needs torch, the rest does not.
 """
 
 from __future__ import annotations

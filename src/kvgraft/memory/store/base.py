@@ -1,4 +1,4 @@
-"""What every store of donors offers: named, immutable objects that processes share. Knows bytes, not K/V."""
+"""The interface of stores of donors: named, immutable objects that processes share. Knows bytes, not K/V."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class KVStore(ABC):
     """Keeps objects, each a `head` and a `body` of bytes, under a space and a key: both lower-case hexadecimal.
 
     Many processes use a store at once, and it may be far away. It may lose any object at any time, when it is full, restarted
-    or cleaned up; what it gives back must be what was put or an error, and whoever reads verifies that (`RowLayout`). An
+    or cleaned up; what it gives back must be what was put or an error, and readers verify that (`RowLayout`). An
     object never changes: two that are put under the same key are alike, and the first stays.
 
     All methods block, for a bounded time that is the store's to choose, and may be called from several threads at once.
-    Whatever goes wrong is a `StoreError` of one line.
+    Every failure is a `StoreError` of one line.
 
     Attributes:
         name: Short, for metrics and messages: `file`, `redis`.
@@ -82,4 +82,4 @@ class KVStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back connections and threads; nothing is called behind it."""
+        """Give back connections and threads; nothing is called after it."""

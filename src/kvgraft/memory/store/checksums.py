@@ -1,4 +1,4 @@
-"""Which checksum a page of rows has. Needs the extra `store`."""
+"""Checksums of pages of rows. Needs the extra `store`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors.record import PAGE_TOKENS
+from kvgraft.memory.store.record import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.config.setting import setting
-from kvgraft.donors.record import head_size, object_size
 from kvgraft.errors import CapacityError, ConfigError, StoreError, StoreMissError, one_line
 from kvgraft.memory.store.base import KVStore
 from kvgraft.memory.store.file_budget import (
@@ -37,6 +37,7 @@ from kvgraft.memory.store.file_budget import (
     spaces_of,
 )
 from kvgraft.memory.store.options import read_options
+from kvgraft.memory.store.record import head_size, object_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
 _FIRST_READ = 1 << 14
 _KNOWN_HEADS = 1 << 16
 _LONGEST_WRITE = 1 << 26
+_NO_FILE = {errno.ELOOP, errno.ENXIO}
+"""Errors of opening a link or a socket."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
 class FileStoreOptions:
-    """What may follow the question mark of `file:DIR?`."""
+    """Options after the question mark of `file:DIR?`."""
 
     max_bytes: int = setting(
         20 << 30, "bytes that the directory may hold, in all spaces", "File store", low=1, size=True
@@ -71,7 +74,7 @@ class FileStore(KVStore):
 
         Args:
             root: Where.
-            max_bytes: That all files together may have, in whole blocks of 4 KiB. Holds at any time, whoever writes.
+            max_bytes: That all files together may have, in whole blocks of 4 KiB. Holds for all writers together.
 
         Raises:
             ConfigError: It cannot be used.
@@ -82,6 +85,8 @@ class FileStore(KVStore):
         self._head_sizes: OrderedDict[tuple[str, str], int] = OrderedDict()
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if foreign := _foreign_owner(self.root.stat()):
+                raise ConfigError(f"{self.root} {foreign}")
             if os.access(self.root, os.W_OK):  # a replica may only read
                 with self.budget.locked() as total:
                     self.budget.recount(total)
@@ -133,15 +138,15 @@ class FileStore(KVStore):
         with self._told("read", key):
             try:
                 descriptor = _open(self._path(space, key))
+                try:
+                    _fill(descriptor, self._head_size(space, key, descriptor) + offset, into, key)
+                finally:
+                    os.close(descriptor)
             except FileNotFoundError as error:
                 self._require_root()
                 raise StoreMissError(f"there is no {key} in {self.root} any more") from error
-            try:
-                _fill(descriptor, self._head_size(space, key, descriptor) + offset, into, key)
             except _NotWholeError as error:
                 raise StoreMissError(f"{key} in {self.root} is not whole: {error}") from error
-            finally:
-                os.close(descriptor)
 
     def remove(self, space: str, key: str) -> None:
         """See `KVStore`."""
@@ -260,13 +265,14 @@ class FileStore(KVStore):
             total.add(-charge(size))
 
     def _head(self, space: str, key: str) -> bytes:
-        descriptor = _open(self._path(space, key))
         try:
-            raw = _beginning(descriptor)
+            descriptor = _open(self._path(space, key))
+            try:
+                raw = _beginning(descriptor)
+            finally:
+                os.close(descriptor)
         except _NotWholeError:
             return b""
-        finally:
-            os.close(descriptor)
         self._learn(space, key, len(raw))
         return raw
 
@@ -288,8 +294,12 @@ class FileStore(KVStore):
 
     def _folder(self, space: str) -> Path:
         folder = self.root / self._named(space)
-        if folder.is_symlink():
-            raise StoreError(f"{folder} is a link, whose target max_bytes does not bound; put a folder there")
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(folder)
+            if stat.S_ISLNK(status.st_mode):
+                raise StoreError(f"{folder} is a link, and max_bytes does not bound its target; put a folder there")
+            if foreign := _foreign_owner(status):
+                raise StoreError(f"{folder} {foreign}")
         return folder
 
     def _named(self, name: str) -> str:
@@ -342,35 +352,63 @@ def open_file_store(where: str, options: Mapping[str, str]) -> FileStore:
     return FileStore(Path(where).expanduser(), max_bytes=chosen.max_bytes)
 
 
+def _foreign_owner(status: os.stat_result) -> str:
+    """Say why a folder is not used that belongs to neither us nor root: its owner may put any K/V under any name there."""
+    own = os.geteuid()
+    if status.st_uid in (own, 0):
+        return ""
+    return (
+        f"belongs to user {status.st_uid}, who may put any K/V there; chown it to user {own}, or name another directory"
+    )
+
+
 class _NotWholeError(StoreError):
     """A file is torn, or none of ours."""
 
 
 def _open(path: Path) -> int:
+    """Open an object's file. What is no file is not waited for, as opening a FIFO would be, and is not whole."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ESTALE:  # another machine has removed it
             raise FileNotFoundError(errno.ENOENT, "gone", str(path)) from error
+        if error.errno in _NO_FILE:
+            raise _NotWholeError("it is no file") from error
         raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise _NotWholeError("it is no file")
 
 
 def _beginning(descriptor: int) -> bytes:
-    """Read the head of a whole file: one read for most, more for long ones."""
-    length = os.fstat(descriptor).st_size
+    """Read the head of a whole file: one read for most, more for long ones.
+
+    What a head says of its length is believed only if the file is as long as head and body would be, and before more is read:
+    a sparse file claims gigabytes in 4 KiB.
+    """
     raw = os.pread(descriptor, _FIRST_READ, 0)
     try:
-        while len(raw) < (size := head_size(raw)):
-            more = os.pread(descriptor, min(size, length) - len(raw), len(raw))
-            if not more:
-                break
-            raw += more
-        is_whole = 0 < size <= len(raw) and length == object_size(raw)
+        raw = _longer(descriptor, raw, head_size(raw))  # with all of the JSON
+        size, whole = head_size(raw), object_size(raw)
+    except _NotWholeError:
+        raise
     except StoreError as error:
         raise _NotWholeError(str(error)) from error
-    if not is_whole:
+    if os.fstat(descriptor).st_size != whole:
         raise _NotWholeError("it is torn")
-    return raw[:size]
+    return _longer(descriptor, raw, size)[:size]
+
+
+def _longer(descriptor: int, raw: bytes, size: int) -> bytes:
+    """The first `size` bytes of a file at least, of which it has begun to read some."""
+    while len(raw) < size:
+        more = os.pread(descriptor, size - len(raw), len(raw))
+        if not more:
+            raise _NotWholeError("it is torn")
+        raw += more
+    return raw
 
 
 def _write(descriptor: int, head: bytes, body: memoryview) -> None:

@@ -1,7 +1,7 @@
 """How many bytes a directory of objects holds, and which go when it holds too many. Processes agree through one locked file.
 
 The directory itself is the truth: temporary files have their full length from the beginning, so that a look at all files
-tells what is kept and what is on its way. The number in the lock file saves that look; whatever kills a process leaves it too
+shows what is kept and what is on its way. The number in the lock file saves that look; a killed process leaves it too
 high at worst, and the next look mends it.
 """
 
@@ -14,7 +14,7 @@ import os
 import stat
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import CapacityError, StoreError
@@ -31,13 +31,14 @@ LOCK_NAME = ".kvgraft-lock"
 
 _BLOCK = 4096
 _TOTAL = struct.Struct("<q")
+_MOST_BYTES = (1 << 63) - 1
 _LOCK_WAIT_S = 10.0
-"""The lock is held for microseconds, or for a look at all files; whoever holds it longer is stopped or far away."""
+"""The lock is held for microseconds, or for a look at all files; a process that holds it longer is stopped or far away."""
 _LOW_WATER = 0.95
 _FRESH_S = 60.0
-"""What was put within this time goes only if nothing else can: its process has hardly had the time to use it."""
+"""An object put within this time goes only if nothing else can: its process has hardly had the time to use it."""
 _UNUSED_AGES = 4.0
-"""How many times as old as it is an object counts that nobody has used since it was put."""
+"""An object without a use since it was put counts as this many times as old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,16 @@ class FileBudget:
     """Bytes of a directory. Thread-safe, and safe among processes.
 
     An object's value is how likely it is used again, judged by the time since its last use; one that was never used since it
-    was put counts as four times as old, so that texts that came once leave in front of those that came twice. Size plays no
-    part: the K/V of a token cost about the same to compute and to keep in every donor.
+    was put counts as four times as old, so that texts that came once leave before those that came twice. Size plays no
+    part: the K/V of a token cost about the same to compute and to keep in every donor. A file that alone is longer than the
+    limit goes first.
 
     Attributes:
         num_evicted: Objects that this process has removed to make room.
-        evicted_bytes: Length of these.
     """
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self.num_evicted = 0
-        self.evicted_bytes = 0
         self._root = root
         self._max_bytes = max_bytes
 
@@ -110,14 +110,14 @@ class FileBudget:
 
     def recount(self, total: LockedTotal) -> list[StoredFile]:
         """Look at all files: correct the total, remove temporary files of the dead. Complexity: O(files)."""
-        files, num_bytes = [], 0
+        files, num_bytes, now = [], 0, time.time()
         for space in spaces_of(self._root):
             for entry in _entries(self._root / space):
                 if entry.name.endswith(TEMPORARY):
                     num_bytes += _bytes_under_way(entry)
                 elif (file := described(entry, space)) is not None:
                     num_bytes += charge(file.num_bytes)
-                    files.append(file)
+                    files.append(_in_the_present(file, entry, now))
         total.set(num_bytes)
         return files
 
@@ -147,7 +147,7 @@ class FileBudget:
     def _evict(self, total: LockedTotal, files: list[StoredFile], limit: int) -> None:
         now = time.time()
         low_water = limit - int((1 - _LOW_WATER) * self._max_bytes)
-        for file in sorted(files, key=lambda file: _value(file, now)):
+        for file in sorted(files, key=lambda file: (file.num_bytes <= self._max_bytes, *_value(file, now))):
             held, size = total.num_bytes or 0, charge(file.num_bytes)
             is_needed = held > limit
             if not is_needed and (held - size < low_water or _is_fresh(file, now)):
@@ -156,7 +156,6 @@ class FileBudget:
                 os.unlink(self._root / file.space / (file.key + SUFFIX))
             total.add(-size)
             self.num_evicted += 1
-            self.evicted_bytes += file.num_bytes
         if (total.num_bytes or 0) > limit:
             raise CapacityError(f"{self._root} has no room: others are writing all that it may hold; try again later")
 
@@ -165,7 +164,7 @@ class LockedTotal:
     """The number of bytes in the lock file, while the lock is held.
 
     Attributes:
-        num_bytes: None if nobody has counted yet.
+        num_bytes: None if not counted yet.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -176,12 +175,12 @@ class LockedTotal:
             self.num_bytes = None
 
     def set(self, num_bytes: int) -> None:
-        """Write it."""
+        """Write it; sparse files may claim more than a number has room for."""
         self.num_bytes = max(num_bytes, 0)
-        os.pwrite(self._descriptor, _TOTAL.pack(self.num_bytes), 0)
+        os.pwrite(self._descriptor, _TOTAL.pack(min(self.num_bytes, _MOST_BYTES)), 0)
 
     def add(self, num_bytes: int) -> None:
-        """Change it, if somebody has counted."""
+        """Change it, if it has been counted."""
         if self.num_bytes is not None:
             self.set(self.num_bytes + num_bytes)
 
@@ -220,6 +219,20 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
+def _in_the_present(file: StoredFile, entry: os.DirEntry[str], now: float) -> StoredFile:
+    """Take what was used in a time that is still to come for used now, so that it ages as the others do.
+
+    A clock went back, or another machine's goes far ahead. A file with a time that cannot be changed counts as never used.
+    """
+    if file.used_at <= now + _FRESH_S:
+        return file
+    try:
+        os.utime(entry.path, ns=mark(now, is_use=file.was_used), follow_symlinks=False)
+    except OSError:
+        return replace(file, used_at=0.0)
+    return replace(file, used_at=now)
+
+
 def _value(file: StoredFile, now: float) -> tuple[bool, float]:
     """What goes first is smallest."""
     age = max(now - file.used_at, 0.0)
@@ -231,7 +244,7 @@ def _is_fresh(file: StoredFile, now: float) -> bool:
 
 
 def _bytes_under_way(entry: os.DirEntry[str]) -> int:
-    """What a temporary file takes; one whose writer is dead is removed, which its lock tells: a dead process holds none."""
+    """Return the bytes of a temporary file; remove it if its writer is dead, for a dead process holds no lock."""
     try:
         descriptor = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

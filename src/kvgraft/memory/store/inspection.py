@@ -1,4 +1,4 @@
-"""What is in a store, whether it is whole, and a copy of it for other tools. Works on any store, without torch."""
+"""Objects in a store: list them, verify them, copy them for other tools. Works on any store, without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors.record import PAGE_TOKENS, Head, decode_head
 from kvgraft.errors import StoreError, StoreMissError, one_line
 from kvgraft.memory.store.checksums import page_checksums
+from kvgraft.memory.store.record import PAGE_TOKENS, Head, decode_head
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredDonor:
-    """An object, as its head tells.
+    """An object as its head describes it.
 
     Attributes:
         key: Its name.

@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 class Lane:
-    """A thread and a buffer of its own, so that a call which comes back late writes to nobody's memory.
+    """A thread and a buffer of its own, so that a call which comes back late writes to no other memory.
 
     Attributes:
-        buffer: uint8, for the calls of whoever holds the lane.
+        buffer: uint8, for the calls of the lane's holder.
     """
 
     def __init__(self, name: str, num_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Lane:
         return task.result()
 
     def later(self, do: Callable[[], None] | None) -> None:
-        """Do something behind the calls so far; None ends the thread."""
+        """Queue work after the calls so far; None ends the thread."""
         self._tasks.put(do)
 
     def _work(self) -> None:
@@ -54,7 +54,7 @@ class Lane:
 
 
 class Lanes:
-    """A few lanes that callers take in turn. Thread-safe. If calls hang in all of them, nobody gets one."""
+    """A few lanes that callers take in turn. Thread-safe. If calls hang in all of them, none is free."""
 
     def __init__(self, name: str, count: int, buffer_bytes: int) -> None:
         self.all = [Lane(f"{name}-{number}", buffer_bytes) for number in range(count)]
@@ -79,7 +79,7 @@ class Lanes:
             lane.later(lambda: self._idle.put(lane))
 
     def close(self) -> None:
-        """End the threads, each behind its call."""
+        """End the threads, each after its call."""
         for lane in self.all:
             lane.later(None)
 

@@ -1,8 +1,8 @@
 """Donors in a Mooncake Store: memory of many machines, read in ranges over TCP or RDMA. Needs the extra `mooncake`.
 
-An object is a head and the parts of a body, under names with a prefix. Mooncake takes no deadline and tells nobody that a
+An object is a head and the parts of a body, under names with a prefix. Mooncake takes no deadline and does not report that a
 second put was dropped, its leases may run out during a read, and it evicts what was not used for long. So calls are made on
-lanes, names of parts are drawn, heads are read back, and whoever reads verifies the pages (`RowLayout`).
+lanes, names of parts are drawn, heads are read back, and readers verify the pages (`RowLayout`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from kvgraft.config.setting import setting
 from kvgraft.errors import CapacityError, ConfigError, StoreError, StoreMissError, one_line
 from kvgraft.memory.store.base import KVStore
+from kvgraft.memory.store.file_budget import is_name
 from kvgraft.memory.store.lanes import Lane, Lanes
 from kvgraft.memory.store.options import read_options
 from kvgraft.memory.store.parts import PARTS_BYTES, Parts, require_name
@@ -53,7 +54,7 @@ _WAITS_S = (0.05, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class MooncakeOptions:
-    """What may follow the question mark of `mooncake://MASTER_HOST:PORT?`."""
+    """Options after the question mark of `mooncake://MASTER_HOST:PORT?`."""
 
     protocol: str = setting("tcp", "how bytes travel", _GROUP, choices=("tcp", "rdma"))
     devices: str = setting("", "RDMA devices, joined by semicolons", _GROUP, may_be_empty=True)
@@ -72,7 +73,7 @@ class MooncakeOptions:
     )
     admin_port: int = setting(9003, "port of the master's HTTP service, which lists keys", _GROUP, low=1, high=65535)
     timeout_s: float = setting(5.0, "how long a call may take before it fails", _GROUP, above=0)
-    prefix: str = setting("kvgraft", "in front of all keys", _GROUP)
+    prefix: str = setting("kvgraft", "prefix of all keys", _GROUP)
 
 
 def open_mooncake_store(where: str, options: Mapping[str, str]) -> MooncakeStore:
@@ -173,7 +174,8 @@ class MooncakeStore(KVStore):
         """See `KVStore`. Complexity: all keys of the store, over HTTP."""
         prefix = self._heads(space)
         names = self._admin("/get_all_keys").decode("utf-8", "replace").splitlines()
-        return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        found = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        return frozenset(name for name in found if is_name(name))
 
     def heads(self, space: str, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
         """See `KVStore`. Complexity: a call per 16 heads."""
@@ -224,7 +226,7 @@ class MooncakeStore(KVStore):
     def close(self) -> None:
         """See `KVStore`. Memory that this process lends goes, with what lies there.
 
-        Not while a call is under way that came too late for whoever made it: Mooncake's client crashes the process if it is
+        Not while a call is under way that came too late for its caller: Mooncake's client crashes the process if it is
         closed then. It is left as it is if such a call does not come back.
         """
         client, self._client = self._client, None
@@ -267,9 +269,10 @@ class MooncakeStore(KVStore):
         return bytes(buffer[:length])
 
     def _long_head(self, lane: Lane, name: str) -> bytes | None:
-        """A head that is longer than its share of the buffer."""
+        """A head that is longer than its share of the buffer; one longer than the whole buffer is none, and empty."""
         place, size = lane.buffer.ctypes.data, len(lane.buffer)
-        return self._taken(lane.buffer, self._call(lane, lambda client: client.get_into(name, place, size)))
+        length = self._call(lane, lambda client: client.get_into(name, place, size))
+        return b"" if length == _OUT_OF_RANGE else self._taken(lane.buffer, length)
 
     def _fill(self, lane: Lane, names: list[str], parts: Parts, offset: int, into: memoryview) -> bool:
         """Read part by part; False if one is gone."""
@@ -306,7 +309,7 @@ class MooncakeStore(KVStore):
                 break
             if wait_s is None:
                 raise CapacityError(
-                    f"{self!r} is full, or nobody lends it memory; start mooncake_client, or add segment_bytes=4GiB"
+                    f"{self!r} is full, or no client lends it memory; start mooncake_client, or add segment_bytes=4GiB"
                 )
             time.sleep(wait_s)
         if code:
@@ -324,7 +327,7 @@ class MooncakeStore(KVStore):
 
     def _drop_quietly(self, lane: Lane, names: list[str]) -> None:
         if names:
-            with suppress(StoreError):  # they are evicted when nobody asks for them
+            with suppress(StoreError):  # they are evicted once unused
                 self._call(lane, lambda client: client.batch_remove(names, True))
 
     def _call(self, lane: Lane, do: Callable[[Any], Any]) -> Any:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""What may follow the question mark in the URL of a store: fields with `setting(...)`, parsed as all settings are."""
+"""Options after the question mark in the URL of a store: fields with `setting(...)`, parsed as all settings are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Options = TypeVar("Options")
 
 
 def read_options(name: str, kind: type[Options], options: Mapping[str, str]) -> Options:
-    """Make `kind`, a dataclass whose fields are settings, of the options of a URL.
+    """Make `kind`, a dataclass of settings, of the options of a URL.
 
     Raises:
         ConfigError: There is no such option, or it is out of its limits.

@@ -1,8 +1,8 @@
 """Bodies that lie in several values, for media that limit a value's length or let a second put replace the first.
 
 The head's value begins with a `Parts`, which says where the body lies. Names of parts hold a number that is drawn for every
-put: two processes that put the same text at once never mix their bytes, which differ in rounding. A head is written behind
-its parts, so that whoever sees it finds them.
+put: two processes that put the same text at once never mix their bytes, which differ in rounding. A head is written after
+its parts, so that a reader of the head finds them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.errors import StoreError
+from kvgraft.errors import CapacityError, StoreError
 from kvgraft.memory.store.file_budget import is_name
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _FIELDS = struct.Struct("<4s8sQQ")
 _MAGIC = b"kvg1"
 PARTS_BYTES = _FIELDS.size + 4
 """Length of a packed `Parts`."""
+_MOST_PARTS = 1 << 12
+"""A head that names more is crafted: names are made of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Span:
     Attributes:
         part: Its number.
         start: First byte in the part.
-        stop: Behind the last one.
+        stop: One after the last.
         into: Where its first byte goes.
     """
 
@@ -58,18 +60,26 @@ class Parts:
 
     @classmethod
     def draw(cls, part_bytes: int, num_bytes: int) -> Parts:
-        """Begin a put."""
-        return cls(secrets.token_hex(8), part_bytes, num_bytes)
+        """Begin a put.
+
+        Raises:
+            CapacityError: There would be too many parts.
+        """
+        parts = cls(secrets.token_hex(8), part_bytes, num_bytes)
+        if parts.count > _MOST_PARTS:
+            raise CapacityError(f"{num_bytes} bytes do not fit into {_MOST_PARTS} values of {part_bytes}")
+        return parts
 
     @classmethod
     def unpack(cls, raw: bytes) -> Parts | None:
-        """Read what a head's value begins with; None if that is damaged or something else."""
+        """Read what a head's value begins with; None if that is damaged or something else, or of more parts than may be."""
         if len(raw) < PARTS_BYTES or raw[:4] != _MAGIC:
             return None
         if raw[_FIELDS.size : PARTS_BYTES] != _checksum(raw[: _FIELDS.size]):
             return None
         _, drawn, part_bytes, num_bytes = _FIELDS.unpack_from(raw)
-        return cls(drawn.hex(), part_bytes, num_bytes)
+        parts = cls(drawn.hex(), part_bytes, num_bytes)
+        return parts if part_bytes and parts.count <= _MOST_PARTS else None
 
     def pack(self) -> bytes:
         """Write what `unpack` reads."""

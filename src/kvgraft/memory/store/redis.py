@@ -1,9 +1,10 @@
 """Donors on a Redis or Valkey server. Needs the extra `redis`.
 
-Keys, behind a prefix: `h:SPACE:KEY` is a head, `b:SPACE:KEY:DRAWN:NUMBER` a part of a body, `i:SPACE` the index of a space (a
+Keys, after a prefix: `h:SPACE:KEY` is a head, `b:SPACE:KEY:DRAWN:NUMBER` a part of a body, `i:SPACE` the index of a space (a
 sorted set by the time of expiry), `v:SPACE` a token that is there as long as the index has not changed. Parts are written
 first, with a time to live of their own in case the writer dies; head and index follow in one transaction. The server may
-evict or expire any of them: a head without its body, or an index with names of what is gone, is put right by whoever notices.
+evict or expire any of them: a head without its body, or an index with names of what is gone, is repaired by the process
+that notices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import CapacityError, StoreError, StoreMissError, one_line
 from kvgraft.memory.store.base import KVStore
+from kvgraft.memory.store.file_budget import is_name
 from kvgraft.memory.store.parts import PARTS_BYTES, Parts, require_name
+from kvgraft.memory.store.record import LONGEST_HEAD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,29 +29,38 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 64
 """Heads that are asked for at once."""
+_FIRST_BYTES = 1 << 14
+"""Of each of these; longer heads are asked for one by one, and none beyond what a head may have."""
 _PIECE_BYTES = 1 << 20
 """A span is asked for in pieces of this length, all at once: a reply that does not fit into the client's buffer costs more
 copies (benchmarks/store_remote.py)."""
 _ROUND_BYTES = 8 << 20
-"""Asked for at once: replies that nobody has read yet count as the server's memory, and one that is full evicts for them."""
+"""Asked for at once: unread replies count as the server's memory, and a full server evicts for them."""
 _STAGING_S = 600
-"""How long parts of a put live whose writer died."""
+"""Lifetime in seconds of parts of a put after its writer died."""
 _INDEX_SPARE_S = 3600
 """How much longer than its objects an index lives."""
 _CHECKED = 256
 """Names that are looked for at each listing, in turn: what was evicted is found by that."""
 _MOST_KNOWN = 1 << 14
 """Objects of which it is kept where their parts lie."""
+_WRONG_TYPE = "WRONGTYPE"
+"""The server's error for a value of another type than was asked for."""
 _WHOLE = "*"
 """An index that has this name lists all that there is; another one was evicted and begun anew."""
 
-# Forgets heads that still begin as they did when they were found dead, so that one put meanwhile stays.
+# Forgets heads that still begin as they did when they were found dead, so that one put meanwhile stays. A value that is no
+# text begins with nothing.
 # KEYS: index, token, heads; ARGV: beginning and name of each.
 _FORGET = """
 local forgotten = 0
 for i = 3, #KEYS do
   local beginning, name = ARGV[2 * i - 5], ARGV[2 * i - 4]
-  if redis.call('GETRANGE', KEYS[i], 0, math.max(#beginning, 1) - 1) == beginning then
+  local found = ''
+  if redis.call('TYPE', KEYS[i])['ok'] == 'string' then
+    found = redis.call('GETRANGE', KEYS[i], 0, math.max(#beginning, 1) - 1)
+  end
+  if found == beginning then
     redis.call('UNLINK', KEYS[i])
     forgotten = forgotten + redis.call('ZREM', KEYS[1], name)
   end
@@ -82,7 +94,7 @@ class RedisStore(KVStore):
             where: Host, port and number of the database, for messages.
             ttl_s: How long an object lives that is not touched; 0 is for ever.
             part_bytes: Longest value of a body.
-            prefix: In front of all keys.
+            prefix: Beginning of all keys.
         """
         import redis
 
@@ -138,20 +150,21 @@ class RedisStore(KVStore):
     def keys(self, space: str) -> frozenset[str]:
         """See `KVStore`. Complexity: a round trip and two of a few hundred names, and all names if any has changed."""
         with self._errors("listed"):
-            listing = self._listings.get(space)
-            self._forget_expired(space)
-            if listing is not None:
-                self._forget_evicted(space, listing)
-            if listing is None or not listing.is_still(self._client.get(self._token(space))):
-                listing = self._list(space)
-                self._listings[space] = listing
-        return listing.keys
+            try:
+                return self._listed(space)
+            except self._redis.ResponseError as error:
+                if _WRONG_TYPE not in str(error):
+                    raise
+                # Something else was put in the place of the index: it is made again.
+                self._unlink([self._names(space), self._token(space)])
+                return self._listed(space)
 
     def heads(self, space: str, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
         """See `KVStore`. Complexity: two round trips per 64 heads."""
         for start in range(0, len(keys), _BATCH):
             with self._errors("asked"):
-                yield from self._some_heads(space, keys[start : start + _BATCH])
+                for key, raw, parts in self._some_heads(space, keys[start : start + _BATCH]):
+                    yield key, self._whole_head(space, key, raw, parts)
 
     def read(self, space: str, key: str, offset: int, into: memoryview) -> None:
         """See `KVStore`. One round trip if the head was asked for before."""
@@ -173,7 +186,7 @@ class RedisStore(KVStore):
     def remove(self, space: str, key: str) -> None:
         """See `KVStore`."""
         with self._errors("changed"):
-            raw = self._client.getrange(self._head(space, key), 0, PARTS_BYTES - 1)
+            raw = self._beginning(space, key)
             self._forget(space, {key: raw})
             parts = Parts.unpack(raw)
             if parts is not None:
@@ -192,24 +205,50 @@ class RedisStore(KVStore):
         with suppress(self._redis.RedisError, OSError):
             self._client.close()
 
-    def _some_heads(self, space: str, keys: Sequence[str]) -> list[tuple[str, bytes | None]]:
-        """Heads of objects that are whole: the server may have evicted a body alone."""
-        found = dict(zip(keys, self._client.mget([self._head(space, key) for key in keys]), strict=True))
-        there = {key: parts for key, raw in found.items() if raw is not None and (parts := Parts.unpack(raw))}
+    def _listed(self, space: str) -> frozenset[str]:
+        listing = self._listings.get(space)
+        self._forget_expired(space)
+        if listing is not None:
+            self._forget_evicted(space, listing)
+        if listing is None or not listing.is_still(self._client.get(self._token(space))):
+            listing = self._list(space)
+            self._listings[space] = listing
+        return listing.keys
+
+    def _some_heads(self, space: str, keys: Sequence[str]) -> list[tuple[str, bytes | None, Parts | None]]:
+        """How the heads of objects begin that are whole: the server may have evicted a body alone."""
+        with self._client.pipeline(transaction=False) as batch:
+            for key in keys:
+                batch.getrange(self._head(space, key), 0, _FIRST_BYTES - 1)
+            found = dict(zip(keys, map(_text, batch.execute(raise_on_error=False)), strict=True))
+        there = {key: parts for key, raw in found.items() if (parts := Parts.unpack(raw))}
         with self._client.pipeline(transaction=False) as batch:
             for key, parts in there.items():
                 batch.exists(*parts.names(self._body_prefix(space, key)) or [self._head(space, key)])
             counts = dict(zip(there, batch.execute(), strict=True))
         torn = {key for key, parts in there.items() if counts[key] < parts.count}
-        gone = {
-            key: b"" if raw is None else raw[:PARTS_BYTES] for key, raw in found.items() if raw is None or key in torn
-        }
+        gone = {key: raw[:PARTS_BYTES] for key, raw in found.items() if not raw or key in torn}
         if gone:
             self._forget(space, gone)
             self._drop_quietly([name for key in torn for name in there[key].names(self._body_prefix(space, key))])
         for key in keys:
             self._remember(space, key, None if key in gone else there.get(key))
-        return [(key, _head_of(found[key], there.get(key)) if key not in gone else None) for key in keys]
+        return [(key, None if key in gone else found[key], there.get(key)) for key in keys]
+
+    def _whole_head(self, space: str, key: str, raw: bytes | None, parts: Parts | None) -> bytes | None:
+        """What was put as a head, by how it begins; what is damaged comes as it is, so that it is found to be."""
+        if raw is None or parts is None:
+            return raw
+        if len(raw) == _FIRST_BYTES:  # a byte more than there may be says that it is too long
+            rest = self._client.getrange(self._head(space, key), _FIRST_BYTES, PARTS_BYTES + LONGEST_HEAD_BYTES)
+            raw += rest if len(raw) + len(rest) <= PARTS_BYTES + LONGEST_HEAD_BYTES else b""
+        return raw[PARTS_BYTES:]
+
+    def _beginning(self, space: str, key: str) -> bytes:
+        """Where a head says that the body lies; empty if there is none, or something that is no text."""
+        with self._client.pipeline(transaction=False) as batch:
+            batch.getrange(self._head(space, key), 0, PARTS_BYTES - 1)
+            return _text(*batch.execute(raise_on_error=False))
 
     def _require_room(self, num_bytes: int) -> None:
         """Refuse what is longer than the server's memory: writing it would drive out all others."""
@@ -221,7 +260,7 @@ class RedisStore(KVStore):
             raise CapacityError(f"{num_bytes} bytes do not fit into {self._where}, which may use {limit}")
 
     def _publish(self, space: str, key: str, head: bytes, names: list[str]) -> tuple[bool, bool]:
-        """Show an object; tells whether it is this one that is shown, and whether all of its parts are there."""
+        """Publish an object; return whether it is the one that is visible, and whether all of its parts are there."""
         expiry = self._expiry()
         with self._client.pipeline(transaction=True) as batch:
             for name in names:
@@ -232,7 +271,7 @@ class RedisStore(KVStore):
             answers = batch.execute()
         is_mine = answers[len(names)] is not None
         if not is_mine:  # unless the transaction was repeated because its answer was lost
-            is_mine = self._client.getrange(self._head(space, key), 0, PARTS_BYTES - 1) == head[:PARTS_BYTES]
+            is_mine = self._beginning(space, key) == head[:PARTS_BYTES]
         return is_mine, all(answers[: len(names)])
 
     def _fill(self, space: str, key: str, parts: Parts, offset: int, into: memoryview) -> Parts | None:
@@ -245,7 +284,7 @@ class RedisStore(KVStore):
                 batch.getrange(self._head(space, key), 0, PARTS_BYTES - 1)
                 for span in spans[first : first + step]:
                     batch.getrange(names[span.part], span.start, span.stop - 1)
-                raw, *found = batch.execute()
+                raw, *found = map(_text, batch.execute(raise_on_error=False))
             now = Parts.unpack(raw)
             self._remember(space, key, now)
             if now != parts:
@@ -261,7 +300,7 @@ class RedisStore(KVStore):
         return parts
 
     def _ask_parts(self, space: str, key: str) -> Parts | None:
-        raw = self._client.getrange(self._head(space, key), 0, PARTS_BYTES - 1)
+        raw = self._beginning(space, key)
         if not raw:
             self._forget(space, {key: b""})
         return Parts.unpack(raw)
@@ -271,7 +310,8 @@ class RedisStore(KVStore):
         with self._client.pipeline(transaction=False) as batch:
             for key in keys:
                 batch.getrange(self._head(space, key), 0, PARTS_BYTES - 1)
-            found = {key: Parts.unpack(raw) for key, raw in zip(keys, batch.execute(), strict=True)}
+            answers = batch.execute(raise_on_error=False)
+            found = {key: Parts.unpack(_text(raw)) for key, raw in zip(keys, answers, strict=True)}
         present = {key: parts for key, parts in found.items() if parts is not None}
         if not present:
             return
@@ -333,13 +373,13 @@ class RedisStore(KVStore):
             self._forget(space, gone)
 
     def _forget(self, space: str, beginnings: dict[str, bytes]) -> None:
-        """Take objects out of the index whose heads still begin so; empty stands for one that is gone."""
+        """Take objects out of the index if their heads still begin so; empty stands for one that is gone."""
         names = [self._names(space), self._token(space), *(self._head(space, key) for key in beginnings)]
         arguments = [part for key, beginning in beginnings.items() for part in (beginning, key)]
         self._client.eval(_FORGET, len(names), *names, *arguments)
 
     def _list(self, space: str) -> _Listing:
-        """Read the index. The token is set in front of that and taken away by every change."""
+        """Read the index. The token is set before that and taken away by every change."""
         if self._client.zscore(self._names(space), _WHOLE) is None:
             found = self._look_for_heads(space)
             try:
@@ -352,13 +392,14 @@ class RedisStore(KVStore):
             batch.get(self._token(space))
             batch.zrange(self._names(space), 0, -1)
             token, members = batch.execute()
-        return _Listing(token, frozenset(member.decode() for member in members) - {_WHOLE})
+        return _Listing(token, frozenset(_names_among(members)))
 
     def _look_for_heads(self, space: str) -> list[str]:
         """Find what there is: the server has no index, because it has evicted it or has just begun."""
         prefix = self._heads(space)
         pattern = "".join(f"\\{letter}" if letter in "*?[]^\\" else letter for letter in prefix) + "*"
-        return [name.decode().removeprefix(prefix) for name in self._client.scan_iter(match=pattern, count=1000)]
+        found = self._client.scan_iter(match=pattern, count=1000)
+        return list(_names_among(name.removeprefix(prefix.encode()) for name in found))
 
     def _write_index(self, space: str, found: list[str]) -> None:
         expiry = self._expiry()
@@ -417,9 +458,19 @@ class RedisStore(KVStore):
         return f"{self._prefix}:v:{require_name(space)}"
 
 
-def _head_of(raw: bytes | None, parts: Parts | None) -> bytes | None:
-    """What was put as a head; what is damaged comes as it is, so that it is found to be."""
-    return raw if raw is None or parts is None else raw[PARTS_BYTES:]
+def _text(answer: Any) -> bytes:  # noqa: ANN401
+    """An answer that should be text; nothing if a list, or the like, was put in its place."""
+    if not isinstance(answer, Exception):
+        return bytes(answer)
+    if _WRONG_TYPE in str(answer):
+        return b""
+    raise answer
+
+
+def _names_among(raw: Iterable[bytes]) -> Iterator[str]:
+    """Yield what can be names of objects: other things may have been put beside them."""
+    names = (each.decode("ascii", "replace") for each in raw)
+    return (name for name in names if is_name(name))
 
 
 class _Listing:

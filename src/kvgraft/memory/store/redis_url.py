@@ -1,4 +1,4 @@
-"""Which Redis or Valkey server a URL asks for. What can go wrong here is said without the password."""
+"""The Redis or Valkey server that a URL names. Errors never show the password."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.02, 0.2
 
 @dataclass(frozen=True)
 class RedisOptions:
-    """What may follow the question mark of `redis://HOST:PORT/DB?`."""
+    """Options after the question mark of `redis://HOST:PORT/DB?`."""
 
     ttl_s: int = setting(86400, "how long a donor lives that is not touched; 0 is for ever", _GROUP, low=0, high=10**9)
     timeout_s: float = setting(5.0, "how long the server may be silent before a call fails", _GROUP, above=0)
     value_bytes: int = setting(
         64 << 20, "longest value; longer donors lie in several", _GROUP, low=1 << 10, high=512 << 20, size=True
     )
-    prefix: str = setting("kvgraft", "in front of all keys", _GROUP)
+    prefix: str = setting("kvgraft", "prefix of all keys", _GROUP)
 
 
 @dataclass(frozen=True)
 class TLSOptions(RedisOptions):
-    """What may follow the question mark of `rediss://HOST:PORT/DB?`."""
+    """Options after the question mark of `rediss://HOST:PORT/DB?`."""
 
     ssl_ca_certs: str = setting("", "file of certificates that are trusted", _GROUP, may_be_empty=True)
     ssl_certfile: str = setting("", "file of the client's certificate", _GROUP, may_be_empty=True)
@@ -47,7 +47,7 @@ class TLSOptions(RedisOptions):
 
 @dataclass(frozen=True)
 class SocketOptions(RedisOptions):
-    """What may follow the question mark of `unix://[USER:PASSWORD@]/PATH?`."""
+    """Options after the question mark of `unix://[USER:PASSWORD@]/PATH?`."""
 
     db: int = setting(0, "number of the database", _GROUP, low=0)
 

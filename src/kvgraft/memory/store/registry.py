@@ -1,4 +1,4 @@
-"""Which stores an engine has behind host memory: by URL, and third parties through entry points."""
+"""Stores of an engine besides host memory: by URL, and third parties through entry points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 from kvgraft.config.setting import without_password
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.factories import NamedFactories
+from kvgraft.factories import NamedFactories, require_packages
 from kvgraft.memory.store.base import KVStore
 from kvgraft.memory.store.options import refuse_options
 
@@ -59,6 +59,13 @@ _BUILT_IN: dict[str, StoreFactory] = {
     **{name: partial(_redis, name) for name in ("redis", "rediss", "valkey", "valkeys", "unix")},
     "mooncake": _mooncake,
 }
+_REDIS = (("redis", "xxhash"), "redis")
+_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "file": (("xxhash",), "store"),
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), _REDIS),
+    "mooncake": (("mooncake", "xxhash"), "mooncake"),
+}
+"""Packages of a built-in store, and the extra that installs them."""
 _FACTORIES: NamedFactories[StoreFactory] = NamedFactories("KV store", "kvgraft.stores", "register_store", _BUILT_IN)
 
 
@@ -97,6 +104,24 @@ def open_store(url: str) -> KVStore:
     return store
 
 
+def require_stores(setting: str) -> None:
+    """Refuse stores that cannot be opened here for want of a name or a package, before a model is loaded; opens nothing.
+
+    Raises:
+        ConfigError: There is no such store.
+        ImportError: A package is missing; names the extra.
+        IntegrationError: The entry point of one cannot be imported.
+    """
+    for url in _urls(setting):
+        name = url.partition(":")[0]
+        if ":" in url and _FACTORIES.find(name) is _BUILT_IN.get(name):
+            require_packages(f"store {name!r}", *_NEEDS[name])
+
+
+def _urls(setting: str) -> list[str]:
+    return [url.strip() for url in setting.split(",") if url.strip() not in ("", HOST)]
+
+
 def open_stores(setting: str) -> tuple[KVStore, ...]:
     """Open the stores of the setting `store`, joined by commas, in the order in which they are asked; none for `host`.
 
@@ -105,7 +130,7 @@ def open_stores(setting: str) -> tuple[KVStore, ...]:
         ImportError: A package is missing; names the extra.
         IntegrationError: One of another package cannot be loaded.
     """
-    urls = [url.strip() for url in setting.split(",") if url.strip() not in ("", HOST)]
+    urls = _urls(setting)
     if len(set(urls)) < len(urls):
         raise ConfigError(f"store={without_password(setting)!r} names a store twice; name it once")
     opened: list[KVStore] = []
@@ -119,4 +144,4 @@ def open_stores(setting: str) -> tuple[KVStore, ...]:
     return tuple(opened)
 
 
-__all__ = ["HOST", "StoreFactory", "open_store", "open_stores", "refuse_options", "register_store"]
+__all__ = ["HOST", "StoreFactory", "open_store", "open_stores", "refuse_options", "register_store", "require_stores"]

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry for requests that have ended: what HTTP tells of them, joined with what the engine recorded.
+"""Spans of OpenTelemetry for requests that have ended: the HTTP exchange, joined with the engine's records.
 
 Public modules: `exchange`, and `tracing`, which needs kvgraft[otel].
 """

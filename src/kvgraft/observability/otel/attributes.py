@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvgraft.reuse.classes import reuse_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from kvgraft.observability.otel.exchange import Exchange
     from kvgraft.observability.recorder import RequestRecord
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Attributes = Mapping[str, Value]
 
 _MIXED = "mixed"
-"""The class of several prompts whose classes differ."""
+"""The class of several prompts of different classes."""
 
 
 def operation_of(route: str) -> str:
@@ -30,7 +30,7 @@ def operation_of(route: str) -> str:
 
 
 def server_attributes(exchange: Exchange, records: Sequence[RequestRecord], model: str) -> Attributes:
-    """Return what is told of a whole exchange: tokens are counted as in `usage` of its answer, cached ones exact only."""
+    """Return the attributes of a whole exchange: tokens are counted as in `usage` of its answer, cached ones exact only."""
     found: dict[str, Value | None] = {
         "gen_ai.operation.name": operation_of(exchange.route),
         "gen_ai.provider.name": "kvgraft",
@@ -48,7 +48,7 @@ def server_attributes(exchange: Exchange, records: Sequence[RequestRecord], mode
 
 
 def stage_attributes(stage: str, index: int, record: RequestRecord) -> Attributes:
-    """Return what is told of one stage of choice `index`."""
+    """Return the attributes of one stage of choice `index`."""
     found: dict[str, Value | None] = {"kvgraft.choice.index": index, "kvgraft.engine_request.id": record.request_id}
     report = record.report
     if stage == "queue":
@@ -62,7 +62,7 @@ def stage_attributes(stage: str, index: int, record: RequestRecord) -> Attribute
 
 
 def graft_attributes(span: SpanReport) -> Attributes:
-    """Return what is told of one reused span."""
+    """Return the attributes of one reused span."""
     return _told(
         {
             "kvgraft.graft.target_start": int(span.target_start),
@@ -122,6 +122,7 @@ def _counted(exchange: Exchange, records: Sequence[RequestRecord]) -> dict[str, 
 def _reuse(reports: Sequence[GraftReport]) -> dict[str, Value | None]:
     classes = {reuse_class(report.spans).value for report in reports if report.spans}
     policies = {report.policy for report in reports}
+    times = {report.repair.time.value for report in reports if report.repair is not None}
     misses = [report.miss.reason.value for report in reports if report.miss is not None]
     sums = {
         name: sum(int(getattr(report, f"{name}_tokens")) for report in reports)
@@ -130,12 +131,18 @@ def _reuse(reports: Sequence[GraftReport]) -> dict[str, Value | None]:
     return {
         "gen_ai.usage.cache_read.input_tokens": sums["exact"],
         **{f"kvgraft.reuse.{name}_tokens": count for name, count in sums.items()},
-        "kvgraft.reuse.class": None if not classes else classes.pop() if len(classes) == 1 else _MIXED,
+        "kvgraft.reuse.class": _common(classes),
         "kvgraft.reuse.spans": sum(len(report.spans) for report in reports),
-        "kvgraft.selection": policies.pop() if len(policies) == 1 else _MIXED,
+        "kvgraft.selection": _common(policies),
+        "kvgraft.repair.time": _common(times),
         "kvgraft.miss.reason": misses[0] if misses else None,
         "kvgraft.risk.status": reports[0].risk.status.value,
     }
+
+
+def _common(values: Set[str]) -> str | None:
+    """Return the value that several prompts have in common, or that theirs are mixed; None where no prompt has one."""
+    return _MIXED if len(values) > 1 else next(iter(values), None)
 
 
 def _stage_of(stage: str, report: GraftReport) -> dict[str, Value | None]:

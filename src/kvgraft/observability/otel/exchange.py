@@ -1,4 +1,4 @@
-"""What a server tells of one HTTP request for an answer; the engine's records tell the rest."""
+"""A server's record of one HTTP request for an answer; the engine's records have the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AnswerAsked:
-    """What the engine was asked for, known once all prompts were checked.
+    """The request to the engine, known once all prompts were checked.
 
     Attributes:
         answer_id: Of the response.

@@ -1,4 +1,4 @@
-"""Bring an exchange and the records of its choices together, in whichever order they come."""
+"""Join an exchange with the records of its choices, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_RECORDS = 1 << 14
 
 
 class Joining:
-    """What waits for its other half. Not thread-safe."""
+    """Halves that wait for their other half. Not thread-safe."""
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []

@@ -43,7 +43,7 @@ _END_S = 3.0
 
 
 class RequestTraces:
-    """A `Recorder` that makes spans; `record_exchange` tells it of the HTTP requests. Both return at once, on any thread."""
+    """A `Recorder` that makes spans; `record_exchange` adds the HTTP requests. Both return at once, on any thread."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         """Write spans of `model`, its name in the API, with `provider`, which is shut down by `close`."""
@@ -74,7 +74,7 @@ class RequestTraces:
         """Ignore what a step did: it belongs to several requests."""
 
     def record_idle(self, record: IdleRecord) -> None:
-        """Ignore what was done while nobody waited."""
+        """Ignore work of idle time."""
 
     def close(self) -> None:
         """Send what is left, and wait a few seconds for a collector that does not answer, no longer."""
@@ -109,7 +109,7 @@ def open_traces(endpoint: str, model: str) -> RequestTraces:
     exporter = WatchedExporter(OTLPSpanExporter(endpoint=traces_url(endpoint)), endpoint)
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    # What is wrong with variables has been said by now; a collector that is down is told of by `WatchedExporter`, once.
+    # What is wrong with variables has been said by now; `WatchedExporter` reports a collector that is down, once.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     return RequestTraces(provider, model)
 
@@ -146,7 +146,7 @@ class WatchedExporter(SpanExporter):
         """Pass a batch on; never raises."""
         try:
             result = self._exporter.export(spans)
-        except Exception:  # noqa: BLE001 - a collector's failures harm nobody
+        except Exception:  # noqa: BLE001 - a collector's failures harm no request
             result = SpanExportResult.FAILURE
         is_down = result is not SpanExportResult.SUCCESS
         if is_down and not self._is_down:

@@ -1,7 +1,7 @@
 """Records which pages a cache stores and removes, for routers and indexes outside.
 
-A page is named by a hash that chains over all pages in front of it and is seeded with its namespace and, if given, a
-secret key, so that nobody without the key can test whether another tenant's text is cached.
+A page is named by a hash that chains over all pages before it and is seeded with its namespace and, if given, a
+secret key, so that without the key it cannot be tested whether another tenant's text is cached.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 32
 
 NAMESPACE_SALT = "kvgraft-namespace:"
-"""Begins what stands for a salt in events of pages whose namespace is known by its key alone, which follows as hex."""
+"""Begins the stand-in for a salt, in events of pages with a namespace known by its key alone, which follows as hex."""
 
 
 class Pages(Protocol):
-    """What the log reads of a node, and the digests that it leaves there.
+    """The part of a node that the log reads, and the digests that it leaves there.
 
     Attributes:
         tokens: int64 token ids as bytes; a bigram view has one token more than elements.
@@ -42,7 +42,7 @@ class Pages(Protocol):
 
     @property
     def parent(self) -> Pages | None:
-        """What lies in front."""
+        """The node before it."""
 
     @property
     def token_ids(self) -> TokenArray:
@@ -62,7 +62,7 @@ class _StoredRun:
         self._token_ids = list(event.token_ids)
 
     def accepts(self, event: BlockStored) -> bool:
-        """Whether `event` continues the run and differs in nothing else."""
+        """Return whether `event` continues the run and differs in nothing else."""
         names = ("block_size", "lora_id", "medium", "cache_salt", "session_id", "lora_name")
         return event.parent_block_hash == self._hashes[-1] and all(
             getattr(event, name) == getattr(self._first, name) for name in names
@@ -158,7 +158,7 @@ class EventLog:
         self._events.append(AllBlocksCleared())
 
     def announce(self, event: KVEvent) -> None:
-        """Record an event about something else than pages of the cache, behind what was recorded so far."""
+        """Record an event about something else than pages of the cache, after what was recorded so far."""
         self._close_run()
         self._events.append(event)
 
@@ -186,7 +186,7 @@ class EventLog:
         return b"".join(digests)
 
     def _salt(self, extra_key: Hashable, salt: Hashable) -> str | None:
-        """What keeps readers from sharing text that is not everyone's."""
+        """Return the keys that keep readers from sharing text that is not everyone's."""
         if isinstance(extra_key, bytes) and extra_key != self.common_key:
             return NAMESPACE_SALT + extra_key.hex() + ("" if salt is None else f":{salt}")
         if salt is not None and str(salt).startswith(NAMESPACE_SALT):

@@ -31,32 +31,35 @@ _LINGER_MS = 500
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    """Where and how events are published; names and defaults are those of vLLM's `--kv-events-config`.
-
-    Attributes:
-        endpoint: Bound if it names all interfaces (`tcp://*:5557`) or a path (`ipc://`, `inproc://`), else connected.
-        replay_endpoint: Answers readers that missed something; None answers nobody.
-        topic: Prefix by which readers subscribe.
-        buffer_steps: Batches kept for replay, where there is a replay endpoint.
-        hwm: Messages that ZMQ holds for a slow reader.
-        max_queue_size: Batches that wait to be sent; more are dropped and counted.
-        dp_rank: Data-parallel rank named in each batch.
-        as_arrays: Write events as arrays, for readers of older vLLM.
-    """
+    """Where and how events are published; names and defaults are those of vLLM's `--kv-events-config`."""
 
     endpoint: str = "tcp://*:5557"
+    """Bound if it names all interfaces (`tcp://*:5557`), this machine's own (`tcp://127.0.0.1:5557`) or a path (`ipc://`,
+    `inproc://`), else connected."""
     replay_endpoint: str | None = None
+    """Answers readers that missed something; None answers none."""
     topic: str = ""
+    """Prefix by which readers subscribe."""
     buffer_steps: int = 10_000
+    """Batches kept for replay, where there is a replay endpoint."""
     hwm: int = 100_000
+    """Messages that ZMQ holds for a slow reader."""
     max_queue_size: int = 100_000
+    """Batches that wait to be sent; more are dropped and counted."""
     dp_rank: int = 0
     as_arrays: bool = False
+    """Write events as arrays, for readers of older vLLM."""
 
     def __post_init__(self) -> None:
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def open_endpoints(self) -> list[str]:
+        """Endpoints that other machines can read from."""
+        given = (self.endpoint, self.replay_endpoint or "")
+        return [each for each in given if each.startswith("tcp://") and _is_bound(each) and not _is_local(each)]
 
 
 class ZmqEventPublisher:
@@ -140,7 +143,7 @@ class ZmqEventPublisher:
         except queue.Empty:
             if self._has_lost:
                 self._has_lost = False
-                self._enqueue(())  # says nothing, but its number shows the gap in front of it
+                self._enqueue(())  # says nothing, but its number shows the gap before it
             return True
         if item is None:
             return False
@@ -249,11 +252,20 @@ class ZmqEventSubscriber:
             socket.close(linger=0)
 
 
+def _is_bound(endpoint: str) -> bool:
+    """Return whether a publisher waits there for readers; elsewhere it connects to a reader that waits."""
+    return "*" in endpoint or "::" in endpoint or _is_local(endpoint) or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _is_local(endpoint: str) -> bool:
+    return endpoint.startswith(("tcp://127.", "tcp://[::1]"))
+
+
 def _open(context: Any, kind: int, endpoint: str, hwm: int) -> Any:  # noqa: ANN401 (pyzmq sockets)
     socket = context.socket(kind)
     socket.set_hwm(hwm)
     try:
-        if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
+        if _is_bound(endpoint):
             socket.bind(endpoint)
         else:
             socket.connect(endpoint)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.errors import IntegrationError
+from kvgraft.errors import IntegrationError, one_line
 from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
@@ -40,25 +40,20 @@ _ARRAY_FIELDS: dict[str, tuple[str, ...]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality", "ownership"),
     "AllBlocksCleared": (),
 }
-"""Fields of an event in array form, in order behind the tag: vLLM's, of which older versions have the first few."""
+"""Fields of an event in array form, in order after the tag: vLLM's, of which older versions have the first few."""
 
 _NUM_ALWAYS_IN_ARRAY = {"BlockStored": 6, "BlockRemoved": 2, "AllBlocksCleared": 0}
-"""Fields that every reader of arrays wants; those behind are left off from the last one that says something."""
+"""Fields that every reader of arrays wants; later ones are left off after the last that says something."""
 
 _TYPES: dict[str, Callable[..., KVEvent]] = {cls.__name__: cls for cls in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events of one step.
-
-    Attributes:
-        timestamp: Seconds since the epoch.
-        events: In order.
-        dp_rank: Data-parallel rank of the sender.
-    """
+    """Events of one step."""
 
     timestamp: float
+    """Seconds since the epoch."""
     events: tuple[KVEvent, ...]
     dp_rank: int | None = None
 
@@ -87,8 +82,8 @@ def decode_batch(payload: bytes) -> EventBatch:
         timestamp, events, *rest = _msgpack().decode(payload)
         decoded = [_from_map(event) if isinstance(event, dict) else _from_array(event) for event in events]
         return EventBatch(float(timestamp), tuple(e for e in decoded if e is not None), rest[0] if rest else None)
-    except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise IntegrationError(f"not a batch of KV events: {error}") from error
+    except Exception as error:  # the publisher decides what the bytes are
+        raise IntegrationError(f"not a batch of KV events: {one_line(error)}") from error
 
 
 def as_map(event: KVEvent) -> dict[str, object]:
@@ -112,7 +107,7 @@ def _to_array(event: KVEvent) -> list[object]:
 def _with_salt_among_keys(event: BlockStored, salt: str) -> BlockStored:
     """Arrays have no place for the salt: as in vLLM's, it stands among the keys of the first page of a prompt.
 
-    Pages behind it are whose the page in front of them is.
+    Later pages belong to the owner of the page before them.
     """
     keys = list(event.extra_keys or (None,) * len(event.block_hashes))
     if event.parent_block_hash is None and keys:

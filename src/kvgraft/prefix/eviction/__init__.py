@@ -1,1 +1,1 @@
-"""Who leaves first: policies, and the queue that keeps candidates in their order."""
+"""Order of eviction: policies, and the queue that keeps candidates in their order."""

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 EvictionKey = int | tuple[int, ...]
-"""What nodes are sorted by; one policy gives keys of one kind. A bare number is compared faster."""
+"""Sort key of nodes; one policy gives keys of one kind. A bare number is compared faster."""
 
 
 class EvictionFacts(Protocol):
-    """What a policy may read of a node; times are ticks of the tree's clock, lengths are tokens."""
+    """The part of a node that a policy may read; times are ticks of the tree's clock, lengths are tokens."""
 
     last_access: int
     created: int
@@ -38,7 +38,7 @@ class EvictionFacts(Protocol):
 
     @property
     def start(self) -> int:
-        """Tokens in front of the node."""
+        """Tokens before the node."""
 
 
 class EvictionPolicy(ABC):
@@ -109,19 +109,17 @@ class Priority(EvictionPolicy):
 class SLRU(EvictionPolicy):
     """Segmented LRU: what was used again stays longer than what was seen once.
 
-    Attributes:
-        protected_threshold: Hits that lift a node into the protected segment; the insert that makes it is the first.
-
     Source: Karedla et al., "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994.
     """
 
     protected_threshold: int = 2
+    """Hits that lift a node into the protected segment; the insert that makes it is the first."""
 
     def __post_init__(self) -> None:
         _require_at_least("protected_threshold", self.protected_threshold, 1)
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """Whether the node is protected, then time of the last use."""
+        """Protected nodes last, then time of the last use."""
         return (int(node.hit_count >= self.protected_threshold), node.last_access)
 
 
@@ -129,25 +127,23 @@ class SLRU(EvictionPolicy):
 class TLRU(EvictionPolicy):
     """Tail-optimised LRU: first what may go without making the next turn of its conversation slow.
 
-    Without a node, the next turn computes the rest of the history behind it and the new prompt. Where that stays
+    Without a node, the next turn computes the rest of the history after it and the new prompt. Where that stays
     within `threshold` tokens, the turn meets its deadline all the same, so the node leaves before any other.
-
-    Attributes:
-        threshold: Tokens that a turn may compute within its deadline.
-        next_prompt_estimate: Tokens that a new turn is expected to add.
 
     Source: "Tail-Optimized Caching for LLM Inference", arXiv 2510.15152.
     """
 
     threshold: int = 2048
+    """Tokens that a turn may compute within its deadline."""
     next_prompt_estimate: int = 256
+    """Tokens that a new turn is expected to add."""
 
     def __post_init__(self) -> None:
         _require_at_least("threshold", self.threshold, 1)
         _require_at_least("next_prompt_estimate", self.next_prompt_estimate, 0)
 
     def __call__(self, node: EvictionFacts) -> EvictionKey:
-        """Whether losing the node would make the next prompt late, then time of the last use."""
+        """Nodes that the next prompt needs to be in time last, then time of the last use."""
         computed = node.reach - node.start + self.next_prompt_estimate
         return (int(computed > self.threshold), node.last_access)
 

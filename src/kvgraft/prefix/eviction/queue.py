@@ -21,7 +21,7 @@ _IN_RUN = sys.maxsize
 
 
 class Queueable:
-    """What an eviction queue holds: it stores its place there.
+    """An item of an eviction queue, which stores its place there.
 
     Attributes:
         queue_index: Place in the heap of its queue, or that it waits in the run, or `NOT_QUEUED`.
@@ -49,20 +49,20 @@ class EvictionQueue(Generic[Item]):
     """Candidates for eviction, in two parts; each of them knows where it waits.
 
     What arrives with the largest key so far joins the *run*, a ring of links between the items themselves: there a change
-    costs the same however many wait. With LRU that is whatever was just made or used. The others (a parent that became
-    a leaf, a lock given back, policies whose keys do not grow with time) wait in an indexed binary *heap*.
+    costs the same however many wait. With LRU that is what was just made or used. The others (a parent that became
+    a leaf, a lock given back, policies with keys that do not grow with time) wait in an indexed binary *heap*.
 
-    Chosen over a heap alone, whose sifting was most of what a bulk eviction cost; over a lazy heap, which pays for all
+    Chosen over a heap alone: its sifting was most of the cost of a bulk eviction; over a lazy heap, which pays for all
     nodes touched since the last eviction at once, in the middle of a request; over a list alone, which cannot take
     back an old node at its place, nor sort by anything but the time of insertion; and over links in an `OrderedDict`,
-    whose table is memory that no lookup has touched: among 100,000 nodes its cache misses were a twelfth of a match.
+    its table is memory that no lookup has touched: among 100,000 nodes its cache misses were a twelfth of a match.
 
     Invariants:
         - `item.queue_key` and `keys[i]` are what the policy says of `item` in the run and of `items[i]`.
         - Keys of the run never fall, and none is larger than `highest`; no key of the heap is smaller than its parent's.
         - `items[i].queue_index == i`; in the run it is `_IN_RUN`, outside `NOT_QUEUED`.
         - The ring goes from `ends` through `run_length` items back to `ends`, the same way in both directions. Items
-          outside have no neighbours, so that a dropped one keeps nobody alive.
+          outside have no neighbours, so that a dropped one keeps none alive.
 
     Complexity: O(1) in the run, O(log n) at worst in the heap.
     """
@@ -154,11 +154,7 @@ class EvictionQueue(Generic[Item]):
         self._items.clear()
 
     def check(self) -> None:
-        """Verify the invariants.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify the invariants; raises `CorruptCacheError`."""
         if len(self._keys) != len(self._items):
             raise CorruptCacheError(f"{len(self._keys)} keys for {len(self._items)} nodes in the eviction queue")
         for index, (key, item) in enumerate(zip(self._keys, self._items, strict=True)):

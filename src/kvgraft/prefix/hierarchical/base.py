@@ -1,4 +1,4 @@
-"""Where a tree of two tiers keeps what: copies to the host, eviction from both, inserts that bring KV back."""
+"""Tree of two tiers: copies to the host, eviction from both, inserts that bring KV back."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from kvgraft.prefix.results import (
     MatchResult,
     PrefixHandle,
     SlotArray,
-    join_slots,
+    StoredLength,
 )
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.events.log import EventLog
-    from kvgraft.prefix.eviction.policies import EvictionPolicy
+    from typing import Unpack
+
     from kvgraft.prefix.key import RadixKey
+    from kvgraft.prefix.radix.base import TreeOptions
 
 logger = logging.getLogger(__name__)
 
 
 class BaseTieredCache(SemanticRadixCache[HierNode]):
-    """What `HierarchicalRadixCache` is without load-backs.
+    """Base of `HierarchicalRadixCache`: all but load-backs.
 
     Invariants (verified by `check`), besides those of a radix tree:
         - A node lies on the device, on the host, or both; the parent of a node on the device lies there too.
@@ -58,10 +59,7 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         *,
         transfer: TierTransfer,
         write_policy: str = "write_through",
-        policy: EvictionPolicy | str = "lru",
-        policy_config: dict[str, int] | None = None,
-        events: EventLog | None = None,
-        disabled: bool = False,
+        **options: Unpack[TreeOptions],
     ) -> None:
         """Make an empty cache.
 
@@ -69,14 +67,11 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
             page_size: Tokens per page.
             transfer: Moves KV between the tiers.
             write_policy: When copies are made: a name in `WRITE_POLICIES`.
-            policy: Order of eviction of both tiers, by name or as a policy.
-            policy_config: Parameters for a policy given by name.
-            events: Where stored and removed pages are recorded, by medium.
-            disabled: Store and match nothing.
+            options: As of `BaseRadixCache`; the policy orders both tiers.
         """
         if write_policy not in WRITE_POLICIES:
             raise ConfigError(f"unknown write policy {write_policy!r}; there are {', '.join(WRITE_POLICIES)}")
-        super().__init__(page_size, policy=policy, policy_config=policy_config, events=events, disabled=disabled)
+        super().__init__(page_size, **options)
         self.num_failed_transfers = 0
         self._transfer = transfer
         self._backup_after = WRITE_POLICIES[write_policy]
@@ -85,19 +80,13 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
 
     @property
     def transfer(self) -> TierTransfer:
-        """Who moves KV between the tiers."""
+        """Mover of KV between the tiers."""
         return self._transfer
 
     @property
     def host_size(self) -> int:
         """Tokens that have a copy on the host."""
         return self._host_size
-
-    @property
-    def host_evictable_size(self) -> int:
-        """Tokens that lie on the host only and that no load-back reads. Complexity: O(nodes)."""
-        nodes = self._tree.root.subtree()
-        return sum(len(node) for node in nodes if node.on_host and not node.on_device and not node.host_locks)
 
     # lookup and insert
 
@@ -111,6 +100,10 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         end = device[-1] if device else root
         parts = [node.kv_indices for node in device]
         return TieredMatchResult(parts, end, last)
+
+    def _stored_in(self, path: list[HierNode], stop: int) -> StoredLength:
+        on_device = max((node.end for node in path if node.on_device), default=0)
+        return StoredLength(min(on_device, stop), max(0, stop - on_device))
 
     def insert(
         self,
@@ -154,14 +147,11 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         if self._events is not None:
             self._events.stored(node, self._page_size)
 
-    def _add_leaf(
-        self, parent: HierNode, key: RadixKey, slots: SlotArray, total_len: int, priority: int, *, hit_count: int
+    def _add_node(
+        self, parent: HierNode, key: RadixKey, slots: SlotArray, stop: int, priority: int, *, hit_count: int
     ) -> HierNode:
         parent.device_children += 1
-        return super()._add_leaf(parent, key, slots, total_len, priority, hit_count=hit_count)
-
-    def _divide(self, node: HierNode, length: int) -> HierNode:
-        return self._tree.divide(node, length)
+        return super()._add_node(parent, key, slots, stop, priority, hit_count=hit_count)
 
     def _walk(self, key: RadixKey, start: HierNode, length: int) -> tuple[list[HierNode], HierNode]:
         path, last = super()._walk(key, start, length)
@@ -268,16 +258,9 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
 
         Complexity: O(log n) per node plus O(tokens freed), and what the transfers cost.
         """
-        freed: list[SlotArray] = []
-        num_freed = 0
-        while num_freed < num_tokens and self._queue:
-            node = self._queue.pop()
-            num_freed += len(node)
-            freed.append(node.kv_indices)
-            self._leave_device(node)
-        return EvictResult(join_slots(freed))
+        return super().evict(num_tokens)
 
-    def _leave_device(self, node: HierNode) -> None:
+    def _drop_leaf(self, node: HierNode) -> None:
         """Take an unqueued node without device children off the device."""
         node.lock_ref += 1  # making room for the copy may drop children, which must not queue the node again
         keeps_copy = node.on_host or self._backup(node)
@@ -286,7 +269,6 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         assert parent is not None, "the root is never queued"
         if self._events is not None:
             self._events.removed(node)
-        self._evictable_size -= len(node)
         node.kv_indices = NO_SLOTS
         parent.device_children -= 1
         if keeps_copy:
@@ -318,11 +300,7 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
     # invariants
 
     def check(self) -> None:
-        """Verify every invariant; for tests and idle time.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
         self._queue.check()
         self._host_queue.check()
         sizes = check_tiered_tree(self._tree.root, self._page_size, set(self._queue), set(self._host_queue))

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class HierarchicalRadixCache(BaseTieredCache):
-    """A radix cache whose evicted prefixes live on in host memory, and can be brought back. Not thread-safe."""
+    """A radix cache with evicted prefixes that live on in host memory and can be brought back. Not thread-safe."""
 
     def load_back(self, match: MatchResult) -> LoadBackResult:
         """Bring the host part of a match to the device; if that fails the device part is all there is.

@@ -15,10 +15,10 @@ class HierNode(RadixNode):
     """A node of a two-tier tree.
 
     Attributes:
-        length: Elements of the node, in whichever tier.
+        length: Elements of the node, in either tier.
         host_indices: Read-only host slots, one per element; empty without a copy.
         host_locks: Load-backs that read the copy.
-        device_children: Children whose KV lies on the device.
+        device_children: Children with KV on the device.
     """
 
     __slots__ = ("device_children", "host_indices", "host_locks", "length")

@@ -1,4 +1,4 @@
-"""What the owner of both pools does for a cache of two tiers, and what passes between them."""
+"""Contract between a cache of two tiers and the owner of both pools, and the values that pass between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1,
 
 
 class TierTransfer(Protocol):
-    """What the owner of both pools does for the cache. On failure it keeps nothing allocated."""
+    """Copies of the owner of both pools. On failure it keeps nothing allocated."""
 
     def backup(self, kv_indices: SlotArray) -> SlotArray | None:
         """Copy device slots to new host slots and return those; None if there is no room on the host."""
@@ -30,7 +30,7 @@ class TierTransfer(Protocol):
 
 
 class TieredMatchResult(MatchResult):
-    """A match of a device part and, behind it, a host part."""
+    """A match of a device part and, after it, a host part."""
 
     __slots__ = ("_host_handle", "host_hit_len")
 
@@ -41,39 +41,29 @@ class TieredMatchResult(MatchResult):
 
     @property
     def host_handle(self) -> PrefixHandle:
-        """Where the host part ends."""
+        """End of the host part."""
         return self._host_handle
 
 
 @dataclass(slots=True, eq=False)
 class LoadBack:
-    """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort.
-
-    Attributes:
-        host_indices: Host slots to copy to the device.
-        start: First position of the host part.
-        node: Where it ends.
-        lock: Lock on the device part in front.
-        done: Whether it was committed or aborted.
-    """
+    """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort."""
 
     host_indices: SlotArray
     start: int
+    """First position of the host part."""
     node: HierNode
     lock: PrefixHandle
+    """Lock on the device part before it."""
     done: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadBackResult:
-    """The prefix after a load-back.
-
-    Attributes:
-        handle: The prefix that lies on the device now.
-        prefix_len: Its length.
-        freed: Device slots that were not needed, because another request brought the same KV meanwhile.
-    """
+    """The prefix after a load-back."""
 
     handle: PrefixHandle
+    """The prefix that lies on the device now."""
     prefix_len: int
     freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """Device slots that were not needed, because another request brought the same KV meanwhile."""

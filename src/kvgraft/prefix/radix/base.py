@@ -1,9 +1,9 @@
-"""What radix caches share: lookup, insert, locks and eviction over one tree. A match costs its own length."""
+"""Base of radix caches: lookup, insert, locks and eviction over one tree. A match costs its own length."""
 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar
 
 import numpy as np
 
@@ -25,21 +25,32 @@ from kvgraft.prefix.results import (
     OutlineNode,
     PrefixHandle,
     SlotArray,
+    StoredLength,
     as_slots,
+    join_slots,
 )
 
 if TYPE_CHECKING:
     from kvgraft.prefix.events.log import EventLog
-    from kvgraft.prefix.lifecycle import StoredRow
-    from kvgraft.prefix.request import RequestRow
+    from kvgraft.prefix.standalone.lifecycle import StoredRow
+    from kvgraft.prefix.standalone.request import RequestRow
 
 Node = TypeVar("Node", bound=RadixNode)
 
 _kv_indices = attrgetter("kv_indices")
 
 
+class TreeOptions(TypedDict, total=False):
+    """Options of every tree; for each see `BaseRadixCache`."""
+
+    policy: EvictionPolicy | str
+    policy_config: dict[str, int] | None
+    events: EventLog | None
+    disabled: bool
+
+
 class BaseRadixCache(PrefixCache, Generic[Node]):
-    """What radix caches of one lock and one eviction order share; `RadixCache` is the plain one.
+    """Base of radix caches of one lock and one eviction order; `RadixCache` is the plain one.
 
     Invariants (verified by `check`):
         - A node holds whole pages and one slot per element; no slot is stored twice.
@@ -149,6 +160,19 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         """
         return self._match_prefix_exact(params if isinstance(params, RadixKey) else params.key)
 
+    def look(self, key: RadixKey) -> StoredLength:
+        """See `PrefixCache.look`. Complexity: as `match_prefix`."""
+        if self._disabled:
+            return StoredLength(0)
+        path, partial, run = self._tree.descend(key, self._tree.root, key.aligned_len(self._page_size))
+        if partial is not None:
+            return self._stored_in([*path, partial], partial.start + run)
+        return self._stored_in(path, path[-1].end if path else 0)
+
+    def _stored_in(self, path: list[Node], stop: int) -> StoredLength:
+        """Return how much can be used of a key that follows `path` from the root on and leaves it at `stop`."""
+        return StoredLength(stop)
+
     def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
         """Match by the key alone."""
         if self._disabled:
@@ -159,9 +183,9 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
     def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
         """Follow `key` from `start` as far as it is stored, split where it ends and mark the last node as used now.
 
-        The nodes above it learn that when it goes: until then they have a child and compete with nobody.
+        The nodes above it learn that when it goes: until then they have a child and do not compete.
 
-        Returns the nodes behind `start` and the last one.
+        Returns the nodes after `start` and the last one.
         """
         tree = self._tree
         now = tree.tick()
@@ -193,22 +217,11 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         priority: int = 0,
         counted_len: int | None = None,
     ) -> InsertResult:
-        """Store `key` in whole pages; the part that is not stored yet takes its slots from `kv_indices`.
-
-        Args:
-            key: Tokens and namespace; copied.
-            kv_indices: One slot per element of `key`; copied. A simulated cache takes the token ids if there are none.
-            after: Handle of a stored prefix with which `key` begins; only what follows is compared and stored.
-            priority: For the `priority` policy; the path keeps the largest it has seen.
-            counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
+        """Store `key`, see `PrefixCache.insert`; a simulated cache takes the token ids where there are no slots.
 
         Every node on the path counts a hit, the one that is made now included.
 
-        Complexity: O(tokens of `key` behind `after`) plus O(nodes behind `counted_len`).
-
-        Raises:
-            ConfigError: `kv_indices` are not integers, one per element, or `after` is no prefix of `key`.
-            CorruptCacheError: `after` is of a dropped prefix or of another cache.
+        Complexity: O(tokens of `key` after `after`) plus O(nodes after `counted_len`).
         """
         slots = self._offered(key, kv_indices)
         tree = self._tree
@@ -221,7 +234,8 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         self._credit(start, path, total_len, priority, counted_len)
         prefix_len = self._stored_len(node, path, slots)
         if node.end < total_len:
-            node = self._add_leaf(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
+            node = self._add_node(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
+            self._queue.add(node)
         return InsertResult(prefix_len, max(total_len, start.end), node)
 
     def _offered(self, key: RadixKey, kv_indices: SlotArray | None) -> SlotArray:
@@ -232,7 +246,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         return key.token_ids[: len(key)]
 
     def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
-        """Count hits along the path of an insert, those of a request once, and tell its end priority and length.
+        """Count hits along the path of an insert, those of a request once, and note priority and length at its end.
 
         What is above learns the latter two when a leaf goes.
         """
@@ -246,31 +260,25 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         self._requeue(last)
 
     def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
-        """Elements whose slots the cache had already; `path` was walked by an insert that offers `slots`."""
+        """Return how many elements had slots in the cache already; `path` was walked by an insert that offers `slots`."""
         return node.end
 
-    def _add_leaf(
-        self, parent: Node, key: RadixKey, slots: SlotArray, total_len: int, priority: int, *, hit_count: int
+    def _add_node(
+        self, parent: Node, key: RadixKey, slots: SlotArray, stop: int, priority: int, *, hit_count: int
     ) -> Node:
+        """Add what follows `parent` up to `stop`; the caller queues what stays a leaf."""
         if parent.queue_index >= 0:
             self._queue.remove(parent)
-        leaf = self._tree.add_leaf(parent, key, slots, parent.end, total_len, priority=priority, hit_count=hit_count)
-        self._evictable_size += len(leaf)
-        self._queue.add(leaf)
+        node = self._tree.add_leaf(parent, key, slots, parent.end, stop, priority=priority, hit_count=hit_count)
+        self._evictable_size += len(node)
         if self._events is not None:
-            self._events.stored(leaf, self._page_size)
-        return leaf
+            self._events.stored(node, self._page_size)
+        return node
 
     # locks
 
     def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
-        """Keep the prefix of `handle` from eviction until as many `dec_lock_ref` follow; returns `handle`.
-
-        Complexity: O(nodes that were not protected before) plus O(log n) for a leaf.
-
-        Raises:
-            CorruptCacheError: The handle is of a dropped prefix or of another cache.
-        """
+        """Lock, and return `handle`. Complexity: O(nodes that were not protected before) plus O(log n) for a leaf."""
         node = self._tree.resolve(handle)
         if node.parent is None:
             return handle
@@ -286,9 +294,6 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         """Give back one lock of `handle`. Does not count as an access; never frees anything here.
 
         Complexity: O(nodes that are not protected any more) plus O(log n) for a leaf.
-
-        Raises:
-            CorruptCacheError: The handle holds no lock here. Nothing has changed then.
         """
         node = self._tree.resolve(handle)
         if node.parent is None:
@@ -329,10 +334,10 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             dropped.append(slots)
             self._drop_leaf(leaf)
         self._evictable_size -= num_freed
-        return EvictResult(np.concatenate(dropped) if dropped else NO_SLOTS)
+        return EvictResult(join_slots(dropped))
 
     def _trim(self, leaf: Node, num_tokens: int) -> None:
-        """Cut off what a leaf has in front of its last `num_tokens`, in whole pages."""
+        """Cut off what a leaf has before its last `num_tokens`, in whole pages."""
         wanted = -(-num_tokens // self._page_size) * self._page_size
         if wanted < len(leaf):
             self._divide(leaf, len(leaf) - wanted)
@@ -346,10 +351,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         self._queue_if_candidate(parent)
 
     def reset(self) -> SlotArray:
-        """Forget everything, locked or not, and return every slot for the caller to free. Handles become stale.
-
-        Complexity: O(stored tokens).
-        """
+        """Forget everything, see `PrefixCache.reset`. Complexity: O(stored tokens)."""
         self._queue.clear()
         nodes = self._tree.clear()
         freed = np.concatenate([NO_SLOTS, *(node.kv_indices for node in nodes)])
@@ -361,17 +363,13 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         return freed
 
     def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
-        """Slots of positions `[start, end)` of a stored prefix. Complexity: O(slots + nodes that hold them).
-
-        Raises:
-            CorruptCacheError: The handle is of a dropped prefix or of another cache.
-        """
+        """Slots of positions `[start, end)` of a stored prefix. Complexity: O(slots + nodes that hold them)."""
         return self._tree.path_slots(self._tree.resolve(handle), start)
 
     # requests
 
     def end_prompt(self, stored: StoredRow, req: RequestRow) -> None:
-        """Cut the last node of a finished request at the end of its prompt, whose part gets one more priority.
+        """Cut the last node of a finished request at the end of its prompt; the part of the prompt gets one more priority.
 
         Outputs are seldom asked for again, so they can then be evicted without the prompt.
         """

@@ -1,4 +1,4 @@
-"""The exact prefix cache of one pool, and what asks a semantic provider where nothing exact is stored."""
+"""The exact prefix cache of one pool, with a semantic provider for what is not stored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvgraft.prefix.radix.node import RadixNode
 from kvgraft.prefix.semantic import GuardedProvider, SemanticFallback, SemanticPrefixProvider, SlotCopier
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.request import RequestRow
     from kvgraft.prefix.results import EvictResult, MatchPrefixParams, MatchResult
+    from kvgraft.prefix.standalone.request import RequestRow
 
 Node = TypeVar("Node", bound=RadixNode)
 
@@ -44,10 +44,6 @@ class SemanticRadixCache(BaseRadixCache[Node]):
         """The active semantic fallback with its counters, or None."""
         return self._semantic
 
-    @property
-    def _semantic_provider(self) -> SemanticPrefixProvider | None:
-        return None if self._semantic is None else self._semantic.guard.provider
-
     def set_semantic_provider(
         self,
         provider: SemanticPrefixProvider | None,
@@ -56,7 +52,7 @@ class SemanticRadixCache(BaseRadixCache[Node]):
         deadline_s: float | None = None,
         min_semantic_gain: int = 1,
     ) -> None:
-        """Ask `provider` where an exact lookup on behalf of a request leaves much to compute; None asks nobody any more.
+        """Ask `provider` where an exact lookup on behalf of a request leaves much to compute; None asks none any more.
 
         Args:
             provider: Its `on_init` is called once, here; its `on_shutdown` is its owner's to call.
@@ -65,8 +61,8 @@ class SemanticRadixCache(BaseRadixCache[Node]):
                 and under the donor's lock.
             deadline_s: Seconds that a call may take; a call that raises or takes longer is a counted miss. None calls
                 directly and lets exceptions through.
-            min_semantic_gain: Least tokens that a proposal must give behind the exact prefix. Nobody is asked where fewer
-                are left to compute: a first token or a system prompt that is stored does not silence the provider.
+            min_semantic_gain: Least tokens that a proposal must give after the exact prefix. None is asked where fewer are
+                left to compute: a first token or a system prompt that is stored does not silence the provider.
         """
         if self._semantic is not None:
             self._semantic.guard.close()

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _INT64 = np.dtype(np.int64)
 _LONG = 8192
-"""Slots from which on a loop of numpy copies faster than `memcpy`, whose string instruction is slow between addresses that
+"""Slots from which on a loop of numpy copies faster than `memcpy`: its string instruction is slow between addresses that
 are aligned differently: 10 % at 8K and 128K, 20-30 % between. Below, the loop starts later by more than that."""
 
 
 class _Visited(Queueable, PrefixHandle):
-    """What a match reads of a node, in two cache lines: slots of a class lie in memory behind those of its base."""
+    """The part of a node that a match reads, in two cache lines: slots of a class lie after those of its base."""
 
     __slots__ = ("children", "end", "kv_indices", "last_access", "tokens")
 
@@ -42,7 +42,7 @@ class RadixNode(_Visited):
         edge: Key under which `parent.children` holds this node.
         tokens: int64 token ids as bytes; a bigram view has one token more than elements.
         kv_indices: Read-only int64 `(num_elements,)`, owned: never a view that would keep a longer array alive.
-        children: By the first page of their tokens (below the root with the namespace in front).
+        children: By the first page of their tokens (below the root after the namespace).
         end: Elements from the root to the end of this node. A split does not change it.
         lock_ref: Locks taken through this very node plus children with `lock_ref > 0`; the node is protected while
             it is positive. Counting children instead of all locks below lets a lock stop at the first protected node.
@@ -116,18 +116,6 @@ class RadixNode(_Visited):
     def token_ids(self) -> TokenArray:
         """Read-only int64 view of the node's tokens."""
         return np.frombuffer(self.tokens, dtype=np.int64)
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether the node waits in an eviction queue."""
-        return self.queue_index != NOT_QUEUED
-
-    def up_to_root(self) -> Iterator[Self]:
-        """Yield this node and its ancestors; the last one has no parent."""
-        node: Self | None = self
-        while node is not None:
-            yield node
-            node = node.parent
 
     def subtree(self) -> Iterator[Self]:
         """Yield this node and everything below it, parents first."""
@@ -209,7 +197,7 @@ class RadixNode(_Visited):
         return upper
 
     def detach(self) -> None:
-        """Let a dropped node hold nothing, however long somebody keeps its handle."""
+        """Let a dropped node hold nothing, however long its handle is kept."""
         self.tree = self.parent = self.namespace = None
         self.children.clear()
         self.tokens = self.page_hashes = b""

@@ -1,4 +1,4 @@
-"""The semantic hook: a provider may name other tokens whose K/V could stand in. Approximate by nature, off unless set.
+"""The semantic hook: a provider may name other tokens with K/V that could stand in. Approximate by nature, off unless set.
 
 Source: the contract of `SemanticPrefixProvider` follows SGLang pull request #20806 at the interface. What a hit does is
 different, because there a hit lets two owners hold one slot and publishes the donor's K/V under the query's tokens: here
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvgraft.prefix.semantic.fallback import DonorCache, SemanticFallback, SlotCopier, SubstitutedMatchResult
 from kvgraft.prefix.semantic.guard import GuardedProvider, SemanticCounters
-from kvgraft.prefix.semantic.loading import load_provider
+from kvgraft.prefix.semantic.loading import load_provider, provider_class
 from kvgraft.prefix.semantic.provider import SemanticPrefixProvider, SemanticPrefixResult
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "SlotCopier",
     "SubstitutedMatchResult",
     "load_provider",
+    "provider_class",
 ]

@@ -28,7 +28,7 @@ SlotCopier = Callable[[SlotArray], SlotArray | None]
 
 
 class SubstitutedMatchResult(MatchResult):
-    """A match whose KV belongs to other tokens, but for the exact prefix in front."""
+    """A match with KV of other tokens, after an exact prefix."""
 
     __slots__ = ("_protected_len", "metadata", "source_id", "spans")
 
@@ -57,7 +57,7 @@ class SubstitutedMatchResult(MatchResult):
 
 
 class DonorCache(Protocol):
-    """What the fallback asks of a cache whose prefixes may stand in for others."""
+    """The part of a cache that the fallback uses."""
 
     @property
     def page_size(self) -> int:
@@ -77,7 +77,7 @@ class SemanticFallback:
     """Asks a provider where an exact lookup leaves much to compute, and makes a match of one cache of its proposal.
 
     Attributes:
-        guard: The provider behind its deadline, and what became of the calls.
+        guard: The provider with its deadline, and the counters of its calls.
     """
 
     def __init__(self, guard: GuardedProvider, *, copy_slots: SlotCopier | None, min_semantic_gain: int) -> None:
@@ -91,11 +91,12 @@ class SemanticFallback:
         """Return a substituted match, or `exact` where too little is left to gain, or nothing gains enough."""
         if len(key) - 1 - exact.prefix_len < self._min_gain or exact.host_hit_len:
             return exact
+        counters = self.guard.counters
+        num_failed = counters.num_failed
         proposal = self.guard.propose(rid, key.token_ids)
         match = exact if proposal is None else self._realise(cache, key, proposal, exact)
-        counters = self.guard.counters
         if match is exact:
-            counters.misses += 1
+            counters.misses += counters.num_failed == num_failed
             return exact
         counters.hits += 1
         if match.source_id:
@@ -156,13 +157,13 @@ class SemanticFallback:
         return max(length, 0) // page_size * page_size
 
 
-def _fidelity(query: TokenArray, donor: TokenArray, exact_len: int) -> tuple[FidelitySpan, ...]:
-    """Classes by position: equal tokens behind a difference are `shifted` (another context), others `substituted`.
+def _fidelity(query: TokenArray, donor: TokenArray, prefix_len: int) -> tuple[FidelitySpan, ...]:
+    """Classes by position: equal tokens after a difference are `shifted` (another context), others `substituted`.
 
-    The first `exact_len` positions are exact whatever the donor has there.
+    The first `prefix_len` positions are exact, independent of the donor.
     """
     classes = np.where(query != donor, 2, 1)
-    classes[: max(exact_len, common_prefix_len(query, donor))] = 0
+    classes[: max(prefix_len, common_prefix_len(query, donor))] = 0
     names = (Fidelity.EXACT, Fidelity.SHIFTED, Fidelity.SUBSTITUTED)
     starts = np.flatnonzero(np.diff(classes, prepend=-1))
     ends = np.append(starts[1:], len(classes))

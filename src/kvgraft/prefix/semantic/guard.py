@@ -22,22 +22,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_UNHEARD = 64
-"""Stored prompts that wait to be told to a provider; of more it does not hear."""
+"""Stored prompts that wait to be reported to a provider; more are not reported."""
 
 _END_S = 2.0
-"""So long a call under way may take when the provider is shut down; a stuck one is left behind."""
+"""So long a call under way may take when the provider is shut down; a stuck one is left to itself."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
 class SemanticCounters:
-    """What became of the provider's calls."""
+    """Outcomes of the provider's calls; each counts once."""
 
     hits: int = 0
+    """Questions with an answer that stands in."""
     misses: int = 0
+    """Questions without an answer, or with one that gains too little."""
     errors: int = 0
+    """Calls that failed, or gave an answer without sense."""
     timeouts: int = 0
+    """Calls that took too long, or were not begun because one before them does."""
+
+    def by_outcome(self) -> dict[str, int]:
+        """Return the counts by the names that metrics have for them."""
+        return {"hit": self.hits, "miss": self.misses, "error": self.errors, "timeout": self.timeouts}
+
+    @property
+    def num_failed(self) -> int:
+        """Calls that gave nothing because of the provider."""
+        return self.errors + self.timeouts
 
 
 class _Caller:
@@ -49,7 +62,7 @@ class _Caller:
         self._is_closed = False
 
     def submit(self, call: Callable[[], Answer]) -> Future[Answer]:
-        """Queue a call; raises `RuntimeError` if no thread can be had, or behind `close`."""
+        """Queue a call; raises `RuntimeError` if no thread can be had, or after `close`."""
         if self._is_closed:
             raise RuntimeError("the semantic provider was shut down")
         if self._thread is None:
@@ -61,7 +74,7 @@ class _Caller:
         return future
 
     def close(self) -> None:
-        """Cancel what waits, and end the thread behind the call under way."""
+        """Cancel what waits, and end the thread after the call under way."""
         self._is_closed = True
         try:
             while True:
@@ -72,7 +85,7 @@ class _Caller:
             self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the call under way behind `close`."""
+        """Wait for the call under way after `close`."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -83,15 +96,15 @@ class _Caller:
                 continue
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the answer gets it
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
                 future.set_exception(error)
 
 
 class GuardedProvider:
-    """A provider behind a deadline, on a thread of its own. Not thread-safe.
+    """A provider with a deadline, on a thread of its own. Not thread-safe.
 
-    Calls run one after another in the order in which they were made. What was stored is told without waiting. A proposal is
-    waited for until the deadline; while a call that overran it still runs, others are not begun and count as timeouts, so
+    Calls run one after another in the order in which they were made. What was stored is reported without waiting. A proposal
+    is waited for until the deadline; while a call that overran it still runs, others are not begun and count as timeouts, so
     that a stuck provider costs one thread and one deadline.
 
     Without a deadline calls are made directly and exceptions reach the caller: the bare contract.
@@ -132,7 +145,7 @@ class GuardedProvider:
         return proposal
 
     def cached(self, rid: str, token_ids: TokenArray) -> None:
-        """Tell the provider what was stored. Complexity: a copy of the tokens."""
+        """Report to the provider what was stored. Complexity: a copy of the tokens."""
         known = self._handed_out(token_ids)
         if self._caller is None:
             self.provider.on_request_cached(rid=rid, token_ids=known)
@@ -140,11 +153,11 @@ class GuardedProvider:
             self.counters.timeouts += 1
         else:
             try:
-                self._caller.submit(lambda: self._tell(rid, known))
+                self._caller.submit(lambda: self._report(rid, known))
             except RuntimeError:
                 self._unheard.release()
                 self.counters.errors += 1
-                logger.exception("semantic provider cannot be told of a stored prompt")
+                logger.exception("a stored prompt cannot be reported to the semantic provider")
 
     def close(self) -> None:
         """Stop the thread; does not wait for a stalled call."""
@@ -167,7 +180,7 @@ class GuardedProvider:
         except Exception:
             logger.exception("the semantic provider failed at its end")
 
-    def _tell(self, rid: str, token_ids: TokenArray) -> None:
+    def _report(self, rid: str, token_ids: TokenArray) -> None:
         try:
             self.provider.on_request_cached(rid=rid, token_ids=token_ids)
         except Exception:
@@ -188,7 +201,7 @@ class GuardedProvider:
         return self._late is not None
 
     def _answer(self, call: Callable[[], Answer]) -> Answer | None:
-        """Call the provider directly, or behind the deadline with errors and overruns counted."""
+        """Call the provider directly, or with the deadline, errors and overruns counted."""
         if self._caller is None:
             return call()
         if self._is_stuck():

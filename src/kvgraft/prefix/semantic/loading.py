@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import importlib
+from typing import TYPE_CHECKING
 
-from kvgraft.errors import ConfigError, one_line
+from kvgraft.errors import ConfigError, IntegrationError, one_line
+from kvgraft.factories import imported
 from kvgraft.prefix.semantic.provider import SemanticPrefixProvider
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def load_provider(name: str, model_config: object) -> SemanticPrefixProvider:
-    """Build the provider called `module:Class` without arguments and initialise it.
+
+def provider_class(name: str) -> type[SemanticPrefixProvider]:
+    """Import the provider called `module:Class`.
+
+    Raises:
+        ConfigError: It cannot be imported, or is no provider.
+    """
+    try:
+        kind = imported("semantic_provider", name)
+    except IntegrationError as error:
+        raise ConfigError(str(error)) from error
+    if not (isinstance(kind, type) and issubclass(kind, SemanticPrefixProvider)):
+        raise ConfigError(f"semantic_provider {name!r} is no kvgraft.prefix.SemanticPrefixProvider")
+    return kind
+
+
+def load_provider(
+    name: str, model_config: object, options: Mapping[str, object] | None = None
+) -> SemanticPrefixProvider:
+    """Build the provider called `module:Class` and initialise it.
 
     Args:
         name: As the setting has it; the module is imported.
         model_config: Handed to `on_init`: what the engine knows of its model.
+        options: What its constructor is given, by keyword; None for nothing.
 
     Raises:
         ConfigError: It cannot be imported, built or initialised, or is no provider.
     """
-    module_name, _, class_name = name.partition(":")
+    kind = provider_class(name)
     try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
-        raise ConfigError(f"semantic_provider {name!r} cannot be loaded: {one_line(error)}") from error
-    if not (isinstance(kind, type) and issubclass(kind, SemanticPrefixProvider)):
-        raise ConfigError(f"semantic_provider {name!r} is no kvgraft.prefix.SemanticPrefixProvider")
-    try:
-        provider: SemanticPrefixProvider = kind()
+        provider: SemanticPrefixProvider = kind(**(options or {}))
         provider.on_init(model_config)
     except Exception as error:
         raise ConfigError(f"semantic_provider {name!r} does not start: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""The contract of those who find a stored prompt that resembles another one."""
+"""Contract of providers, which find a stored prompt that resembles another one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SemanticPrefixResult:
-    """What a provider proposes for a prompt of which little is stored.
-
-    Attributes:
-        alternate_token_ids: Tokens of a stored prompt whose K/V may stand in for the query's.
-        num_cached_tokens: How many of them are meant; 0 leaves it to the cache.
-        skip_insert: Whether the request must not be stored. Substituted K/V is never stored either way: False is refused by
-            a warning.
-        metadata: Travels to the request's report.
-        source_id: Name of the donor, for logs and reports.
-    """
+    """Proposal of a provider for a prompt of which little is stored."""
 
     alternate_token_ids: Sequence[int]
+    """Tokens of a stored prompt with K/V that may stand in for the query's."""
     num_cached_tokens: int
+    """How many of them are meant; 0 leaves it to the cache."""
     skip_insert: bool = True
+    """Whether the request must not be stored. Substituted K/V is never stored either way: False is refused by a warning."""
     metadata: Mapping[str, object] | None = None
     source_id: str = ""
+    """Name of the donor, for logs and reports."""
 
 
 class SemanticPrefixProvider(ABC):
@@ -47,4 +42,4 @@ class SemanticPrefixProvider(ABC):
         """Prepare; called once, by an engine with what it knows of its model, by `set_semantic_provider` without."""
 
     def on_shutdown(self) -> None:  # noqa: B027 (optional)
-        """Give back resources; an engine calls it when it ends, otherwise whoever owns the provider does."""
+        """Give back resources; an engine calls it when it ends, otherwise its owner does."""

@@ -1,4 +1,4 @@
-"""Lookup, locks and eviction of a tree whose nodes own slots of two pools."""
+"""Lookup, locks and eviction of a tree with nodes that own slots of two pools."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvgraft.prefix.results import (
     MatchPrefixParams,
     PrefixHandle,
     SlotArray,
+    StoredLength,
     join_slots,
 )
 from kvgraft.prefix.swa.node import SWALock, SWANode
@@ -24,12 +25,13 @@ from kvgraft.prefix.swa.windows import TreeWindows
 from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.events.log import EventLog
-    from kvgraft.prefix.eviction.policies import EvictionPolicy
+    from typing import Unpack
+
+    from kvgraft.prefix.radix.base import TreeOptions
 
 
 class BaseSWACache(BaseRadixCache[SWANode]):
-    """What `SWARadixCache` is without inserts and requests.
+    """Base of `SWARadixCache`: all but inserts and requests.
 
     Attributes:
         window: What rows of window layers read.
@@ -50,11 +52,8 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         sliding_window_size: int | None = None,
         attention_chunk_size: int | None = None,
         leaf_cap: bool = False,
-        policy: EvictionPolicy | str = "lru",
-        policy_config: dict[str, int] | None = None,
-        events: EventLog | None = None,
-        disabled: bool = False,
         simulated: bool = False,
+        **options: Unpack[TreeOptions],
     ) -> None:
         """Make an empty cache.
 
@@ -64,22 +63,11 @@ class BaseSWACache(BaseRadixCache[SWANode]):
             attention_chunk_size: Instead, for layers that read the tokens of their own chunk (Llama 4): its size.
             leaf_cap: Cut a new leaf so that its tail is one window in whole pages; a lock then covers that tail instead
                 of a whole prefill chunk.
-            policy: Order of eviction of full-attention leaves, by name or as a policy. Windows leave least recently
-                used first.
-            policy_config: Parameters for a policy given by name.
-            events: Where stored and removed pages are recorded.
-            disabled: Store and match nothing.
             simulated: Without pools: an insert without slots takes the token ids as slots.
+            options: As of `BaseRadixCache`; the policy orders full-attention leaves, windows leave least recently used first.
         """
         window = window_kind(sliding_window_size, attention_chunk_size)
-        super().__init__(
-            page_size,
-            policy=policy,
-            policy_config=policy_config,
-            events=events,
-            disabled=disabled,
-            simulated=simulated,
-        )
+        super().__init__(page_size, simulated=simulated, **options)
         self.window = window
         self._leaf_cap = leaf_cap
         self._windows = TreeWindows(window)
@@ -107,9 +95,9 @@ class BaseSWACache(BaseRadixCache[SWANode]):
     # lookup
 
     def match_prefix(self, params: MatchPrefixParams | RadixKey) -> SWAMatchResult:
-        """Find the deepest page boundary behind which a model can go on.
+        """Find the deepest page boundary from which a model can go on.
 
-        That is the deepest one whose run of live windows, going up, covers what the kind of window needs or reaches the
+        That is the deepest one with a run of live windows, going up, that covers what the kind of window needs or reaches the
         root; at the border of a chunk that is nothing. Marks the accepted path as used now; windows only as deep as one
         window reaches, so that dead ones age.
         """
@@ -133,15 +121,19 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         path, partial, run = self._tree.descend(key, self._tree.root, key.aligned_len(self._page_size))
         if partial is not None:
             path.append(partial)
+        stop = partial.start + run if partial is not None else path[-1].end if path else 0
+        return self._cut_path(path, self._stored_in(path, stop).prefix_len)
+
+    def _stored_in(self, path: list[SWANode], stop: int) -> StoredLength:
         live_start = accepted = 0
         for node in path:
-            stop = node.start + run if node is partial else node.end
+            end = min(node.end, stop)
             if node.window is None:
-                live_start = stop
-                accepted = max(accepted, self.window.boundary(stop, self._page_size))
-            elif self.window.first_needed(stop) >= live_start:
-                accepted = stop
-        return self._cut_path(path, accepted)
+                live_start = end
+                accepted = max(accepted, self.window.boundary(end, self._page_size))
+            elif self.window.first_needed(end) >= live_start:
+                accepted = end
+        return StoredLength(accepted)
 
     def _cut_path(self, path: list[SWANode], length: int) -> list[SWANode]:
         """The nodes of `path` up to position `length`, the last one cut there."""
@@ -188,12 +180,16 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         node = lock.node
         if node.children or node.lock_ref or node.window is not None:
             return NOTHING_FREED
-        self._queue.remove(node)
         freed, swa_freed = self._drop(node)
         return EvictResult(join_slots(freed), join_slots(swa_freed))
 
+    def _queue_if_candidate(self, node: SWANode) -> None:
+        """Queue an unlocked leaf; a tombstone leaf never waits, it goes with what kept it."""
+        if node.window is not None and not node.children and not node.lock_ref:
+            self._queue.add(node)
+
     def dec_swa_lock_only(self, handle: PrefixHandle) -> EvictResult:
-        """Release the window of a lock early, when decoding has left it behind; full attention stays locked.
+        """Release the window of a lock early, when decoding has passed it; full attention stays locked.
 
         Windows inside the tree become evictable; that of a leaf is freed now and the leaf becomes a tombstone.
 
@@ -220,7 +216,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         """Free at least so many tokens of each pool, or all that is unlocked.
 
         Unlocked leaves go first, in the order of the policy, with both kinds of slots; so do tombstones that become
-        unlocked leaves thereby. If windows are still short, the least recently used go: of a leaf that nobody locks
+        unlocked leaves thereby. If windows are still short, the least recently used go: of an unlocked leaf
         together with the leaf, otherwise alone.
 
         Complexity: O(log n) per dropped node or window plus O(tokens freed).
@@ -257,7 +253,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
                 swa_freed.append(self._windows.free(node.window))
             freed.append(node.kv_indices)
             self._evictable_size -= len(node)
-            if self._events is not None:
+            if self._events is not None:  # not `_drop_leaf`: its calls would cost a twentieth
                 self._events.removed(node)
             parent = self._tree.remove_leaf(node)
             parent.learn_from(node)
@@ -289,15 +285,11 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         return join_slots(parts[::-1])
 
     def check(self) -> None:
-        """Verify every invariant; for tests and idle time.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
         super().check()
         self._windows.check(self._tree.root, unique_slots=not self._simulated)
 
 
 def _start_of(covered: list[SWANode], node: SWANode) -> int:
-    """Where windows begin that a lock on `node` covers, nodes upwards; its end if there are none."""
+    """Return where the windows begin that a lock on `node` covers, nodes upwards; its end if there are none."""
     return covered[-1].start if covered else node.end

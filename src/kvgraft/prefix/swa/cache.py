@@ -1,7 +1,7 @@
 """Prefix cache for hybrid models: full and sliding-window attention over one radix tree, with a slot pool for each.
 
 A node always has its full-attention slots. Its sliding-window slots may be freed on their own (a tombstone), because
-a window layer only reads the tokens of its window (`kvgraft.windows`): behind a gap, a prefix is usable again once a
+a window layer only reads the tokens of its window (`kvgraft.windows`): after a gap, a prefix is usable again once a
 whole sliding window of live KV follows, or from the next border of a chunk on.
 
 Source: the behaviour follows SGLang's SWARadixCache (pull request #7367 and its fixes up to 0.5.20). Departures, with
@@ -14,20 +14,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray, join_slots
+from kvgraft.prefix.standalone.lifecycle import StoredRow
 from kvgraft.prefix.swa.base import BaseSWACache
 from kvgraft.prefix.swa.node import SWALock, SWANode
 from kvgraft.prefix.swa.results import SWAInsertResult
 
 if TYPE_CHECKING:
     from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.request import RequestRow
     from kvgraft.prefix.semantic import SemanticPrefixProvider, SlotCopier
+    from kvgraft.prefix.standalone.request import RequestRow
 
 
 class SWARadixCache(BaseSWACache):
-    """A radix tree whose nodes own slots of a full-attention and of a sliding-window pool. Not thread-safe."""
+    """A radix tree with nodes that own slots of a full-attention and of a sliding-window pool. Not thread-safe."""
 
     # insert
 
@@ -45,24 +45,24 @@ class SWARadixCache(BaseSWACache):
     ) -> SWAInsertResult:
         """Store `key` in whole pages and heal tombstones along it.
 
-        Per stored node behind `prev_prefix_len` that covers positions `[s, e)`:
+        Per stored node after `prev_prefix_len` that covers positions `[s, e)`:
 
             live                    the offered slots are duplicates
             tombstone, evicted <= s   healed: takes the offered window slots
             tombstone, s < evicted < e  cut at `evicted`, the lower part is healed
             tombstone, evicted >= e   stays
 
-        The node's full-attention slots stay in every case, because requests that hold the prefix use them. Behind what
+        The node's full-attention slots stay in every case, because requests that hold the prefix use them. After what
         is stored follow a tombstone up to `swa_evicted_len` and a live leaf; if nothing of the rest is live, none.
 
         Args:
             key: Tokens and namespace.
             kv_indices: Full-attention slot of each element; not read below `prev_prefix_len`.
-            after: Handle of a stored prefix no longer than `prev_prefix_len`, behind which to start.
+            after: Handle of a stored prefix no longer than `prev_prefix_len`, after which to start.
             priority: For the `priority` policy.
             counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
             swa_indices: Sliding-window slot of each element; not read below `max(prev_prefix_len, swa_evicted_len)`.
-            prev_prefix_len: Positions whose slots the cache owns already, under the caller's lock.
+            prev_prefix_len: Positions with slots that the cache owns already, under the caller's lock.
             swa_evicted_len: Positions below it have no window slots to offer; whole pages.
 
         Raises:
@@ -103,7 +103,7 @@ class SWARadixCache(BaseSWACache):
             return self._tree.root
         node = self._tree.resolve_prefix(key, after.node if isinstance(after, SWALock) else after)
         if node.end > prev_prefix_len:
-            raise ConfigError(f"`after` ends at {node.end}, behind prev_prefix_len {prev_prefix_len}")
+            raise ConfigError(f"`after` ends at {node.end}, after prev_prefix_len {prev_prefix_len}")
         return node
 
     def _merge(
@@ -138,7 +138,7 @@ class SWARadixCache(BaseSWACache):
         priority: int,
         counted_len: int,
     ) -> SWANode:
-        """Add what is not stored: a tombstone up to `evicted` and a live leaf behind it."""
+        """Add what is not stored: a tombstone up to `evicted` and a live leaf after it."""
         total_len = key.aligned_len(self._page_size)
         if parent.end < evicted:
             parent = self._add_node(parent, key, slots, evicted, priority, hit_count=int(evicted > counted_len))
@@ -149,17 +149,6 @@ class SWARadixCache(BaseSWACache):
             self._divide(leaf, cut - leaf.start)
         self._queue.add(leaf)
         return leaf
-
-    def _add_node(
-        self, parent: SWANode, key: RadixKey, slots: SlotArray, stop: int, priority: int, *, hit_count: int
-    ) -> SWANode:
-        if parent.queue_index >= 0:
-            self._queue.remove(parent)
-        node = self._tree.add_leaf(parent, key, slots, parent.end, stop, priority=priority, hit_count=hit_count)
-        self._evictable_size += len(node)
-        if self._events is not None:
-            self._events.stored(node, self._page_size)
-        return node
 
     # requests: of a row, `[max(protected_len, swa_evicted_len), ...)` of the window slots are the request's own
 
@@ -196,7 +185,7 @@ class SWARadixCache(BaseSWACache):
         return super().cache_finished_req(req, is_insert=is_insert)
 
     def advance_window(self, req: RequestRow) -> EvictResult:
-        """Free the window slots that `req` has left behind: its own, and early the window of its lock.
+        """Free the window slots that `req` does not read any more: its own, and early the window of its lock.
 
         To be called at intervals during prefill and decode. The frontier only advances. Complexity: O(tokens freed).
         """

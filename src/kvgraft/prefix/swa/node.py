@@ -19,7 +19,7 @@ class Window(Queueable):
         node: The node.
         swa_indices: Read-only int64, one slot of the sliding-window pool per element of the node; owned.
         lock_ref: Receipts that cover this window.
-        last_access: Time of the last match or insert whose window reached it.
+        last_access: Time of the last match or insert with a window that reached it.
     """
 
     __slots__ = ("last_access", "lock_ref", "node", "swa_indices")
@@ -47,11 +47,6 @@ class SWANode(RadixNode):
     def __init__(self, *args: object, **fields: object) -> None:
         super().__init__(*args, **fields)  # type: ignore[arg-type]
         self.window: Window | None = None
-
-    @property
-    def swa_tombstone(self) -> bool:
-        """Whether the sliding-window KV is gone."""
-        return self.window is None
 
     def divide(self, length: int, now: int, page_size: int) -> Self:
         """Cut as any node; a window is cut too, and both halves are covered by the receipts that covered it."""

@@ -1,4 +1,4 @@
-"""What a cache of two pools answers with."""
+"""Results of a cache of two pools."""
 
 from __future__ import annotations
 
@@ -30,12 +30,9 @@ class SWAMatchResult(MatchResult):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SWAInsertResult(InsertResult):
-    """What the cache took, and which of the offered slots are duplicates.
-
-    Attributes:
-        freed: Offered full-attention slots of `[prev_prefix_len, prefix_len)`: the cache keeps its own.
-        swa_freed: Offered sliding-window slots there that healed no tombstone.
-    """
+    """The offered slots that the cache took, and those that are duplicates."""
 
     freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """Offered full-attention slots of `[prev_prefix_len, prefix_len)`: the cache keeps its own."""
     swa_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """Offered sliding-window slots there that healed no tombstone."""

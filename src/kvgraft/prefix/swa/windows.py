@@ -53,7 +53,7 @@ class TreeWindows:
         return self._queue.first()
 
     def attach(self, node: SWANode, swa_indices: SlotArray, now: int) -> None:
-        """Give a node a window, used now and covered by nobody; the slots are copied."""
+        """Give a node a window, used now and not covered; the slots are copied."""
         node.window = Window(node, swa_indices, now)
         self.evictable_size += len(node)
         self._queue.add(node.window)
@@ -74,7 +74,7 @@ class TreeWindows:
                 self._queue.update(window)
 
     def reach(self, node: SWANode) -> list[SWANode]:
-        """Nodes whose windows a lock on `node` covers, upwards, ending in front of a tombstone."""
+        """Nodes whose windows a lock on `node` covers, upwards, ending before a tombstone."""
         reached: list[SWANode] = []
         step, first = node, self._kind.first_needed(node.end)
         while step.end > first and step.window is not None and step.parent is not None:
@@ -122,11 +122,7 @@ class TreeWindows:
         self.evictable_size = self.protected_size = 0
 
     def check(self, root: SWANode, *, unique_slots: bool) -> None:
-        """Verify every invariant of the windows below `root`.
-
-        Raises:
-            CorruptCacheError: The first one that does not hold.
-        """
+        """Verify every invariant of the windows below `root`; raises `CorruptCacheError`."""
         self._queue.check()
         sizes = check_hybrid_tree(root, set(self._queue), unique_slots=unique_slots)
         counted = (self.evictable_size, self.protected_size)

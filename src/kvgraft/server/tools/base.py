@@ -1,4 +1,4 @@
-"""What a way of writing tool calls is: where calls begin in a text, how one is read, and how a forced one is laid out."""
+"""A way of writing tool calls: where calls begin in a text, how one is read, and how a forced one is laid out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvgraft.server.messages import Message
+    from kvgraft.http.messages import Message
 
 
 class WrittenCall(NamedTuple):
@@ -37,19 +37,19 @@ class ReadCalls(NamedTuple):
 
 
 class MalformedCallError(Exception):
-    """What began like a call is none; it stays text."""
+    """Text that began like a call is none; it stays text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """How forced calls are written: `opening`, calls with `separator` between them, `closing`.
+    """Layout of forced calls: `opening`, calls with `separator` between them, `closing`.
 
     Attributes:
-        opening: In front of the first call.
+        opening: Before the first call.
         separator: Between two calls.
-        closing: Behind the last call.
-        before: In front of the arguments of a call; `{name}` stands for the name of the function.
-        after: Behind the arguments.
+        closing: After the last call.
+        before: Before the arguments of a call; `{name}` stands for the name of the function.
+        after: After the arguments.
         mark: What nothing but calls begins with, if there is such a mark.
     """
 
@@ -62,16 +62,16 @@ class CallLayout:
 
     @property
     def beginning(self) -> str:
-        """What free text in front of forced calls must not contain."""
+        """Return what free text before forced calls must not contain."""
         return self.mark or self.before.partition("{name}")[0]
 
     def begins(self, text: str, names: Collection[str]) -> bool:
-        """Whether a text begins as forced calls of one of some functions do."""
+        """Return whether a text begins as forced calls of one of some functions do."""
         heads = (self.before_arguments(name) for name in names)
         return any(text.startswith((head, self.opening + head)) for head in heads)
 
     def before_arguments(self, name: str) -> str:
-        """Return what stands in front of the arguments of a call of `name`."""
+        """Return what stands before the arguments of a call of `name`."""
         return self.before.replace("{name}", name)
 
 
@@ -93,7 +93,7 @@ class ToolFormat(ABC):
     def read(self, text: str, names: Collection[str], *, is_whole: bool) -> ReadCalls | None:
         """Read the call or calls at the beginning of a text that begins with a marker.
 
-        What is told of a text is told of all texts that begin with it, so answers do not depend on how a stream was cut.
+        What is read of a text is read of all texts that begin with it, so answers do not depend on how a stream was cut.
 
         Args:
             text: The output from a marker on.
@@ -101,10 +101,10 @@ class ToolFormat(ABC):
             is_whole: No more text follows.
 
         Returns:
-            What was read; None if more text is needed to tell.
+            What was read; None if more text is needed.
 
         Raises:
-            MalformedCallError: It is no call, whatever follows.
+            MalformedCallError: It is no call, with any text after it.
         """
 
     def template_message(self, message: Message) -> Message:

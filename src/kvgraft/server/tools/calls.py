@@ -1,4 +1,4 @@
-"""What a reader of an output makes of it: content and calls, piece by piece."""
+"""Pieces that a reader makes of an output: content and calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ToolCall:
 
 @dataclass(slots=True, eq=False)
 class ReadOutput:
-    """What pieces amount to.
+    """The sum of pieces.
 
     Attributes:
         content: All text for the user.
@@ -77,7 +77,7 @@ class ReadOutput:
     calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Put pieces behind what is there."""
+        """Append pieces."""
         for piece in pieces:
             match piece:
                 case Content():

@@ -1,4 +1,4 @@
-"""Which functions a request offers, and which of them the model may or has to call."""
+"""Functions that a request offers, and those that the model may or has to call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.server.messages import parse_tools
+from kvgraft.http.messages import parse_tools
 
 if TYPE_CHECKING:
-    from kvgraft.server.fields import Fields
-    from kvgraft.server.messages import Message
+    from kvgraft.http.fields import Fields
+    from kvgraft.http.messages import Message
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _NO_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -33,7 +33,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says about tools.
+    """Tools of a request.
 
     Attributes:
         shown: The tools in the form that templates take; none if calls are not wanted.
@@ -49,7 +49,7 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """Whether a function wants its arguments to fit its schema."""
+        """Return whether a function wants its arguments to fit its schema."""
         return any(function.is_strict for function in self.functions)
 
     @property

@@ -1,4 +1,4 @@
-"""Read an output that a structure has made calls of: their arguments are told as they are written."""
+"""Read an output that a structure has made calls of: their arguments are passed on as they are written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvgraft.server.tools.base import CallLayout
 
 
-class _Place(Enum):
-    """Where in the output the reader is."""
+class _Section(Enum):
+    """Parts of an output, one after another."""
 
     HEAD = auto()
     ARGUMENTS = auto()
@@ -25,7 +25,7 @@ class _Place(Enum):
 class ForcedReader(OutputReader):
     """Calls in a layout, and nothing else; or something else, which is content.
 
-    What is in front of the arguments of a call is known, so they need not be awaited. An output that ends too early ends in
+    What stands before the arguments of a call is known, so they need not be awaited. An output that ends too early ends in
     arguments that end too early.
     """
 
@@ -34,7 +34,7 @@ class ForcedReader(OutputReader):
         self._names = names
         self._held = ""
         self._num_calls = 0
-        self._place = _Place.HEAD
+        self._section = _Section.HEAD
         self._value = _OpenValue()
 
     def feed(self, text: str) -> list[Piece]:
@@ -55,18 +55,18 @@ class ForcedReader(OutputReader):
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Take a part of what is held; returns whether that was possible."""
-        match self._place:
-            case _Place.HEAD:
+        match self._section:
+            case _Section.HEAD:
                 return self._take_head(pieces)
-            case _Place.ARGUMENTS:
+            case _Section.ARGUMENTS:
                 end = self._value.end_in(self._held)
                 pieces.append(CallArguments(self._num_calls - 1, self._held[:end]))
                 self._held = "" if end is None else self._held[end:]
-                self._place = _Place.ARGUMENTS if end is None else _Place.TAIL
+                self._section = _Section.ARGUMENTS if end is None else _Section.TAIL
                 return True
-            case _Place.TAIL:
+            case _Section.TAIL:
                 return self._take_tail()
-            case _Place.TEXT:
+            case _Section.TEXT:
                 pieces.append(Content(self._held))
                 self._held = ""
                 return True
@@ -80,22 +80,22 @@ class ForcedReader(OutputReader):
                 pieces.append(CallBegin(self._num_calls, new_call_id(), name))
                 self._num_calls += 1
                 self._held = self._held[len(head) :]
-                self._place, self._value = _Place.ARGUMENTS, _OpenValue()
+                self._section, self._value = _Section.ARGUMENTS, _OpenValue()
                 return True
         closings = [layout.closing] if self._num_calls and layout.closing else []
         if any(text.startswith(self._held) for text in (*heads, *closings)):
             return False
-        self._place = _Place.TEXT
+        self._section = _Section.TEXT
         return True
 
     def _take_tail(self) -> bool:
         after = self._layout.after
         if self._held.startswith(after):
-            self._held, self._place = self._held[len(after) :], _Place.HEAD
+            self._held, self._section = self._held[len(after) :], _Section.HEAD
             return True
         if after.startswith(self._held):
             return False
-        self._place = _Place.TEXT
+        self._section = _Section.TEXT
         return True
 
 
@@ -108,7 +108,7 @@ class _OpenValue:
         self._is_escaped = False
 
     def end_in(self, text: str) -> int | None:
-        """Where in `text`, which goes on with the value, it ends; None if it does not."""
+        """Return where in `text`, which goes on with the value, it ends; None if it does not."""
         for index, character in enumerate(text):
             if self._in_string:
                 self._follow_string(character)

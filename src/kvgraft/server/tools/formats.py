@@ -25,7 +25,7 @@ AUTO = "auto"
 
 
 def tool_format(name: str, template: str) -> ToolFormat:
-    """Return the format that a setting names; `auto` is the one whose marks stand in the chat template, or bare JSON.
+    """Return the format that a setting names; `auto` is the one with marks that stand in the chat template, or bare JSON.
 
     Args:
         name: Value of the setting `tool_parser`.

@@ -24,8 +24,8 @@ _MOST_MALFORMED = 32
 class FreeTextReader(OutputReader):
     """Calls amid text, in the form of a model.
 
-    A call is told when all of it is there: only then is it known to be one. Text that may be its beginning is held back until
-    then, and is content if it was none; other text goes out at once. White space around calls goes with them.
+    A call is reported when all of it is there: only then is it known to be one. Text that may be its beginning is held back
+    until then, and is content if it was none; other text goes out at once. White space around calls goes with them.
     However the output is cut, the same comes out.
     """
 
@@ -42,7 +42,7 @@ class FreeTextReader(OutputReader):
         Args:
             tool_format: How calls are written.
             names: Functions of the request.
-            is_parallel: Several calls are told; otherwise what follows the first one is left out.
+            is_parallel: Several calls are reported; otherwise what follows the first one is left out.
             is_laid_out: Calls are forced ones, in the layout of the format; what else looks like a call is content.
         """
         self._format = tool_format
@@ -92,7 +92,7 @@ class FreeTextReader(OutputReader):
         return _joined(pieces)
 
     def _take_text(self, pieces: list[Piece], *, is_whole: bool) -> None:
-        """Give what cannot belong to a call: all in front of a marker, but for a gap that may go with the call."""
+        """Give what cannot belong to a call: all before a marker, but for a gap that may go with the call."""
         end = self._first_marker(is_whole=is_whole)
         text = self._held[:end]
         if is_whole and end == len(self._held):
@@ -101,7 +101,7 @@ class FreeTextReader(OutputReader):
             self._give(pieces, len(text.rstrip()))
 
     def _first_marker(self, *, is_whole: bool) -> int:
-        """Where the first marker begins, or what may become one; the end if there is neither."""
+        """Return where the first marker begins, or what may become one; the end if there is neither."""
         held, markers = self._held, self._format.markers
         found = [position for marker in markers if (position := held.find(marker)) >= 0]
         if found or is_whole:
@@ -130,7 +130,7 @@ class FreeTextReader(OutputReader):
         return found
 
     def _give(self, pieces: list[Piece], length: int) -> None:
-        """Give characters as content; white space behind a call is left out."""
+        """Give characters as content; white space after a call is left out."""
         text, self._held = self._held[:length], self._held[length:]
         text = text.lstrip() if self._is_behind_call else text
         if text:

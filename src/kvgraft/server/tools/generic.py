@@ -38,7 +38,7 @@ class JsonFormat(ToolFormat):
 
 
 def may_be_call(text: str, start: int) -> bool:
-    """Whether an object at `start` may turn out to be a call: its first key is one that calls begin with."""
+    """Return whether an object at `start` may turn out to be a call: its first key is one that calls begin with."""
     if start == len(text):
         return True
     if text[start] != "{":

@@ -52,7 +52,7 @@ def members(text: str) -> dict[str, str]:
     position = skip_blanks(text, 1)
     while text[position] != "}":
         key, position = decoder.raw_decode(text, position)
-        start = skip_blanks(text, skip_blanks(text, position) + 1)  # behind the colon
+        start = skip_blanks(text, skip_blanks(text, position) + 1)  # after the colon
         _, position = decoder.raw_decode(text, start)
         found[str(key)] = text[start:position]
         position = skip_blanks(text, position)

@@ -11,7 +11,7 @@ from kvgraft.server.tools.json_text import call_of, end_of_value, items, load, s
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvgraft.server.messages import Message
+    from kvgraft.http.messages import Message
 
 _BEGIN, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ID_CHARS = 9
@@ -19,7 +19,7 @@ _HEAD = re.compile(rf"([\w.\-]+)(?:{re.escape(_CALL_ID)}\w+)?(?:{re.escape(_ARGS
 
 
 class MistralFormat(ToolFormat):
-    """A list of all calls behind one mark, or each call behind its own; both are read.
+    """A list of all calls after one mark, or each call after its own; both are read.
 
     Source: https://docs.mistral.ai/capabilities/function_calling, and the templates of the models.
 
@@ -44,7 +44,7 @@ class MistralFormat(ToolFormat):
         )
 
     def read(self, text: str, names: Collection[str], *, is_whole: bool) -> ReadCalls | None:
-        """Read the list behind the mark, or the one call."""
+        """Read the list after the mark, or the one call."""
         start = skip_blanks(text, len(_BEGIN))
         if start == len(text):
             return None
@@ -53,7 +53,7 @@ class MistralFormat(ToolFormat):
         return _named(text, start)
 
     def template_message(self, message: Message) -> Message:
-        """Return a message whose ids of calls have nine letters and digits, which these templates insist on."""
+        """Return a message with ids of calls of nine letters and digits, which these templates insist on."""
         changed = dict(message)
         if isinstance(message.get("tool_call_id"), str):
             changed["tool_call_id"] = _short_id(str(message["tool_call_id"]))

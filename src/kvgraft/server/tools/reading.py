@@ -1,4 +1,4 @@
-"""How calls are found in the outputs of one request."""
+"""Reader of the calls in the outputs of one request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """How calls are found in the outputs of one request.
+    """Finds calls in the outputs of one request.
 
     Attributes:
         use: What the request says about tools.
         tool_format: How the model writes calls.
         is_structured: A structure makes calls be in the layout of the format.
-        may_begin_freely: Any text may stand in front of calls.
+        may_begin_freely: Any text may stand before calls.
     """
 
     use: ToolUse

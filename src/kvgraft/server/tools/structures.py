@@ -1,4 +1,4 @@
-"""What an output has to be, so that it holds calls."""
+"""Structures of outputs that hold calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.structure import StructureKind, StructureSpec
+from kvgraft.engine.sampling.structure import StructureKind, StructureSpec
 from kvgraft.errors import about
-from kvgraft.server.errors import BadRequestError
+from kvgraft.http.errors import BadRequestError
+from kvgraft.server.tools.closed import closed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ Part = dict[str, object]
 def structure_of(use: ToolUse, layout: CallLayout, answer: StructureSpec | None) -> StructureSpec | None:
     """Return what the output of a request with tools has to be; None if it may be anything.
 
-    Strict tools hold the model to their schemas once it has begun to write a call; in front of it there may be any text.
+    Strict tools hold the model to their schemas once it has begun to write a call; before it there may be any text.
 
     Args:
         use: What the request says about tools.
@@ -67,7 +68,7 @@ def _calls(functions: Sequence[Function], layout: CallLayout, *, is_parallel: bo
 
 def _call(function: Function, layout: CallLayout) -> list[Part]:
     before = layout.before_arguments(function.name)
-    return [*_text(before), {"schema": function.schema}, *_text(layout.after)]
+    return [*_text(before), {"schema": closed(function.schema)}, *_text(layout.after)]
 
 
 def _text(text: str) -> list[Part]:

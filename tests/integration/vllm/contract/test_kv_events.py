@@ -15,18 +15,9 @@ from vllm.distributed.kv_events import KVEventBatch
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.vllm.donor_events import announce, as_vllms
-from kvgraft.prefix import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    decode_batch,
-    donor_removed,
-    donor_stored,
-    is_donor,
-    scope_of,
-)
-from kvgraft.prefix.events.donors import DONOR_PARENT
+from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
 from kvgraft.prefix.events.wire import EventBatch, encode_batch
+from kvgraft.reuse.donor_events import DONOR_PARENT, donor_removed, donor_stored, is_donor, scope_of
 from kvgraft.router.chains import scope_of_pages
 from kvgraft.types import Namespace
 

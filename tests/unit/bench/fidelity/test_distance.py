@@ -47,6 +47,6 @@ def test_class(spans, expected):
 
 
 def test_an_edit_behind_the_exact_prefix():
-    assert distance_class([span(53, 90, 51)], exact_len=50) == EDITED
-    assert distance_class([span(53, 90, 153)], exact_len=50) == NEAR
+    assert distance_class([span(53, 90, 51)], prefix_len=50) == EDITED
+    assert distance_class([span(53, 90, 153)], prefix_len=50) == NEAR
     assert distance_class([span(53, 90, 51)]) == NEAR

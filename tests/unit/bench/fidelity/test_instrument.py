@@ -11,17 +11,19 @@ from kvgraft.bench.fidelity.measure import CONTINUATION_TOKENS, Instrument
 from kvgraft.bench.fidelity.noise import NoiseFloor
 from kvgraft.bench.fidelity.request import FidelityRequest, Part
 from kvgraft.bench.fidelity.run import SuiteRunner, plan_suite
-from kvgraft.bench.fidelity.sample import Step
-from kvgraft.bench.fidelity.settings import parse_settings
+from kvgraft.bench.fidelity.sample import SampledRequest
+from kvgraft.bench.fidelity.settings import default_setting, parse_settings
 from kvgraft.bench.fidelity.subject import Subject
 from kvgraft.bench.fidelity.suites import Suite, load_suite
 from kvgraft.bench.journal import Journal
-from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine import LLM, RepairRules, SamplingParams
 from kvgraft.engine.attention import sequence
 from kvgraft.errors import ConfigError
 from kvgraft.fidelity import answer_nll
 from kvgraft.graft.select import QuerySeam
-from kvgraft.types import ReuseMode
+from kvgraft.types import RepairTime, ReuseMode
+
+pytestmark = pytest.mark.slow
 
 HEAD = "Read the following notes of a manual and answer the question that follows them. Do not invent anything. " * 6
 QUESTION = "Question: which of these functions is the most useful one, and why?\nAnswer:"
@@ -69,7 +71,7 @@ def make_request(rid, documents, answers=("It is the first one.",)):
 
 
 def make_instrument(llm, subject, *specs):
-    return Instrument(llm, subject, parse_settings(specs, [], llm.policy))
+    return Instrument(llm, subject, parse_settings(specs, [], default_setting(llm)))
 
 
 def measured(instrument, llm, pairs):
@@ -78,7 +80,7 @@ def measured(instrument, llm, pairs):
     for first, second in pairs:
         llm.reset()
         instrument.read(first.prompt)
-        records.append(instrument.measure(Step(0, second, (), False), instrument.ask(second, "f1")))
+        records.append(instrument.measure(SampledRequest(0, second, (), False), instrument.ask(second, "f1")))
     return records
 
 
@@ -115,10 +117,31 @@ class TestFigures:
         monkeypatch.setattr(subject, "text", lambda tokens: texts.append([int(token) for token in tokens]) or "")
         instrument.read(first.prompt)
         asked = instrument.ask(second, "f1")
-        instrument.measure(Step(0, second, (), False), asked)
+        instrument.measure(SampledRequest(0, second, (), False), asked)
         served = llm.generate(asked.prompt, SamplingParams(CONTINUATION_TOKENS), selection="none")[0]
         under_reuse, _ = texts
         assert under_reuse[: len(served.token_ids)] == list(served.token_ids)
+
+    def test_answers_with_rows_in_every_step_are_those_that_the_engine_would_give(
+        self, llm, subject, pairs, monkeypatch
+    ):
+        first, second = pairs[0]
+        instrument = make_instrument(llm, subject, "none", "query_seam:0.1@after:16")
+        texts = []
+        monkeypatch.setattr(subject, "text", lambda tokens: texts.append([int(token) for token in tokens]) or "")
+        monkeypatch.setattr(subject, "answer_len", lambda tokens: CONTINUATION_TOKENS + 1)  # every answer is decoded
+        instrument.read(first.prompt)
+        asked = instrument.ask(second, "f1")
+        figures = instrument.measure(SampledRequest(0, second, (), False), asked)["settings"]["query_seam:0.1@after:16"]
+        rules = RepairRules(RepairTime.AFTER, rows_per_step=16)
+        sampling = SamplingParams(CONTINUATION_TOKENS)
+        served = llm.generate(asked.prompt, sampling, selection=QuerySeam(0.1), correction="none", repair=rules)[0]
+        assert texts[1] == list(served.token_ids)
+        assert len(figures["token_kl"]) == CONTINUATION_TOKENS
+        assert np.mean(figures["token_kl"]) == pytest.approx(figures["mean_kl"], rel=1e-3)
+        assert figures["token_kl"][0] == pytest.approx(figures["first_kl"], rel=1e-3)
+        assert figures["recomputed_share"] == pytest.approx(0.1, abs=0.02)
+        assert "gold_nll" not in figures
 
     def test_the_right_answer_is_scored_behind_the_prompt(self, llm, subject, pairs):
         """Behind the continuation in one prefill, as alone in one of its own."""
@@ -134,7 +157,7 @@ class TestFigures:
         instrument = make_instrument(llm, subject, "none", "query_seam:0.3")
         instrument.read(pairs[0][0].prompt)
         before = llm.usage()
-        instrument.measure(Step(0, pairs[0][1], (), False), instrument.ask(pairs[0][1], "f1"))
+        instrument.measure(SampledRequest(0, pairs[0][1], (), False), instrument.ask(pairs[0][1], "f1"))
         assert llm.usage() == before
 
 
@@ -155,7 +178,7 @@ class TestControls:
 
     def test_where_nothing_is_grafted_other_settings_are_left_out(self, llm, subject, pairs):
         instrument = make_instrument(llm, subject, "none", "query_seam:0.3")
-        record = instrument.measure(Step(0, pairs[0][0], (), False), instrument.ask(pairs[0][0], "f1"))
+        record = instrument.measure(SampledRequest(0, pairs[0][0], (), False), instrument.ask(pairs[0][0], "f1"))
         assert list(record["settings"]) == ["none"]
         assert not record["settings"]["none"]["is_grafted"]
         assert record["settings"]["none"]["mean_kl"] < 1e-9
@@ -204,7 +227,7 @@ class TestRun:
         return plan_suite(suite, subject, side="all", limit=4, seed=0)
 
     def make_runner(self, llm, subject, num_controls=0):
-        settings = parse_settings(["none"], [], llm.policy)
+        settings = parse_settings(["none"], [], default_setting(llm))
         return SuiteRunner(llm, subject, settings, num_controls=num_controls, seed=0)
 
     def figures(self, journal):
@@ -278,7 +301,7 @@ def test_a_pair_s_stale_answer_is_told(llm, subject, documents, monkeypatch):
     instrument = make_instrument(llm, subject, "none")
     instrument.read(request.donor_prompt)
     monkeypatch.setattr(subject, "text", lambda _: "twelve arches")
-    record = instrument.measure(Step(0, request, (), False), instrument.ask(request, "f1"))
+    record = instrument.measure(SampledRequest(0, request, (), False), instrument.ask(request, "f1"))
     assert (record["off"]["stale"], record["settings"]["none"]["stale"]) == (1.0, 1.0)
     assert record["settings"]["none"]["distance"] == "edited neighbour"
 
@@ -295,7 +318,7 @@ def test_the_oracle_is_told_of_each_prompt(llm, subject, pairs):
         assert spans
         reused = np.concatenate([np.arange(span.target_start, span.target_start + span.length) for span in spans])
     assert far[: probe.report.exact_tokens].max() < 1e-4 < far[reused].mean()
-    record = instrument.measure(Step(0, second, (), False), instrument.ask(second, "f1"))
+    record = instrument.measure(SampledRequest(0, second, (), False), instrument.ask(second, "f1"))
     found = record["settings"]
     assert list(found) == ["none", "oracle:0.3"]
     assert found["oracle:0.3"]["recomputed_share"] == pytest.approx(0.3, abs=0.02)

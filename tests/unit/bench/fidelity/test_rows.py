@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from kvgraft.bench.fidelity.rows import control_rows, failed_controls, resamples, summary_rows, worst_tenth
-from kvgraft.bench.fidelity.settings import parse_settings
+from kvgraft.bench.fidelity.settings import Setting, parse_settings
 from kvgraft.graft.select import NoRecompute
 
-SETTINGS = parse_settings(["none", "query_seam:0.1"], [], NoRecompute())
+pytestmark = pytest.mark.slow
+
+SETTINGS = parse_settings(["none", "query_seam:0.1"], [], Setting(NoRecompute()))
 
 
 def outcome(kl, *, grafted=True, distance="own position", **others):

@@ -12,17 +12,21 @@ import torch
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.graft.rope import RopePairing, RopeSpec
+from kvgraft.integrations.sglang.copies import Copies
+from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
-from kvgraft.integrations.sglang.donors.library import DonorLibrary
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.donors.tree import Resident
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner
-from kvgraft.integrations.sglang.planning.ranks import OneRank
+from kvgraft.integrations.sglang.planning.ranks import Ranks
+from kvgraft.integrations.sglang.repairs import Repairs
 from kvgraft.integrations.sglang.reporting.reports import RequestLog
 from kvgraft.integrations.sglang.requests import RequestReuse
-from kvgraft.integrations.sglang.stored.cold import ColdDonors
+from kvgraft.integrations.sglang.store_use import StoreUse
 from kvgraft.integrations.sglang.stored.link import StoreLink
+from kvgraft.reuse.metrics import MetricKind
+from kvgraft.types import RepairTime
 
 SLOTS, LAYERS, HEADS, DIM = 1024, 2, 2, 8
 INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
@@ -102,7 +106,10 @@ class FakeRequest:
     lora_id: str | None = None
     output_ids: array = field(default_factory=lambda: array("q"))
     cache_request_handle: SimpleNamespace = field(default_factory=SimpleNamespace)
-    sampling_params: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(custom_params=None))
+    sampling_params: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=32)
+    )
+    to_finish: object = None
     session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
     skip_radix_cache_insert: bool = False
     prefix_len: int = 0
@@ -124,23 +131,20 @@ class FakeRequest:
         return self.owned
 
 
-class CountedReports:
-    """Metrics that keep what they are told."""
+class CountedSamples:
+    """Metrics in plain numbers: counters and histograms summed, gauges as they were set last."""
 
     def __init__(self):
-        self.reports, self.errors = [], []
+        self.values = {}
 
-    def count_report(self, report):
-        self.reports.append(report)
+    def record(self, samples):
+        for metric, labels, value in samples:
+            key = (metric.name, *labels)
+            is_gauge = metric.kind is MetricKind.GAUGE
+            self.values[key] = value if is_gauge else self.values.get(key, 0) + value
 
-    def count_error(self):
-        self.errors.append(1)
-
-    def show_donors(self, num_donors, num_tokens, host_bytes):
-        self.donors = (num_donors, num_tokens, host_bytes)
-
-    def show_stores(self, counts, num_cold):
-        self.stores = (tuple(counts), num_cold)
+    def __getitem__(self, key):
+        return self.values.get(key if isinstance(key, tuple) else (key,), 0)
 
 
 class World:
@@ -156,34 +160,35 @@ class World:
         self.config = SGLangConfig(**{**defaults, **no_deadline, **settings})
         self.tree = FakeTree(page_size)
         self.pool = KVBuffers(self.keys, self.values, [spec] * LAYERS)
-        self.library = DonorLibrary(self.tree, self.pool, self.config, secret=bytes(32))
+        self.keeper = DonorKeeper(self.tree, self.pool, self.config, secret=bytes(32))
         costs = CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
         self.weights, self.now = weights, 0.0
-        ranks = OneRank() if ranks is None else ranks
+        ranks = Ranks() if ranks is None else ranks
         self.link = self.make_link(stores, ranks, costs) if stores else None
-        self.planner = LoadPlanner(self.library, self.config, costs, page_size, stores=self.link)
-        self.log = RequestLog(CountedReports(), str(tmp_path / "reports.jsonl"))
+        self.planner = LoadPlanner(self.keeper, self.config, costs, page_size, stores=self.link)
+        self.log = RequestLog(CountedSamples(), str(tmp_path / "reports.jsonl"))
+        loader = Loader(self.tree, self.pool, self.keeper, ranks=ranks, log=self.log)
+        copies = Copies(loader, self.log, self.config.min_run)
         self.reuse = RequestReuse(
-            library=self.library,
+            keeper=self.keeper,
             planner=self.planner,
-            loader=Loader(self.tree, self.pool, self.library, ranks=ranks, log=self.log),
-            registrar=DonorRegistrar(self.tree, self.library, page_size=page_size, min_run=self.config.min_run),
+            copies=copies,
+            repairs=Repairs(copies),
+            registrar=DonorRegistrar(self.tree, self.keeper, page_size=page_size, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
             fingerprint="model",
-            min_run=self.config.min_run,
-            stores=self.link,
+            stores=None if self.link is None else StoreUse(self.link, self.log, lambda: self.now),
+            repair_time=RepairTime(self.config.repair),
             clock=lambda: self.now,
         )
         self.tree.on_evicted = self.reuse.evicted
 
     def make_link(self, stores, ranks, costs):
-        cold = ColdDonors(self.config, bytes(32))
         layout, room = self.pool.row_layout(), self.config.host_bytes
         link = StoreLink(
             stores,
-            self.library,
-            cold,
+            self.keeper,
             ranks,
             layout=layout,
             costs=costs,

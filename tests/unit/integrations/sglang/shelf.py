@@ -15,7 +15,7 @@ class Shelf(MemoryStore):
 
     def __init__(self):
         super().__init__()
-        self.objects, self.trouble, self.gate, self.num_reads = self._objects, None, threading.Event(), 0
+        self.trouble, self.gate, self.num_reads = None, threading.Event(), 0
         self.gate.set()
         self.touched = threading.Event()
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.integrations.sglang.scheduler import Scheduler
 from tests.unit.integrations.sglang.shelf import Shelf
 
-from kvgraft.integrations.sglang.donors.texts import STORE, HostKV
+from kvgraft.integrations.sglang.donors.texts import STORE, HostBlockKV
 
 DOCUMENTS = [[1000 * number + index for index in range(70)] for number in range(1, 4)]
 PIECES = strategies.lists(
@@ -23,6 +23,7 @@ PIECES = strategies.lists(
 )
 CHUNKS = strategies.sampled_from([1000, 40, 17])
 WHICH = strategies.integers(0, 7)
+REPAIR = strategies.sampled_from(["before", "after"])
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -45,12 +46,18 @@ class AnyOrder(RuleBasedStateMachine):
         return [100_000 + self.number - index for index in range(count)]
 
     @precondition(lambda self: len(self.scheduler.waiting) + len(self.scheduler.running) < 6)
-    @rule(pieces=PIECES, head=strategies.integers(0, 12), tenant=strategies.sampled_from(["", "", "other"]), rid=WHICH)
-    def submit(self, pieces, head, tenant, rid):
+    @rule(
+        pieces=PIECES,
+        head=strategies.integers(0, 12),
+        tenant=strategies.sampled_from(["", "", "other"]),
+        rid=WHICH,
+        repair=REPAIR,
+    )
+    def submit(self, pieces, head, tenant, rid, repair):
         tokens = self.fresh(head)
         for document, first, length, gap in pieces:
             tokens += DOCUMENTS[document][first : first + length] + self.fresh(gap)
-        self.scheduler.submit([*tokens, *self.fresh(1)], tenant, f"request {rid}")
+        self.scheduler.submit([*tokens, *self.fresh(1)], tenant, f"request {rid}", repair)
 
     @precondition(lambda self: self.scheduler.waiting)
     @rule(which=WHICH)
@@ -162,7 +169,12 @@ class Walk:
         for _ in range(self.rng.randrange(1, 4)):
             document, first = self.rng.choice([*DOCUMENTS, *self.said, *self.said]), self.rng.randrange(30)
             tokens += document[first : first + self.rng.randrange(20, 41)] + self.new(30)
-        self.scheduler.submit([*tokens, next(self.fresh)], self.rng.choice(["", "", "", "other"]), "same id")
+        self.scheduler.submit(
+            [*tokens, next(self.fresh)],
+            self.rng.choice(["", "", "", "other"]),
+            "same id",
+            ("before", "after")[len(tokens) % 2],
+        )
 
     def step(self):
         rng, scheduler = self.rng, self.scheduler
@@ -183,8 +195,8 @@ class Walk:
         scheduler.flush() if scheduler.reuse.is_stale or rng.random() < 0.01 else None
         if scheduler.link is not None:
             self.step_of_stores()
-        for donor in self.scheduler.library.catalogue:
-            self.seen["from a store"] += isinstance(donor.kv, HostKV) and donor.kv.origin.request == STORE
+        for donor in self.scheduler.keeper.catalogue:
+            self.seen["from a store"] += isinstance(donor.kv, HostBlockKV) and donor.kv.origin.request == STORE
             self.seen[f"generation {donor.generation}"] += 1
             self.seen[type(donor.kv).__name__] += 1
         self.scheduler.check()
@@ -238,10 +250,11 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     walk = Walk(Scheduler(page_size, recomputes, selection=selection, first_k=4, recompute_ratio=0.3), page_size)
     for _ in range(500):
         walk.step()
-    wanted = ["copied between chunks", "retracted with copies", "finished behind copies", "generation 1", "HostKV"]
+    wanted = ["copied between chunks", "retracted with copies", "finished behind copies", "generation 1", "HostBlockKV"]
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
     assert (walk.scheduler.recomputed_tokens > 50) == recomputes
+    assert (walk.scheduler.repaired_after >= 3) == recomputes
 
 
 @pytest.mark.slow
@@ -251,6 +264,6 @@ def test_long_walk_with_a_store_brings_nothing_of_other_weights_or_tenants_back(
     walk = Walk(Scheduler(page_size, shelf=shelf, selection=selection, first_k=4), page_size)
     for _ in range(500):
         walk.step()
-    wanted = ["copied between chunks", "generation 1", "HostKV", "from a store", "restarted", "damaged"]
+    wanted = ["copied between chunks", "generation 1", "HostBlockKV", "from a store", "restarted", "damaged"]
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
     assert len(shelf.spaces) > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -83,43 +83,61 @@ def test_bytes_are_those_of_all_layers():
     assert pool.num_slots == 8
 
 
-class FakeStream:
-    """Records that the scheduler's stream is waited for."""
+class Streams:
+    """A GPU's two streams, as far as calls show the order of what is queued on them."""
 
-    def __init__(self):
-        self.waited = []
+    def __init__(self, monkeypatch):
+        self.calls = []
+        self.scheduler, self.forward = (Stream(name, self.calls) for name in ("scheduler", "forward"))
+        self.current = self.scheduler
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
 
-    def wait_stream(self, stream):
-        self.waited.append(stream)
+    @contextmanager
+    def entered(self, stream):
+        self.current, before = stream, self.current
+        self.calls.append(f"work on {stream.name}")
+        try:
+            yield
+        finally:
+            self.current = before
 
 
-def test_work_is_queued_on_the_forward_stream_behind_the_schedulers(monkeypatch):
+class Stream:
+    """Says whom it waits for."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other):
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+
+IN_ORDER = ["forward waits for scheduler", "work on forward", "scheduler waits for forward"]
+"""The model runs on the forward stream where its passes overlap with scheduling, else on the scheduler's."""
+
+
+def test_work_comes_after_what_either_stream_has_and_before_what_either_gets(monkeypatch):
     """The order that a GPU needs; there is none here, so only the calls can be seen."""
-    entered = []
-
-    class Entered:
-        def __init__(self, stream):
-            self.stream = stream
-
-        def __enter__(self):
-            entered.append(self.stream)
-
-        def __exit__(self, *_):
-            entered.append(None)
-
-    stream = FakeStream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "scheduler")
-    monkeypatch.setattr(torch.cuda, "stream", Entered)
+    streams = Streams(monkeypatch)
     keys, values = torch.randn(64, HEADS, DIM), torch.randn(64, HEADS, DIM)
-    pool = KVBuffers([keys], [values], [RopeSpec(INV_FREQ, RopePairing.HALF)], stream)
+    pool = KVBuffers([keys], [values], [RopeSpec(INV_FREQ, RopePairing.HALF)], streams.forward)
     pool.copy([SpanCopy(pool.source(torch.arange(1, 9)), 0, 5, 8)], torch.arange(20, 28))
+    assert streams.calls == IN_ORDER
     pool.export(torch.arange(1, 9))
-    assert stream.waited == ["scheduler"] * 2
-    assert entered == [stream, None] * 2
+    assert streams.calls == IN_ORDER * 2
+
+
+def test_order_holds_where_the_work_fails(monkeypatch):
+    streams = Streams(monkeypatch)
+    pool = KVBuffers([torch.zeros(8, 1, 4)], [torch.zeros(8, 1, 4)], [], streams.forward)
+    with pytest.raises(IndexError):
+        pool.export(torch.tensor([99]))
+    assert streams.calls == IN_ORDER
 
 
 def test_export_that_is_not_waited_for_is_queued_and_recorded_behind(monkeypatch):
-    stream, recorded = FakeStream(), []
+    streams, recorded = Streams(monkeypatch), []
 
     class Event:
         def record(self, on):
@@ -128,13 +146,11 @@ def test_export_that_is_not_waited_for_is_queued_and_recorded_behind(monkeypatch
         def query(self):
             return len(recorded) > 1
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "scheduler")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     keys, values = torch.randn(64, HEADS, DIM), torch.randn(64, HEADS, DIM)
     rope = [RopeSpec(INV_FREQ, RopePairing.HALF)]
-    export = KVBuffers([keys], [values], rope, stream).begin_export(torch.arange(1, 9))
-    assert (stream.waited, recorded, export.num_tokens) == (["scheduler"], [stream], 8)
+    export = KVBuffers([keys], [values], rope, streams.forward).begin_export(torch.arange(1, 9))
+    assert (streams.calls, recorded, export.num_tokens) == (IN_ORDER, [streams.forward], 8)
     assert not export.is_ready
     recorded.append("the copy has run")
     assert export.is_ready

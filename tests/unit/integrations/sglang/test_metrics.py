@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from kvgraft.reuse.metrics import METRICS
+from kvgraft.reuse.metrics import GRAFT_ERRORS, METRICS, Sample, StoreSamples, donor_samples, samples
 from kvgraft.types import GraftReport, Miss, MissReason, StoreCounts
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -34,11 +34,8 @@ def sample(make_sample):
 
 def test_reports_errors_and_donors_are_shown(sample):
     metrics, value = sample
-    metrics.count_report(
-        GraftReport(10, 2, computed_tokens=8, miss=Miss(MissReason.NO_MATCH), timings_ms={"lookup": 3.0})
-    )
-    metrics.count_error()
-    metrics.show_donors(3, 400, 5000)
+    report = GraftReport(10, 2, computed_tokens=8, miss=Miss(MissReason.NO_MATCH), timings_ms={"lookup": 3.0})
+    metrics.record([*samples(report), Sample(GRAFT_ERRORS, (), 1), *donor_samples(3, 400, 5000)])
     assert value("kvgraft:live") == 1
     assert value("kvgraft:prompt_tokens_total", kind="fresh", outcome="exact") == 8
     assert value("kvgraft:graft_misses_total", reason="no_match") == 1
@@ -63,7 +60,7 @@ def test_a_refused_server_says_so(make_sample):
 def test_counts_of_schedulers_add_up_and_bytes_are_of_the_fullest(sample):
     metrics, _ = sample
     modes = {
-        metric.name: family._multiprocess_mode for metric, family in metrics._metrics.items() if family._type == "gauge"
+        name: family._multiprocess_mode for name, family in metrics._families.by_name.items() if family._type == "gauge"
     }
     assert {name for name, mode in modes.items() if mode == "livesum"} == {
         "donors",
@@ -75,14 +72,14 @@ def test_counts_of_schedulers_add_up_and_bytes_are_of_the_fullest(sample):
 
 def test_every_metric_of_all_engines_is_made(sample):
     metrics, _ = sample
-    assert set(metrics._metrics) == set(METRICS)
+    assert set(metrics._families.by_name) == {metric.name for metric in METRICS}
 
 
 def test_stores_are_shown_as_totals(sample):
-    metrics, value = sample
+    (metrics, value), totals = sample, StoreSamples()
     for hits in (2, 5):
         counts = [StoreCounts("file", {"hit": hits}, 100 * hits, {"stored": 1}, 700, is_resting=hits == 5)]
-        metrics.show_stores(counts, 9)
+        metrics.record(totals.changes(counts, 9))
     assert value("kvgraft:store_reads_total", store="file", outcome="hit") == 5
     assert value("kvgraft:store_read_bytes_total", store="file") == 500
     assert value("kvgraft:store_writes_total", store="file", outcome="stored") == 1

@@ -17,10 +17,10 @@ from kvgraft.reuse.policy import configured_policy
 from kvgraft.types import DonorId, Fidelity, GraftPlan, Match, MissReason
 
 
-def plan(world, tokens, exact_len=0, phase_tokens=1.0, **settings):
+def plan(world, tokens, prefix_len=0, phase_tokens=1.0, **settings):
     config = SGLangConfig(**{"selection": "none", "donor_tokens": 1 << 15, "lookup_deadline_ms": 1e9, **settings})
-    planner = LoadPlanner(world.library, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1)
-    return planner.plan(request_namespace("model", None, None, None), tokens, exact_len, len(tokens) - 1)
+    planner = LoadPlanner(world.keeper, config, CostModel.of_width(64, per_phase=phase_tokens, recompute_ratio=0.0), 1)
+    return planner.plan(request_namespace("model", None, None, None), tokens, prefix_len, len(tokens) - 1)
 
 
 def spans(found):
@@ -78,16 +78,16 @@ def test_later_turns_are_exact_wherever_their_k_v_went(make_world, make_tokens):
     text = TreeText(conversation, request_namespace("model", None, None, None), None, None, 0, 0, Origin("turn"))
     slots = world.tree.allocate(180)
     node = world.tree.insert(conversation, slots)
-    world.library.register(text, 100, slots[100:].numpy())
+    world.keeper.register(text, 100, slots[100:].numpy())
     for is_evicted in (False, True):
         if is_evicted:
             world.tree.evict(node, 0)
-            plan(world, prompt)  # whereupon the library knows it
+            plan(world, prompt)  # whereupon the keeper knows it
         (span,) = plan(world, prompt).spans
         assert (span.start, span.length, span.fidelity) == (100, 80, Fidelity.EXACT)
         changed = array("q", [conversation[0] ^ 1]) + prompt[1:]
         assert [span.fidelity for span in plan(world, changed).spans] == [Fidelity.SHIFTED]
-    assert world.library.host_bytes
+    assert world.keeper.host_bytes
 
 
 def test_exact_text_of_a_store_may_stand_behind_a_copy_at_hand():
@@ -110,12 +110,12 @@ def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(m
     config = SGLangConfig(selection="none", donor_tokens=1 << 15, lookup_deadline_ms=20)
     costs = CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
     seconds = itertools.count(step=1)
-    planner = LoadPlanner(world.library, config, costs, 1, clock=lambda: next(seconds))
+    planner = LoadPlanner(world.keeper, config, costs, 1, clock=lambda: next(seconds))
     namespace, prompt = request_namespace("model", None, None, None), document + make_tokens(5)
     assert planner.plan(namespace, prompt, 0, 200).spans, "the first lookup measures"
     assert planner.plan(namespace, prompt, 0, 200).miss.reason is MissReason.DEADLINE
     assert any(planner.plan(namespace, prompt, 0, 200).spans for _ in range(200))
-    ranks_agree = LoadPlanner(world.library, config, costs, 1, has_deadline=False, clock=lambda: next(seconds))
+    ranks_agree = LoadPlanner(world.keeper, config, costs, 1, has_deadline=False, clock=lambda: next(seconds))
     assert all(ranks_agree.plan(namespace, prompt, 0, 200).spans for _ in range(3))
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from kvgraft.donors import Donor
-from kvgraft.integrations.sglang.planning.ranks import Decision, OneRank, Span, TensorParallelRanks, shared_secret
+from kvgraft.integrations.sglang.planning.ranks import Ranks, TensorParallelRanks, shared_secret
+from kvgraft.integrations.sglang.planning.spans import LoadSpan
 from kvgraft.types import DonorId, Fidelity, Namespace
 
 NAMESPACE = Namespace("m")
@@ -26,26 +27,19 @@ def worker(rank, path, results):
     if rank == 0:
         donors[DonorId(7)] = make_donor(7)
     ranks = TensorParallelRanks(dist.group.WORLD, donors.get)
-    asked = []
-
-    def decide(decision):
-        asked.append(decision)
-        return decision
-
-    spans = (Span(10, 20, donors[DonorId(5)], 3),)
+    spans = (LoadSpan(10, 20, donors[DonorId(5)], 3),)
     if rank == 0:
-        spans += (Span(40, 16, donors[DonorId(7)], 0), Span(60, 16, donors[DonorId(8)], 0))
-    kept = ranks.decide(lambda: decide(Decision(None)))
-    planned = ranks.decide(lambda: decide(Decision(spans)))
-    empty = ranks.decide(lambda: decide(Decision(())))
+        spans += (LoadSpan(40, 16, donors[DonorId(7)], 0), LoadSpan(60, 16, donors[DonorId(8)], 0))
+    kept = ranks.chosen(None)
+    planned = ranks.chosen(spans)
+    empty = ranks.chosen(())
     results.put(
         {
             "rank": rank,
-            "asked": len(asked),
-            "kept": kept.spans,
-            "empty": empty.spans,
+            "kept": kept,
+            "empty": empty,
             "planned": [
-                (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned.spans
+                (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned
             ],
             "secret": shared_secret(dist.group.WORLD),
             "same": ranks.confirm(36),
@@ -69,7 +63,6 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
     for process in processes:
         process.join(600)
         assert process.exitcode == 0
-    assert [entry["asked"] for entry in found] == [3, 3]
     assert [entry["planned"] for entry in found] == [
         [(10, 20, 5, 3), (40, 16, 7, 0), (60, 16, 8, 0)],
         # Rank 1 does not know donor 7, and donor 8 is another text there: no rank's load of these will count.
@@ -88,28 +81,28 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
 
 
 def test_one_rank_agrees_with_itself():
-    decision = Decision(())
-    assert OneRank().decide(lambda: decision) is decision
-    assert OneRank().confirm(12) == 12
-    assert OneRank().lowest([3, 1]) == [3, 1]
-    assert OneRank().shared(lambda: "made here") == "made here"
-    assert OneRank().gathered("alone") == ["alone"]
+    assert Ranks().chosen(()) == ()
+    assert Ranks().chosen(None) is None
+    assert Ranks().confirm(12) == 12
+    assert Ranks().lowest([3, 1]) == [3, 1]
+    assert Ranks().shared(lambda: "made here") == "made here"
+    assert Ranks().gathered("alone") == ["alone"]
 
 
 def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
     from kvgraft.integrations.sglang.donors.loader import Loader
-    from kvgraft.integrations.sglang.request_state import RequestState
+    from kvgraft.integrations.sglang.request_state import SGLangRequest
 
-    class Disagree(OneRank):
+    class Disagree(Ranks):
         def confirm(self, num_tokens):
             return -1
 
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    (donor,) = world.library.catalogue
-    state = RequestState("query", donor.namespace)
-    state.spans = [Span(0, 50, donor, 10)]
-    loader = Loader(world.tree, world.pool, world.library, ranks=Disagree(), log=world.log)
+    (donor,) = world.keeper.catalogue
+    state = SGLangRequest("query", donor.namespace)
+    state.due = [LoadSpan(0, 50, donor, 10)]
+    loader = Loader(world.tree, world.pool, world.keeper, ranks=Disagree(), log=world.log)
     assert loader.load(state, 0, 50) is None
     assert state.miss.detail == "tensor-parallel ranks disagree"
     assert world.log.num_errors == 1
@@ -117,15 +110,15 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
 
 
 def test_only_catalogued_donors_can_be_sent():
-    span = Span(0, 10, make_donor(1), 0, fidelity=Fidelity.SUBSTITUTED)
+    span = LoadSpan(0, 10, make_donor(1), 0, fidelity=Fidelity.SUBSTITUTED)
     ranks = object.__new__(TensorParallelRanks)
     with pytest.raises(AssertionError, match="catalogued"):
-        ranks._encoded(Decision((span,)))
-    sent = ranks._encoded(Decision((Span(0, 10, make_donor(1), 2, 3),)))
-    assert sent[:-1] == [1, 0, 10, 1, 2, 3, 0]
-    sent = ranks._encoded(Decision((Span(0, 10, make_donor(1), 0, fidelity=Fidelity.EXACT),)))
+        ranks._encoded((span,))
+    sent = ranks._encoded((LoadSpan(0, 10, make_donor(1), 2, 3),))
+    assert sent[:-1] == [1, 0, 10, 1, 2, 3, 0, 0]
+    sent = ranks._encoded((LoadSpan(0, 10, make_donor(1), 0, fidelity=Fidelity.EXACT),))
     ranks._donor_of = {1: make_donor(1)}.get
-    (received,) = ranks._decoded(sent).spans
+    (received,) = ranks._decoded(sent)
     assert (received.fidelity, received.donor.donor_id) == (Fidelity.EXACT, 1)
 
 
@@ -137,6 +130,6 @@ def test_an_exact_span_is_of_the_same_beginning_on_every_rank():
     for difference in ({"token_ids": tokens}, {"front": b"f" * 32}):
         ranks._donor_of = {1: dataclasses.replace(other, **difference)}.get
         for fidelity, is_taken in ((Fidelity.EXACT, False), (Fidelity.SHIFTED, True)):
-            sent = ranks._encoded(Decision((Span(10, 20, make_donor(1), 10, fidelity=fidelity),)))
-            (received,) = ranks._decoded(sent).spans
+            sent = ranks._encoded((LoadSpan(10, 20, make_donor(1), 10, fidelity=fidelity),))
+            (received,) = ranks._decoded(sent)
             assert (received.donor is not None) is is_taken

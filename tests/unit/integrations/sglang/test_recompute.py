@@ -12,21 +12,24 @@ from kvgraft.errors import PolicyError
 from kvgraft.graft.drift import DriftCorrection, drift_correction
 from kvgraft.graft.drift_layout import DriftRun, RunLayout
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
-from kvgraft.graft.select import FirstK, QuerySeam, RandomShare
+from kvgraft.graft.row_attention import GatheredKV, QueryRows
+from kvgraft.graft.select import FirstK, QuerySeam, RandomShare, Recompute
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
-from kvgraft.integrations.sglang.planning.ranks import OneRank
+from kvgraft.integrations.sglang.planning.ranks import Ranks
 from kvgraft.integrations.sglang.recompute import recomputer as recomputer_module
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
+from kvgraft.integrations.sglang.recompute.slot_attention import attend_in_blocks
 from kvgraft.types import DonorId, GraftPlan, Match
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, SLOTS = 3, 4, 2, 8, 24, 600
+SINKS = torch.linspace(-1, 3, HEADS)
 SPEC = RopeSpec(100.0 ** (-torch.arange(0, DIM, 2) / DIM), RopePairing.HALF)
 
 
 class Decoder:
     """Embedding and attention layers with residuals, in float32; a `RowModel`."""
 
-    def __init__(self):
+    def __init__(self, sinks):
         generator = torch.Generator().manual_seed(1)
 
         def weight(*shape):
@@ -42,7 +45,7 @@ class Decoder:
             )
             for _ in range(LAYERS)
         ]
-        self.runs, self.fail_at, self.sinks = [], None, torch.linspace(-1, 3, HEADS)
+        self.runs, self.fail_at, self.sinks = [], None, sinks
 
     def run(self, token_ids, rows, attention):
         self.runs.append(rows)
@@ -69,8 +72,10 @@ class Decoder:
             group = HEADS // KV_HEADS
             scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * DIM**-0.5
             hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
-            sinks = self.sinks[:, None, None].expand(-1, len(query), 1)
-            weights = torch.cat([scores.masked_fill(hidden, -torch.inf), sinks], -1).softmax(-1)[..., :-1]
+            scores = scores.masked_fill(hidden, -torch.inf)
+            sinks = torch.full((HEADS,), -torch.inf) if self.sinks is None else self.sinks
+            sinks = sinks[:, None, None].expand(-1, len(query), 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
             mass.add_(weights.sum(0))
             return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1)).flatten(1)
 
@@ -92,9 +97,9 @@ class Decoder:
 class Case:
     """A prompt of an exact head, a run, a gap, another run and a tail, in scattered slots, runs as they were elsewhere."""
 
-    def __init__(self, tail=70, gap=8):
+    def __init__(self, tail=70, gap=8, sinks=SINKS):
         rng = np.random.default_rng(3)
-        self.decoder = Decoder()
+        self.decoder = Decoder(sinks)
         self.tokens = rng.integers(0, 1000, 10 + 60 + gap + 40 + tail)
         self.runs = [(10, 70), (70 + gap, 110 + gap)]
         self.front = 110 + gap
@@ -119,7 +124,7 @@ class Case:
         return [(keys.clone(), values.clone()) for keys, values in zip(self.keys, self.values, strict=True)]
 
     def run(self, policy, correction=None, ranks=None, **options):
-        made = Recomputer(self.decoder, self.buffers, policy, correction, ranks or OneRank(), **options)
+        made = Recomputer(self.decoder, self.buffers, policy, correction, ranks or Ranks(), **options)
         return made.run(self.tokens, self.plan, self.slots, policy)
 
     def error(self):
@@ -146,7 +151,7 @@ def case():
 def test_copies_were_wrong_and_everything_computed_again_is_a_full_prefill(case):
     assert max(case.error()) > 0.1
     found = case.run(FirstK(1000))
-    assert sum(length for _, length in found.runs) == 100
+    assert sum(length for _, length in found.recomputed_runs) == 100
     assert max(case.error()) < 1e-5
 
 
@@ -161,8 +166,8 @@ def test_how_a_pass_is_cut_changes_nothing(case, max_rows):
 
 def test_nothing_is_written_but_what_was_chosen(case):
     found = case.run(RandomShare(ratio=0.2))
-    assert sum(length for _, length in found.runs) == 20
-    assert found.corrected == 0
+    assert sum(length for _, length in found.recomputed_runs) == 20
+    assert found.num_corrected == 0
     (rows,) = case.decoder.runs
     for layer in range(1, LAYERS):
         assert case.changed(layer) == set(rows.tolist())
@@ -189,9 +194,9 @@ def test_a_look_writes_nothing_and_sees_what_attention_is():
     case.run(FirstK(1000))
     seen = []
 
-    class Watching(OneRank):
+    class Watching(Ranks):
         def total(self, numbers):
-            if len(numbers) > 1:  # not a vote on whether the policy has failed
+            if len(numbers) > 1:  # not a vote on whether something has failed
                 seen.append(numbers.clone())
             return numbers
 
@@ -200,12 +205,35 @@ def test_a_look_writes_nothing_and_sees_what_attention_is():
     _, mass = case.decoder.prefill(case.tokens)
     query = case.plan.compute[-64:]
     assert len(query) == 48  # the gap's rows too
-    assert torch.allclose(seen[0][:-1], mass[query].sum(0), atol=1e-3)
+    assert torch.allclose(seen[0], mass[query].sum(0), atol=1e-3)
     one = case.decoder.runs[-1]  # a share above 0 is at least one token
     for (keys, _), (old, _) in zip(case.snapshot(), before, strict=True):
         kept = torch.ones(SLOTS, dtype=torch.bool)
         kept[case.slots[one]] = False
         assert torch.equal(keys[kept], old[kept])
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 130])
+def test_rows_in_blocks_attend_as_each_would_alone(num_rows):
+    generator = torch.Generator().manual_seed(2)
+    positions = np.sort(np.random.default_rng(num_rows).permutation(300)[:num_rows])
+    keys, values = torch.randn(2, 300, KV_HEADS, DIM, generator=generator)
+    rows = QueryRows(torch.from_numpy(positions), torch.randn(num_rows, HEADS, DIM, generator=generator))
+    stop = int(positions[-1]) + 1
+    seen = GatheredKV(torch.arange(stop), keys[:stop], values[:stop])
+    found = attend_in_blocks(0.3, positions, rows, seen)
+    for number, position in enumerate(positions.tolist()):
+        weights = torch.einsum("gkd,nkd->gkn", rows.query[number].view(KV_HEADS, -1, DIM).transpose(0, 1), keys)
+        weights = (0.3 * weights[..., : position + 1]).softmax(-1)
+        due = torch.einsum("gkn,nkd->kgd", weights, values[: position + 1]).reshape(HEADS, DIM)
+        assert torch.allclose(found[number], due, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["fused", "with sinks"])
+def test_everything_computed_again_is_a_full_prefill_with_any_kernel(sinks):
+    case = Case(sinks=sinks)
+    case.run(FirstK(1000))
+    assert max(case.error()) < 1e-5
 
 
 def test_the_last_rows_of_a_long_tail_look(monkeypatch):
@@ -219,7 +247,7 @@ def test_the_last_rows_of_a_long_tail_look(monkeypatch):
 def test_the_rest_is_corrected_by_what_the_sample_moved(case):
     correction = DriftCorrection()
     found = case.run(FirstK(8), correction)
-    assert found == (((10, 8), (78, 8)), 84)
+    assert (found.recomputed_runs, found.num_corrected) == (((10, 8), (78, 8)), 84)
     plain = Case()
     plain.run(FirstK(8))
     # Layer 1: its rows depend on layer 0 alone, which nothing corrects, so both passes computed the same there.
@@ -275,15 +303,32 @@ def test_behind_a_policy_that_fails_everything_can_be_computed(case):
     with pytest.raises(PolicyError, match="no second step"):
         case.run(policy)
     assert max(case.error()) > 0.1
-    made = Recomputer(case.decoder, case.buffers, policy, None, OneRank(), max_rows=50)
+    made = Recomputer(case.decoder, case.buffers, policy, None, Ranks(), max_rows=50)
     made.run_all(case.tokens, case.slots, case.runs[0][0])
     for layer, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         for found, due in ((keys, case.full[layer][0]), (values, case.full[layer][1])):
             assert torch.allclose(found[case.slots], due[: case.front], atol=1e-5)
 
 
+class Afresh(FirstK):
+    """Computes some tokens, then everything."""
+
+    def steps(self, context):
+        yield from super().steps(context)
+        yield Recompute(context.reused[:0], afresh=True)
+
+
+def test_a_step_afresh_computes_everything_from_the_first_copy_on(case):
+    found = case.run(Afresh(4), DriftCorrection())
+    assert case.decoder.runs[-1].tolist() == list(range(10, case.front))
+    assert (found.recomputed_runs, found.num_corrected) == (((10, 60), (78, 40)), 0)
+    for layer, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        for computed, due in ((keys, case.full[layer][0]), (values, case.full[layer][1])):
+            assert torch.allclose(computed[case.slots], due[: case.front], atol=1e-5)
+
+
 def test_a_policy_that_fails_on_one_rank_fails_on_all(case):
-    class Other(OneRank):
+    class Other(Ranks):
         def total(self, numbers):
             return numbers + 1
 
@@ -293,14 +338,11 @@ def test_a_policy_that_fails_on_one_rank_fails_on_all(case):
 
 
 def test_one_rank_that_cannot_look_keeps_all_from_computing(case):
-    class Other(OneRank):
+    class Other(Ranks):
         def total(self, numbers):
-            is_vote = len(numbers) == 1  # on whether the policy has failed
-            return (
-                numbers
-                if is_vote
-                else numbers + torch.nn.functional.one_hot(torch.tensor(len(numbers) - 1), len(numbers))
-            )
+            return numbers + bool(
+                case.decoder.runs
+            )  # of the votes on whether something has failed, the first after a pass
 
     with pytest.raises(RuntimeError, match="another rank"):
         case.run(QuerySeam(ratio=0.1), ranks=Other())
@@ -314,6 +356,6 @@ def test_one_rank_that_cannot_look_keeps_all_from_computing(case):
 )
 def test_nobody_looks_where_a_look_costs_more_than_reuse_saves(case, num_reused, tail, chosen):
     policy, instead = QuerySeam(ratio=0.1), FirstK(8)
-    made = Recomputer(case.decoder, case.buffers, policy, None, OneRank(), instead, per_pass=40.0)
+    made = Recomputer(case.decoder, case.buffers, policy, None, Ranks(), instead, per_pass=40.0)
     found = made.policy_for(num_reused, tail)
     assert (None if found is None else found.name) == chosen

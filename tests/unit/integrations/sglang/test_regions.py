@@ -7,7 +7,7 @@ import pytest
 from kvgraft.graft.select import selection_policy
 from kvgraft.integrations.sglang.donors.ranges import subtract
 from kvgraft.integrations.sglang.planning.regions import cut, loadable
-from kvgraft.types import Match
+from kvgraft.types import DonorId, Match
 
 NONE, FIRST_8 = selection_policy("none"), selection_policy("first_k", k=8)
 
@@ -38,7 +38,9 @@ def test_run_that_first_k_leaves_too_little_of_is_dropped():
     assert regions(Match(10, 7, 3, 20), policy=FIRST_8)[0] == []
 
 
-@pytest.mark.parametrize(("page_size", "expected"), [(4, Match(12, 7, 5, 48)), (16, Match(16, 7, 9, 32)), (32, None)])
+@pytest.mark.parametrize(
+    ("page_size", "expected"), [(4, Match(12, DonorId(7), 5, 48)), (16, Match(16, DonorId(7), 9, 32)), (32, None)]
+)
 def test_regions_are_whole_pages_of_the_prompt(page_size, expected):
     assert regions(Match(10, 7, 3, 51), page_size=page_size)[0] == ([] if expected is None else [expected])
 

@@ -10,7 +10,7 @@ from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
 from kvgraft.errors import PolicyError, StoreError
 from kvgraft.graft.select import FirstK
-from kvgraft.integrations.sglang.donors import library
+from kvgraft.integrations.sglang.donors import keeper
 from kvgraft.memory import HostKVStore
 from kvgraft.types import MissReason
 
@@ -22,9 +22,9 @@ def rotated(keys, delta):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def promise(world, req, exact_len=0):
-    req.prefix_len = exact_len
-    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, exact_len)
+def promise(world, req, prefix_len=0):
+    req.prefix_len = prefix_len
+    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, prefix_len)
 
 
 def report(world, req):
@@ -84,7 +84,7 @@ def test_donor_shortened_before_the_lookup_is_used_as_far_as_it_goes(make_world,
     world.tree.evict(node, 50)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     assert promise(world, req) == 40
-    world.library.check()
+    world.keeper.check()
 
 
 def test_evicted_donor_is_copied_from_host_memory(make_world, make_tokens):
@@ -102,7 +102,7 @@ def test_evicted_donor_is_copied_from_host_memory(make_world, make_tokens):
     assert torch.equal(world.values[1][slots], values)
     found = report(world, req)
     assert found["sources"] == [{"request": "donor", "attempt": 0, "position": 40, "tier": "host"}]
-    world.library.check()
+    world.keeper.check()
 
 
 def test_donor_that_half_evicted_comes_from_both_tiers(make_world, make_tokens):
@@ -120,8 +120,8 @@ def test_host_memory_keeps_within_its_budget_and_drops_the_oldest(make_world, ma
     texts = [make_tokens(60) for _ in range(3)]
     for number, text in enumerate(texts):
         world.tree.evict(world.publish(f"donor {number}", text), 0)
-        world.library.check()
-    assert world.library.host_bytes == 60 * per_token
+        world.keeper.check()
+    assert world.keeper.host_bytes == 60 * per_token
     assert promise(world, FakeRequest("old", texts[0] + make_tokens(5))) == 0
     assert promise(world, FakeRequest("new", texts[2] + make_tokens(5))) == 60
 
@@ -132,14 +132,14 @@ class FullStore(HostKVStore):
 
 
 def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_tokens, monkeypatch):
-    monkeypatch.setattr(library, "HostKVStore", FullStore)
+    monkeypatch.setattr(keeper, "HostKVStore", FullStore)
     world, first, second = make_world(donor_tokens=150), make_tokens(100), make_tokens(100)
     world.tree.on_evicted = world.reuse.evicted
     world.tree.evict(world.publish("first", first), 0)
-    assert world.library.host_bytes == 0
+    assert world.keeper.host_bytes == 0
     world.publish("second", second)  # there is no room for both in the catalogue
-    assert len(world.log.metrics.errors) == 1, "the one of the store"
-    world.library.check()
+    assert world.log.metrics["graft_errors"] == 1, "the one of the store"
+    world.keeper.check()
     assert promise(world, FakeRequest("old", first + make_tokens(5))) == 0
     assert promise(world, FakeRequest("new", second[1:] + make_tokens(5))) == 99
 
@@ -210,7 +210,7 @@ def test_failing_copy_is_counted_and_gives_everything_back(make_world, make_toke
 def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    monkeypatch.setattr(type(world.library), "find", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(world.keeper), "find", lambda *_: 1 / 0)
     req = FakeRequest("query", document + make_tokens(10))
     assert promise(world, req) == 0
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
@@ -238,14 +238,14 @@ class FailingRecomputer:
 
 @pytest.mark.parametrize("where", ["ratio", "steps", "pass"])
 def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_world, make_tokens, where):
-    world, document = make_world(selection="none"), make_tokens(200)
+    world, document = make_world(selection="none", repair="before"), make_tokens(200)
     world.publish("donor", document)
     head = make_tokens(40)
     req = FakeRequest("query", document[10:90] + head + document[100:190] + make_tokens(10))
     promised = promise(world, req)
     assert promised == 80
     world.reuse.load_first(req, promised)
-    world.reuse.recomputer = made = FailingRecomputer(where)
+    world.reuse.copies.recomputer = made = FailingRecomputer(where)
     world.reuse.recompute(req, torch.arange(80))
     assert world.reuse.next_gap(req, 80) is None
     state = world.reuse._states[req]
@@ -339,15 +339,15 @@ def test_a_text_that_is_computed_exactly_replaces_its_approximate_donor(make_wor
     world, document, tail = make_world(), make_tokens(100), make_tokens(40)
     world.publish("donor", document)
     finish_grafted(world, make_tokens, document, tail)
-    (old,) = [donor for donor in world.library.catalogue if donor.generation]
+    (old,) = [donor for donor in world.keeper.catalogue if donor.generation]
     if is_evicted:
         world.tree.evict(next(key for key, (tokens, _) in world.tree.paths.items() if tokens == tail), 0)
-        world.library.find(old.namespace, old.token_ids)  # whereupon the library knows it
-        assert world.library.host_bytes
+        world.keeper.find(old.namespace, old.token_ids)  # whereupon the keeper knows it
+        assert world.keeper.host_bytes
     world.publish("healed", tail)
-    assert not any(donor.generation for donor in world.library.catalogue)
-    assert not world.library.host_bytes
-    world.library.check()
+    assert not any(donor.generation for donor in world.keeper.catalogue)
+    assert not world.keeper.host_bytes
+    world.keeper.check()
     other = FakeRequest("other", make_tokens(5) + tail + make_tokens(5))
     promise(world, other)
     other.prefix_len = 5
@@ -381,8 +381,8 @@ def test_flushed_cache_has_no_donors(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.tree.evict(world.publish("donor", document), 50)
     world.reuse.clear()
-    world.library.check()
-    assert world.library.host_bytes == 0
+    world.keeper.check()
+    assert world.keeper.host_bytes == 0
     assert promise(world, FakeRequest("query", document + make_tokens(5))) == 0
 
 
@@ -453,15 +453,16 @@ def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_
 def test_request_counts_once_however_often_it_is_retracted(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    counted = world.log.metrics.reports
-    del counted[:]
+    metrics = world.log.metrics
+    metrics.values.clear()
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     for _ in range(3):
         world.reuse.load_first(req, promise(world, req))
         retract(world, req)
     promise(world, req)
     report(world, req)
-    assert [found.shifted_tokens for found in counted] == [80]
+    assert metrics["grafted_requests"] == 1
+    assert metrics["prompt_tokens", "segment", "approx"] == 80
 
 
 def test_tokens_of_regions_that_were_not_loaded_do_not_count_as_recomputed(make_world, make_tokens):
@@ -489,7 +490,7 @@ def test_nothing_is_copied_after_weights_change_until_the_cache_is_flushed(make_
     world.reuse.weights_change()
     assert world.reuse.promised(waiting, 0) == 0
     assert world.reuse.load_first(waiting, 80) == 0
-    assert world.library.host_bytes == 0
+    assert world.keeper.host_bytes == 0
     world.publish("old prefix", document + make_tokens(50))
     for text in (document, evicted):
         req = FakeRequest("query", text + make_tokens(5))
@@ -511,7 +512,7 @@ def test_request_that_ran_while_weights_changed_is_nobodys_donor(make_world, mak
     req.owned, req.is_finished = 100, True
     world.reuse.adopt_computed(req, row.int(), None)
     assert world.reuse.adopted(req) == []
-    assert len(world.library.catalogue) == 0
+    assert len(world.keeper.catalogue) == 0
 
 
 def test_weights_that_change_while_the_cache_is_empty_change_nothing(make_world, make_tokens):
@@ -544,10 +545,10 @@ def publish(world, req):
 def test_first_token_does_not_wait_for_its_text_to_become_a_donor(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     compute(world, "donor", document)
-    assert len(world.library) == 0
+    assert len(world.keeper) == 0
     world.reuse.settle()
-    assert len(world.library) == 1
-    assert world.log.metrics.donors[:2] == (1, 100)
+    assert len(world.keeper) == 1
+    assert (world.log.metrics["donors"], world.log.metrics["donor_tokens"]) == (1, 100)
 
 
 def test_text_is_found_by_whoever_asks_before_its_answer_is_sent(make_world, make_tokens):
@@ -566,7 +567,7 @@ def test_text_is_no_donor_if_everything_was_forgotten_before_its_answer_was_sent
     else:
         world.reuse.weights_change()
     world.reuse.settle()
-    assert len(world.library) == 0
+    assert len(world.keeper) == 0
     assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 0
 
 
@@ -594,7 +595,7 @@ def test_aborted_request_leaves_the_text_that_the_tree_has(make_world, make_toke
     world.reuse.settle()
     assert world.reuse.num_requests == 0
     assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 80
-    world.library.check()
+    world.keeper.check()
 
 
 def test_text_computed_behind_a_copy_is_read_from_its_row_before_the_row_is_given_away(make_world, make_tokens):
@@ -608,7 +609,7 @@ def test_text_computed_behind_a_copy_is_read_from_its_row_before_the_row_is_give
     world.reuse.released(req)
     row.zero_()  # the next request's
     world.tree.evict(next(key for key, (tokens, _) in world.tree.paths.items() if tokens == tail), 0)
-    assert world.library.host_bytes == 40 * world.pool.bytes_per_token
+    assert world.keeper.host_bytes == 40 * world.pool.bytes_per_token
 
 
 def test_text_that_cannot_be_registered_costs_no_other(make_world, make_tokens, monkeypatch, caplog):
@@ -616,16 +617,16 @@ def test_text_that_cannot_be_registered_costs_no_other(make_world, make_tokens, 
     requests = [FakeRequest(name, text) for name, text in (("first", first), ("second", second))]
     for req in requests:
         promise(world, req)
-    register = world.library.register
+    register = world.keeper.register
 
     def fails_once(*args):
-        monkeypatch.setattr(world.library, "register", register)
+        monkeypatch.setattr(world.keeper, "register", register)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(world.library, "register", fails_once)
+    monkeypatch.setattr(world.keeper, "register", fails_once)
     for req in requests:
         publish(world, req)
     world.reuse.settle()
-    assert (len(world.library), world.log.num_errors, world.library.num_published) == (1, 1, 0)
+    assert (len(world.keeper), world.log.num_errors, world.keeper.num_published) == (1, 1, 0)
     assert "register" in caplog.text
     assert promise(world, FakeRequest("query", second[10:90] + make_tokens(5))) == 80

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.integrations.sglang.conftest import FakeRequest
 
-from kvgraft.integrations.sglang.planning.stand_ins import StandIns
+from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
 from kvgraft.prefix import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.reuse import Substitutes
 from kvgraft.types import MissReason
@@ -53,12 +53,12 @@ class Broken(Recall):
 
 def attach(world, provider, deadline_s=60.0):
     substitutes = Substitutes(GuardedProvider(provider, deadline_s), MIN_GAIN)
-    world.reuse.stand_ins = StandIns(substitutes, world.tree, 1)
+    world.reuse.stand_ins = TreeStandIns(substitutes, world.tree, 1)
     return provider
 
 
 def asking(rid, tokens, mode="substitute"):
-    return FakeRequest(rid, tokens, sampling_params=SimpleNamespace(custom_params={"kvgraft": mode}))
+    return FakeRequest(rid, tokens, sampling_params=SimpleNamespace(custom_params={"kvgraft": mode}, max_new_tokens=8))
 
 
 def test_a_stand_in_is_copied_and_called_substituted(make_world, make_tokens):

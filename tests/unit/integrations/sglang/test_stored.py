@@ -8,7 +8,10 @@ import torch
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 from tests.unit.integrations.sglang.shelf import Shelf
 
+from kvgraft.errors import StoreError
+from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.stored import link, write_behind
+from kvgraft.memory.store.record import DonorRecord
 from kvgraft.types import MissReason
 
 SOON = 60.0
@@ -37,7 +40,7 @@ def settle(world):
 def look(world):
     assert all(opened.feed.look(SOON) for opened in world.link._used)
     world.reuse.idle()
-    world.link.cold.check()
+    world.keeper.check()
 
 
 def outcomes(world, place=0):
@@ -45,9 +48,9 @@ def outcomes(world, place=0):
     return {name: count for name, count in world.link.counts()[place].reads.items() if count}
 
 
-def promise(world, req, exact_len=0):
-    req.prefix_len = exact_len
-    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, exact_len)
+def promise(world, req, prefix_len=0):
+    req.prefix_len = prefix_len
+    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, prefix_len)
 
 
 def awaits(world, req):
@@ -55,8 +58,8 @@ def awaits(world, req):
 
 
 def arrive(world, req):
-    for read in world.reuse._states[req].reads.reads:
-        assert read.fetch.wait(SOON)
+    for span in world.reuse._states[req].reads.spans:
+        assert span.read.wait(SOON)
 
 
 def ask(world, document, make_tokens, rid="query", **names):
@@ -107,7 +110,7 @@ def test_text_of_a_server_that_is_gone_is_copied_by_the_next(server, make_tokens
     assert report(after, req)["sources"][0]["request"] == "a store"
     assert outcomes(after) == {"hit": 1}
     assert after.log.num_errors == 0
-    after.library.check()
+    after.keeper.check()
     after.conserved(private=300)
 
 
@@ -138,7 +141,7 @@ def test_requests_that_wait_for_the_same_text_share_a_read(server, shelf, make_t
         arrive(after, req)
         assert promise(after, req, 10) == 100
     assert shelf.num_reads == 1
-    after.library.check()
+    after.keeper.check()
 
 
 @pytest.mark.parametrize("goes", [0, 1])
@@ -154,9 +157,9 @@ def test_request_that_goes_away_leaves_a_read_to_those_that_share_it(server, she
         assert promise(after, FakeRequest("filler", make_tokens(10) + text + make_tokens(5)), 10) == 0
     reqs = [FakeRequest(f"query {n}", make_tokens(10) + document + make_tokens(5)) for n in range(2)]
     assert [promise(after, req, 10) for req in reqs] == [0, 0]
-    (read,) = after.reuse._states[reqs[0]].reads.reads
+    (span,) = after.reuse._states[reqs[0]].reads.spans
     after.reuse.aborted(reqs[goes].cache_request_handle)
-    assert not read.fetch.is_cancelled
+    assert not span.read.is_cancelled
     shelf.gate.set()
     stays = reqs[1 - goes]
     arrive(after, stays)
@@ -180,11 +183,11 @@ def test_other_weights_find_nothing(server, make_tokens):
     settle(before)
     after = server(weights="trained on")
     look(after)
-    assert not len(after.link.cold)
+    assert not after.link.num_stored
     assert ask(after, document, make_tokens)[1] == 0
     again = server()
     look(again)
-    assert len(again.link.cold) == 1
+    assert again.link.num_stored == 1
 
 
 @pytest.mark.parametrize("part", ["body", "head"])
@@ -205,8 +208,8 @@ def test_damaged_object_is_a_miss_and_goes(server, shelf, make_tokens, part):
     assert not shelf.objects
     assert outcomes(after) == {"corrupt": 1}
     look(after)
-    assert not len(after.link.cold)
-    assert report(after, req)["miss"]["reason"] == MissReason.NO_MATCH
+    assert not after.link.num_stored
+    assert report(after, req)["miss"]["reason"] == MissReason.STORE
 
 
 def test_object_that_is_gone_is_a_miss(server, shelf, make_tokens):
@@ -216,8 +219,10 @@ def test_object_that_is_gone_is_a_miss(server, shelf, make_tokens):
     after = server()
     look(after)
     shelf.objects.clear()
-    assert ask(after, document, make_tokens)[1] == 0
+    req, promised = ask(after, document, make_tokens)
+    assert promised == 0
     assert outcomes(after) == {"missing": 1}
+    assert report(after, req)["miss"]["reason"] == MissReason.STORE, "the store had it, and has lost it"
 
 
 def test_store_that_hangs_costs_a_deadline_and_is_left_alone(server, shelf, make_tokens):
@@ -235,7 +240,7 @@ def test_store_that_hangs_costs_a_deadline_and_is_left_alone(server, shelf, make
     after.now += 0.2
     assert promise(after, req, 10) == 0
     assert not awaits(after, req), "it is computed now"
-    assert report(after, req)["miss"]["reason"] == MissReason.DEADLINE
+    assert report(after, req)["miss"]["reason"] == MissReason.STORE
     assert outcomes(after)["late"] == 1
     second = FakeRequest("second", make_tokens(10) + document + make_tokens(5))
     assert promise(after, second, 10) == 0
@@ -250,7 +255,8 @@ def test_store_that_raises_harms_nobody(server, shelf, make_tokens):
     world, document = server(), make_tokens(100)
     shelf.trouble = "no route to host"
     world.publish("donor", document)
-    settle(world)
+    with pytest.raises(StoreError, match="no route to host"):
+        settle(world)
     assert ask(world, document, make_tokens)[1] == 100, "at hand all the same"
     world.reuse.clear()
     assert ask(world, document, make_tokens, "second")[1] == 0
@@ -264,8 +270,52 @@ def test_store_that_raises_harms_nobody(server, shelf, make_tokens):
     assert promised == 0
     assert not awaits(after, req)
     assert outcomes(after) == {"failed": 1}
-    assert len(after.link.cold) == 1, "it may come back"
+    assert after.link.num_stored == 1, "it may come back"
     assert after.log.num_errors == world.log.num_errors == 0
+
+
+def test_prompt_reads_nothing_that_it_may_not_reuse(server, shelf, make_tokens):
+    """Prompts that begin alike, whose text leaves host memory between them; `refresh_after` counts one memory of them."""
+    before, head, document, other = server(), make_tokens(10), make_tokens(300), make_tokens(300)
+    before.publish("donor", document)
+    before.publish("other", other)
+    settle(before)
+    after = server(refresh_after=2, host_bytes=400 * before.pool.bytes_per_token)
+    look(after)
+    promised, reads = [], []
+    for number in range(5):
+        had = shelf.num_reads
+        req = FakeRequest(f"query {number}", head + document + make_tokens(5))
+        promise(after, req, 10)
+        if awaits(after, req):
+            arrive(after, req)
+        promised.append(promise(after, req, 10))
+        reads.append(shelf.num_reads - had)
+        miss = after.reuse._states[req].miss
+        assert miss is None if promised[-1] else miss.reason is MissReason.REFRESHED
+        report(after, req)
+        assert ask(after, other, make_tokens, f"other {number}")[1] == 300  # which takes the room
+    assert promised == [300, 300, 0, 300, 300]
+    assert reads == [1, 1, 0, 1, 1]
+
+
+def test_stores_keep_what_was_reused_in_mind_where_nothing_is_at_hand(server, make_tokens):
+    """A request that may not read finds an empty keeper; that is no reason to begin to count anew."""
+    before, head, document = server(), make_tokens(10), make_tokens(300)
+    before.publish("donor", document)
+    settle(before)
+    after = server(refresh_after=1, host_bytes=400 * before.pool.bytes_per_token)
+    look(after)
+    answers = []
+    for number, adapter in enumerate([None, "adapter", None]):
+        req = FakeRequest(f"query {number}", head + document + make_tokens(5), lora_id=adapter)
+        promise(after, req, 10)
+        if awaits(after, req):
+            after.reuse.aborted(req.cache_request_handle)
+            answers.append("reads")
+        else:
+            answers.append(report(after, req)["miss"]["reason"])
+    assert answers == ["reads", MissReason.NO_MATCH, MissReason.REFRESHED]
 
 
 def test_read_that_takes_longer_than_computing_is_not_begun(server, shelf, make_tokens):
@@ -277,7 +327,7 @@ def test_read_that_takes_longer_than_computing_is_not_begun(server, shelf, make_
     after.link.prefill.observe(1000, 1000.0, 1e-6)
     req, promised = ask(after, document, make_tokens)
     assert (promised, shelf.num_reads) == (0, 0)
-    assert report(after, req)["miss"]["reason"] == MissReason.NO_MATCH
+    assert report(after, req)["miss"]["reason"] == MissReason.NOT_WORTH_IT
     for _ in range(9):
         after.link.prefill.observe(1000, 1000.0, 1e3)
     assert ask(after, document, make_tokens, "second")[1] == 100
@@ -285,7 +335,7 @@ def test_read_that_takes_longer_than_computing_is_not_begun(server, shelf, make_
 
 def test_prefills_tell_how_long_computing_takes(server, make_tokens):
     world = server()
-    assert world.link.prefill.seconds(100) is None
+    assert world.link.prefill.per_s is None
     tokens = make_tokens(200)
     req = FakeRequest("query", tokens)
     promise(world, req)
@@ -293,11 +343,11 @@ def test_prefills_tell_how_long_computing_takes(server, make_tokens):
     req.kv.cache_protected_len = 200
     world.reuse.published(req, world.tree.insert(tokens, world.tree.allocate(200)))
     cost = world.link.costs.compute_cost(0, 200)
-    assert world.link.prefill.seconds(cost) == pytest.approx(2.0)
+    assert cost / world.link.prefill.per_s == pytest.approx(2.0)
     world.now += 50
     req.is_finished = True
     world.reuse.published(req, None)
-    assert world.link.prefill.seconds(cost) == pytest.approx(2.0), "decoding is no prefill"
+    assert cost / world.link.prefill.per_s == pytest.approx(2.0), "decoding is no prefill"
 
 
 def test_large_text_is_copied_piece_by_piece(server, shelf, make_tokens, monkeypatch):
@@ -347,6 +397,29 @@ def test_text_that_others_have_stored_is_not_stored_again(server, shelf, make_to
     assert ask(world, document, make_tokens)[1] == 300, "the space is opened again, with all that is in it"
 
 
+def test_exact_text_replaces_a_stored_donor_for_good(server, make_tokens):
+    """The approximate one does not come back from the store that still holds it."""
+    world, document = server(), make_tokens(100)
+    namespace = request_namespace("model", None, None, None)
+    approximate = DonorRecord(namespace.key, np.array(document, np.int32), 1, 5)
+    assert world.keeper.stored.join(approximate, 0)
+    world.publish("donor", document)
+    assert [donor.generation for donor in world.keeper.catalogue] == [0]
+    assert world.keeper.stored.recall(is_urgent=True) == []
+
+
+def test_text_that_leaves_memory_is_read_again(server, shelf, make_tokens):
+    world, document = server(host_bytes=0), make_tokens(100)
+    node = world.publish("donor", document)
+    settle(world)
+    assert world.link.num_stored == 0
+    world.tree.evict(node, 40)
+    assert world.keeper.find(request_namespace("model", None, None, None), np.array(document), with_stored=False)
+    world.keeper.check()
+    assert sorted(donor.num_tokens for donor in world.keeper.catalogue) == [40, 100]
+    assert world.link.num_stored == 1, "a store holds it"
+
+
 def test_tenants_and_adapters_are_kept_apart(server, shelf, make_tokens):
     before, document, adapted = server(), make_tokens(100), make_tokens(100)
     before.publish("donor", document, cache_salt="one")
@@ -355,7 +428,7 @@ def test_tenants_and_adapters_are_kept_apart(server, shelf, make_tokens):
     req.kv.cache_protected_len, req.is_finished = 100, True
     before.reuse.published(req, before.tree.insert(adapted, before.tree.allocate(100)))
     settle(before)
-    assert len(before.library) == 2
+    assert len(before.keeper) == 2
     assert len(shelf.objects) == 1, "an adapter's name may come to mean other weights"
     assert not any(b"one" in head for head, _ in shelf.objects.values())
     after = server()
@@ -378,7 +451,7 @@ def test_weights_that_change_take_the_space_with_them(server, shelf, make_tokens
     world.reuse.clear()
     assert ask(world, document, make_tokens, "new")[1] == 0
     look(world)
-    assert not len(world.link.cold)
+    assert not world.link.num_stored
     assert ask(world, document, make_tokens, "later")[1] == 0
     world.publish("again", document)
     settle(world)
@@ -406,7 +479,7 @@ def test_read_that_began_under_other_weights_is_thrown_away(server, shelf, make_
     shelf.gate.set()
     assert promise(after, req, 10) == 0
     assert not awaits(after, req)
-    assert not len(after.library)
+    assert not len(after.keeper)
 
 
 def test_nothing_is_stored_while_weights_change_unseen(server, shelf, make_tokens):
@@ -436,9 +509,9 @@ def test_request_that_goes_away_takes_its_reads_along(server, shelf, make_tokens
     shelf.gate.clear()
     req = FakeRequest("query", make_tokens(10) + document + make_tokens(5))
     promise(after, req, 10)
-    (read,) = after.reuse._states[req].reads.reads
+    (span,) = after.reuse._states[req].reads.spans
     after.reuse.aborted(req.cache_request_handle)
-    assert read.fetch.is_cancelled
+    assert span.read.is_cancelled
     assert after.reuse.num_requests == 0
     shelf.gate.set()
 
@@ -477,14 +550,14 @@ def test_idle_scheduler_lists_what_is_new_for_a_while(server, make_tokens, monke
     after = server()
     assert all(opened.feed.look(SOON) for opened in after.link._used)
     after.reuse.idle()
-    assert len(after.link.cold) == listed
+    assert after.link.num_stored == listed
 
 
-def test_what_stores_have_done_is_shown_and_outlives_a_space(server, make_tokens):
+def test_what_stores_have_done_is_shown_and_outlives_a_space(server, shelf, make_tokens):
     before, document = server(), make_tokens(100)
     before.publish("donor", document)
     settle(before)
-    assert before.log.metrics.stores[0][0].writes["stored"] == 1
+    assert before.log.metrics["store_writes", shelf.name, "stored"] == 1
     before.reuse.clear()
     assert before.link.counts()[0].writes["stored"] == 1
     ask(before, make_tokens(20), make_tokens, "opens")
@@ -493,8 +566,9 @@ def test_what_stores_have_done_is_shown_and_outlives_a_space(server, make_tokens
     assert promised == 100
     before.now += 2.0
     before.reuse.idle()
-    (counts,), num_cold = before.log.metrics.stores
-    assert (counts.writes["stored"], counts.reads["hit"], num_cold) == (1, 1, 1)
+    metrics = before.log.metrics
+    assert metrics["store_writes", shelf.name, "stored"] == metrics["store_reads", shelf.name, "hit"] == 1
+    assert metrics["store_cold_donors"] == 0, "it was read and is resident"
     assert "read" in report(before, req)["timings_ms"]
 
 
@@ -557,7 +631,7 @@ def test_failure_to_write_ends_the_use_of_stores(server, stored, make_tokens, mo
     world, document = server(), make_tokens(100)
     world.publish("donor", document)
     with monkeypatch.context() as patch:
-        patch.setattr(world.library, "export", raises)
+        patch.setattr(world.keeper, "export", raises)
         if is_idle:
             world.reuse.idle()
         else:
@@ -585,7 +659,7 @@ def test_what_was_read_and_cannot_be_kept_is_computed(server, stored, make_token
     world = server()
     look(world)
     with monkeypatch.context() as patch:
-        patch.setattr(world.library, "keep", raises)
+        patch.setattr(world.keeper, "keep", raises)
         req, promised = ask(world, stored, make_tokens)
     assert (promised, awaits(world, req)) == (0, False)
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR

@@ -11,7 +11,6 @@ import pytest
 from tests.unit.integrations.sglang.conftest import FakeRequest, World
 from tests.unit.integrations.sglang.shelf import Shelf
 
-from kvgraft.integrations.sglang.planning.ranks import Decision
 from kvgraft.types import MissReason
 
 SOON = 60.0
@@ -37,12 +36,9 @@ class ThreadRanks:
     def lowest(self, numbers):
         return [min(column) for column in zip(*self.gathered(list(numbers)), strict=True)]
 
-    def decide(self, make):
-        decision = self.gathered(make())[0]
-        if decision.spans is None:
-            return decision
-        donor_of = self.world.planner.donor_of
-        return Decision(tuple(replace(span, donor=donor_of(span.donor.donor_id)) for span in decision.spans))
+    def chosen(self, spans):
+        spans, donor_of = self.gathered(spans)[0], self.world.keeper.catalogue.get
+        return spans and tuple(replace(span, donor=donor_of(span.donor.donor_id)) for span in spans)
 
     def confirm(self, num_tokens):
         return num_tokens if len(set(self.gathered(num_tokens))) == 1 else -1
@@ -73,8 +69,8 @@ def look(world, ranks):
         assert opened.feed is None or opened.feed.look(SOON)
     ranks.gathered(None)
     world.reuse.idle()
-    world.link.cold.check()
-    return len(world.link.cold)
+    world.keeper.check()
+    return world.link.num_stored
 
 
 def store(world, ranks):
@@ -83,7 +79,8 @@ def store(world, ranks):
         world.reuse.idle()
     assert world.link._used[0].writer.flush(SOON)
     ranks.gathered(None)
-    return look(world, ranks)
+    look(world, ranks)
+    return sum(world.keeper.stored.key_of(donor.donor_id) is not None for donor in world.keeper.catalogue)
 
 
 def ask(world, ranks):
@@ -92,7 +89,7 @@ def ask(world, ranks):
     promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
     while world.reuse.awaits(req, may_nap=True):
         promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-    world.library.check()
+    world.keeper.check()
     loaded = world.reuse.load_first(req, promised) if promised else 0
     return listed, promised, loaded
 
@@ -136,13 +133,30 @@ def test_part_that_goes_between_look_and_read_makes_all_compute(tmp_path, shelf)
         world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
         while world.reuse.awaits(req, may_nap=True):
             promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        return promised, len(world.link.cold)
+        return promised, world.link.num_stored
 
     assert on_ranks(tmp_path, shelf, ask_for_lost) == [(0, 0)] * 2
 
 
 def test_rank_of_other_weights_finds_nothing_and_nor_do_the_others(tmp_path, shelf):
     assert on_ranks(tmp_path, shelf, ask, weights=("a", "other")) == [(0, 0, 0)] * 2
+
+
+def test_text_that_had_no_room_is_recalled_on_all_ranks_at_once(tmp_path, shelf):
+    """The first rank's clock decides."""
+
+    def ask_with_room(world, ranks):
+        stored, catalogue = world.keeper.stored, world.keeper.catalogue
+        capacity, catalogue._capacity = catalogue._capacity, 10
+        assert look(world, ranks) == 0
+        catalogue._capacity = capacity
+        stored._recall_at = 1e12 if ranks.rank else 0.0
+        ranks.gathered(None)
+        assert look(world, ranks) == 0, "it is only asked for"
+        ranks.gathered(None)
+        return look(world, ranks)
+
+    assert on_ranks(tmp_path, shelf, ask_with_room) == [1, 1]
 
 
 def test_more_ranks_find_nothing(tmp_path, shelf):
@@ -186,7 +200,7 @@ def test_rank_whose_store_hangs_holds_a_request_up_until_the_deadline(tmp_path, 
         ranks.gathered(None)
         req = FakeRequest("query", QUERY, prefix_len=10)
         world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        fetch = world.reuse._states[req].reads.reads[0].fetch
+        fetch = world.reuse._states[req].reads.spans[0].read
         assert ranks.rank == rank or fetch.wait(SOON)
         ranks.gathered(None)
         waits = []
@@ -202,7 +216,7 @@ def test_rank_whose_store_hangs_holds_a_request_up_until_the_deadline(tmp_path, 
         goes_on.set()
         return waits, promised, miss, world.link.counts()[0].reads["late"]
 
-    expected = ([True, False, False], 0, MissReason.DEADLINE, 1)
+    expected = ([True, False, False], 0, MissReason.STORE, 1)
     assert on_ranks(tmp_path, shelf, ask_in_vain) == [expected] * 2
 
 
@@ -220,10 +234,10 @@ def test_what_fails_on_one_rank_leaves_no_other_in_an_exchange(tmp_path, shelf, 
             world.reuse.clear()
         parts = {
             "digest": (world.link, "_weights"),
-            "export": (world.library, "export"),
+            "export": (world.keeper, "export"),
             "news": (world.link._used[0], "news"),
             "begin": (world.link._used[0].reader, "fetch"),
-            "keep": (world.library, "keep"),
+            "keep": (world.keeper, "keep"),
         }
         if ranks.rank == rank:
             monkeypatch.setattr(*parts[place], raises)

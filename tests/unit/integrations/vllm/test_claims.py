@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from kvgraft.graft.select import FirstK, KVDeviation, NoRecompute, QuerySeam
 from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.scheduler import EngineFacts
 from kvgraft.integrations.vllm.scheduler.claims import Claim, Claims
+from kvgraft.integrations.vllm.scheduler.decisions import costs_of
 from kvgraft.reuse.failures import miss_of
-from kvgraft.types import GraftPlan, MissReason, Namespace
+from kvgraft.types import GraftPlan, MissReason, Namespace, RepairReport, RepairTime
 
 NAMESPACE = Namespace("model")
 DOCUMENT = random.Random(1).choices(range(1000), k=200)
@@ -28,9 +30,24 @@ FACTS = EngineFacts(
     capacity_tokens=1000,
     hidden_size=64,
     output_chunk=8,
-    reports_failed_loads=True,
     refusal="",
 )
+
+
+def planned(policy, **options):
+    """Claims under a policy, and the plan of a prompt with `DOCUMENT` in it and its matches."""
+    catalogue = DonorCatalogue(1000)
+    catalogue.add(NAMESPACE, np.array(DOCUMENT), None)
+    prompt = np.array(FRONT + DOCUMENT + TAIL)
+    matches = catalogue.find(NAMESPACE, prompt)
+    plan = plan_graft(len(prompt), 0, matches)
+    assert isinstance(plan, GraftPlan)
+    facts = replace(FACTS, **{name: options.pop(name) for name in ("window", "block_sizes") if name in options})
+    return Claims(VLLMConfig(**options), facts, policy, catalogue, lambda _: "host"), plan, matches
+
+
+def time_of(claims, plan, time, *, max_tokens=9, generated=0):
+    return claims.repair_times.of(plan, time, max_tokens=max_tokens, num_generated=generated)
 
 
 @pytest.mark.parametrize(
@@ -43,18 +60,77 @@ FACTS = EngineFacts(
     ],
 )
 def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
-    catalogue = DonorCatalogue(1000)
-    catalogue.add(NAMESPACE, np.array(DOCUMENT), None)
-    prompt = np.array(FRONT + DOCUMENT + TAIL)
-    matches = catalogue.find(NAMESPACE, prompt)
-    plan = plan_graft(len(prompt), 0, matches)
-    assert isinstance(plan, GraftPlan)
     for limit, waits in ((num_rows, False), (num_rows - 1, True)):
-        config = VLLMConfig(max_recompute_tokens_per_step=limit)
-        claim = Claims(config, FACTS, policy, catalogue).of(plan, matches)
+        claims, plan, matches = planned(policy, max_recompute_tokens_per_step=limit)
+        repair = time_of(claims, plan, RepairTime.BEFORE)
+        claim = claims.of(plan, matches, repair=repair)
         assert isinstance(claim, Claim)
         assert claim.end == 230
         assert claim.asynchronous is waits
+        assert not claim.repairs_after
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_rows"),
+    [
+        (FirstK(16), 16 + 64),
+        (KVDeviation(0.1), 300),
+        (QuerySeam(0.1), 20 + 2 * 64),  # the question is looked at, and computed after what is chosen
+    ],
+)
+def test_a_repair_that_fits_into_a_step_comes_after_the_first_token(policy, num_rows):
+    for limit in (num_rows, num_rows - 1):
+        claims, plan, matches = planned(policy, max_recompute_tokens_per_step=limit)
+        repair = time_of(claims, plan, RepairTime.AFTER)
+        claim = claims.of(plan, matches, repair=repair)
+        assert isinstance(claim, Claim)
+        if limit == num_rows:
+            assert repair == RepairReport(RepairTime.AFTER)
+            assert claim.repairs_after
+            assert not claim.asynchronous, "before the first token 30 rows are computed"
+        else:
+            reason = f"it takes {num_rows} rows in one step, more than max_recompute_tokens_per_step={limit}"
+            assert repair == RepairReport(RepairTime.BEFORE, reason, from_token=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "engine", "reason", "from_token"),
+    [
+        ({"max_tokens": 1}, {}, "one token was asked for", 1),
+        ({"generated": 3}, {}, "vLLM began the request again after its first token", 4),
+        ({}, {"window": 128}, "vLLM has given blocks of sliding windows back by then", 1),
+        ({}, {"block_sizes": (16, 16)}, "of a model with several KV cache groups vLLM takes no failed repair back", 1),
+    ],
+)
+def test_what_forbids_a_repair_after_the_first_token_is_named(asked, engine, reason, from_token):
+    claims, plan, _ = planned(FirstK(16), **engine)
+    repair = time_of(claims, plan, RepairTime.AFTER, **asked)
+    assert repair == RepairReport(RepairTime.BEFORE, reason, from_token=from_token)
+    as_asked = time_of(claims, plan, RepairTime.BEFORE, **asked)
+    assert as_asked == RepairReport(RepairTime.BEFORE, from_token=from_token), "what was asked for needs no reason"
+
+
+def test_a_long_tail_is_not_run_twice_by_a_repair_after_the_first_token():
+    """Before the first token all of it is run to look at the question."""
+    _, plan, _ = planned(QuerySeam(0.1))
+    before, after, windows = (
+        costs_of(VLLMConfig(repair=time), replace(FACTS, window=window), QuerySeam(0.1))
+        for time, window in (("before", 0), ("after", 0), ("after", 128))
+    )
+    long = replace(plan, num_tokens=1230, compute=np.append(plan.compute, np.arange(300, 1230)))
+    assert before.look_cost(long) == before.compute_cost(230, 1230)
+    assert after.look_cost(long) == after.compute_cost(1230 - 2 * 64, 1230)
+    assert windows == before
+    none = costs_of(VLLMConfig(repair="after"), FACTS, NoRecompute())
+    assert none.look_cost(long) == 0
+
+
+def test_a_policy_that_chooses_nothing_repairs_nothing():
+    claims, plan, _ = planned(NoRecompute())
+    assert time_of(claims, plan, RepairTime.AFTER) is None
+    claims, plan, _ = planned(FirstK(16))
+    exact = replace(plan, spans=tuple(replace(span, is_exact=True) for span in plan.spans))
+    assert time_of(claims, exact, RepairTime.AFTER) is None
 
 
 class Failing(FirstK):
@@ -62,14 +138,11 @@ class Failing(FirstK):
         raise ValueError("no steps")
 
 
-def test_a_policy_that_fails_is_no_claim():
-    catalogue = DonorCatalogue(1000)
-    catalogue.add(NAMESPACE, np.array(DOCUMENT), None)
-    prompt = np.array(FRONT + DOCUMENT + TAIL)
-    matches = catalogue.find(NAMESPACE, prompt)
-    plan = plan_graft(len(prompt), 0, matches)
+@pytest.mark.parametrize("time", list(RepairTime))
+def test_a_policy_that_fails_is_no_claim(time):
+    claims, plan, matches = planned(Failing())
     with pytest.raises(PolicyError, match="no steps") as caught:
-        Claims(VLLMConfig(), FACTS, Failing(), catalogue).of(plan, matches)
+        claims.of(plan, matches, repair=time_of(claims, plan, time))
     assert miss_of(caught.value).reason is MissReason.POLICY_ERROR
 
 

@@ -7,6 +7,7 @@ import torch
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.codec import choose_codec, scratch_like
+from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
 from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
 from kvgraft.integrations.vllm.codec.split import SplitCodec
@@ -77,6 +78,63 @@ def test_the_codec_that_fits_is_found_and_reads_and_writes_as_the_engine(case, d
     by_codec = scratch_like(cache, BLOCKS, codec.block_axis)
     codec.write(by_codec, slots, keys, values)
     assert torch.equal(by_codec, cache)
+
+
+def amx_write(block, dim):
+    """CPU attention with AMX: a tile is 16 rows of 16 pairs; keys pair channels of 16 tokens, values pair tokens."""
+
+    def write(keys, values, cache, slots):
+        flat = cache.view(-1)
+        for row, slot in enumerate(slots.tolist()):
+            offset = slot % block
+            for head in range(HEADS):
+                start = (slot // block * HEADS + head) * 2 * block * dim
+                for channel in range(dim):
+                    at = offset // 16 * 16 * dim + channel // 2 * 32 + offset % 16 * 2 + channel % 2
+                    flat[start + at] = keys[row, head, channel]
+                    at = channel // 16 * 16 * block + offset // 2 * 32 + channel % 16 * 2 + offset % 2
+                    flat[start + block * dim + at] = values[row, head, channel]
+
+    return write
+
+
+@pytest.mark.parametrize(("block", "dim"), [(32, 32), (64, 32), (32, 64), (128, 64)])
+def test_tiles_of_amx_are_read_and_written_as_the_engine_does(block, dim):
+    cache, engine_write = torch.zeros(3, HEADS, block, 2 * dim, dtype=torch.bfloat16), amx_write(block, dim)
+    codec = choose_codec(cache, HEADS, dim, block, engine_write)
+    assert isinstance(codec, PairedTilesCodec)
+    slots = torch.randperm(3 * block)[: block + 5]
+    keys, values = torch.randn(2, len(slots), HEADS, dim).bfloat16()
+    engine_write(keys, values, cache, slots)
+    assert all(torch.equal(*pair) for pair in zip(codec.read(cache, slots), (keys, values), strict=True))
+    by_codec = scratch_like(cache, 3, codec.block_axis)
+    codec.write(by_codec, slots, keys, values)
+    assert torch.equal(by_codec, cache)
+
+
+def test_float32_and_widths_that_fill_no_tile_are_not_taken_for_tiles():
+    codec = PairedTilesCodec()
+    assert codec.matches(torch.zeros(2, HEADS, 32, 64, dtype=torch.bfloat16), HEADS, 32, 32)
+    assert not codec.matches(torch.zeros(2, HEADS, 32, 64), HEADS, 32, 32)
+    assert not codec.matches(torch.zeros(2, HEADS, 48, 64, dtype=torch.bfloat16), HEADS, 32, 48)
+    assert not codec.matches(torch.zeros(2, HEADS, 32, 160, dtype=torch.bfloat16), HEADS, 80, 32)
+
+
+def test_a_layout_that_differs_in_one_token_of_a_block_is_refused():
+    def differs(keys, values, cache, slots):
+        packed_write(keys, values, cache, torch.where(slots % BLOCK == 9, slots - 2, slots))
+
+    with pytest.raises(IntegrationError, match="unknown KV cache layout"):
+        choose_codec(hnd(), HEADS, DIM, BLOCK, differs)
+
+
+@pytest.mark.parametrize(("dtype", "remedy"), [(torch.bfloat16, "--dtype float32"), (torch.float32, "please report")])
+def test_the_refusal_names_a_remedy(dtype, remedy):
+    def swizzled(keys, values, cache, slots):
+        packed_write(keys.flip(-1), values, cache, slots)
+
+    with pytest.raises(IntegrationError, match=remedy):
+        choose_codec(hnd().to(dtype), HEADS, DIM, BLOCK, swizzled)
 
 
 def test_a_layout_that_no_codec_reads_is_refused():

@@ -88,7 +88,7 @@ class Registry(RuleBasedStateMachine):
         self.registry.abandon(text)
         self.registry.abandon(text)
 
-    @precondition(lambda self: len(self.registry.catalogue))
+    @precondition(lambda self: len(self.registry.catalogue) > 0)
     @rule(data=st.data())
     def forget(self, data):
         donors = [donor.donor_id for donor in self.registry.catalogue]

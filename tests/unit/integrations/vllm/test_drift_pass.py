@@ -161,11 +161,11 @@ def test_failure_is_told_behind_the_pass_and_corrects_nothing_more(monkeypatch):
     before = [module.cache.clone() for module in model.modules]
     calls = []
 
-    def fails_late(self, layout, moved, inner=MeanShift._shift):
+    def fails_late(self, layout, moved, out, inner=MeanShift._shift):
         calls.append(1)
-        if len(calls) == 2:  # the second layer that is corrected
+        if len(calls) == 4:  # values of the second layer that is corrected, after its keys
             raise MemoryError("no room")
-        return inner(self, layout, moved)
+        return inner(self, layout, moved, out)
 
     monkeypatch.setattr(MeanShift, "_shift", fails_late)
     with pytest.raises(MemoryError, match="no room"):

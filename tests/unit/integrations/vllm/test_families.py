@@ -7,7 +7,7 @@ from functools import partial
 import prometheus_client
 import pytest
 
-from kvgraft.integrations.vllm.families import made_families
+from kvgraft.reuse.families import MetricFamilies
 from kvgraft.reuse.metrics import METRICS
 
 
@@ -19,7 +19,10 @@ def registry():
 def make_families(registry, engines=("0", "1")):
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
     counter, gauge, histogram = (partial(kind, registry=registry) for kind in kinds)
-    return made_families(counter, gauge, histogram, ["model_name", "engine"], [("m", engine) for engine in engines])
+    made = MetricFamilies(counter, gauge, histogram, ["model_name", "engine"], gauge_mode=lambda _: "mostrecent")
+    for engine in engines:
+        made.begin(("m", engine))
+    return made.by_name
 
 
 def test_every_metric_of_all_engines_is_made(registry):

@@ -158,7 +158,7 @@ def test_masses_are_those_of_one_pass_over_the_grafted_prompt(num_query, piece, 
     before = [layer.cache.clone() for layer in rank.model.attention]
     for start in range(0, len(behind), piece):
         rows = behind[start : start + piece]
-        look.run_behind(TOKENS[rows], rows)
+        look.run_after(TOKENS[rows], rows)
     torch.testing.assert_close(look.mass, expected)
     assert look.mass.sum() == pytest.approx(num_query * HEADS * len(WINDOWS), rel=1e-4)
     for number, layer in enumerate(rank.model.attention):
@@ -208,7 +208,7 @@ def test_a_rank_that_fails_in_a_layer_finishes_the_pass_with_the_others(layer, i
         with look.watching(GAPS):
             rank.run(GAPS)
 
-    run = partial(look.run_behind, TOKENS[END:], np.arange(END, NUM_TOKENS)) if is_behind else watched
+    run = partial(look.run_after, TOKENS[END:], np.arange(END, NUM_TOKENS)) if is_behind else watched
     with pytest.raises(RuntimeError, match="injected"):
         run()
     assert rank.num_ends == 1

@@ -11,10 +11,9 @@ from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 from test_graft_scheduler import DOCUMENTS, SCHEDULER, make_graft
 
 from kvgraft.integrations.vllm.messages import ReadCost, StoreReport, WorkerReport
-from kvgraft.integrations.vllm.scheduler.left_out import LeftOut
-from kvgraft.integrations.vllm.scheduler.prefill_speed import PrefillSpeed
-from kvgraft.integrations.vllm.scheduler.stores import is_cold
+from kvgraft.integrations.vllm.scheduler.stores import PrefillSteps
 from kvgraft.memory.store.tier import Touches
+from kvgraft.reuse.stored import is_stored
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
 
 HOST = 400
@@ -56,7 +55,7 @@ def serve(engine, name, tokens, mode="graft", answer=1):
 
 
 def tiers(engine):
-    return sorted("cold" if is_cold(donor) else "host" for donor in engine.graft.registry.catalogue)
+    return sorted("cold" if is_stored(donor) else "host" for donor in engine.graft.registry.catalogue)
 
 
 def test_text_of_before_a_restart_is_grafted_and_comes_nearer(shelf):
@@ -134,6 +133,18 @@ def test_behind_a_reset_stored_text_counts_once_weights_are_proved_again(shelf):
     assert tiers(engine) == [], "others"
 
 
+def test_text_that_is_computed_before_weights_are_proved_is_stored_once(shelf):
+    engine = Engine(make_graft("auto", shelf, HOST), shelf)
+    spaces = engine.graft.registry.stores._spaces
+    serve(engine, "donor", DONOR, "exact")
+    assert spaces
+    for _ in range(3):
+        engine.step(room=True, chunk=400)
+    assert tiers(engine) == ["host"]
+    (donor,) = engine.graft.registry.catalogue
+    assert engine.graft.registry.stores.donors.key_of(donor.donor_id)
+
+
 def test_every_rank_must_have_proved_its_weights(shelf):
     graft = make_graft("auto", shelf, HOST)
     stores = graft.registry.stores
@@ -162,15 +173,15 @@ def test_a_read_is_weighed_against_what_the_engine_computes_meanwhile(shelf, rea
     engine = make_engine(shelf)
     engine.step(room=True, chunk=400)
     times = iter(range(100))
-    engine.graft._decisions.speed = speed = PrefillSpeed(lambda: next(times))
+    engine.graft.registry.stores.speed = speed = PrefillSteps(lambda: next(times))
     speed.step_begins(1000, is_prefill_alone=True)
     speed.step_ends()
-    assert speed.tokens_per_s == 1000
+    assert speed.per_s == 1000
     engine.graft.receive(WorkerReport(store=StoreReport(cost=ReadCost(1e-3, read_s_per_token))))
     request = Request("asked", list(PROMPT), None, 1)
     assert bool(engine.graft.match(request, 0)[0]) == is_grafted
     if not is_grafted:  # what is computed anyhow comes nearer by
-        assert engine.graft._states["asked"].prompt is not None
+        assert engine.graft._attempts.running["asked"].held.prompt is not None
     engine.graft.finish(request)
     engine.graft.check()
 
@@ -178,11 +189,11 @@ def test_a_read_is_weighed_against_what_the_engine_computes_meanwhile(shelf, rea
 @pytest.mark.parametrize(
     ("read_s_per_token", "tokens_per_s", "expected_s"),
     [
-        (1e-5, None, 2.0),
+        (1e-5, None, 0.5),
         (0.02, None, 4 * 70 * 0.02),
         (0.02, 20.0, 70 / 20),
-        (float("inf"), None, 30.0),
-        (float("inf"), 20.0, 70 / 20),
+        (float("inf"), None, 0.5),
+        (float("inf"), 20.0, 70 / 20 / 4),
         (1e6, None, 30.0),
         (1e6, 0.01, 30.0),
     ],
@@ -193,8 +204,8 @@ def test_no_read_may_take_for_ever(shelf, read_s_per_token, tokens_per_s, expect
     engine = make_engine(shelf)
     engine.step(room=True, chunk=400)
     request, num_tokens = waiting(engine)
-    engine.graft._decisions.speed = SimpleNamespace(
-        tokens_per_s=tokens_per_s, step_begins=lambda *args, **kwargs: None, step_ends=lambda: None
+    engine.graft.registry.stores.speed = SimpleNamespace(
+        per_s=tokens_per_s, step_begins=lambda *args, **kwargs: None, step_ends=lambda: None
     )
     engine.graft.receive(WorkerReport(store=StoreReport(cost=ReadCost(0.0, read_s_per_token))))
     engine.graft.admit(request, blocks(), num_tokens)
@@ -346,10 +357,10 @@ def test_a_store_that_is_slow_to_hear_is_told_everything_once():
     told = []
     store.touch = lambda space, keys: (told.append((space, sorted(keys))), FaultyStore.touch(store, space, keys))
     touches = Touches(store)
-    touches.tell(["aa"], ["01"])
+    touches.report(["aa"], ["01"])
     wait_for(lambda: told)
     for _ in range(3):
-        touches.tell(["aa", "bb"], ["02", "03"])
+        touches.report(["aa", "bb"], ["02", "03"])
     gate.set()
     wait_for(lambda: len(told) == 3)
     assert sorted(told) == [("aa", ["01"]), ("aa", ["02", "03"]), ("bb", ["02", "03"])]
@@ -365,21 +376,16 @@ def wait_for(condition):
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_what_had_no_room_comes_back_once_there_is_some(shelf, has_room):
-    now = [0.0]
     serve(make_engine(shelf), "donor", DONOR, "exact")
     engine = make_engine(shelf)
     registry = engine.graft.registry
-    registry.stores.left_out = LeftOut(lambda: now[0])
     engine.step(room=True, chunk=400)
     (donor,) = registry.catalogue
     for evicted in registry.catalogue.evict(donor.num_tokens):
         registry._gone(evicted)
-    now[0] = 29.0
-    engine.step(room=True, chunk=400)
     assert tiers(engine) == []
     if not has_room:
         registry.catalogue._capacity = donor.num_tokens - 1
-    now[0] = 31.0
     for _ in range(2):
         engine.step(room=True, chunk=400)
     assert tiers(engine) == (["cold"] if has_room else [])
@@ -398,7 +404,7 @@ def test_a_donor_that_was_replaced_does_not_come_back_from_the_store(shelf):
     assert generations() == [1]
     serve(engine, "replayed", [8002] * 7 + novel, "exact")
     assert engine.graft.registry.num_replaced == 1
-    wait_for(lambda: engine.graft.registry.stores.left_out.take(1_000) == [])
+    wait_for(lambda: engine.graft.registry.stores.donors.recall(is_urgent=True) == [])
     for _ in range(5):
         engine.step(room=True, chunk=400)
     assert generations() == [0]
@@ -406,28 +412,14 @@ def test_a_donor_that_was_replaced_does_not_come_back_from_the_store(shelf):
 
 
 def test_what_finds_no_room_at_first_comes_later(shelf):
-    now = [0.0]
     serve(make_engine(shelf), "donor", DONOR, "exact")
     engine = Engine(make_graft("auto", shelf, HOST), shelf)
-    registry, catalogue = engine.graft.registry, engine.graft.registry.catalogue
-    registry.stores.left_out = LeftOut(lambda: now[0])
+    catalogue = engine.graft.registry.catalogue
     capacity, catalogue._capacity = catalogue._capacity, len(DONOR) - 1
     for _ in range(3):
         engine.step(room=True, chunk=400)
     assert tiers(engine) == []
     catalogue._capacity = capacity
-    now[0] = 31.0
     for _ in range(2):
         engine.step(room=True, chunk=400)
     assert tiers(engine) == ["cold"]
-
-
-def test_what_a_store_has_lost_is_not_waited_for(shelf):
-    left_out = LeftOut(lambda: 0.0)
-    left_out._next_s = 0.0
-    left_out.add("aa", 100)
-    left_out.add("bb", 100)
-    left_out.discard("aa")
-    left_out.add("cc", 50)
-    assert left_out.take(100) == ["cc"], "the latest first, as many as fit"
-    assert left_out.take(100) == [], "a moment later"

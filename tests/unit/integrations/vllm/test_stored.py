@@ -21,7 +21,7 @@ WORTH = 64
 def graft():
     """A scheduler's half that has one donor, of `DOCUMENT`."""
     config = VLLMConfig(selection="none", min_run=16, min_saved_tokens=WORTH, lookup_deadline_ms=1e9)
-    made = GraftScheduler(config, EngineFacts("model", (48,), 48, 0, 4000, 64, 8, True, ""))
+    made = GraftScheduler(config, EngineFacts("model", (48,), 48, 0, 4000, 64, 8, ""))
     engine = Engine(made)
     engine.fate = ""
     engine.add(Request("donor", DOCUMENT, {"kvgraft": "exact"}, 1))
@@ -50,7 +50,7 @@ def test_it_is_decided_once_while_a_request_waits_for_room(graft, monkeypatch):
     request, stored = Request("asked", PROMPT, None, 1), StoredPrefix(144, asynchronous=True)
     assert graft.match(request, 0, stored) == (0, False)
     with monkeypatch.context() as patch:
-        patch.setattr(graft._decisions, "claim_of", None)
+        patch.setattr(graft._decisions, "decide", None)
         assert graft.match(request, 0, stored) == (0, False)
     claimed, _ = graft.match(request, 0, NOTHING_STORED)
     assert claimed, "the store has lost it since"
@@ -63,6 +63,6 @@ def test_text_is_captured_where_its_load_cannot_fail_behind_it(graft, asynchrono
     tokens = [3000 + number for number in range(150)]
     request = Request("asked", tokens, {"kvgraft": "exact"}, 1)
     graft.match(request, 0, StoredPrefix(96, asynchronous))
-    assert bool(graft._states["asked"].texts) == asynchronous
+    assert bool(graft._attempts.running["asked"].held.texts) == asynchronous
     graft.finish(request)
     graft.check()

@@ -14,7 +14,7 @@ from tests.unit.observability.otel.exchanges import make_exchange
 from tests.unit.observability.records import SPAN, make_record, make_report, make_times
 
 from kvgraft.observability.otel.spans import SpanWriter
-from kvgraft.types import Fidelity, Miss, MissReason, SpanReport
+from kvgraft.types import Fidelity, Miss, MissReason, RepairReport, RepairTime, SpanReport
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -75,7 +75,17 @@ def test_tokens_are_told_by_the_names_of_the_conventions(written):
         "kvgraft.selection": "query_seam",
     }
     assert expected.items() <= dict(server.attributes).items()
-    assert "kvgraft.miss.reason" not in server.attributes
+    assert not {"kvgraft.miss.reason", "kvgraft.repair.time"} & set(server.attributes)
+
+
+def test_repairs_say_when_they_came(written):
+    before, after = (
+        make_record(report=make_report(repair=RepairReport(time))) for time in (RepairTime.BEFORE, RepairTime.AFTER)
+    )
+    server, _ = written(make_exchange(), after)
+    assert server.attributes["kvgraft.repair.time"] == "after"
+    server, _ = written(make_exchange(), before)
+    assert server.attributes["kvgraft.repair.time"] == "before"
 
 
 def test_miss_says_why(written):

@@ -7,15 +7,11 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 OTHER = {"type": "function", "function": {"name": "stop"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CLOSED = PARAMETERS | {"additionalProperties": False}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -121,7 +117,7 @@ def test_named_function_is_forced(hermes):
     before, after = '<tool_call>\n{"name": "add", "arguments": ', "}\n</tool_call>"
     assert asked(hermes) == (
         "parts",
-        [{"text": before}, {"schema": TOOL["function"]["parameters"]}, {"text": after}],
+        [{"text": before}, {"schema": CLOSED}, {"text": after}],
     )
 
 
@@ -131,7 +127,7 @@ def test_required_is_one_or_several_of_all_functions(hermes):
     assert (kind, repeated["separator"]) == ("parts", "\n")
     [either] = repeated["repeat"]
     assert [sequence[1] for sequence in either["any_of"]] == [
-        {"schema": TOOL["function"]["parameters"]},
+        {"schema": CLOSED},
         {"schema": NOTHING},
     ]
     hermes.chat(tools=[TOOL, OTHER], tool_choice="required", parallel_tool_calls=False)
@@ -190,7 +186,7 @@ def test_strict_functions_are_held_to_their_schemas_once_a_call_begins(hermes):
     assert reply.json["choices"][0]["finish_reason"] == "tool_calls"
     kind, [free, calls] = asked(hermes)
     assert (kind, free) == ("parts", {"free": {"until": ["<tool_call>"]}})
-    assert calls["optional"][1] == {"schema": TOOL["function"]["parameters"]}
+    assert calls["optional"][1] == {"schema": CLOSED}
 
 
 def test_answer_of_a_schema_may_be_calls_instead(hermes):

@@ -1,1 +1,1 @@
-"""Where the K/V of donors lie in SGLang's pool and in host memory, how they are copied, and what becomes one."""
+"""Donors: their K/V in SGLang's pool and in host memory, copies of them, and their registration."""

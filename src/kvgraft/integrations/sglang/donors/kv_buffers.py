@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,11 @@ import torch
 
 from kvgraft.graft.executor import BlockSource, RotatedSpans, copy_spans
 from kvgraft.memory.block import KVBlock
+from kvgraft.memory.packed import packed
 from kvgraft.memory.store.layout import Field, RowLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class KVBuffers:
     """Keys and values by layer, `(num_slots, num_kv_heads, head_dim)` each, and how each layer's keys are rotated.
 
-    On a GPU all reads and writes are queued on the stream that runs the model. A slot that was just freed may still be
-    written to by a forward pass in flight there, and the forward pass that reads the copies is queued there too.
+    On a GPU all reads and writes are queued on the forward stream: a slot that was just freed may still be written to by a
+    pass in flight there. They come after what the caller's stream has and before what it gets next (`on_forward_stream`).
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class KVBuffers:
         return sum(buffer[0].nbytes for buffer in (*self.keys, *self.values))
 
     def row_layout(self) -> RowLayout:
-        """Say how a token's K/V lie in a row of a store."""
+        """Return the layout of a token's K/V in a row of a store."""
         pairs = zip(self.keys, self.values, strict=True)
         fields = tuple(Field(buffer.shape[1], buffer.shape[2], buffer.dtype) for pair in pairs for buffer in pair)
         return RowLayout(fields, "; ".join(map(_described, dict.fromkeys(self.rope))))
@@ -61,14 +62,14 @@ class KVBuffers:
         """Return where the K/V of slots (int64), or of a block in host memory, are read from."""
         return BlockSource(kv, self.device) if isinstance(kv, KVBlock) else self.place(kv)
 
-    def place(self, slots: Tensor) -> SlotPlace:
+    def place(self, slots: Tensor) -> BufferSlots:
         """Return `slots`, int64, to read from and write to."""
-        return SlotPlace(self, slots)
+        return BufferSlots(self, slots)
 
     def copy(self, copies: Sequence[SpanCopy], targets: Tensor) -> None:
-        """Write `copies`, one behind the other, into the slots `targets` (int64).
+        """Write `copies`, one after the other, into the slots `targets` (int64).
 
-        The targets are nobody's yet, so that none of them is a source.
+        The targets are new, so that none of them is a source.
 
         Complexity: O(layers * tokens).
         """
@@ -83,12 +84,12 @@ class KVBuffers:
     def export(self, slots: Tensor) -> KVBlock:
         """Copy the K/V of `slots` (int64) to host memory; waits until they are there."""
         with self.on_forward_stream():
-            keys = tuple(buffer.index_select(0, slots).cpu() for buffer in self.keys)
-            values = tuple(buffer.index_select(0, slots).cpu() for buffer in self.values)
-        return KVBlock(keys, values)
+            keys = tuple(buffer.index_select(0, slots) for buffer in self.keys)
+            values = tuple(buffer.index_select(0, slots) for buffer in self.values)
+            return packed([KVBlock(keys, values)])
 
     def begin_export(self, slots: Tensor) -> Export:
-        """Copy the K/V of `slots` (int64) to host memory without waiting; whoever reuses the slots writes behind the copy."""
+        """Copy the K/V of `slots` (int64) to host memory without waiting; later writes to the slots come after the copy."""
         with self.on_forward_stream():
             keys = tuple(buffer.index_select(0, slots).to("cpu", non_blocking=True) for buffer in self.keys)
             values = tuple(buffer.index_select(0, slots).to("cpu", non_blocking=True) for buffer in self.values)
@@ -98,13 +99,23 @@ class KVBuffers:
             copied.record(self._stream)
         return Export(KVBlock(keys, values), copied)
 
-    def on_forward_stream(self) -> AbstractContextManager[object]:
-        """Queue the block's work on the stream that runs the model."""
+    @contextmanager
+    def on_forward_stream(self) -> Iterator[None]:
+        """Queue the block's work after all that this stream and the caller's have so far, and before all that either gets.
+
+        Without overlap scheduling SGLang runs the model on the scheduler's stream, so that passes before and after the work
+        are there; and memory of slot numbers, which the work reads, is the scheduler's stream's to use again.
+        """
         if self._stream is None:
-            return nullcontext()
-        # Slot numbers were computed on the scheduler's stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+            yield
+            return
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            caller.wait_stream(self._stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +124,7 @@ class Export:
 
     Attributes:
         block: To be read once `is_ready`.
-        copied: Recorded behind the copy; None if nothing is under way.
+        copied: Recorded after the copy; None if nothing is under way.
     """
 
     block: KVBlock
@@ -131,7 +142,7 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SlotPlace:
+class BufferSlots:
     """Some slots: a `KVSource` and a `KVPlace`. Reading gives views where they ascend without a gap."""
 
     buffers: KVBuffers

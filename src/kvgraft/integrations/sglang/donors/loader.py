@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvgraft.graft.executor import SpanCopy
-from kvgraft.integrations.sglang.donors.texts import HostKV, TreeKV
+from kvgraft.integrations.sglang.donors.texts import HostBlockKV, TreeKV
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.donors import Donor
+    from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
-    from kvgraft.integrations.sglang.donors.library import DonorLibrary
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.planning.ranks import Ranks
-    from kvgraft.integrations.sglang.planning.spans import Span
+    from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
-    from kvgraft.integrations.sglang.request_state import RequestState
+    from kvgraft.integrations.sglang.request_state import SGLangRequest
     from kvgraft.memory.block import KVBlock
 
 
@@ -30,20 +30,14 @@ class Loader:
 
     tree: DonorTree
     buffers: KVBuffers
-    library: DonorLibrary
+    keeper: DonorKeeper
     ranks: Ranks
     log: RequestLog
 
-    def load(self, state: RequestState, position: int, expected: int) -> Tensor | None:
+    def load(self, state: SGLangRequest, position: int, expected: int) -> Tensor | None:
         """Load the spans that follow one another from `position` on, and take them off the plan.
 
-        Args:
-            state: Whose spans.
-            position: Where the computed or exact part of the prompt ends.
-            expected: Tokens that they must have together; -1 to load nothing.
-
-        Returns:
-            Slots, the caller's, or None if not all ranks have loaded `expected` tokens.
+        Returns their slots, which are the caller's, or None if not all ranks have loaded `expected` tokens; -1 loads nothing.
         """
         spans = state.adjoining(position)
         state.drop(spans)
@@ -51,7 +45,7 @@ class Loader:
         num_tokens = 0 if loaded is None else len(loaded[0])
         is_agreed = self.ranks.confirm(num_tokens) == num_tokens
         if not is_agreed:
-            state.miss = Miss(MissReason.ERROR, "tensor-parallel ranks disagree")
+            state.missed(Miss(MissReason.ERROR, "tensor-parallel ranks disagree"))
             self.log.count_error()
         if loaded is None:
             return None
@@ -61,23 +55,23 @@ class Loader:
             return None
         for span in spans:
             assert span.donor is not None
-            self.library.record_hit(span.donor, span.length)
+            self.keeper.record_hit(span.donor, span.length)
         state.loaded(spans, sources)
         return slots
 
     def _try(
-        self, state: RequestState, spans: list[Span], expected: int
+        self, state: SGLangRequest, spans: list[LoadSpan], expected: int
     ) -> tuple[Tensor, list[dict[str, object]]] | None:
         """Load on this rank; a failure is counted and becomes None."""
         if sum(span.length for span in spans) != expected:
-            state.miss = Miss(MissReason.NO_ROOM, "running requests need the slots")
+            state.missed(Miss(MissReason.NO_ROOM, "running requests need the slots"))
             return None
         pins: list[object] = []
         started = time.perf_counter()
         try:
             return self._load(state, spans, pins)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
-            state.miss = self.log.failed("graft", state.rid, error)
+            state.missed(self.log.failed("graft", state.rid, error))
             return None
         finally:
             for pin in pins:
@@ -85,15 +79,15 @@ class Loader:
             state.graft_ms += 1e3 * (time.perf_counter() - started)
 
     def _load(
-        self, state: RequestState, spans: list[Span], pins: list[object]
+        self, state: SGLangRequest, spans: list[LoadSpan], pins: list[object]
     ) -> tuple[Tensor, list[dict[str, object]]] | None:
         copies = [copy for span in spans if (copy := self._copy_of(span, pins)) is not None]
         if len(copies) < len(spans):
-            state.miss = Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied")
+            state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
             return None
         slots = self.tree.allocate(sum(span.length for span in spans))
         if slots is None:
-            state.miss = Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together")
+            state.missed(Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
             return None
         try:
             self.buffers.copy(copies, slots)
@@ -102,14 +96,14 @@ class Loader:
             raise
         return slots, [_source(span.donor, copy) for span, copy in zip(spans, copies, strict=True) if span.donor]
 
-    def _copy_of(self, span: Span, pins: list[object]) -> SpanCopy | None:
+    def _copy_of(self, span: LoadSpan, pins: list[object]) -> SpanCopy | None:
         """Find the K/V of a span, pinned if the tree has them."""
         donor = span.donor
         if donor is None:
             return None
-        kv: Tensor | KVBlock | None = self.library.in_host(donor, span.donor_start, span.length)
+        kv: Tensor | KVBlock | None = self.keeper.in_host(donor, span.donor_start, span.length)
         if kv is None:
-            found = self.library.on_device(donor, span.donor_start, span.length)
+            found = self.keeper.on_device(donor, span.donor_start, span.length)
             if found is None:
                 return None
             kv, pin = found
@@ -119,8 +113,8 @@ class Loader:
 
 
 def _source(donor: Donor, copy: SpanCopy) -> dict[str, object]:
-    """Say what computed a span, where in its text, and from which tier it was copied."""
+    """Return the request that computed a span, the position in its text, and the tier from which it was copied."""
     kv = donor.kv
-    assert isinstance(kv, TreeKV | HostKV)
+    assert isinstance(kv, TreeKV | HostBlockKV)
     origin, tier = (kv.text.origin, "device") if isinstance(kv, TreeKV) else (kv.origin, "host")
     return {"request": origin.request, "attempt": origin.attempt, "position": copy.source_start, "tier": tier}

@@ -1,6 +1,6 @@
-"""Make donors of what requests compute: exact text as SGLang publishes it, the rest under names of our own.
+"""Donors made of text that requests compute: exact text as SGLang publishes it, the rest under names of our own.
 
-Clients wait for their first tokens meanwhile: texts are handed over here and registered behind these (`DonorLibrary.settle`).
+Clients wait for their first tokens meanwhile: texts are handed over here and registered after these (`DonorKeeper.settle`).
 """
 
 from __future__ import annotations
@@ -18,68 +18,61 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.tree import DonorTree
-    from kvgraft.integrations.sglang.request_state import RequestState
+    from kvgraft.integrations.sglang.request_state import SGLangRequest
 
 
 class DonorRegistrar:
     """Registers donors. Copied tokens never become donors; computed ones carry their generation. Not thread-safe."""
 
-    def __init__(self, tree: DonorTree, library: DonorLibrary, *, page_size: int, min_run: int) -> None:
-        self._tree, self._library = tree, library
+    def __init__(self, tree: DonorTree, keeper: DonorKeeper, *, page_size: int, min_run: int) -> None:
+        self._tree, self._keeper = tree, keeper
         self._page_size = page_size
         self._min_run = min_run
         self._secret = secrets.token_hex(16)
         self._num_private = 0
 
     def is_complete(self, req: Any) -> bool:  # noqa: ANN401 - SGLang's Req
-        """Tell whether the exact tree has all whole pages of the prompt."""
+        """Whether the exact tree has all whole pages of the prompt."""
         return bool(req.kv.cache_protected_len + self._page_size > len(req.origin_input_ids))
 
-    def register_exact(self, req: Any, state: RequestState, node: object) -> None:  # noqa: ANN401
-        """Register what `req` has in the exact tree and nobody has registered yet.
+    def register_exact(self, req: Any, state: SGLangRequest, node: object) -> None:  # noqa: ANN401
+        """Register what `req` has in the exact tree and is not registered yet.
 
-        A run in front of it, which another request registered, is taken along, so that no match is torn at the seam.
-
-        Args:
-            req: SGLang's `Req`.
-            state: Its state.
-            node: Its node in the exact tree.
+        A run before it, which another request registered, is taken along, so that no match is torn at the seam. `node` is the
+        request's in the exact tree.
         """
         stop = state.lineage.exact_len(req.kv.cache_protected_len)
-        start = max(state.registered_len, state.lineage.given_len - self._min_run, 0)
+        start = max(state.registered_len, state.lineage.prefix_len - self._min_run, 0)
         if stop - start < self._min_run:
             return
         slots = self._tree.slots(node)[start:stop]
         tokens = req.full_untruncated_fill_ids[:stop]
         text = TreeText(tokens, state.namespace, req.extra_key, req.cache_salt, 0, 0, _origin(state))
-        self._library.publish(text, start, slots)
+        self._keeper.publish(text, start, slots)
         state.registered_len = stop
 
-    def adopt_computed(self, req: Any, state: RequestState, row: Tensor) -> None:  # noqa: ANN401
-        """Give the tree what `req` computed behind copies, under names that no request can ask for.
+    def adopt_computed(self, req: Any, state: SGLangRequest, row: Tensor) -> None:  # noqa: ANN401
+        """Give the tree what `req` computed after copies, under names that no request can ask for.
 
-        Args:
-            req: SGLang's `Req`, finished and about to be released.
-            state: Its state; `adopted` names what it no longer owns.
-            row: Its slots by position.
+        The request is about to be released. Of `row`, its slots by position, it no longer owns the ranges `held.adopted`.
         """
         tokens = req.full_untruncated_fill_ids
         stop = min(req.owned_kv_len(), len(tokens))
-        for run in self._library.rules.runs(state.lineage, req.kv.cache_protected_len, stop):
+        for run in self._keeper.rules.runs(state.lineage, req.kv.cache_protected_len, stop):
             start, end = (
                 -(-run.start // self._page_size) * self._page_size,
                 run.stop // self._page_size * self._page_size,
             )
-            if self._library.wants(state.namespace, tokens[start:end], run.generation):
+            if self._keeper.wants(state.namespace, tokens[start:end], run.generation):
                 text = self._private_text(state, tokens[:end], start, run.generation)
                 slots = row[start:end].long().clone()  # the row is another request's before they are registered
                 self._tree.adopt(text, slots)
-                state.adopted.append((start, end))
-                self._library.publish(text, 0, slots)
+                state.held.adopted.append((start, end))
+                self._keeper.publish(text, 0, slots)
 
-    def _private_text(self, state: RequestState, tokens: array[int], start: int, generation: int) -> TreeText:
+    def _private_text(self, state: SGLangRequest, tokens: array[int], start: int, generation: int) -> TreeText:
         """Name `tokens[start:]` so that nothing shares its path: two of equal tokens may differ in what they attended to."""
         self._num_private += 1
         name = f"{self._secret}-{self._num_private}"
@@ -88,9 +81,9 @@ class DonorRegistrar:
         return TreeText(tokens[start:], state.namespace, name, name, start, generation, _origin(state), front)
 
     def is_private(self, cache_salt: str | None) -> bool:
-        """Whether a salt is a name of our own, under which text lies that exact requests must never hit."""
+        """Whether a salt is a name of our own, of text that exact requests must never hit."""
         return cache_salt is not None and cache_salt.startswith(self._secret)
 
 
-def _origin(state: RequestState) -> Origin:
+def _origin(state: SGLangRequest) -> Origin:
     return Origin(state.rid, len(state.attempts))

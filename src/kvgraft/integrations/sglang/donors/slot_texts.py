@@ -1,4 +1,4 @@
-"""Which text lies in which slot of the device, so that what SGLang evicts can be told by its slots alone."""
+"""Texts by slot of the device: SGLang names only the slots of what it evicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.sglang.donors.texts import TreeText
 
-_NOBODY = -1
+_NO_TEXT = -1
 
 
 class TextPart(NamedTuple):
@@ -35,7 +35,7 @@ class SlotTexts:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._owners = np.full(num_slots, _NOBODY, np.int32)
+        self._owners = np.full(num_slots, _NO_TEXT, np.int32)
         self._indices = np.zeros(num_slots, np.int32)
         self._texts: dict[int, TreeText] = {}
         self._held: dict[int, int] = {}
@@ -59,24 +59,24 @@ class SlotTexts:
         """Note that `slots` hold nothing any more."""
         owners, counts = np.unique(self._owners[slots], return_counts=True)
         for number, count in zip(owners.tolist(), counts.tolist(), strict=True):
-            if number == _NOBODY:
+            if number == _NO_TEXT:
                 continue
             self._held[number] -= count
             if not self._held[number]:
                 del self._texts[number], self._held[number]
-        self._owners[slots] = _NOBODY
+        self._owners[slots] = _NO_TEXT
 
     def in_slots(self, slots: NDArray[np.int64]) -> Iterator[TextPart]:
         """Yield the texts that lie in `slots`, cut where text or order breaks off."""
         owners, indices = self._owners[slots], self._indices[slots]
         breaks = np.flatnonzero((np.diff(owners) != 0) | (np.diff(indices) != 1)) + 1
         for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(slots)], strict=True):
-            number = int(owners[first]) if last > first else _NOBODY
-            if number != _NOBODY:
+            number = int(owners[first]) if last > first else _NO_TEXT
+            if number != _NO_TEXT:
                 yield TextPart(self._texts[number], int(indices[first]), last - first, first)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._owners[:] = _NOBODY
+        self._owners[:] = _NO_TEXT
         self._texts.clear()
         self._held.clear()

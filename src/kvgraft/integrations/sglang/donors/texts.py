@@ -1,4 +1,4 @@
-"""Where the K/V of donors lie: under a token key in SGLang's radix tree, or in a block of our host store."""
+"""Places of donors' K/V: under a token key in SGLang's radix tree, or in a block of our host store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 STORE = "a store"
-"""Stands for the request that computed a text where that is not known: it was read from a store."""
+"""In place of the unknown request that computed a text which was read from a store."""
 
 
 class Origin(NamedTuple):
-    """What computed a text.
+    """The computation of a text.
 
     Attributes:
         request: SGLang's id of the request, or `STORE`.
@@ -36,7 +36,7 @@ class TreeText:
     """A path in the radix tree, named by its tokens and never by slots, which go stale.
 
     Attributes:
-        tokens: The path from the root of `extra_key` and `cache_salt` on; nobody changes it.
+        tokens: The path from the root of `extra_key` and `cache_salt` on; never changed.
         namespace: Who may reuse it.
         extra_key: SGLang's name of a subtree; a name of our own for text that exact requests must never hit.
         cache_salt: SGLang's second name of a subtree.
@@ -56,7 +56,7 @@ class TreeText:
     front: bytes = b""
 
     def front_at(self, index: int) -> bytes:
-        """`front` of the part that begins with token `index`, as far as it can be told from the text alone."""
+        """`front` of the part that begins with token `index`, as far as the text alone shows it."""
         if index == 0:
             return self.front
         return b"" if self.base else front_digest(self.namespace.key, np.frombuffer(self.tokens[:index], np.int64))
@@ -71,7 +71,7 @@ class TreeKV:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostKV:
+class HostBlockKV:
     """Handle of a donor in the host store."""
 
     store_key: int

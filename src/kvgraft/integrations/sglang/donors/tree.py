@@ -1,4 +1,4 @@
-"""What this integration needs of SGLang's radix tree and allocator; `GraftRadixCache` provides it, tests fake it."""
+"""The part of SGLang's radix tree and allocator that is used; `GraftRadixCache` provides it, tests fake it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Resident(NamedTuple):
-    """How much of a path is on the device.
+    """The part of a path that is on the device.
 
     Attributes:
         length: Tokens from the root, whole pages.
@@ -26,7 +26,7 @@ class DonorTree(Protocol):
     """A radix tree with its allocator."""
 
     def resident(self, text: TreeText, end: int) -> Resident:
-        """Tell how many of the first `end` tokens are on the device; counts as a use of them."""
+        """Return how many of the first `end` tokens are on the device; counts as a use of them."""
 
     def pin(self, node: object) -> object:
         """Keep the path to `node` from eviction; returns what `unpin` takes."""

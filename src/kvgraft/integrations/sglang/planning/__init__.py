@@ -1,1 +1,1 @@
-"""What is loaded for a prompt, and when: what SGLang can load, agreed by all ranks, chunk by chunk. Copies nothing."""
+"""Decisions for a prompt: spans that SGLang can load, agreed by all ranks, chunk by chunk. Copies nothing."""

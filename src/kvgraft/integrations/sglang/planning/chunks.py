@@ -6,8 +6,8 @@ stock scheduling never does, so this adder also decides who may use it. The queu
 - One prompt is computed in pieces at a time, phased or merely long. The slots of its rest are reserved in every step.
 - Prompts that fit whole into what is left, even if nothing could be loaded for them, join its steps.
 - A prompt whose K/V are being read from a store keeps its place until they have come, or for a while.
-- All others keep their place in the queue; those behind them are looked at too. The head of the queue is taken up as soon as
-  the piecewise prompt has its last piece, so nobody waits for more than the prompts in front.
+- All others keep their place in the queue; those after them are looked at too. The head of the queue is taken up as soon as
+  the piecewise prompt has its last piece, so that no prompt waits for more than those before it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def chunked(adder_class: type[Any]) -> type[Any]:
 
 
 class RegionAdmission:
-    """Put in front of a `PrefillAdder` whose `tree_cache` is a `GraftRadixCache`.
+    """Mixed into a `PrefillAdder` over a `GraftRadixCache`.
 
     Attributes:
-        passed_over: Verdict on a request that waits while those behind it are looked at.
+        passed_over: Verdict on a request that waits while those after it are looked at.
         most_output_tokens: Output of a request that SGLang reserves slots for, at most.
     """
 
@@ -100,9 +100,9 @@ class RegionAdmission:
         return gap is not None or whole > self.rem_chunk_tokens
 
     def _reserve_rest(self, req: Any) -> None:  # noqa: ANN401
-        """Keep others from taking the slots of what `req` computes and loads in later steps.
+        """Reserve the slots of what `req` computes and loads in later steps.
 
-        Stock scheduling need not: a chunk takes the whole budget of its step, and nobody else is admitted.
+        Stock scheduling need not: a chunk takes the whole budget of its step, and no other request is admitted.
         """
         rest = self._whole_pages(len(req.full_untruncated_fill_ids) - req.extend_end)
         output = max(0, min(req.sampling_params.max_new_tokens - len(req.output_ids), self.most_output_tokens))

@@ -1,22 +1,20 @@
-"""Decide for one prompt which runs are loaded from where. Reads donors, changes nothing."""
+"""Decisions for one prompt: the runs to load, and from which donors. Reads donors, changes nothing."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.graft.select import NoRecompute, Observable
 from kvgraft.integrations.sglang.planning.regions import loadable
-from kvgraft.integrations.sglang.planning.spans import Span
-from kvgraft.integrations.sglang.stored.cold import AllDonors, is_cold
+from kvgraft.integrations.sglang.planning.spans import LoadDecision, LoadSpan
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
+from kvgraft.reuse.stored import is_stored
 from kvgraft.types import Fidelity, GraftPlan, Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:
@@ -24,32 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgraft.config.sglang import SGLangConfig
-    from kvgraft.donors import CostModel, Donor
+    from kvgraft.donors import CostModel
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
     from kvgraft.integrations.sglang.stored.link import StoreLink
-    from kvgraft.reuse.lookup import DonorFinder
     from kvgraft.types import DonorId
 
 
 SHOWN = frozenset({Observable.QUERY_ATTENTION})
-"""What a policy can be shown here."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What to load for a prompt.
-
-    Attributes:
-        spans: Ascending, disjoint, whole pages behind the exact prefix.
-        miss: Why there are none, or None.
-        lookup_ms: Time that it took.
-    """
-
-    spans: tuple[Span, ...]
-    miss: Miss | None
-    lookup_ms: float
+"""What a policy can observe here."""
 
 
 def request_namespace(
@@ -67,7 +49,7 @@ def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
 
 
 def extent(plan: GraftPlan) -> tuple[int, int]:
-    """Return how many tokens `plan` copies that are approximate, and how many stand behind the last of them."""
+    """Return how many tokens `plan` copies that are approximate, and how many stand after the last of them."""
     approximate = [span for span in plan.spans if not span.is_exact]
     return sum(span.length for span in approximate), plan.num_tokens - approximate[-1].target_end
 
@@ -77,7 +59,7 @@ class LoadPlanner:
 
     def __init__(
         self,
-        library: DonorLibrary,
+        keeper: DonorKeeper,
         config: SGLangConfig,
         costs: CostModel,
         page_size: int,
@@ -87,90 +69,76 @@ class LoadPlanner:
         has_deadline: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build a planner.
+        """Build a planner over a keeper and stores, for pages of `page_size` tokens.
 
-        Args:
-            library: Donors.
-            config: Names the policy.
-            costs: What computing, copying and steps cost.
-            page_size: Tokens of a page.
-            recomputer: Computes again what the policy chooses once it is loaded; None where nobody does, and what the policy
-                chooses must be left to SGLang.
-            stores: Where more donors are; None for nowhere.
-            has_deadline: Without one plans depend on nothing but their arguments and the donors.
-            clock: Seconds.
+        Without a `recomputer`, tokens that the policy of `config` chooses are left to SGLang. Without a deadline, plans
+        depend on nothing but their arguments and the donors.
         """
         self.policy = chosen_policy(config)
         self._recomputer = recomputer
         self._left_out: SelectionPolicy = self.policy if recomputer is None else NoRecompute()
-        self._catalogue, self._cold = library.catalogue, None if stores is None else stores.cold
+        self._keeper, self._stores = keeper, stores
         self._costs = costs
         self._page_size = page_size
         self._min_run = config.min_run
-        self._recomputed: dict[int, int] = {}
-        lookup = partial(
-            Lookup,
+        self._recomputed: dict[tuple[DonorId, int], int] = {}
+        # One lookup, and so one memory of what was reused: a prompt is looked up again when what it reads has come.
+        self._lookup = Lookup(
+            keeper,
             min_run=config.min_run,
             max_generation=config.max_generation,
             refresh_after=config.refresh_after,
             deadline_ms=config.lookup_deadline_ms if has_deadline else math.inf,
             cut=self._cut,
+            near=keeper.resident,
             clock=clock,
         )
-        self._at_hand = lookup(library)
-        everywhere: DonorFinder = library if stores is None else AllDonors(library, stores.cold, stores, config.min_run)
-        self._everywhere = lookup(everywhere)
 
     def plan(
-        self, namespace: Namespace, tokens: array[int], exact_len: int, end: int, *, may_read: bool = False
-    ) -> LoadPlan:
-        """Plan the positions `[exact_len, end)` of a prompt.
-
-        Args:
-            namespace: Whose donors may be used.
-            tokens: The prompt.
-            exact_len: Tokens that the exact prefix cache gives.
-            end: Positions from it on are computed.
-            may_read: Whether donors in stores count.
-        """
+        self, namespace: Namespace, tokens: array[int], prefix_len: int, end: int, *, may_read: bool = False
+    ) -> LoadDecision:
+        """Plan the positions `[prefix_len, end)` of a prompt; donors in stores count if it `may_read`."""
         token_ids = np.frombuffer(tokens[: end + 1], np.int64)
-        lookup = self._everywhere if may_read else self._at_hand
-        found = lookup.find(namespace, token_ids, exact_len, self._costs)
+        self._recomputed.clear()
+        read_cost = self._stores.read_cost if may_read and self._stores is not None else None
+        donors = self._keeper.resident if read_cost is None else None
+        found = self._lookup.find(namespace, token_ids, prefix_len, self._costs, donors=donors, read_cost=read_cost)
         if isinstance(found.planned, Miss):
-            return LoadPlan((), found.planned, found.lookup_ms)
+            return LoadDecision((), found.planned, found.lookup_ms)
         recomputer = self._recomputer if found.planned.is_approximate else None
         if recomputer is not None and recomputer.policy_for(*extent(found.planned)) is None:
             miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
-            return LoadPlan((), miss, found.lookup_ms)
-        return LoadPlan(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
+            return LoadDecision((), miss, found.lookup_ms)
+        return LoadDecision(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
 
     def reset(self) -> None:
         """All donors are forgotten."""
-        self._at_hand.reset()
-        self._everywhere.reset()
+        self._lookup.reset()
 
-    def _cut(self, matches: Sequence[Match], exact_len: int, num_tokens: int) -> Sequence[Match]:
-        regions, self._recomputed = loadable(
+    def _cut(self, matches: Sequence[Match], prefix_len: int, num_tokens: int) -> Sequence[Match]:
+        regions, recomputed = loadable(
             matches,
-            start=exact_len,
+            start=prefix_len,
             end=num_tokens - 1,
             page_size=self._page_size,
             policy=self._left_out,
             min_run=self._min_run,
         )
+        self._recomputed |= {
+            (region.donor_id, region.target_start): recomputed[region.target_start] for region in regions
+        }
         return regions
 
-    def _span(self, region: Match) -> Span:
-        is_stored = is_cold(region.donor_id)
-        donor = self.donor_of(region.donor_id)
-        recomputed = self._recomputed[region.target_start]
+    def _span(self, region: Match) -> LoadSpan:
+        donor = self._keeper.catalogue.get(region.donor_id)
+        recomputed = self._recomputed[region.donor_id, region.target_start]
         fidelity = Fidelity.EXACT if region.is_exact else Fidelity.SHIFTED
-        return Span(
-            region.target_start, region.length, donor, region.donor_start, recomputed, fidelity, is_stored=is_stored
+        return LoadSpan(
+            region.target_start,
+            region.length,
+            donor,
+            region.donor_start,
+            recomputed,
+            fidelity,
+            is_stored=is_stored(donor),
         )
-
-    def donor_of(self, donor_id: DonorId) -> Donor | None:
-        """Return a donor at hand or in a store, or None if it is gone."""
-        if not is_cold(donor_id):
-            return self._catalogue.get(donor_id)
-        return None if self._cold is None else self._cold.get(donor_id)

@@ -1,21 +1,19 @@
 """One decision for all tensor-parallel ranks: rank 0's plan is carried to the others, and every load is confirmed by all.
 
 Every rank plans, so that all catalogues see the same lookups and stay alike, and then takes rank 0's plan. A span travels
-with a digest of the tokens that it copies. A rank on which the donor is another text does not load, and so nobody does.
+with a digest of the tokens that it copies. A rank on which the donor is another text does not load, and so no rank does.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from kvgraft.donors import new_secret
-from kvgraft.integrations.sglang.planning.spans import Span
-from kvgraft.integrations.sglang.stored.cold import is_cold
+from kvgraft.integrations.sglang.planning.spans import LoadSpan
 from kvgraft.types import DonorId, Fidelity
 
 if TYPE_CHECKING:
@@ -23,46 +21,11 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor
 
+    Spans = tuple[LoadSpan, ...]
+
 _Shared = TypeVar("_Shared")
 _KEEP, _REPLACE = 0, 1
-_FIELDS = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What is loaded for a request: as decided before (`spans` is None), or these spans."""
-
-    spans: tuple[Span, ...] | None
-
-
-class Ranks(Protocol):
-    """The ranks that serve one request together. Every rank makes the same calls in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this one."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    def decide(self, make: Callable[[], Decision]) -> Decision:
-        """Call `make` on every rank, and return what it returned on rank 0. `make` must not raise."""
-
-    def confirm(self, num_tokens: int) -> int:
-        """Return `num_tokens` if all ranks say the same, else -1."""
-
-    def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of `numbers`, float32 on the CPU; the same on all of them."""
-
-    def lowest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the lowest of each of `numbers`, as many on every rank."""
-
-    def shared(self, make: Callable[[], _Shared]) -> _Shared:
-        """Call `make` on rank 0 alone, and return on every rank what it returned. `make` must not raise."""
-
-    def gathered(self, part: str) -> list[str]:
-        """Return what every rank gave, in order of ranks."""
+_FIELDS = 8
 
 
 def shared_secret(group: dist.ProcessGroup) -> bytes:
@@ -72,37 +35,42 @@ def shared_secret(group: dist.ProcessGroup) -> bytes:
     return secret.numpy().tobytes()
 
 
-class OneRank:
-    """No tensor parallelism."""
+class Ranks:
+    """The ranks that serve one request together, all of which make the same calls in the same order; here the only one.
+
+    Attributes:
+        rank: Number of this one.
+        size: Number of ranks.
+    """
 
     rank, size = 0, 1
 
-    def decide(self, make: Callable[[], Decision]) -> Decision:
-        """Decide here."""
-        return make()
+    def chosen(self, spans: Spans | None) -> Spans | None:
+        """Return rank 0's spans on every rank; None to load what was chosen before."""
+        return spans
 
     def confirm(self, num_tokens: int) -> int:
-        """Agree with oneself."""
+        """Return `num_tokens` if all ranks say the same, else -1."""
         return num_tokens
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Be the sum."""
+        """Return the sum over ranks of `numbers`, float32 on the CPU; the same on all of them."""
         return numbers
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
-        """Be the lowest."""
+        """Return the lowest of each of `numbers`, as many on every rank."""
         return list(numbers)
 
     def shared(self, make: Callable[[], _Shared]) -> _Shared:
-        """Make it here."""
+        """Call `make` on rank 0 alone, and return on every rank what it returned. `make` must not raise."""
         return make()
 
     def gathered(self, part: str) -> list[str]:
-        """Be the only one."""
+        """Return the parts of all ranks, in order of ranks."""
         return [part]
 
 
-class TensorParallelRanks:
+class TensorParallelRanks(Ranks):
     """Ranks of a CPU process group; each call costs a broadcast or a reduction of a few numbers."""
 
     def __init__(self, group: dist.ProcessGroup, donor_of: Callable[[DonorId], Donor | None]) -> None:
@@ -110,10 +78,9 @@ class TensorParallelRanks:
         self._donor_of = donor_of
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def decide(self, make: Callable[[], Decision]) -> Decision:
+    def chosen(self, spans: Spans | None) -> Spans | None:
         """Broadcast the spans, donors by id and digest."""
-        mine = make()
-        numbers = self._encoded(mine) if self.rank == 0 else []
+        numbers = self._encoded(spans) if self.rank == 0 else []
         header = torch.tensor([len(numbers)], dtype=torch.int64)
         dist.broadcast(header, group=self._group, group_src=0)
         payload = (
@@ -141,7 +108,7 @@ class TensorParallelRanks:
         return [int(number) for number in reduced]
 
     def shared(self, make: Callable[[], _Shared]) -> _Shared:
-        """Broadcast what rank 0 makes."""
+        """Broadcast from rank 0."""
         made: list[Any] = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(made, group=self._group, group_src=0)
         result: _Shared = made[0]
@@ -153,37 +120,38 @@ class TensorParallelRanks:
         dist.all_gather_object(parts, part, group=self._group)
         return parts
 
-    def _encoded(self, decision: Decision) -> list[int]:
-        if decision.spans is None:
+    def _encoded(self, spans: Spans | None) -> list[int]:
+        if spans is None:
             return [_KEEP]
         numbers = [_REPLACE]
-        for span in decision.spans:
+        for span in spans:
             assert span.donor is not None
             assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
             is_exact, donor_id = span.fidelity is Fidelity.EXACT, span.donor.donor_id
             digest = _digest(span.donor, span.donor_start, span.length, is_exact=is_exact)
-            numbers += [span.start, span.length, donor_id, span.donor_start, span.recomputed, int(is_exact), digest]
+            numbers += [span.start, span.length, donor_id, span.donor_start, span.recomputed]
+            numbers += [int(is_exact), int(span.is_stored), digest]
         return numbers
 
-    def _decoded(self, numbers: list[int]) -> Decision:
+    def _decoded(self, numbers: list[int]) -> Spans | None:
         if numbers[0] == _KEEP:
-            return Decision(None)
+            return None
         rows = [numbers[first : first + _FIELDS] for first in range(1, len(numbers), _FIELDS)]
-        return Decision(tuple(self._span(row) for row in rows))
+        return tuple(self._span(row) for row in rows)
 
-    def _span(self, numbers: list[int]) -> Span:
-        start, length, donor_id, donor_start, recomputed, is_exact, digest = numbers
+    def _span(self, numbers: list[int]) -> LoadSpan:
+        start, length, donor_id, donor_start, recomputed, is_exact, is_stored, digest = numbers
         donor = self._donor_of(DonorId(donor_id))
         if donor is not None and _digest(donor, donor_start, length, is_exact=bool(is_exact)) != digest:
             donor = None
         fidelity = Fidelity.EXACT if is_exact else Fidelity.SHIFTED
-        return Span(start, length, donor, donor_start, recomputed, fidelity, is_stored=is_cold(DonorId(donor_id)))
+        return LoadSpan(start, length, donor, donor_start, recomputed, fidelity, is_stored=bool(is_stored))
 
 
 def _digest(donor: Donor, start: int, length: int, *, is_exact: bool) -> int:
-    """Digest what a span copies: the tokens and where and behind what they were encoded; 62 bits.
+    """Digest the tokens of a span and the position and text after which they were encoded; 62 bits.
 
-    Of an exact span those in front of it, too: what they are is why it is exact.
+    Of an exact span also the tokens before it, which make it exact.
     """
     first = 0 if is_exact else start
     digest = hashlib.blake2b(donor.token_ids[first : start + length].tobytes(), digest_size=8)

@@ -1,4 +1,4 @@
-"""Cut matches to what SGLang can load: behind the exact prefix, heads left to compute, whole pages. Pure."""
+"""Cut matches to regions that SGLang can load: after the exact prefix, heads left to compute, whole pages. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loadable(
 ) -> tuple[list[Match], dict[int, int]]:
     """Cut `matches` to regions that can be loaded as whole pages.
 
-    A token that the policy wants computed again becomes part of the gap in front of the next region, because SGLang
+    A token that the policy wants computed again becomes part of the gap before the next region, because SGLang
     computes consecutive tokens only.
 
     Args:
@@ -33,18 +33,18 @@ def loadable(
         min_run: Regions that become shorter are dropped.
 
     Returns:
-        The regions, sorted and disjoint, and by the start of each how many tokens of its run, in front of it, the policy had
+        The regions, sorted and disjoint, and by the start of each how many tokens of its run before it the policy had
         computed again.
 
     Complexity: O(tokens matched).
     """
     clipped = [part for match in matches if (part := cut(match, start, end)) is not None]
     regions, recomputed = [], {}
-    for part, in_front in _kept(clipped, end, policy):
+    for part, num_before in _kept(clipped, end, policy):
         region = _aligned(part, page_size)
         if region is not None and region.length >= min_run:
             regions.append(region)
-            recomputed[region.target_start] = in_front
+            recomputed[region.target_start] = num_before
     return regions, recomputed
 
 
@@ -62,7 +62,7 @@ def _aligned(match: Match, page_size: int) -> Match | None:
 
 
 def _kept(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> Iterator[tuple[Match, int]]:
-    """Yield what the policy leaves of `matches`, and how many tokens of the same match it takes in front of each.
+    """Yield what the policy leaves of `matches`, and how many tokens of the same match it takes before each.
 
     It is not asked about exact ones.
     """

@@ -1,4 +1,4 @@
-"""A stretch of a prompt that is to be loaded."""
+"""Spans of a prompt that are to be loaded, and the decision that they are."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvgraft.types import Fidelity, Match
 
 if TYPE_CHECKING:
     from kvgraft.donors import Donor
-    from kvgraft.types import SpanReport
+    from kvgraft.types import Miss, SpanReport, Substitution
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class LoadSpan:
     """Consecutive prompt tokens to be loaded from one donor.
 
     Attributes:
         start: Position in the prompt.
         length: Number of tokens.
-        donor: Where they come from; None if this rank does not know the donor that rank 0 chose.
+        donor: The donor; None if this rank does not know the one that rank 0 chose.
         donor_start: Index of the first token in the donor.
-        recomputed: Tokens in front of it that the donor had and that the selection policy has computed again.
+        recomputed: Tokens before it that the donor has and that the selection policy has computed again.
         fidelity: How its K/V relate to a full prefill's.
-        is_stored: Whether a store alone has the K/V; it is read before it can be loaded.
+        is_stored: Only a store has the K/V; they are read before they can be loaded.
     """
 
     start: int
@@ -37,17 +37,17 @@ class Span:
 
     @property
     def end(self) -> int:
-        """First position behind the span."""
+        """First position after the span."""
         return self.start + self.length
 
-    def behind(self, position: int) -> Span:
-        """Return the part at or behind `position`, which lies in the span."""
+    def after(self, position: int) -> LoadSpan:
+        """Return the part from `position` on, which lies in the span."""
         cut = position - self.start
         return replace(self, start=position, length=self.length - cut, donor_start=self.donor_start + cut)
 
     @property
     def match(self) -> Match:
-        """Where its tokens stand in the prompt and at its donor, which this rank knows."""
+        """The same tokens in the prompt and at the donor, which this rank knows."""
         assert self.donor is not None
         is_exact = self.fidelity is Fidelity.EXACT
         donor = self.donor
@@ -57,3 +57,26 @@ class Span:
         """Describe it once it is loaded."""
         assert self.donor is not None
         return reused_span(self.match, self.donor, is_substituted=self.fidelity is Fidelity.SUBSTITUTED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadDecision:
+    """The answer to a lookup, replaced whole when something else becomes true.
+
+    Attributes:
+        spans: Ascending, disjoint, whole pages after the exact prefix.
+        miss: Why there are none, or None.
+        lookup_ms: Duration of the lookup.
+        substitution: The other text that the spans copy, or None.
+        depends_on: Version of the donors, length of the prompt, end and exact length, of which it is a function; None if it
+            does not follow from a lookup.
+    """
+
+    spans: tuple[LoadSpan, ...] = ()
+    miss: Miss | None = None
+    lookup_ms: float = 0.0
+    substitution: Substitution | None = None
+    depends_on: tuple[int, int, int, int] | None = None
+
+
+UNDECIDED = LoadDecision()

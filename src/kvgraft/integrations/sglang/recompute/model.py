@@ -21,7 +21,7 @@ class RowModel(Protocol):
         """Compute the tokens `token_ids` at positions `rows`; every layer calls `attention`.
 
         Raises:
-            Exception: What failed, in the model or in `attention`.
+            Exception: The first failure, in the model or in `attention`.
         """
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvgraft.graft.drift_layout import RunLayout
 from kvgraft.graft.row_attention import AttentionRule, GatheredKV, QueryRows, attend
@@ -23,15 +24,13 @@ if TYPE_CHECKING:
     from kvgraft.graft.model import DriftRuns
     from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 
+_BLOCK_ROWS = 64
+"""Rows that share their keys in one call of the fused kernel."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptKV:
-    """The K/V of the beginning of a prompt.
-
-    Attributes:
-        buffers: SGLang's.
-        slots: int64, on the buffers' device, by position.
-    """
+    """The K/V of the beginning of a prompt: `slots`, int64 by position, of SGLang's buffers and on their device."""
 
     buffers: KVBuffers
     slots: Tensor
@@ -40,16 +39,16 @@ class PromptKV:
         return len(self.slots)
 
     def gather(self, layer: int, stop: int) -> GatheredKV:
-        """K/V of the positions `[0, stop)` in one layer."""
+        """Copy the K/V of positions `[0, stop)` of one layer."""
         keys, values = self.buffers.place(self.slots[:stop]).read(layer)
         return GatheredKV(torch.arange(stop, device=self.slots.device), keys, values)
 
 
 class SlotAttention(ABC):
-    """What SGLang's attention layers call during a pass over `rows`, ascending positions of one prompt.
+    """The attention backend of a pass over `rows`, ascending positions of one prompt; SGLang's layers call it.
 
     Nothing is raised inside the model, where ranks wait for one another between the layers: a failure is kept in `failure`,
-    the pass goes on with zeros and writes nothing more.
+    and the pass goes on with zeros and writes nothing more.
     """
 
     def __init__(self, prompt: PromptKV, rows: NDArray[np.int64]) -> None:
@@ -84,7 +83,7 @@ class SlotAttention(ABC):
                 rows = QueryRows(self._rows, query.view(-1, layer.tp_q_head_num, layer.head_dim))
                 rule = AttentionRule(float(layer.scaling), softcap=float(layer.logit_cap or 0), sinks=sinks)
                 return self._attend(int(layer.layer_id), rule, rows, keys, values).view(query.shape)
-            except Exception as error:  # noqa: BLE001 - raised by whoever runs the pass
+            except Exception as error:  # noqa: BLE001 - raised once the pass is over
                 self.failure = error
         return torch.zeros_like(query)
 
@@ -93,26 +92,22 @@ class SlotAttention(ABC):
 
 
 class Look(SlotAttention):
-    """Sums what rows attend to, and writes nothing: K/V behind the prompt's beginning live as long as the layer.
+    """Sums the attention of rows, and writes nothing: K/V after the prompt's beginning live as long as the layer.
 
-    Attributes:
-        mass: float32 by position of the prompt, summed over the observed rows, this rank's heads, and layers.
+    `mass` is float32 by position of the prompt, summed over the observed rows, this rank's heads, and layers.
     """
 
     def __init__(self, prompt: PromptKV, rows: NDArray[np.int64], num_observed: int) -> None:
-        """Look through the eyes of the last `num_observed` of `rows`."""
+        """Observe the last `num_observed` of `rows`."""
         super().__init__(prompt, rows)
         self.mass = torch.zeros(int(rows[-1]) + 1, device=prompt.slots.device)
         self._num_observed = num_observed
-        self._first_behind = int(np.searchsorted(rows, len(prompt)))
+        self._first_after = int(np.searchsorted(rows, len(prompt)))
 
     def _attend(self, layer: int, rule: AttentionRule, rows: QueryRows, keys: Tensor, values: Tensor) -> Tensor:
-        front, behind = self._prompt.gather(layer, len(self._prompt)), slice(self._first_behind, None)
-        seen = GatheredKV(
-            torch.cat([front.positions, rows.positions[behind]]),
-            torch.cat([front.keys, keys[behind].to(front.keys.dtype)]),
-            torch.cat([front.values, values[behind].to(front.values.dtype)]),
-        )
+        after = slice(self._first_after, None)
+        later = GatheredKV(rows.positions[after], keys[after], values[after])
+        seen = self._prompt.gather(layer, len(self._prompt)).followed_by(later)
         return attend(rule, rows, seen, self.mass, self._num_observed)
 
 
@@ -126,25 +121,48 @@ class Recomputation(SlotAttention):
         """Compute `rows`, all of them in the prompt's beginning; correct the runs of `drift`."""
         super().__init__(prompt, rows)
         self._own = prompt.buffers.place(prompt.slots[self._rows])
-        self._stop = int(rows[-1]) + 1
+        self._row_positions = rows
         self._drift = None if drift is None else _PassDrift(drift, prompt, rows)
-        self._unread = torch.zeros(self._stop, device=prompt.slots.device)
 
     def _attend(self, layer: int, rule: AttentionRule, rows: QueryRows, keys: Tensor, values: Tensor) -> Tensor:
-        # Formed before anything is written: what the sampled tokens held is read from their slots.
+        # Before anything is written: the reused K/V of the sampled tokens are read from their slots.
         if self._drift is not None:
             self._drift.correct(layer, keys, values)
         self._own.write(layer, keys, values)
-        return attend(rule, rows, self._prompt.gather(layer, self._stop), self._unread, 0)
+        stop = int(self._row_positions[-1]) + 1
+        seen = self._prompt.gather(layer, stop)
+        if rule.sinks is None and not rule.softcap:
+            return attend_in_blocks(rule.scale, self._row_positions, rows, seen)
+        return attend(rule, rows, seen, torch.zeros(stop, device=rows.positions.device), 0)
+
+
+def attend_in_blocks(scale: float, positions: NDArray[np.int64], rows: QueryRows, kv: GatheredKV) -> Tensor:
+    """Return the attention output of rows at ascending `positions` over K/V of all positions up to the last one.
+
+    Rows go through PyTorch's fused kernel, which keeps no scores, a block at a time, each over the keys up to its last row's:
+    chosen rows lie all over a prompt, and with all keys for all of them this took half of a recomputation on a CPU.
+
+    Complexity: O(num_rows * num_heads * keys up to the row's block * head_dim) time.
+    """
+    output = torch.empty_like(rows.query)
+    keys, values = (part.to(rows.query.dtype).transpose(0, 1)[None] for part in (kv.keys, kv.values))
+    for start in range(0, len(positions), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        stop = int(positions[block][-1]) + 1
+        is_seen = kv.positions[:stop] <= rows.positions[block, None]
+        query = rows.query[block].transpose(0, 1)[None]
+        attended = scaled_dot_product_attention(
+            query, keys[:, :, :stop], values[:, :, :stop], attn_mask=is_seen, scale=scale, enable_gqa=True
+        )
+        output[block] = attended[0].transpose(0, 1)
+    return output
 
 
 class _PassDrift:
     """The runs that a pass corrects."""
 
     def __init__(self, drift: DriftRuns, prompt: PromptKV, rows: NDArray[np.int64]) -> None:
-        sample = np.concatenate([run.sample for run in drift.runs])
-        rest = np.concatenate([run.rest for run in drift.runs])
-        device = prompt.slots.device
+        device, sample, rest = prompt.slots.device, drift.sample, drift.rest
         self._correction = drift.correction
         self._rope = prompt.buffers.rope
         self._layout = RunLayout.of(drift.runs, device)

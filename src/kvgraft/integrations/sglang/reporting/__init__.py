@@ -1,1 +1,1 @@
-"""What became of requests: for the log, a file, answers and metrics."""
+"""Reports of requests: for the log, a file, answers and metrics."""

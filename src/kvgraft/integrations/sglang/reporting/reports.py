@@ -1,4 +1,4 @@
-"""What becomes of every request: one report, and one per attempt, for log, file, response and metrics."""
+"""Reports of requests, with one per attempt, for log, file, response and metrics."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.metrics import (
+    GRAFT_ERRORS,
+    Sample,
+    StoreSamples,
+    donor_samples,
+    num_failed,
+    samples,
+    semantic_samples,
+)
 from kvgraft.reuse.report import report_as_dict, worst_report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from kvgraft.integrations.sglang.donors.library import DonorLibrary
-    from kvgraft.integrations.sglang.request_state import RequestState
+    from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
+    from kvgraft.integrations.sglang.request_state import SGLangRequest
     from kvgraft.integrations.sglang.stored.link import StoreLink
-    from kvgraft.types import GraftReport, Miss, StoreCounts
+    from kvgraft.types import GraftReport, Miss
 
 logger = logging.getLogger(__name__)
 
 
-class Metrics(Protocol):
-    """Takes counts; `SGLangMetrics` gives them to SGLang's Prometheus endpoint."""
+class SampleSink(Protocol):
+    """Takes samples; `SGLangMetrics` shows them on SGLang's Prometheus endpoint."""
 
-    def count_report(self, report: GraftReport) -> None:
-        """One request that ended."""
-
-    def count_error(self) -> None:
-        """Something failed and became a miss."""
-
-    def show_donors(self, num_donors: int, num_tokens: int, host_bytes: int) -> None:
-        """How many donors there are."""
-
-    def show_stores(self, counts: Iterable[StoreCounts], num_cold: int) -> None:
-        """What stores have done so far, and how many donors they have."""
+    def record(self, samples: Iterable[Sample]) -> None:
+        """Record samples."""
 
 
 class RequestLog:
-    """Writes what became of requests. Not thread-safe.
+    """Writes reports of requests, and counts. Not thread-safe.
 
     Args:
-        metrics: Counters; None for none.
+        metrics: Takes counts; None for none.
         path: File that gets one JSON line per request; empty for none.
-        is_first_rank: The other ranks keep quiet, for they would say the same.
+        is_first_rank: Of the ranks, which all see the same, only the first writes.
     """
 
-    def __init__(self, metrics: Metrics | None, path: str = "", *, is_first_rank: bool = True) -> None:
+    def __init__(self, metrics: SampleSink | None, path: str = "", *, is_first_rank: bool = True) -> None:
         self._path = Path(path) if path and is_first_rank else None
         self._is_first_rank = is_first_rank
         self._pending: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
         self.metrics = metrics
+        self._stores = StoreSamples()
         self.num_errors = 0
 
     @property
@@ -60,14 +61,14 @@ class RequestLog:
         """Whether a response waits for its report."""
         return bool(self._pending)
 
-    def finished(self, req: Any, state: RequestState, policy: str) -> None:  # noqa: ANN401 - SGLang's Req
-        """A request has its answer."""
+    def finished(self, req: Any, state: SGLangRequest, policy: str) -> None:  # noqa: ANN401 - SGLang's Req
+        """Report a request that has its answer."""
         entry = self._ended(state, policy, "finished", len(req.output_ids))
         if self._is_first_rank:
             self._pending[req] = entry
 
-    def aborted(self, state: RequestState, policy: str) -> None:
-        """A request ended without an answer."""
+    def aborted(self, state: SGLangRequest, policy: str) -> None:
+        """Report a request that ended without an answer."""
         self._ended(state, policy, "aborted", 0)
 
     def failed(self, stage: str, rid: str, error: Exception) -> Miss:
@@ -76,27 +77,34 @@ class RequestLog:
         self.count_error()
         return miss_of(error)
 
-    def count_error(self) -> None:
-        """Count something that went wrong and became a miss."""
-        self.num_errors += 1
-        if self.metrics is not None:
-            self.metrics.count_error()
+    def count_semantic(self, outcomes: Mapping[str, int]) -> None:
+        """Count calls of a semantic provider by outcome; failed ones are failures of reuse."""
+        self._record(semantic_samples(outcomes))
+        for _ in range(num_failed(outcomes)):
+            self.count_error()
 
-    def show_donors(self, library: DonorLibrary) -> None:
+    def count_error(self) -> None:
+        """Count a failure that became a miss."""
+        self.num_errors += 1
+        self._record([Sample(GRAFT_ERRORS, (), 1)])
+
+    def show_donors(self, keeper: DonorKeeper) -> None:
         """Show how many donors there are."""
-        if self.metrics is not None:
-            self.metrics.show_donors(len(library), library.catalogue.num_tokens, library.host_bytes)
+        self._record(donor_samples(len(keeper), keeper.catalogue.num_tokens, keeper.host_bytes))
 
     def show_stores(self, stores: StoreLink) -> None:
         """Show what stores have done so far."""
+        self._record(self._stores.changes(stores.counts(), stores.num_stored))
+
+    def _record(self, counted: Iterable[Sample]) -> None:
         if self.metrics is not None:
-            self.metrics.show_stores(stores.counts(), len(stores.cold))
+            self.metrics.record(counted)
 
     def take(self, req: Any) -> dict[str, object] | None:  # noqa: ANN401 - SGLang's Req
         """Return a request's report once, for its response."""
         return self._pending.pop(req, None)
 
-    def _ended(self, state: RequestState, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
+    def _ended(self, state: SGLangRequest, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
         # One that waits again after a retraction has not been matched.
         current = () if state.attempts and not state.num_tokens else (state.attempt(policy),)
         attempts = (*state.attempts, *current)
@@ -110,13 +118,12 @@ class RequestLog:
             "attempts": [attempt.as_dict() for attempt in attempts],
         }
         if self._is_first_rank:
-            if self.metrics is not None:
-                self.metrics.count_report(report)
-            self._tell(state, outcome, report)
+            self._record(samples(report))
+            self._log_entry(state, outcome, report)
             self._write(entry)
         return entry
 
-    def _tell(self, state: RequestState, outcome: str, report: GraftReport) -> None:
+    def _log_entry(self, state: SGLangRequest, outcome: str, report: GraftReport) -> None:
         logger.log(
             logging.INFO if report.spans else logging.DEBUG,
             "request %s %s: %d prompt tokens, %d exact, %d copied in %d regions, %d steps, lookup %.2f ms, copy %.2f ms%s",
@@ -127,7 +134,7 @@ class RequestLog:
             report.shifted_tokens + report.substituted_tokens,
             len(report.spans),
             state.num_steps,
-            state.lookup_ms,
+            state.decision.lookup_ms,
             state.graft_ms,
             "" if state.miss is None else f"; {state.miss.reason.value}: {state.miss.detail}",
         )

@@ -1,4 +1,4 @@
-"""Where answers leave SGLang: the report in `meta_info["kvgraft"]` of `/generate`, and what is done once they are sent."""
+"""Reports in answers of SGLang, in `meta_info["kvgraft"]` of `/generate`; text is registered once an answer is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @cache
 def reporting(streamer_class: type[Any]) -> type[Any]:
-    """Derive an output streamer that adds a request's report to its last piece of output, and registers donors behind it."""
+    """Derive an output streamer that adds a request's report to its last piece of output, and registers donors after it."""
 
     class ReportingOutputStreamer(streamer_class):  # type: ignore[misc]
         """Needs a `GraftRadixCache` as `tree_cache`."""
@@ -20,7 +20,7 @@ def reporting(streamer_class: type[Any]) -> type[Any]:
         has_additional_customized_info = True
 
         def stream_output(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            """Send what a step gave; only then is its text made a donor."""
+            """Send the output of a step; only then is its text made a donor."""
             super().stream_output(*args, **kwargs)
             reuse = getattr(self.tree_cache, "reuse", None)
             if reuse is not None:

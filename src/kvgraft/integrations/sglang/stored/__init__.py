@@ -1,1 +1,1 @@
-"""Donors in stores behind this process: kept for the next one, shared with others. Nothing here is ever waited for long."""
+"""Drivers of the stores of an SGLang scheduler: they write, look and read; what is stored is decided in `kvgraft.reuse`."""

@@ -1,9 +1,9 @@
-"""The stores of one scheduler: what it offers them, what it knows of them, and what it reads.
+"""The stores of one scheduler: it offers donors, follows the contents of stores and reads from them.
 
 A space is opened for the weights that are in memory, and closed before they may change. Nothing that other weights computed
 is found in it, whatever the model is called.
 
-What fails on one rank raises on all of them, once all have done their part, so that none is left behind in an exchange.
+What fails on one rank raises on all of them, once all have done their part, so that none waits alone in an exchange.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
-from kvgraft.donors.record import StoreNews, space_name
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.sglang.stored.reads import ReadState, SharedFetch, SpanRead, SpanReads
-from kvgraft.integrations.sglang.stored.speed import PrefillSpeed
+from kvgraft.integrations.sglang.stored.shared_read import SharedRead
 from kvgraft.integrations.sglang.stored.write_behind import MAX_QUEUED_BYTES, WriteBehind
+from kvgraft.memory.store.record import DonorRecord, StoreNews, space_name
 from kvgraft.memory.store.tier import UsedStore
-from kvgraft.reuse.stored import StoredKV
-from kvgraft.types import Fidelity, Miss, MissReason, StoreCounts
+from kvgraft.reuse.reads import PrefillSpeed, ReadState, ReadTerms, StoredReads, StoredSpan, store_miss
+from kvgraft.types import DonorId, Fidelity, Match, StoreCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvgraft.donors import CostModel
-    from kvgraft.integrations.sglang.donors.library import DonorLibrary
+    from kvgraft.donors import CostModel, Donor
+    from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.planning.ranks import Ranks
-    from kvgraft.integrations.sglang.planning.spans import Span
-    from kvgraft.integrations.sglang.stored.cold import ColdDonors
+    from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.memory.store import KVStore, RowLayout
-    from kvgraft.types import DonorId, Match
 
 _Result = TypeVar("_Result")
 
@@ -40,18 +37,11 @@ _BUSY_PIECES, _IDLE_PIECES = 16, 8
 _NEWS_BUSY, _NEWS_IDLE = 16, 64
 """Donors of others that are listed likewise, and in one go of an idle scheduler."""
 _IDLE_S = 0.25
-"""How long an idle scheduler lists what is new; there is much of it behind a start alone."""
-_LEAST_PATIENCE_S = 0.5
-_TIMES_EXPECTED = 4
-"""A read may take this many times as long as reads usually do, for stores stutter."""
-_SHARE_OF_COMPUTING, _MOST_PATIENCE_S = 4, 5.0
-"""And it may take a fourth of the time of computing: giving up a moment too early costs all of that."""
+"""Time in which an idle scheduler lists what is new; there is much of it only after a start."""
 _NAP_S = 0.002
 """How long a scheduler that has nothing else to do waits for a read before it looks around again."""
-
-
-_LATE = Miss(MissReason.DEADLINE, "K/V did not come from the store in time")
-_LOST = Miss(MissReason.NO_MATCH, "the store could not give back what it had")
+_UNKNOWN = Match(0, DonorId(-1), 0, 1)
+"""Stands for a span whose donor this rank does not know."""
 
 
 class StoreLink:
@@ -60,8 +50,7 @@ class StoreLink:
     def __init__(
         self,
         stores: Sequence[KVStore],
-        library: DonorLibrary,
-        cold: ColdDonors,
+        keeper: DonorKeeper,
         ranks: Ranks,
         *,
         layout: RowLayout,
@@ -74,23 +63,25 @@ class StoreLink:
 
         Args:
             stores: In the order in which they are asked.
-            library: Donors at hand.
-            cold: List of what stores have.
+            keeper: Donors, resident and stored.
             ranks: Decide together.
             layout: Of this rank's K/V.
-            costs: What computing costs.
+            costs: Of computing.
             weights: Digest of this rank's weights as they are now.
-            host_bytes: Host memory for what is read.
+            host_bytes: Most K/V that are read for one request.
             clock: Seconds.
         """
-        self.cold, self.costs = cold, costs
+        self.costs = costs
         self.prefill = PrefillSpeed()
-        self._stores, self._library, self._layout, self._ranks = stores, library, layout, ranks
+        self._stores, self._keeper, self._layout, self._ranks = stores, keeper, layout, ranks
         self._weights, self._host_bytes, self._clock = weights, host_bytes, clock
         self._digest: str | None = None
-        self._behind = WriteBehind(library, cold, ranks, layout.bytes_per_token)
+        self._stored = keeper.stored
+        self._room = host_bytes // layout.bytes_per_token
+        self._terms = ReadTerms(self._stored, self._expected_s, lambda: self.prefill.per_s, most_tokens=self._room)
+        self._behind = WriteBehind(keeper, ranks, layout.bytes_per_token)
         self._used: list[UsedStore] = []
-        self._fetches: WeakValueDictionary[tuple[int, str, int, int], SharedFetch] = WeakValueDictionary()
+        self._fetches: WeakValueDictionary[tuple[int, str, int, int], SharedRead] = WeakValueDictionary()
         self._space = ""
         self.is_open = False
 
@@ -131,7 +122,7 @@ class StoreLink:
                     clock=self._clock,
                 )
             )
-        self._behind.writers = tuple(used.writer for used in self._used)
+        self._behind.begin([used.writer for used in self._used])
 
     def _on_all(self, part: Callable[[], _Result]) -> _Result:
         """Do this rank's part of something, with no exchange in it; if it fails on one rank it raises on all of them."""
@@ -148,16 +139,21 @@ class StoreLink:
         """Forget everything that was in the space; what is being written is finished, what waits is not written."""
         if weights_change:
             self._digest = None
-        self._behind.writers = ()
-        self._behind.donors_reset()
+        self._behind.end()
         for used in self._used:
             used.leave()
         self._fetches.clear()
-        self.cold.clear()
+        self._stored.clear()
+        self._keeper.version += 1
         self.is_open = False
 
+    @property
+    def num_stored(self) -> int:
+        """Donors whose K/V lie in stores alone."""
+        return self._keeper.catalogue.num_stored
+
     def counts(self) -> tuple[StoreCounts, ...]:
-        """What came of every store so far."""
+        """Return the counts of each store."""
         return tuple(used.counts() for used in self._used)
 
     # Between requests
@@ -184,131 +180,117 @@ class StoreLink:
     def _write(self, num_pieces: int) -> None:
         self._behind.work(num_pieces)
         for used in self._used:
-            used.writer.take_written()  # the next look tells of it, and of what other ranks have
+            used.writer.take_written()  # the next look finds it, and what other ranks have
 
     def _list(self, limit: int, stop: float) -> bool:
-        """List some news of the stores, as the first rank tells them; returns whether it has more, and time for it."""
+        """List some news of the stores, those of the first rank; returns whether it has more, and time for it."""
         failed: list[Exception] = []
 
-        def told() -> tuple[list[StoreNews], bool]:
+        def news_of_stores() -> tuple[list[str], list[StoreNews], bool]:
             try:
+                again = self._stored.recall()
+                for used in self._used:
+                    used.forget(again)
                 news = [used.news(limit) for used in self._used]
             except Exception as error:  # noqa: BLE001 - raised on all ranks below
                 failed.append(error)
-                return [], False
-            return news, any(len(each.added) == limit for each in news) and time.perf_counter() < stop
+                return [], [], False
+            return again, news, any(len(each.added) == limit for each in news) and time.perf_counter() < stop
 
-        everything, has_more = self._ranks.shared(told)
-        self._on_all(partial(self._take_news, everything, failed))
+        again, everything, has_more = self._ranks.shared(news_of_stores)
+        self._on_all(partial(self._take_news, again, everything, failed))
         return has_more
 
-    def _take_news(self, everything: Sequence[StoreNews], failed: Sequence[Exception]) -> None:
+    def _take_news(self, again: Sequence[str], everything: Sequence[StoreNews], failed: Sequence[Exception]) -> None:
         for error in failed:
             raise error
-        for place, news in enumerate(everything):
+        self._stored.recalled(again)  # clocks of ranks differ
+        for store, news in enumerate(everything):
             for key in news.removed:
-                self.cold.remove(key, place)
+                self._stored.lost(key, store)
             for record in news.added:
-                self.cold.add(record, place)
-
-    # Planning
-
-    def worth_reading(self, matches: Iterable[Match]) -> list[Match]:
-        """Keep those matches whose read beats computing them, as far as host memory has room for them."""
-        if not self.is_open:
-            return []
-        chosen, room = [], self._host_bytes // self._layout.bytes_per_token
-        for match in matches:
-            if match.length <= room and self._pays(match):
-                chosen.append(match)
-                room -= match.length
-        return chosen
-
-    def _pays(self, match: Match) -> bool:
-        read_s = self._expected_s(match.donor_id, match.length)
-        compute_s = self.prefill.seconds(
-            self.costs.saving(match.target_start, match.target_end, is_exact=match.is_exact)
-        )
-        return read_s < (float("inf") if compute_s is None else compute_s)
-
-    def _expected_s(self, donor_id: DonorId, length: int) -> float:
-        place = self.cold.place_of(donor_id)
-        return float("inf") if place is None else self._used[place].expected_s(length)
+                self._stored.join(record, store)
+            self._keeper.version += bool(news.removed or news.added)
 
     # Reading
 
-    def begin(self, spans: Sequence[Span]) -> SpanReads:
-        """Begin to read spans of stored donors.
+    def read_cost(self, match: Match) -> float:
+        """Return the cost of reading a match; see `ReadTerms`."""
+        return self._terms.cost(match)
+
+    def _expected_s(self, store: int, num_tokens: int) -> float:
+        return self._used[store].expected_s(num_tokens)
+
+    def begin(self, spans: Sequence[LoadSpan]) -> StoredReads:
+        """Begin to read spans of stored donors, as many as host memory has room for.
 
         Raises:
             Exception: It failed here or on another rank; `close` is to follow.
         """
-        return self._on_all(partial(self._begun, spans))
+        return self._on_all(partial(self._begun, self._fitting(spans)))
 
-    def _begun(self, spans: Sequence[Span]) -> SpanReads:
+    def _fitting(self, spans: Iterable[LoadSpan]) -> list[LoadSpan]:
+        chosen, room = [], self._room
+        for span in spans:
+            if span.length <= room:
+                chosen.append(span)
+                room -= span.length
+        return chosen
+
+    def _begun(self, spans: Sequence[LoadSpan]) -> StoredReads:
         cost = sum(self.costs.saving(span.start, span.end, is_exact=span.fidelity is Fidelity.EXACT) for span in spans)
-        expected_s = sum(0.0 if span.donor is None else self._patience_for(span) for span in spans)
-        patience_s = max(_LEAST_PATIENCE_S, expected_s)
-        compute_s = self.prefill.seconds(cost)
-        if compute_s is not None:
-            patience_s = min(max(patience_s, min(compute_s / _SHARE_OF_COMPUTING, _MOST_PATIENCE_S)), compute_s)
-        return SpanReads([self._begin(span) for span in spans], patience_s, self._clock)
+        reads = [self._begin(span) for span in spans]
+        return StoredReads(reads, self._terms.patience_s([read.match for read in reads], cost), self._clock)
 
-    def _patience_for(self, span: Span) -> float:
-        assert span.donor is not None
-        expected_s = self._expected_s(span.donor.donor_id, span.length)
-        return 0.0 if expected_s == float("inf") else _TIMES_EXPECTED * expected_s
-
-    def _begin(self, span: Span) -> SpanRead:
+    def _begin(self, span: LoadSpan) -> StoredSpan:
         donor = span.donor
-        place = None if donor is None or not self.is_open else self.cold.place_of(donor.donor_id)
-        if donor is None or place is None:
-            return SpanRead(None, 0, span.donor_start, span.length, None)
-        assert isinstance(donor.kv, StoredKV)
-        named = (place, donor.kv.key, span.donor_start, span.length)
+        if donor is None:
+            return StoredSpan(_UNKNOWN, None, 0, None)
+        key, store = self._stored.key_of(donor.donor_id), self._stored.holder_of(donor.donor_id)
+        if key is None or store is None:
+            return StoredSpan(span.match, None, 0, None)
+        named = (store, key, span.donor_start, span.length)
         shared = self._fetches.get(named)  # requests that wait for the same text share a read
-        if shared is None or shared.fetch.is_cancelled:
-            shared = self._fetches[named] = SharedFetch(self._used[place].reader.fetch(*named[1:]))
-        return SpanRead(donor, place, span.donor_start, span.length, shared.join())
+        if shared is None or shared.is_cancelled:
+            shared = self._fetches[named] = SharedRead(self._used[store].reader.fetch(*named[1:]))
+        return StoredSpan(span.match, donor, store, shared.join())
 
-    def settle(self, reads: SpanReads) -> bool:
+    def settle(self, reads: StoredReads) -> bool:
         """Take what has arrived on all ranks to host memory; False while any is awaited. `reads.miss` says what lacks.
 
         Raises:
             Exception: It failed here or on another rank; `close` is to follow.
         """
-        # Late is what the first rank's clock says, and then whatever any rank still waits for.
+        # The first rank's clock decides that it is late, and then every read that a rank still waits for.
         in_time = int(self._ranks.rank != 0 or not reads.is_late)
-        *lowest, in_time = self._ranks.lowest([*reads.states(), in_time])
-        agreed = [ReadState(state) for state in lowest]
-        is_late = ReadState.PENDING in agreed
-        if is_late and in_time:
+        *lowest, in_time = self._ranks.lowest([*(int(span.state) for span in reads.spans), in_time])
+        states = [ReadState(state) for state in lowest]
+        if ReadState.PENDING in states and in_time:
             return False
-        self._on_all(partial(self._take_all, reads, agreed))
-        if any(state is not ReadState.THERE for state in agreed):
-            reads.miss = _LATE if is_late else _LOST
+        self._on_all(partial(self._take_all, reads, states))
+        if any(state is not ReadState.THERE for state in states):
+            reads.miss = store_miss(states)
         reads.cancel()
         return True
 
-    def _take_all(self, reads: SpanReads, states: Sequence[ReadState]) -> None:
-        for read, state in zip(reads.reads, states, strict=True):
-            self._take(read, state)
+    def _take_all(self, reads: StoredReads, states: Sequence[ReadState]) -> None:
+        for span, state in zip(reads.spans, states, strict=True):
+            if state is ReadState.PENDING:
+                self._used[span.store].was_late()  # on all ranks: the first one chooses what is read
+            elif span.donor is not None:
+                self._take(span, span.donor, state)
 
-    def _take(self, read: SpanRead, state: ReadState) -> None:
+    def _take(self, span: StoredSpan, donor: Donor, state: ReadState) -> None:
+        key = DonorRecord.of(donor).key
         if state is ReadState.THERE:
-            assert read.donor is not None
-            assert isinstance(read.donor.kv, StoredKV)
-            self._library.keep(read.donor, read.start, read.block())
-            self.cold.record_hit(read.donor.kv.key, read.length)
-            self._used[read.place].was_in_time()
-            self._used[read.place].touch(read.donor.kv.key)
+            assert isinstance(span.read, SharedRead)
+            self._keeper.keep(donor, span.match.donor_start, span.read.block())
+            self._used[span.store].was_in_time()
+            self._used[span.store].touch(key)
         elif state is ReadState.LOST:
-            if read.donor is not None:
-                assert isinstance(read.donor.kv, StoredKV)
-                self.cold.remove(read.donor.kv.key, read.place)
-        elif state is ReadState.PENDING:
-            self._used[read.place].was_late()  # on all ranks: the first one chooses what is read
+            self._stored.lost(key, span.store)
+            self._keeper.version += 1
 
-    def nap(self, reads: SpanReads) -> None:
+    def nap(self, reads: StoredReads) -> None:
         """Wait a moment, where a scheduler has nothing else to do than to look again and again."""
         reads.wait(_NAP_S)

@@ -1,4 +1,4 @@
-"""Bring new donors into stores, behind the requests that computed them.
+"""Bring new donors into stores, after the requests that computed them.
 
 K/V of a text in SGLang's tree are gathered piece by piece, so that the scheduler is never held up for long, and without
 holding slots: every piece is copied out of slots that are looked up anew. A text that is evicted in between is given up; what
@@ -11,19 +11,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.donors.record import DonorRecord
-from kvgraft.integrations.sglang.donors.texts import HostKV
+from kvgraft.integrations.sglang.donors.texts import HostBlockKV
 from kvgraft.memory.block import KVBlock
-from kvgraft.types import Namespace
+from kvgraft.memory.store.record import DonorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.donors import Donor
+    from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.kv_buffers import Export
-    from kvgraft.integrations.sglang.donors.library import DonorLibrary
     from kvgraft.integrations.sglang.planning.ranks import Ranks
-    from kvgraft.integrations.sglang.stored.cold import ColdDonors
     from kvgraft.memory.store.tier import StoreWriter
 
 PIECE_BYTES = 8 << 20
@@ -54,80 +52,68 @@ class _Gathering:
 
 
 class WriteBehind:
-    """Watches the donors at hand and offers them to writers. Not thread-safe.
+    """Offers new donors to writers. Not thread-safe.
 
     Ranks that serve requests together call it at the same points. It looks into the tree by their common decisions alone,
     for every look counts as a use of what it finds, and trees of ranks must evict the same.
     """
 
-    def __init__(self, library: DonorLibrary, cold: ColdDonors, ranks: Ranks, bytes_per_token: int) -> None:
-        self._library, self._cold, self._ranks = library, cold, ranks
+    def __init__(self, keeper: DonorKeeper, ranks: Ranks, bytes_per_token: int) -> None:
+        self._keeper, self._ranks = keeper, ranks
         self._bytes_per_token = bytes_per_token
         self._piece_tokens = max(1, PIECE_BYTES // bytes_per_token)
-        self._waiting: deque[Donor] = deque(maxlen=_MAX_WAITING)
         self._gathering: _Gathering | None = None
         self._arriving: deque[_Gathering] = deque()
-        self.writers: Sequence[StoreWriter] = ()
-        library.catalogue.watch(self)
+        self._writers: Sequence[StoreWriter] = ()
 
     @property
     def is_idle(self) -> bool:
         """Whether every donor was offered."""
-        return not self._waiting and self._gathering is None and not self._arriving
+        return not self._keeper.unwritten and self._gathering is None and not self._arriving
 
     def pieces_of(self, num_tokens: int) -> int:
         """Pieces of so many tokens, one at least."""
         return max(1, -(-num_tokens // self._piece_tokens))
 
-    def donor_added(self, donor: Donor) -> None:
-        """Note a new donor, unless it came out of a store or is an adapter's: their names may come to mean other weights."""
-        if self.writers and isinstance(donor.namespace, Namespace) and not donor.namespace.adapter:
-            self._waiting.append(donor)
+    def begin(self, writers: Sequence[StoreWriter]) -> None:
+        """Offer donors that are new from now on."""
+        self._writers = writers
+        self._keeper.unwritten = deque(maxlen=_MAX_WAITING)
 
-    def donor_removed(self, donor: Donor) -> None:
-        """Its K/V may still be there."""
-
-    def donors_reset(self) -> None:
+    def end(self) -> None:
         """Forget what was not offered."""
-        self._waiting.clear()
+        self._writers, self._keeper.unwritten = (), None
         self._arriving.clear()
         self._gathering = None
 
     def has_room(self) -> bool:
         """Whether something waits to be copied, and every rank has room for it. The ranks' exchange; `work` has none."""
-        return bool((self._waiting or self._gathering) and self._ranks.lowest([self._has_room_here()])[0])
+        return bool((self._keeper.unwritten or self._gathering) and self._ranks.lowest([self._has_room_here()])[0])
 
     def work(self, num_pieces: int) -> None:
         """Copy at most `num_pieces` pieces, and offer what is complete."""
         self._offer_arrived()
         for _ in range(num_pieces):
             if self._gathering is None:
-                self._gathering = self._next()
-            if self._gathering is None:
-                break
+                if not self._keeper.unwritten:
+                    break
+                self._gathering = _Gathering(self._keeper.unwritten.popleft())
             self._copy_piece(self._gathering)
         self._offer_arrived()
 
     def _has_room_here(self) -> bool:
         arriving = sum(each.donor.num_tokens for each in self._arriving) * self._bytes_per_token
-        return any(writer.queued_bytes + arriving < MAX_QUEUED_BYTES // 2 for writer in self.writers)
+        return any(writer.queued_bytes + arriving < MAX_QUEUED_BYTES // 2 for writer in self._writers)
 
     def _offer_arrived(self) -> None:
         while self._arriving and self._arriving[0].has_arrived:
             self._offer(self._arriving.popleft())
 
-    def _next(self) -> _Gathering | None:
-        while self._waiting:
-            donor = self._waiting.popleft()
-            if not self._cold.has_text(donor):
-                return _Gathering(donor)
-        return None
-
     def _copy_piece(self, gathering: _Gathering) -> None:
         donor, start = gathering.donor, gathering.next_token
         # What host memory has is copied by the writer's thread.
-        length = donor.num_tokens if isinstance(donor.kv, HostKV) else self._piece_tokens
-        piece = self._library.export(donor, start, min(length, donor.num_tokens - start))
+        length = donor.num_tokens if isinstance(donor.kv, HostBlockKV) else self._piece_tokens
+        piece = self._keeper.export(donor, start, min(length, donor.num_tokens - start))
         if piece is None:
             self._gathering = None
             return
@@ -141,5 +127,5 @@ class WriteBehind:
         donor = gathering.donor
         record = DonorRecord.of(donor)
         blocks = [piece.block for piece in gathering.pieces]
-        for writer in self.writers:
+        for writer in self._writers:
             writer.offer(record, lambda: KVBlock.join(blocks))

@@ -1,4 +1,4 @@
-"""Where the K/V of a token lie in a layer's paged cache: one codec per layout, and the check that proves it."""
+"""Layouts of a token's K/V in a layer's paged cache: one codec per layout, and the check that proves it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvgraft.errors import IntegrationError
+from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
 from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
 from kvgraft.integrations.vllm.codec.scratch import scratch_like
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     EngineWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """Stores `(keys, values, cache, slots)` as the engine does."""
 
-CODECS: tuple[KVCodec, ...] = (PackedCodec(), TransposedKeysCodec(), SplitCodec(0), SplitCodec(1))
+CODECS: tuple[KVCodec, ...] = (PackedCodec(), TransposedKeysCodec(), PairedTilesCodec(), SplitCodec(0), SplitCodec(1))
 
 
 def choose_codec(
@@ -47,25 +48,36 @@ def choose_codec(
                 return codec
     raise IntegrationError(
         f"unknown KV cache layout: shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype} on "
-        f"{cache.device.type}; nothing is grafted, please report the attention backend"
+        f"{cache.device.type}; nothing is grafted, {_remedy(cache)}"
     )
+
+
+def _remedy(cache: Tensor) -> str:
+    report = "please report the attention backend"
+    if cache.device.type == "cpu" and cache.dtype != torch.float32:
+        return f"start with --dtype float32, which vLLM's CPU kernels lay out more simply, or {report}"
+    return report
 
 
 def _is_right(
     codec: KVCodec, scratch: Tensor, shape: tuple[int, int], block_size: int, engine_write: EngineWrite
 ) -> bool:
-    """Compare both directions, at slots of two blocks that are not in order."""
-    slots = torch.tensor([block_size + 1, 0, 2 * block_size - 1, 3, block_size], device=scratch.device)
+    """Compare both directions: at slots of two blocks that are not in order, beside which nothing may change, then at all."""
     generator = torch.Generator().manual_seed(7)
-    keys, values = (
-        torch.randn((len(slots), *shape), generator=generator).to(scratch.device, scratch.dtype) for _ in range(2)
-    )
-    scratch.zero_()
-    engine_write(keys, values, scratch, slots)
-    by_engine = scratch.clone()
-    read_keys, read_values = codec.read(scratch, slots)
-    if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
-        return False
-    scratch.zero_()
-    codec.write(scratch, slots, keys, values)
-    return torch.equal(scratch, by_engine)
+    some = torch.tensor([block_size + 1, 0, 2 * block_size - 1, 3, block_size])
+    for chosen in (some, torch.randperm(2 * block_size, generator=generator)):
+        slots = chosen.to(scratch.device)
+        keys, values = (
+            torch.randn((len(slots), *shape), generator=generator).to(scratch.device, scratch.dtype) for _ in range(2)
+        )
+        scratch.zero_()
+        engine_write(keys, values, scratch, slots)
+        by_engine = scratch.clone()
+        read_keys, read_values = codec.read(scratch, slots)
+        if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
+            return False
+        scratch.zero_()
+        codec.write(scratch, slots, keys, values)
+        if not torch.equal(scratch, by_engine):
+            return False
+    return True

@@ -1,114 +1,146 @@
-"""What is promised to vLLM for a request: plans become claims, or misses where the engine could not keep them."""
+"""Promises to vLLM: plans become claims, or misses where the engine could not keep them."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvgraft.graft.select import Observable, PolicySteps, expected_share
-from kvgraft.graft.sparse_prefill import selection_context
-from kvgraft.integrations.vllm.scheduler.stores import is_cold
-from kvgraft.types import GraftPlan, Miss, MissReason
+from kvgraft.integrations.vllm.scheduler.repair_time import RepairTimes
+from kvgraft.memory.store import HOST
+from kvgraft.reuse.decision import Decision
+from kvgraft.reuse.stored import is_stored
+from kvgraft.types import Miss, MissReason, RepairTime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvgraft.config.vllm import VLLMConfig
     from kvgraft.donors import Donor, DonorCatalogue
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
-    from kvgraft.types import Match
+    from kvgraft.types import DonorId, GraftPlan, Match, RepairReport, Substitution
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """What was promised to vLLM for a request.
+    """A graft that is promised to vLLM.
 
     Attributes:
-        plan: Spans and computed positions of the prompt.
-        end: Positions `[plan.exact_len, end)` are made by the workers.
-        spans: What workers read of donors: the plan's spans, and in front of them text that sliding windows reach back to.
-        donors: One per entry of `spans`.
-        first_approximate: What stands in front of it is exact, and stays so if the load fails: exact spans are behind it.
+        decision: What is copied for the prompt, and from which donors.
+        end: Positions `[plan.prefix_len, end)` are made by the workers.
+        front: Spans of text that sliding windows reach back to; workers read them too.
+        front_donors: One per entry of `front`.
+        first_approximate: Positions before it are exact, and stay so if the load fails.
         asynchronous: The request waits for it.
+        repair: When the policy's choice is computed; None if there is none.
     """
 
-    plan: GraftPlan
+    decision: Decision
     end: int
-    spans: tuple[Match, ...]
-    donors: tuple[Donor, ...]
+    front: tuple[Match, ...]
+    front_donors: tuple[Donor, ...]
     first_approximate: int
     asynchronous: bool
+    repair: RepairReport | None = None
+
+    @property
+    def plan(self) -> GraftPlan:
+        """Spans and computed positions of the prompt."""
+        return self.decision.plan
+
+    @property
+    def spans(self) -> tuple[Match, ...]:
+        """Spans that workers read of donors."""
+        return (*self.front, *self.plan.spans)
+
+    @property
+    def donors(self) -> tuple[Donor, ...]:
+        """One per entry of `spans`."""
+        return (*self.front_donors, *self.decision.donors)
+
+    @property
+    def repairs_after(self) -> bool:
+        """Whether what the policy chooses is computed with the second token."""
+        return self.repair is not None and self.repair.time is RepairTime.AFTER
 
     @property
     def num_tokens(self) -> int:
-        """Tokens promised."""
-        return self.end - self.plan.exact_len
+        """Tokens that are promised."""
+        return self.end - self.plan.prefix_len
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens of the plan that are read from stores."""
+        return sum(span.length for span, _, tier in self.decision.spans() if tier != HOST)
 
     @property
     def source_starts(self) -> tuple[int, ...]:
         """Per entry of `spans` the position at which its first token was encoded."""
         return tuple(d.start_position + s.donor_start for s, d in zip(self.spans, self.donors, strict=True))
 
-    @property
-    def reached_back(self) -> tuple[Donor, ...]:
-        """Donors of what sliding windows reach back to."""
-        return self.donors[: len(self.donors) - len(self.plan.spans)]
+    def lying_in(self, tier_of: Callable[[DonorId], str]) -> Claim:
+        """Return the claim with the tiers in which its donors lie now."""
+        return replace(self, decision=replace(self.decision, tiers=_tiers(self.decision.donors, tier_of)))
 
 
 class Claims:
-    """Makes claims. Changes nothing."""
+    """Makes claims; changes nothing.
+
+    Attributes:
+        repair_times: When choices of the policy are computed.
+    """
 
     def __init__(
-        self, config: VLLMConfig, facts: EngineFacts, policy: SelectionPolicy, catalogue: DonorCatalogue
+        self,
+        config: VLLMConfig,
+        facts: EngineFacts,
+        policy: SelectionPolicy,
+        catalogue: DonorCatalogue,
+        tier_of: Callable[[DonorId], str],
     ) -> None:
         self._load = config.load
         self._max_rows = config.max_recompute_tokens_per_step
+        self.repair_times = RepairTimes(policy, facts, max_rows=self._max_rows)
         self._facts = facts
         self._policy = policy
         self._catalogue = catalogue
+        self._tier_of = tier_of
 
-    def of(self, plan: GraftPlan, matches: Sequence[Match]) -> Claim | Miss:
+    def of(
+        self,
+        plan: GraftPlan,
+        matches: Sequence[Match],
+        substitution: Substitution | None = None,
+        repair: RepairReport | None = None,
+    ) -> Claim | Miss:
         """Promise everything up to the end of the last span; the engine computes the rest with its own prefill."""
-        spans, end = plan.spans, plan.spans[-1].target_end
-        facts = self._facts
-        first = plan.exact_len if facts.window else spans[0].target_start
-        reaches_back = bool(facts.window and plan.exact_len)
-        if reaches_back:
-            front = covering(matches, max(0, plan.exact_len - facts.window + 1), plan.exact_len)
-            if front is None:
-                return Miss(MissReason.NO_MATCH, "no donor has the window in front of the exact prefix's end")
-            spans = (*front, *spans)
-        donors = tuple(donor for span in spans if (donor := self._catalogue.get(span.donor_id)) is not None)
-        if len(donors) != len(spans):
+        facts, end = self._facts, plan.spans[-1].target_end
+        first = plan.prefix_len if facts.window else plan.spans[0].target_start
+        reach = min(facts.window, plan.prefix_len + 1) - 1
+        front = covering(matches, plan.prefix_len - reach, plan.prefix_len) if reach > 0 else ()
+        if front is None:
+            return Miss(MissReason.NO_MATCH, "no donor has the window before the end of the exact prefix")
+        front_donors, donors = self._donors(front), self._donors(plan.spans)
+        if len(front_donors) + len(donors) != len(front) + len(plan.spans):
             return Miss(MissReason.NO_DONORS, "a donor left during the lookup")
-        asynchronous = {"sync": False, "async": True}.get(self._load, self._num_rows(plan, end) > self._max_rows)
-        # A store is never waited for in a step that others share.
-        asynchronous = asynchronous or any(is_cold(donor) for donor in donors)
-        if len(facts.block_sizes) > 1:
-            # On models with several KV groups only a waiting request can be told to start again, should its graft fail.
-            asynchronous = facts.reports_failed_loads
-            if reaches_back and not asynchronous:
-                return Miss(
-                    MissReason.MODEL_REFUSED, "this vLLM cannot take loads of models with several KV groups back"
-                )
-        return Claim(plan, end, spans, donors, first, asynchronous)
+        num_rows = self.repair_times.num_rows(plan, end, repair)
+        asynchronous = {"sync": False, "async": True}.get(self._load, num_rows > self._max_rows)
+        # A store is never waited for in a step that others share; of models with several KV groups, vLLM takes back what a
+        # waiting request could not load, and nothing else.
+        is_read = any(is_stored(donor) for donor in (*front_donors, *donors))
+        asynchronous = asynchronous or is_read or len(facts.block_sizes) > 1
+        policy = None if substitution is not None else self._policy
+        tiers = _tiers(donors, self._tier_of)
+        decision = Decision(plan, donors=donors, tiers=tiers, policy=policy, substitution=substitution)
+        return Claim(decision, end, front, front_donors, first, asynchronous, repair)
 
-    def _num_rows(self, plan: GraftPlan, end: int) -> int:
-        """Positions that workers compute, as far as it can be told beforehand."""
-        if not plan.is_approximate:
-            return int(np.searchsorted(plan.compute, end))
-        observes = self._policy.observes
-        if Observable.KEY_DEVIATION in observes:
-            return end - plan.exact_len
-        context, num_gap_rows = selection_context(plan), int(np.searchsorted(plan.compute, end))
-        if Observable.QUERY_ATTENTION in observes:
-            num_chosen = math.ceil(expected_share(self._policy) * len(context.reused))
-            return num_gap_rows + num_chosen + plan.num_tokens - end  # rows behind the graft are run to look
-        return num_gap_rows + len(PolicySteps(self._policy, context).first().positions)
+    def _donors(self, spans: Iterable[Match]) -> tuple[Donor, ...]:
+        """Return the donors of spans that are still there."""
+        return tuple(donor for span in spans if (donor := self._catalogue.get(span.donor_id)) is not None)
+
+
+def _tiers(donors: Iterable[Donor], tier_of: Callable[[DonorId], str]) -> tuple[str, ...]:
+    return tuple(tier_of(donor.donor_id) for donor in donors)
 
 
 def covering(matches: Sequence[Match], start: int, stop: int) -> tuple[Match, ...] | None:
@@ -123,3 +155,12 @@ def covering(matches: Sequence[Match], start: int, stop: int) -> tuple[Match, ..
         parts.append(match.part(position, stop))
         position = parts[-1].target_end
     return tuple(parts) if position == stop else None
+
+
+def covered_to(matches: Iterable[Match], start: int = 0) -> int:
+    """Return the end of the positions from `start` on that sorted, disjoint matches cover without a gap."""
+    for match in matches:
+        if match.target_start > start:
+            break
+        start = max(start, match.target_end)
+    return start

@@ -1,21 +1,21 @@
-"""Counts of reuse until vLLM asks for them: plain numbers and lists of seconds, for they travel as JSON."""
+"""Counts of reuse until vLLM asks for them: plain numbers and lists of seconds, as JSON takes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.reuse.metrics import (
-    DONOR_HOST_BYTES,
     DONOR_HOST_LIMIT_BYTES,
-    DONOR_TOKENS,
-    DONORS,
     GRAFT_ERRORS,
     GRAFT_REFUSED,
     METRICS,
     STORE_COLD_DONORS,
     MetricKind,
     Sample,
+    donor_samples,
+    num_failed,
     samples,
+    semantic_samples,
 )
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
 class Counts:
-    """What happened since it was last told. Keys are the metric's name and its labels, separated by slashes."""
+    """Counts since they were last taken. Keys are the metric's name and its labels, separated by slashes."""
 
     def __init__(self) -> None:
         self.num_errors = 0
         self._data: dict[str, Any] = {}
-        self._told: dict[str, Any] = {}
+        self._taken: dict[str, Any] = {}
         self._num_ranks: dict[str, float] = {}
 
     def request(self, report: GraftReport) -> None:
@@ -42,7 +42,7 @@ class Counts:
             self._add(sample)
 
     def stores(self, counts: Mapping[str, float]) -> None:
-        """Take what happened in stores, by the keys of metrics; of a gauge on how many ranks more, or less, it is 1 now."""
+        """Take counts of stores by the keys of metrics; of a gauge, the change of the number of ranks on which it is 1."""
         for key, value in counts.items():
             kind = _KINDS.get(key.partition("/")[0])
             if kind is not None:
@@ -53,6 +53,13 @@ class Counts:
         """Count a failure of reuse; the request is computed."""
         self.num_errors += 1
         self._add(Sample(GRAFT_ERRORS, (), 1))
+
+    def semantic(self, outcomes: Mapping[str, int]) -> None:
+        """Count calls of a semantic provider by outcome; failed ones are failures of reuse."""
+        for sample in semantic_samples(outcomes):
+            self._add(sample)
+        for _ in range(num_failed(outcomes)):
+            self.error()
 
     def take(
         self,
@@ -65,18 +72,13 @@ class Counts:
         cold_donors: int = 0,
     ) -> dict[str, Any] | None:
         """Hand the counts over and begin anew; None if nothing happened and no gauge has moved."""
-        gauges = {
-            DONORS.name: donors,
-            DONOR_TOKENS.name: donor_tokens,
-            DONOR_HOST_BYTES.name: host_bytes,
-            DONOR_HOST_LIMIT_BYTES.name: host_limit_bytes,
-            GRAFT_REFUSED.name: int(is_refused),
-        }
-        gauges |= {STORE_COLD_DONORS.name: cold_donors} if cold_donors or STORE_COLD_DONORS.name in self._told else {}
+        gauges = {metric.name: value for metric, _, value in donor_samples(donors, donor_tokens, host_bytes)}
+        gauges |= {DONOR_HOST_LIMIT_BYTES.name: host_limit_bytes, GRAFT_REFUSED.name: int(is_refused)}
+        gauges |= {STORE_COLD_DONORS.name: cold_donors} if cold_donors or STORE_COLD_DONORS.name in self._taken else {}
         gauges |= {key: int(count > 0) for key, count in self._num_ranks.items()}
-        if not self._data and gauges == self._told:
+        if not self._data and gauges == self._taken:
             return None
-        data, self._data, self._told = {**self._data, **gauges}, {}, gauges
+        data, self._data, self._taken = {**self._data, **gauges}, {}, gauges
         return data
 
     def _add(self, sample: Sample) -> None:

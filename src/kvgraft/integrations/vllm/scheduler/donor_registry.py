@@ -1,4 +1,4 @@
-"""Donors, texts that are being captured to become donors, and the memory of both: what workers are told to keep."""
+"""Donors, texts that are being captured to become donors, and the host memory of both."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
 from kvgraft.errors import CorruptCacheError, KVGraftError
 from kvgraft.integrations.vllm.messages import Seal
-from kvgraft.integrations.vllm.scheduler.stores import Stores, is_cold
-from kvgraft.reuse.registration import Registration
-from kvgraft.reuse.stored import StoredKV
+from kvgraft.integrations.vllm.scheduler.stores import Stores
+from kvgraft.reuse.donor_rules import DonorRules
+from kvgraft.reuse.stored import is_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +31,8 @@ class CapturedText:
     """Text that is being captured and shall become a donor.
 
     Attributes:
-        text_id: Its name.
         start: Position of its first token.
-        stop: First position behind it.
-        generation: Of the donor.
+        stop: First position after it.
         next: First position that is not captured yet.
     """
 
@@ -69,18 +67,13 @@ class DonorRegistry:
         stores: Sequence[KVStore] = (),
         num_ranks: int = 1,
     ) -> None:
-        """Prepare.
+        """Make an empty registry over `stores`, in which each of `num_ranks` workers has spaces of its own.
 
-        Args:
-            capacity_tokens: Of the catalogue.
-            min_run: Shortest text that becomes a donor.
-            max_generation: Highest generation of a donor.
-            host_tokens: Tokens that fit into the host memory of each worker; None for as many as the catalogue's.
-            stores: Behind host memory.
-            num_ranks: Workers, each with spaces of its own in these.
+        Texts become donors from `min_run` tokens and up to `max_generation`. `host_tokens` fit into the host memory of each
+        worker; None for as many as into the catalogue.
         """
         self.catalogue = DonorCatalogue(capacity_tokens, min_run=min_run)
-        self.rules = Registration(self.catalogue, min_run=min_run, max_generation=max_generation)
+        self.rules = DonorRules(self.catalogue, min_run=min_run, max_generation=max_generation)
         self.stores = Stores(
             stores, self.catalogue, num_ranks=num_ranks, min_run=min_run, max_generation=max_generation
         )
@@ -103,7 +96,7 @@ class DonorRegistry:
         return self._reserved_tokens
 
     @property
-    def num_cold(self) -> int:
+    def num_stored(self) -> int:
         """Donors whose K/V lie in stores alone."""
         return len(self.catalogue) - self._num_kept
 
@@ -133,7 +126,7 @@ class DonorRegistry:
         return True
 
     def register(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> DonorId | None:
-        """Turn a complete text into a donor; the caller tells workers. None if it cannot become one.
+        """Turn a complete text into a donor, of which the caller informs workers. None if it cannot become one.
 
         Donors of a higher generation that have no other text leave for it.
         """
@@ -192,7 +185,7 @@ class DonorRegistry:
         Other donors leave host memory for it only if a store has them.
         """
         donor = self.catalogue.get(donor_id)
-        if donor is None or not is_cold(donor) or donor_id in self._promoting:
+        if donor is None or not is_stored(donor) or donor_id in self._promoting:
             return False
         short = self._used_tokens + donor.num_tokens - self._host_tokens
         if short > 0:
@@ -203,7 +196,7 @@ class DonorRegistry:
         return True
 
     def promoted(self, donor_id: DonorId, *, is_kept: bool) -> None:
-        """Note what became of a donor that was on its way into host memory."""
+        """Note whether workers kept a donor that was on its way into host memory."""
         num_tokens = self._promoting.pop(donor_id, None)
         if num_tokens is None:
             return
@@ -215,7 +208,7 @@ class DonorRegistry:
             self._drops.append(donor_id)  # some ranks may have kept it
 
     def take_news(self) -> tuple[tuple[Seal, ...], tuple[TextId, ...], tuple[DonorId, ...]]:
-        """Seals, discards and drops since the last call."""
+        """Return seals, discards and drops since the last call."""
         news = tuple(self._seals), tuple(self._discards), tuple(self._drops)
         self._seals, self._discards, self._drops = [], [], []
         return news
@@ -223,21 +216,18 @@ class DonorRegistry:
     def follow_stores(self) -> None:
         """Take over what stores have got and lost; costs nothing if nothing has changed."""
         catalogue = self.catalogue
-        self.stores.news(catalogue.capacity_tokens - catalogue.num_tokens - self._reserved_tokens)
+        self.stores.news(self._reserved_tokens)
         over = catalogue.num_tokens + self._reserved_tokens - catalogue.capacity_tokens
         for donor in catalogue.evict(over):
             self._gone(donor)
 
     def take_writes(self) -> tuple[Write, ...]:
-        """Donors to store since the last call."""
+        """Return donors to store since the last call."""
         writes, self._writes = tuple(self._writes), []
         return writes
 
     def check(self, open_texts: set[TextId]) -> None:
-        """Verify the invariant and the catalogue's.
-
-        Args:
-            open_texts: Those that requests hold.
+        """Verify the invariant and the catalogue's, while requests hold `open_texts`.
 
         Raises:
             CorruptCacheError: One does not hold.
@@ -248,13 +238,13 @@ class DonorRegistry:
         total = self.catalogue.num_tokens + self._reserved_tokens
         if self._reserved_tokens != sum(self._reserved.values()) or total > self.catalogue.capacity_tokens:
             raise CorruptCacheError(f"{total} tokens of donors and texts, {self._reserved_tokens} of texts")
-        kept = [donor.num_tokens for donor in self.catalogue if not is_cold(donor)]
+        kept = [donor.num_tokens for donor in self.catalogue if not is_stored(donor)]
         if (len(kept), sum(kept)) != (self._num_kept, self._kept_tokens) or self._used_tokens > self._host_tokens:
             raise CorruptCacheError(f"{sum(kept)} tokens of donors in host memory, {self._kept_tokens} counted")
 
     @property
     def _used_tokens(self) -> int:
-        """Tokens of host memory that are taken or spoken for."""
+        """Tokens of host memory that are taken or promised."""
         return self._kept_tokens + self._reserved_tokens + sum(self._promoting.values())
 
     def _make_room(self, num_tokens: int) -> bool:
@@ -276,28 +266,26 @@ class DonorRegistry:
         for donor in self.catalogue.victims():
             if num_tokens <= 0:
                 break
-            if not is_cold(donor) and (not only_stored or self.stores.donors.key_of(donor.donor_id) is not None):
+            if not is_stored(donor) and (not only_stored or self.stores.donors.holder_of(donor.donor_id) is not None):
                 leaving.append(donor)
                 num_tokens -= donor.num_tokens
         for donor in leaving:
-            key = self.stores.donors.key_of(donor.donor_id)
-            if key is None:
-                self.forget(donor.donor_id)
-            else:
-                self.catalogue.rebind(donor.donor_id, StoredKV(key), is_far=True)
+            if self.stores.donors.demote(donor.donor_id):
                 self._leaves(donor)
+            else:
+                self.forget(donor.donor_id)
 
     def _replace(self, donor_id: DonorId, heir: DonorId) -> None:
         """Drop a donor for a better one of its text, if it is still there; what stores have of it is not taken back."""
         if self.catalogue.get(donor_id) is not None:
             self.catalogue.inherit(heir, donor_id)
-            self._gone(self.catalogue.remove(donor_id), comes_back=False)
+            self.stores.donors.unbind(donor_id)
+            self._gone(self.catalogue.remove(donor_id))
             self.num_replaced += 1
 
-    def _gone(self, donor: Donor, *, comes_back: bool = True) -> None:
-        """A donor has left the catalogue; `comes_back` once there is room, if a store has it."""
-        self.stores.gone(donor, comes_back=comes_back)
-        if not is_cold(donor):
+    def _gone(self, donor: Donor) -> None:
+        """Take over that a donor has left the catalogue; it comes back once there is room if a store holds it."""
+        if not is_stored(donor):
             self._leaves(donor)
         elif donor.donor_id in self._promoting:
             self._drops.append(donor.donor_id)  # workers give up what is on its way, and say so

@@ -1,4 +1,4 @@
-"""What the scheduler's half needs to know of the engine."""
+"""Facts of the engine that the scheduler's half depends on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ class EngineFacts:
     """Facts of one engine.
 
     Attributes:
-        fingerprint: Of the model.
         block_sizes: Tokens of a block, per KV cache group.
-        hash_block_size: Tokens behind each entry of `Request.block_hashes`.
+        hash_block_size: Tokens of an entry of `Request.block_hashes`.
         window: Longest sliding window, 0 for none.
         capacity_tokens: Donor tokens in all tiers.
-        hidden_size: Of the model.
         output_chunk: Generated tokens that are captured at a time; they must still be in the shortest window then.
-        reports_failed_loads: vLLM can be told that an asynchronous load failed, whatever the groups (0.32 and later).
         refusal: Why nothing may be grafted, or empty.
         model_config: vLLM's, for a semantic provider.
         host_tokens: Donor tokens that fit into the host memory of each worker; None for all of them.
         num_ranks: Workers of the engine.
+        steps_under_way: Steps that vLLM schedules at most before it knows the result of the first.
     """
 
     fingerprint: str
@@ -31,8 +29,17 @@ class EngineFacts:
     capacity_tokens: int
     hidden_size: int
     output_chunk: int
-    reports_failed_loads: bool
     refusal: str
     model_config: object = None
     host_tokens: int | None = None
     num_ranks: int = 1
+    steps_under_way: int = 1
+
+    @property
+    def keeps_no_repair(self) -> str:
+        """Why no choice of a policy can be computed after the first token, or empty."""
+        if self.window:
+            return "vLLM has given blocks of sliding windows back by then"
+        if len(self.block_sizes) > 1:
+            return "of a model with several KV cache groups vLLM takes no failed repair back"
+        return ""

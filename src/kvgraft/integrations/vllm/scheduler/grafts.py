@@ -1,72 +1,128 @@
-"""Commands that carry claims out, once vLLM has given a request its blocks."""
+"""Grafts on their way to workers: commands that carry claims out, once vLLM has given a request its blocks."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvgraft.integrations.vllm.messages import ColdDonor, Graft
-from kvgraft.integrations.vllm.scheduler.stores import is_cold
-from kvgraft.reuse.stored import StoredKV
+from kvgraft.integrations.vllm.messages import DonorToRead, Graft
+from kvgraft.integrations.vllm.scheduler.requests import AttemptPhase, RepairPhase
+from kvgraft.reuse.lineage import reused_span
+from kvgraft.reuse.stored import StoredKV, is_stored
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgraft.integrations.vllm.scheduler.captures import Captures
     from kvgraft.integrations.vllm.scheduler.claims import Claim
+    from kvgraft.integrations.vllm.scheduler.counts import Counts
     from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
-    from kvgraft.integrations.vllm.scheduler.requests import RequestState
+    from kvgraft.integrations.vllm.scheduler.pending_blocks import PendingBlocks
+    from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
     from kvgraft.types import DonorId
 
+logger = logging.getLogger(__name__)
+
 _WHOLE_SHARE = 0.5
-"""A cold donor is read whole and kept nearer by if a graft needs at least this share of it: the rest costs no more then."""
+"""A stored donor is read whole and promoted if a graft needs at least this share of it: the rest costs little more then."""
 
 
-def graft_of(
-    state: RequestState,
-    claim: Claim,
-    registry: DonorRegistry,
-    block_sizes: tuple[int, ...],
-    *,
-    deadline_s: float,
-    void: str = "",
-) -> Graft:
-    """Build the command.
+class Grafts:
+    """Sends grafts, and notes what follows from that for lineage, text and blocks."""
 
-    Args:
-        state: Has its blocks, and what is to be captured.
-        claim: What vLLM was promised.
-        registry: Says where donors lie now, and makes room for those that come nearer.
-        block_sizes: Per KV cache group.
-        deadline_s: For reads.
-        void: Why the claim cannot be kept, or empty.
-    """
-    return Graft(
-        state.request_id,
-        state.token_ids[: claim.plan.num_tokens],
-        claim.plan,
-        claim.spans,
-        claim.source_starts,
-        claim.end,
-        state.blocks_to(claim.end, block_sizes),
-        tuple((text.text_id, text.start, text.stop) for text in state.gaps),
-        state.prompt.text_id if state.prompt is not None else None,
-        claim.asynchronous,
-        state.substitution is not None,
-        {} if void else _cold_donors(claim, registry),
-        deadline_s,
-        void,
-    )
+    def __init__(
+        self,
+        registry: DonorRegistry,
+        captures: Captures,
+        pending: PendingBlocks,
+        counts: Counts,
+        *,
+        block_sizes: tuple[int, ...],
+        deadline_s: Callable[[Claim], float],
+    ) -> None:
+        self._registry, self._captures, self._pending, self._counts = registry, captures, pending, counts
+        self._block_sizes, self._deadline_s = block_sizes, deadline_s
+        self._unsent: list[Graft] = []
 
+    def send(self, state: VLLMRequest, claim: Claim) -> None:
+        """Have a claim carried out."""
+        claim = claim.lying_in(self._registry.stores.tier_of)
+        state.decided = replace(state.decided, graft=claim)
+        state.repair = claim.repair
+        state.repair_phase = RepairPhase.DUE if claim.repairs_after else RepairPhase.NONE
+        is_substituted = claim.decision.substitution is not None
+        state.lineage.copy(
+            reused_span(span, donor, tier=tier, is_substituted=is_substituted)
+            for span, donor, tier in claim.decision.spans()
+        )
+        if claim.front:
+            state.lineage.expose(claim.plan.prefix_len, max(donor.generation for donor in claim.front_donors))
+        try:
+            self._captures.open_after_graft(state, claim)
+        except Exception:
+            # The graft itself must go out: vLLM counts its tokens as computed.
+            self._counts.error()
+            logger.exception("text of request %s is not kept for others", state.request_id)
+        self._queue(state, claim, deadline_s=self._deadline_s(claim), stored=self._stored_donors(claim))
+        for span in claim.plan.spans:
+            self._registry.catalogue.record_hit(span.donor_id, span.length)
+        self._registry.stores.touch(donor.donor_id for donor in claim.donors)
 
-def _cold_donors(claim: Claim, registry: DonorRegistry) -> dict[DonorId, ColdDonor]:
-    """Of a claim's donors those that must be read, as they lie now: one may have come nearer meanwhile."""
-    needed: dict[DonorId, int] = {}
-    for span in claim.spans:
-        donor = registry.catalogue.get(span.donor_id)
-        if donor is not None and is_cold(donor):
-            needed[span.donor_id] = needed.get(span.donor_id, 0) + span.length
-    cold = {}
-    for donor_id, num_tokens in needed.items():
-        donor = registry.catalogue.get(donor_id)
-        assert donor is not None
-        assert isinstance(donor.kv, StoredKV)
-        is_promoted = num_tokens >= _WHOLE_SHARE * donor.num_tokens and registry.promote(donor_id)
-        cold[donor_id] = ColdDonor(donor.kv.key, donor.num_tokens, is_promoted)
-    return cold
+    def send_void(self, state: VLLMRequest, claim: Claim, reason: str) -> None:
+        """Let a load fail that vLLM waits for."""
+        state.held.unpin()
+        self._queue(state, claim, void=reason)
+
+    def take(self) -> tuple[Graft, ...]:
+        """Return the grafts since the last call."""
+        unsent, self._unsent = tuple(self._unsent), []
+        return unsent
+
+    def _queue(
+        self,
+        state: VLLMRequest,
+        claim: Claim,
+        *,
+        stored: dict[DonorId, DonorToRead] | None = None,
+        deadline_s: float = 0.0,
+        void: str = "",
+    ) -> None:
+        graft = Graft(
+            state.request_id,
+            state.prompt.token_ids[: claim.plan.num_tokens],
+            claim.plan,
+            claim.spans,
+            claim.source_starts,
+            claim.end,
+            state.blocks_to(claim.end, self._block_sizes),
+            tuple((text.text_id, text.start, text.stop) for text in state.held.gaps),
+            state.held.prompt.text_id if state.held.prompt is not None else None,
+            claim.asynchronous,
+            claim.decision.substitution is not None,
+            stored or {},
+            deadline_s,
+            void,
+            repairs_after=claim.repairs_after,
+        )
+        state.phase = AttemptPhase.GRAFTING
+        self._unsent.append(graft)
+        if not claim.asynchronous:  # vLLM publishes the blocks of an asynchronous one when it is through
+            blocks = state.blocks_to(claim.first_approximate, self._block_sizes)
+            self._pending.owe(state.request_id, blocks, claim.plan.prefix_len, claim.first_approximate)
+
+    def _stored_donors(self, claim: Claim) -> dict[DonorId, DonorToRead]:
+        """Return those of a claim's donors that must be read, as they lie now: one may have come nearer meanwhile."""
+        needed: dict[DonorId, int] = {}
+        for span in claim.spans:
+            donor = self._registry.catalogue.get(span.donor_id)
+            if donor is not None and is_stored(donor):
+                needed[span.donor_id] = needed.get(span.donor_id, 0) + span.length
+        stored = {}
+        for donor_id, num_tokens in needed.items():
+            donor = self._registry.catalogue.get(donor_id)
+            assert donor is not None
+            assert isinstance(donor.kv, StoredKV)
+            is_promoted = num_tokens >= _WHOLE_SHARE * donor.num_tokens and self._registry.promote(donor_id)
+            stored[donor_id] = DonorToRead(donor.kv.key, donor.num_tokens, is_promoted)
+        return stored

@@ -1,4 +1,4 @@
-"""Who may reuse what: the model as vLLM runs it, adapter, images and tenant of a request."""
+"""Namespaces of requests: the model as vLLM runs it, adapter, images and tenant."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def model_fingerprint(vllm_config: VllmConfig) -> str:
 
 
 def namespace_of(request: Request, fingerprint: str) -> Namespace:
-    """Requests share text only if model, LoRA adapter, images and `cache_salt` are the same."""
+    """Return the namespace of a request: its model, LoRA adapter, images and `cache_salt`."""
     lora = request.lora_request
     adapter = [lora.lora_name, lora.lora_int_id, lora.lora_path] if lora is not None else []
     images = [feature.identifier for feature in request.mm_features]
-    told = json.dumps([adapter, images]) if adapter or images else ""
-    return Namespace(fingerprint, told, request.cache_salt or "")
+    own = json.dumps([adapter, images]) if adapter or images else ""
+    return Namespace(fingerprint, own, request.cache_salt or "")

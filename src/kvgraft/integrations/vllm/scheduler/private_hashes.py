@@ -2,12 +2,12 @@
 
 vLLM publishes loaded tokens like computed ones, block by block, under the entries of `Request.block_hashes`; blocks that
 fill up later, those of the answer included, get theirs appended. The connector is asked between vLLM's own lookup and the
-allocation: the last moment at which a request can be given a list whose entries from one block on are its own secret,
-whenever they are written. The attribute is no documented interface, so its form is checked where it is read; that vLLM goes
-on with the list that it finds there is tried out on its own class at start (`contract.py`).
+allocation: the last moment at which a request can be given a list with entries that are its own secret from one block on,
+however late they are written. The attribute is no documented interface, so its form is checked where it is read; that vLLM
+goes on with the list that it finds there is tried out on its own class at start (`contract.py`).
 
-The last eight bytes of a private hash, which are all that vLLM's events tell of it unless it is told otherwise, are marked
-under a key of this process: `is_private` knows them again, of whatever request and however long ago.
+The last eight bytes of a private hash, all that vLLM's events contain of it by default, are marked under a key of this
+process: `is_private` knows them again, of any request and at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Protocol, Self
 
     class HashedRequest(Protocol):
-        """What is needed of vLLM's `Request`."""
+        """The part of vLLM's `Request` that is used."""
 
         block_hashes: list[bytes]
 
@@ -47,9 +47,9 @@ def is_tainted(request: HashedRequest) -> bool:
 
 
 class PrivateBlockHashes(list[bytes]):
-    """Hashes of a request's blocks; those from `first_private` on are known to nobody else.
+    """Hashes of a request's blocks; those from `first_private` on are secret.
 
-    vLLM chains a hash to the entry in front of it. Nevertheless each entry is made private by itself: the chain is not ours.
+    vLLM chains a hash to the entry before it. Nevertheless each entry is made private by itself: the chain is not ours.
     """
 
     def __init__(self, hashes: Iterable[bytes], first_private: int) -> None:

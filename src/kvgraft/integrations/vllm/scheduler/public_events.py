@@ -1,8 +1,8 @@
-"""KV events without what is nobody else's.
+"""KV events without private blocks.
 
-vLLM tells of every block that it files in its prefix cache, with the tokens of the prompt. Of blocks behind a graft that is
+vLLM announces every block that it files in its prefix cache, with the tokens of the prompt. Of blocks after a graft that is
 untrue for a listener that hashes tokens itself, as routers do: it would expect exact K/V of these tokens, which this server
-has not. Their hashes are known again by their mark (`private_hashes.py`), and what is told of them is left out.
+lacks. Their hashes bear a mark (`private_hashes.py`), by which they are left out here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def public_events(events: Iterable[Any]) -> Iterator[Any]:
     """Yield vLLM's events, in order, without private blocks: those stored, and those removed.
 
-    Of an event that tells of both, what stands in front of the first private block is kept; where blocks were left out of it
-    (sliding windows), so that blocks and tokens cannot be told apart by counting, nothing.
+    Of an event with both kinds, the blocks before the first private one are kept; none where blocks are missing in it
+    (sliding windows), so that tokens do not follow from blocks by counting.
     """
     for event in events:
         hashes = getattr(event, "block_hashes", None)
@@ -35,7 +35,7 @@ def public_events(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _num_public(hashes: Iterable[bytes | int]) -> int:
-    """How many hashes stand in front of the first private one."""
+    """Return how many hashes stand before the first private one."""
     count = 0
     for block_hash in hashes:
         if is_private(block_hash):

@@ -9,13 +9,17 @@ if TYPE_CHECKING:
 
 
 def refused_request(request: Request) -> str:
-    """Say why a request is neither grafted nor captured, or return an empty text."""
+    """Return why a request is neither grafted nor captured, or an empty text."""
     if request.lora_request is not None:
         return "LoRA requests are not grafted"
     if request.mm_features:
         return "requests with images or audio are not grafted"
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "requests with prompt embeddings are not grafted"
+    if getattr(request, "pooling_params", None) is not None:
+        return "pooling requests are not grafted: their answers come from every position"
+    if getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None) is not None:
+        return "requests with prompt_logprobs are not grafted: these come from every position"
     if getattr(request, "skip_reading_prefix_cache", False):
-        return "the request asks not to read caches (prompt_logprobs do so)"
+        return "the request asks not to read caches"
     return ""

@@ -1,114 +1,186 @@
-"""What the scheduler's half remembers of a request that vLLM has not finished."""
+"""Requests that vLLM has not finished, as the scheduler's half of the connector follows them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvgraft.integrations.vllm.scheduler.claims import Claim
+from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED, StoredPrefix
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.report import request_report, worst_report
+from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from kvgraft.integrations.vllm.messages import BlockIds, GraftOutcome
-    from kvgraft.integrations.vllm.scheduler.claims import Claim
-    from kvgraft.integrations.vllm.scheduler.donor_registry import CapturedText
     from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
-    from kvgraft.types import GraftReport, Miss, Namespace, Substitution
+    from kvgraft.types import GraftReport, Namespace, RepairReport
 
 
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One request from a lookup to the next, or to its end: vLLM may begin it again.
+class AttemptPhase(Enum):
+    """Progress of an attempt."""
 
-    Attributes:
-        request_id: vLLM's name.
-        namespace: Who may share with it.
-        token_ids: int32, all tokens at the lookup.
-        num_prompt_tokens: How many of them are the prompt.
-        exact_len: What vLLM's prefix cache gave at the lookup.
-        stored: What a store beside us gives behind that; nothing where a graft is claimed.
-        lineage: Where its K/V come from.
-        claim: The graft, or None.
-        cold_tokens: Tokens of the claim that are read from stores.
-        void: A graft that vLLM was promised and that cannot be made any more.
-        miss: Why there is none.
-        substitution: Set if the graft copies other text.
-        captures: Whether its text may become donors.
-        lookup_ms: Duration of the lookup.
-        is_admitted: vLLM has given it blocks since the lookup.
-        is_stale: What the lookup found is gone; it is looked up anew before it is admitted.
-        is_pinned: The claim's donors are kept for it.
-        failure: Why a graft of it failed, which is not tried again; None if none has.
-        block_ids: Its blocks, group by group, as far as they were ever given.
-        prompt: Text that the engine computes and workers capture.
-        output: Generated text, captured in chunks; registered at the end.
-        gaps: Text of the prompt that the graft computes and captures.
-        outcome: What workers told of the graft.
-        hashes: Hashes of its blocks, if it was ever to be grafted.
-        before: Its report when vLLM began it again.
+    WAITING = "waiting"
+    """Looked up, without blocks: vLLM asks again in every step until it has some to give."""
+    STALE = "stale"
+    """As `WAITING`, but the donors that the lookup found are gone: it is looked up anew, or its load fails at once."""
+    RUNNING = "running"
+    """Has blocks, and no graft under way."""
+    GRAFTING = "grafting"
+    """Has blocks; workers make its graft and have not reported."""
+
+
+class RepairPhase(Enum):
+    """Progress of a repair after the first token."""
+
+    NONE = "none"
+    """Nothing is left to repair, or nothing will be."""
+    DUE = "due"
+    """Workers have what they need for it, or will have; it goes out with the step of the second token."""
+    SENT = "sent"
+    """Workers have the command and have not reported."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedPrompt:
+    """A prompt as vLLM asks for it.
+
+    `token_ids` (int32) are all tokens at the lookup, the first `num_prompt_tokens` of them the prompt; vLLM's own prefix
+    cache has `cached_len` of them. The answer has `max_tokens` at most.
     """
 
     request_id: str
     namespace: Namespace
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int
-    exact_len: int
-    lineage: Lineage
-    stored: StoredPrefix = NOTHING_STORED
-    claim: Claim | None = None
-    cold_tokens: int = 0
-    void: Claim | None = None
-    miss: Miss | None = None
-    substitution: Substitution | None = None
-    captures: bool = False
-    lookup_ms: float = 0.0
-    is_admitted: bool = False
-    is_stale: bool = False
-    is_pinned: bool = False
-    failure: Miss | None = None
-    block_ids: list[list[int]] = field(default_factory=list)
-    prompt: CapturedText | None = None
-    output: CapturedText | None = None
-    gaps: list[CapturedText] = field(default_factory=list)
-    outcome: GraftOutcome | None = None
-    hashes: PrivateBlockHashes | None = None
-    before: GraftReport | None = None
-
-    def waits_for_room(self, exact_len: int, num_tokens: int) -> bool:
-        """Whether vLLM asks for what it was told before: it does in every step until it has blocks to give."""
-        return not (self.is_admitted or self.is_stale) and (self.exact_len, len(self.token_ids)) == (
-            exact_len,
-            num_tokens,
-        )
+    cached_len: int
+    max_tokens: int | None = None
 
     @property
-    def given_len(self) -> int:
-        """Positions that vLLM does not compute though no graft makes them."""
-        return self.exact_len + self.stored.num_tokens
+    def text(self) -> NDArray[np.int32]:
+        """The prompt's own tokens."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer that are known: of a request that begins again some may be."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prefix_len(self) -> int:
+        """Exact tokens of the prompt itself: of a request that begins again, an answer may be cached too."""
+        return min(self.cached_len, len(self.text))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """The answer to a lookup, replaced whole when something else becomes true.
+
+    Attributes:
+        graft: The graft that is promised, or why there is none.
+        lookup_ms: Duration of the lookup.
+        keeps_text: The request's text may become donors.
+        stored: Exact tokens that another connector's store loads; nothing where a graft is claimed.
+    """
+
+    graft: Claim | Miss
+    lookup_ms: float = 0.0
+    keeps_text: bool = False
+    stored: StoredPrefix = NOTHING_STORED
+
+
+UNDECIDED = Decided(Miss(MissReason.NO_MATCH, "nothing was grafted"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Earlier:
+    """Report of the attempts that had blocks, and why a graft of them failed: it is not tried again."""
+
+    report: GraftReport | None = None
+    failure: Miss | None = None
+
+
+@dataclass(slots=True, eq=False)
+class VLLMRequest:
+    """One attempt at a request, from a lookup to the next or to its end.
+
+    Attributes:
+        lineage: Origin of its K/V; one object for all attempts.
+        held: Pinned donors, and room for text.
+        block_ids: Blocks by group, as far as they were ever given.
+        repair: When the policy's choice is computed, as far as it is known; None if there is none.
+        hashes: Hashes of its blocks, once it was to be grafted.
+        sent: The report as the client gets it, once the request has ended.
+    """
+
+    prompt: AskedPrompt
+    lineage: Lineage
+    held: RegistryHoldings
+    earlier: Earlier = Earlier()
+    decided: Decided = UNDECIDED
+    phase: AttemptPhase = AttemptPhase.WAITING
+    block_ids: list[list[int]] = field(default_factory=list)
+    outcome: GraftOutcome | None = None
+    repair: RepairReport | None = None
+    repair_phase: RepairPhase = RepairPhase.NONE
+    hashes: PrivateBlockHashes | None = None
+    sent: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> str:
+        """Name that vLLM gave the request."""
+        return self.prompt.request_id
+
+    @property
+    def claim(self) -> Claim | None:
+        """The graft, if one is promised or made."""
+        return self.decided.graft if isinstance(self.decided.graft, Claim) else None
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether vLLM has given it blocks since the lookup."""
+        return self.phase in (AttemptPhase.RUNNING, AttemptPhase.GRAFTING)
 
     @property
     def waits_for_graft(self) -> bool:
-        """Whether workers have a graft of it and have not told what became of it."""
-        return self.is_admitted and self.claim is not None and self.outcome is None
+        """Whether workers have a graft of it and have not reported its outcome."""
+        return self.phase is AttemptPhase.GRAFTING
 
     @property
-    def texts(self) -> list[CapturedText]:
-        """Everything that is being captured of it."""
-        return [text for text in (self.prompt, self.output, *self.gaps) if text is not None]
+    def prefix_len(self) -> int:
+        """Positions that vLLM does not compute though no graft makes them."""
+        return self.prompt.cached_len + self.decided.stored.num_tokens
 
-    def take_stored(self, stored: StoredPrefix) -> None:
-        """Note that a store gives what vLLM's own cache has not."""
-        self.stored = stored
-        if stored.num_tokens and self.before is None:
-            self.lineage = Lineage(self.given_len)
-        self.captures &= stored.asynchronous
+    def again(self, prompt: AskedPrompt, policy: str) -> VLLMRequest:
+        """Give everything back and return the next attempt; what vLLM's cache gives it has the class that it had before."""
+        self.held.release()
+        earlier = replace(self.earlier, report=self.report(policy)) if self.is_admitted else self.earlier
+        lineage = Lineage(prompt.cached_len) if earlier.report is None else self.lineage
+        if earlier.report is not None:
+            lineage.restart(prompt.cached_len)
+        return VLLMRequest(prompt, lineage, RegistryHoldings(self.held.registry), earlier, hashes=self.hashes)
+
+    def answers(self, cached_len: int, num_tokens: int, stored: StoredPrefix) -> bool:
+        """Whether vLLM asks once more for what was decided, as it does in every step until it has blocks to give."""
+        asked = (self.prompt.cached_len, len(self.prompt.token_ids), self.decided.stored)
+        return self.phase is AttemptPhase.WAITING and asked == (cached_len, num_tokens, stored)
+
+    def miss(self, miss: Miss) -> None:
+        """Replace the graft by a miss."""
+        self.decided = replace(self.decided, graft=miss)
+
+    def leave_unrepaired(self, reason: str) -> None:
+        """Note why what was left for after the first token will not be repaired; ignored where nothing is due."""
+        if self.repair_phase is RepairPhase.DUE and self.repair is not None:
+            self.repair, self.repair_phase = replace(self.repair, reason=reason), RepairPhase.NONE
 
     def blocks_to(self, stop: int, block_sizes: tuple[int, ...]) -> BlockIds:
-        """The blocks of positions `[0, stop)`."""
+        """Return the blocks of positions `[0, stop)`."""
         return tuple(tuple(ids[: -(-stop // size)]) for ids, size in zip(self.block_ids, block_sizes, strict=True))
 
     def add_blocks(self, blocks: tuple[list[int], ...] | None, *, replace: bool) -> None:
@@ -120,20 +192,30 @@ class RequestState:
                 known.extend(more)
 
     def report(self, policy: str) -> GraftReport:
-        """What was reused for the prompt, told of the worst attempt at it."""
-        timings = {"lookup": self.lookup_ms}
-        corrected = 0
-        if self.outcome is not None:
-            corrected = self.outcome.corrected_tokens
-            timings |= {"graft": self.outcome.inject_ms, "recompute": self.outcome.compute_ms}
-            timings |= {"read": self.outcome.read_ms} if self.cold_tokens else {}
+        """Return what was reused for the prompt, by the worst attempt at it."""
+        graft, outcome = self.decided.graft, self.outcome
+        timings = {"lookup": self.decided.lookup_ms}
+        if outcome is not None:
+            timings |= {"graft": outcome.inject_ms, "recompute": outcome.compute_ms}
+            timings |= {"read": outcome.read_ms} if outcome.read_ms else {}
         report = request_report(
             self.lineage,
-            self.num_prompt_tokens,
+            self.prompt.num_prompt_tokens,
             policy=policy,
-            corrected_tokens=corrected,
+            corrected_tokens=0 if outcome is None else outcome.corrected_tokens,
             timings_ms=timings,
-            miss=self.miss,
-            substitution=self.substitution,
+            miss=graft if isinstance(graft, Miss) else None,
+            substitution=graft.decision.substitution if isinstance(graft, Claim) else None,
+            repair=self.repair,
         )
-        return report if self.before is None else worst_report((report, self.before))
+        if self.earlier.report is None:
+            return report
+        worst = worst_report((report, self.earlier.report))
+        return replace(worst, repair=_since_the_first(self.earlier.report.repair, report.repair))
+
+
+def _since_the_first(earlier: RepairReport | None, repair: RepairReport | None) -> RepairReport | None:
+    """Join the repairs of two attempts: the first one's, with the token from which on either had repaired K/V."""
+    if earlier is None or earlier.from_token is not None:
+        return earlier or repair
+    return earlier if repair is None else replace(earlier, from_token=repair.from_token)

@@ -1,4 +1,4 @@
-"""What another connector's store has of a request, behind what vLLM's own prefix cache gave."""
+"""Exact K/V that another connector's store holds of a request, after the prefix of vLLM's own cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StoredPrefix:
     """Exact K/V that a store beside us can load.
 
     Attributes:
-        num_tokens: How many, behind vLLM's own hit.
+        num_tokens: After vLLM's own hit.
         asynchronous: The request waits until they are there. A load in the step that uses them may turn out to have failed
             when the text of that step was captured: such text becomes no donor.
     """

@@ -1,31 +1,51 @@
-"""What the scheduler's half knows of stores: what they have, what is on its way into them, what reading costs. No K/V."""
+"""The scheduler's half of stores: it looks into them and weighs reads, which workers do. Holds no K/V."""
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import TYPE_CHECKING
 
-from kvgraft.donors.record import DonorRecord, StoreNews
 from kvgraft.integrations.vllm.messages import ReadCost, Write
-from kvgraft.integrations.vllm.scheduler.left_out import LeftOut
+from kvgraft.memory.store.record import DonorRecord
 from kvgraft.memory.store.tier import StoreFeed, Touches
-from kvgraft.reuse.stored import StoredDonors, StoredKV
+from kvgraft.reuse.reads import PrefillSpeed, ReadTerms
+from kvgraft.reuse.stored import StoredDonors, is_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvgraft.donors import Donor, DonorCatalogue
     from kvgraft.integrations.vllm.messages import StoreReport
     from kvgraft.memory.store import KVStore
+    from kvgraft.memory.store.record import StoreNews
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
 
 _HOPEFUL = ReadCost(1e-3, 0.0)
-"""Before workers have told: something must be read for them to measure."""
-_MOST_OFFERED = 1 << 14
-"""Keys that are remembered as on their way; a store that keeps nothing does not fill the memory."""
+"""Until workers have measured: something must be read for that."""
+
+
+class PrefillSteps(PrefillSpeed):
+    """Speed of prefill in tokens per second, from the engine's steps. With steps sent in advance the latest one is timed."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self._clock = clock
+        self._running: tuple[int, float] | None = None
+
+    def step_begins(self, num_tokens: int, *, is_prefill_alone: bool) -> None:
+        """Note that a step of `num_tokens` is sent out; one that also grafts is not measured."""
+        self._running = (num_tokens, self._clock()) if is_prefill_alone else None
+
+    def step_ends(self) -> None:
+        """Note that its result is there."""
+        if self._running is not None:
+            num_tokens, started = self._running
+            self._running = None
+            self.observe(num_tokens, num_tokens, self._clock() - started)
 
 
 class Stores:
@@ -38,16 +58,15 @@ class Stores:
         self, stores: Sequence[KVStore], catalogue: DonorCatalogue, *, num_ranks: int, min_run: int, max_generation: int
     ) -> None:
         self.donors = StoredDonors(catalogue, min_run=min_run, max_generation=max_generation)
+        self.speed = PrefillSteps()
+        self.terms = ReadTerms(self.donors, self._expected_s, lambda: self.speed.per_s)
         self.cost = _HOPEFUL
-        self.left_out = LeftOut()
         self._stores = tuple(stores)
         self._touches = tuple(Touches(store) for store in self._stores)
         self._catalogue = catalogue
         self._num_ranks = num_ranks
         self._spaces: dict[int, str] = {}
         self._feeds: list[StoreFeed] = []
-        self._holders: dict[str, set[StoreFeed]] = {}
-        self._offered: dict[str, DonorId] = {}
 
     def __bool__(self) -> bool:
         return bool(self._stores)
@@ -59,7 +78,7 @@ class Stores:
 
     @property
     def spaces(self) -> tuple[str, ...]:
-        """Of all ranks; empty as long as one has not proved which weights it has."""
+        """Spaces of all ranks; empty until every rank has proved which weights it has."""
         return tuple(self._spaces[rank] for rank in sorted(self._spaces)) if self._is_proved else ()
 
     @property
@@ -67,72 +86,56 @@ class Stores:
         return len(self._spaces) == self._num_ranks
 
     def receive(self, report: StoreReport) -> None:
-        """Take what workers told."""
+        """Take a report of the workers."""
         if report.cost is not None:
             self.cost = report.cost
         if report.spaces:
             self._spaces |= report.spaces
             self._open()
         for key in report.unreadable:
-            for feed in self._holders.pop(key, ()):
-                feed.forget([key])  # should it be there after all
+            for number in self.donors.holders(key):
+                self._feeds[number].forget([key])  # should it be there after all
             self.donors.lost(key)
 
-    def news(self, room: int) -> None:
-        """Follow the stores, with so many tokens free in the catalogue; costs nothing if nothing has changed."""
-        for feed in self._feeds:
-            self._take(feed, feed.news())
-        for key in self.left_out.take(room):
-            for feed in self._holders.pop(key, ()):
-                feed.forget([key])
+    def news(self, reserved_tokens: int) -> None:
+        """Follow the stores, but for so many tokens of the catalogue; costs nothing if nothing has changed."""
+        for number, feed in enumerate(self._feeds):
+            self._take(number, feed.news())
+        if again := self.donors.recall(reserved_tokens):
+            for feed in self._feeds:
+                feed.forget(again)
 
     def touch(self, donor_ids: Iterable[DonorId]) -> None:
-        """Tell the stores that have these donors that they were of use, wherever they were read from; never waits."""
+        """Have the stores that hold these donors note their use, wherever they were read from; never waits."""
         keys = {key for donor_id in donor_ids if (key := self.donors.key_of(donor_id)) is not None}
-        for feed, touches in zip(self._feeds, self._touches, strict=False):
-            touches.tell(self.spaces, [key for key in keys if feed in self._holders.get(key, ())])
-
-    def gone(self, donor: Donor, *, comes_back: bool = True) -> None:
-        """Note that a donor has left the catalogue; where a store has it, it comes back once there is room, or not."""
-        key = self.donors.forget(donor.donor_id)
-        if comes_back and key is not None and key in self._holders:
-            self.left_out.add(key, donor.num_tokens)
+        for number, touches in enumerate(self._touches[: len(self._feeds)]):
+            touches.report(self.spaces, [key for key in keys if number in self.donors.holders(key)])
 
     def write_of(self, donor: Donor) -> Write | None:
-        """The command that stores a new donor; None without stores."""
+        """Return the command that stores a new donor; None if stores hold it or there are none."""
         if not self._stores:
             return None
         record = DonorRecord.of(donor)
-        if record.key in self._holders:
-            self._bind(donor.donor_id, record.key)
-            return None
-        while len(self._offered) >= _MOST_OFFERED:
-            del self._offered[next(iter(self._offered))]
-        self._offered[record.key] = donor.donor_id
-        return Write(donor.donor_id, record)
-
-    def expected_s(self, num_tokens: int, num_spans: int = 1) -> float:
-        """Seconds until so many tokens in so many spans are read; infinite where nothing can be."""
-        cost = self.cost
-        return num_spans * cost.per_span_s + num_tokens * cost.per_token_s if self._feeds else math.inf
+        return Write(donor.donor_id, record) if self.donors.offer(donor.donor_id, record.key) else None
 
     def tier_of(self, donor_id: DonorId) -> str:
-        """Where a donor's K/V lie: `host`, or the name of the first store that has them."""
-        donor = self._catalogue.get(donor_id)
-        if donor is None or not isinstance(donor.kv, StoredKV):
+        """Return where a donor's K/V lie: `host`, or the name of the first store that holds them."""
+        if not is_stored(self._catalogue.get(donor_id)):
             return "host"
-        holders = self._holders.get(donor.kv.key, set())
-        names = (store.name for store, feed in zip(self._stores, self._feeds, strict=False) if feed in holders)
-        return next(names, "store")
+        number = self.donors.holder_of(donor_id)
+        return "store" if number is None else self._stores[number].name
 
     def reset(self) -> None:
-        """Forget what was stored by the weights of before; what is theirs comes back once workers have proved them again."""
+        """Forget what the weights of before have stored; it comes back if workers prove the same weights again."""
         self._close_feeds()
         self._spaces.clear()
-        self._offered.clear()
 
     def look(self, timeout_s: float) -> bool:
-        """Wait until the stores were looked into; False if it takes longer. For tests."""
+        """Wait until the stores were looked into; False if it takes longer. For tests.
+
+        Raises:
+            StoreError: One cannot be looked into.
+        """
         return all(feed.look(timeout_s) for feed in self._feeds)
 
     def close(self) -> None:
@@ -142,6 +145,10 @@ class Stores:
             touches.close()
         for store in self._stores:
             store.close()
+
+    def _expected_s(self, _: int, num_tokens: int) -> float:
+        """Expected seconds of a read: workers report one cost of all stores."""
+        return self.cost.per_span_s + num_tokens * self.cost.per_token_s if self._feeds else math.inf
 
     def _open(self) -> None:
         self._close_feeds()
@@ -153,44 +160,10 @@ class Stores:
         for feed in self._feeds:
             feed.close()
         self._feeds = []
-        self._holders.clear()
-        self.left_out.clear()
         self.donors.clear()
 
-    def _take(self, feed: StoreFeed, news: StoreNews) -> None:
+    def _take(self, number: int, news: StoreNews) -> None:
         for key in news.removed:
-            holders = self._holders.get(key, set())
-            holders.discard(feed)
-            if not holders and self._holders.pop(key, None) is not None:
-                self.left_out.discard(key)
-                self.donors.lost(key)
+            self.donors.lost(key, number)
         for record in news.added:
-            self._holders.setdefault(record.key, set()).add(feed)
-            if not self._bind(self._offered.pop(record.key, None), record.key):
-                self._list(record)
-
-    def _list(self, record: DonorRecord) -> None:
-        """Take a donor of another process into the catalogue, now or once there is room."""
-        num_left_out = self.donors.num_left_out
-        self.donors.take(StoreNews((record,)))
-        if self.donors.num_left_out > num_left_out:
-            self.left_out.add(record.key, record.num_tokens)
-
-    def _bind(self, donor_id: DonorId | None, key: str) -> bool:
-        """Note that a donor of this engine is stored; False if it is gone. A cold one of the same text leaves for it."""
-        if donor_id is None or self._catalogue.get(donor_id) is None:
-            return False
-        known = self.donors.donor_of(key)
-        if known is not None and known != donor_id:
-            old = self._catalogue.get(known)
-            if old is None or not is_cold(old) or self._catalogue.is_pinned(known):
-                return True
-            self._catalogue.remove(known)
-            self.donors.forget(known)
-        self.donors.bind(donor_id, key)
-        return True
-
-
-def is_cold(donor: Donor) -> bool:
-    """Whether a donor's K/V lie in a store alone."""
-    return isinstance(donor.kv, StoredKV)
+            self.donors.join(record, number)

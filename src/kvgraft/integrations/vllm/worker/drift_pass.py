@@ -1,12 +1,13 @@
 """Drift correction while a graft's rows are computed: what `graft/drift.py` computes, from and to the request's blocks.
 
-The seam is PyTorch's forward pre-hook on the attention modules. It fires in front of the layer's own write: the sampled
+The seam is PyTorch's forward pre-hook on the attention modules. It fires before the layer's own write: the sampled
 tokens' new K/V are the module's arguments, what was reused lies in the cache still, and what is written here is what the
 layer attends to. So rows are better in the layers above by what was corrected below, as in the embedded engine.
 
-Tensor-parallel ranks each estimate from the K/V heads that they hold, without a word to one another. `MeanShift` is the same
-on any number of ranks, because it takes heads one by one. `KernelRidge` weighs tokens by the cosine of their K/V over all
-heads that it sees: its shifts differ a little from those of one rank, and are the same every time on as many ranks.
+Tensor-parallel ranks each correct the K/V heads that they hold, without a word to one another. Shifts are the same on any
+number of ranks where heads are taken one by one (`MeanShift`) or weights depend on positions alone (`KernelRidge` as it is by
+default). One with likeness weighs tokens by the cosine of their K/V over the heads that it sees: its shifts differ a little
+from those of one rank, and are the same every time on as many ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from kvgraft.graft.drift_layout import RunLayout
-from kvgraft.integrations.vllm.worker.layer_hooks import KeptFailure, LayerInputs
+from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,14 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CorrectedGroup:
-    """The tokens of some runs in the layers of one group.
-
-    Attributes:
-        layout: Which of them belong together.
-        rows: int64, the row of each sampled token in the pass.
-        sample: Where these lie.
-        rest: Where those lie that are corrected, at least one.
-    """
+    """The tokens of some runs in the layers of one group; `rows`, int64, are those of the sampled tokens in the pass."""
 
     layout: RunLayout
     rows: Tensor
@@ -55,7 +49,7 @@ class _CorrectedGroup:
 class DriftPass:
     """Corrects the runs that one forward pass samples, layer by layer. Of no use for a second pass.
 
-    Only tokens of the runs are written, which lie in the request's own blocks behind its exact prefix; donors are copies
+    Only tokens of the runs are written, which lie in the request's own blocks after its exact prefix; donors are copies
     elsewhere. All tensors of a layer are formed before the first one is written.
     """
 
@@ -69,8 +63,8 @@ class DriftPass:
         """Lay out the runs.
 
         Args:
-            homes: Where the K/V lie, one per group; what is reused of the runs must be there, as far as rows see it.
-            rope: How keys rotate, layer by layer in the order of the homes.
+            homes: One per group, with the reused K/V of the runs as far as rows see them.
+            rope: Rotation of the keys, layer by layer in the order of the homes.
             rows: int64, ascending positions that the pass computes.
             drift: Runs of which all sampled tokens are among `rows`.
         """
@@ -79,8 +73,7 @@ class DriftPass:
         self._correction = drift.correction
         device = homes[0].caches[0].device
         layout = RunLayout.of(drift.runs, device)
-        sample = np.concatenate([run.sample for run in drift.runs])
-        rest = np.concatenate([run.rest for run in drift.runs])
+        sample, rest = drift.sample, drift.rest
         sample_rows = torch.from_numpy(np.searchsorted(rows, sample)).to(device)
         self._groups: list[_CorrectedGroup | None] = []
         for home in homes:
@@ -96,15 +89,15 @@ class DriftPass:
         """Correct while the block runs the model over the rows, once.
 
         Raises:
-            Exception: What failed on this rank while the model ran; nothing was corrected behind it, and the graft is
-                worth nothing.
+            Exception: The first failure on this rank while the model ran; nothing was corrected after it, and the graft
+                is worth nothing.
         """
         failure, calls = KeptFailure(), count()
 
         def hook(group: _CorrectedGroup | None, number: int, module: object, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-            # Groups are not in the model's order: which layer stands in front of which is seen as they are called.
+            # Groups are not in the model's order: the order of layers shows as they are called.
             if next(calls) >= self._correction.first_layer and group is not None:
-                failure.safely(lambda: self._correct(group, number, LayerInputs.of(module, args, kwargs)))
+                failure.safely(lambda: self._correct(group, number, AttentionInputs.of(module, args, kwargs)))
 
         with ExitStack() as stack:
             for home, group in zip(self._homes, self._groups, strict=True):
@@ -112,9 +105,9 @@ class DriftPass:
                     called = partial(hook, group, number)
                     stack.callback(layer.module.register_forward_pre_hook(called, with_kwargs=True).remove)
             yield
-        failure.tell()
+        failure.reraise()
 
-    def _correct(self, group: _CorrectedGroup, number: int, inputs: LayerInputs) -> None:
+    def _correct(self, group: _CorrectedGroup, number: int, inputs: AttentionInputs) -> None:
         reused, rest = group.sample.read(number), group.rest.read(number)
         # Rounded as they will lie in the cache: what did not move shows no movement.
         new = inputs.keys[group.rows].to(reused[0].dtype), inputs.values[group.rows].to(reused[1].dtype)
@@ -123,5 +116,5 @@ class DriftPass:
 
 
 def _first_row(rows: NDArray[np.int64], run: DriftRun) -> int:
-    """The first row of the pass that lies in a run."""
+    """Return the first row of the pass that lies in a run."""
     return int(rows[np.searchsorted(rows, min(run.sample[0], run.rest[0]))])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.errors import IntegrationError, PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
-from kvgraft.graft.select import NoRecompute, Observation, PolicySteps, Recompute
-from kvgraft.graft.sparse_prefill import QUERY_ROWS, marked_runs, selection_context
+from kvgraft.graft.select import NoRecompute, Observation
+from kvgraft.graft.steps import GraftSteps, PlannedPass, Scope
 from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import (
@@ -24,22 +25,21 @@ from kvgraft.integrations.vllm.worker.passes import (
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks, together
 from kvgraft.integrations.vllm.worker.spans import DonorSpans
-from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
-from kvgraft.memory.block import KVBlock
 from kvgraft.reuse.failures import miss_of
 from kvgraft.types import MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.integrations.vllm.messages import Graft, TextId
+    from kvgraft.integrations.vllm.messages import BlockIds, Graft, TextId
     from kvgraft.integrations.vllm.worker.donor_store import DonorStore
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+    from kvgraft.memory.block import KVBlock
     from kvgraft.types import Match
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,12 @@ logger = logging.getLogger(__name__)
 class GraftJob:
     """Takes one graft to its outcome: `begin`, then `step` until `outcome` is set.
 
+    A command that `repairs_after` is complete once reused K/V lie in their places and gaps are computed, as if no policy
+    chose anything. Then `repair`, and `step` until `outcome` is set once more.
+
     All ranks take the same steps: these follow from the command and, where keys or attention are observed, from sums over
     ranks; K/V from a store are handed in (`arrive`) when all ranks have them. A rank that cannot read a donor makes all of
-    them compute the positions instead, which gives what a full prefill would.
+    them compute the positions instead, as a full prefill does.
     """
 
     def __init__(
@@ -68,22 +71,24 @@ class GraftJob:
         self._rank = rank
         self._donors = donors
         self._homes = _homes(command, rank, max_rows)
+        self._end = command.end
         self._max_rows = max_rows
         is_chosen_from = command.plan.is_approximate and not command.is_substituted
-        self._policy = policy if is_chosen_from else NoRecompute()
-        self._correction = None if command.is_substituted else correction
-        self._context = selection_context(command.plan, command.token_ids)
-        self._computed = np.zeros(command.end, np.bool_)
-        self._corrected = np.zeros(command.end, np.bool_)
-        self._has_begun = False
-        self._awaited = frozenset(command.cold)
+        self._steps = GraftSteps(
+            command.plan,
+            policy if is_chosen_from else NoRecompute(),
+            token_ids=command.token_ids,
+            correction=None if command.is_substituted else correction,
+            scope=_scope(command, self._homes),
+        )
+        self._awaited = frozenset(command.stored)
         self.is_blocked = False
         self._kept_texts = {text_id: (start, stop) for text_id, start, stop in command.captures}
         self._passes: list[GraftPass] = []
         self._captured: GraftPass | None = None
         self._look: QueryLook | None = None
         self._fell_back = ""
-        self._is_policy_error = False
+        self._is_policy_error = self._is_repairing = False
         self._inject_s = self._compute_s = 0.0
 
     def begin(self) -> None:
@@ -94,46 +99,73 @@ class GraftJob:
         started = time.perf_counter()
         command = self.command
         try:
-            steps = PolicySteps(self._policy, self._context)
-            spans = self._spans(command.spans, command.source_starts)
-            first = steps.first()
+            prompt = self._prompt_of(command.spans, command.source_starts)
+            first = self._first()
         except Exception as error:
             logger.exception("graft of request %s cannot begin; it is computed", command.request_id)
             miss = miss_of(error)
             self._fell_back, self._is_policy_error = miss.detail, miss.reason is MissReason.POLICY_ERROR
         if all_ranks(not self._fell_back):
-            self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, spans)
-            self._steps = steps
-            self._begin_step(first)
+            self._prompt = prompt
+            self._begin_pass(first)
         else:
-            self._compute_everything(self._fell_back or "another rank could not begin")
+            self.compute_everything(self._fell_back or "another rank could not begin")
         self._inject_s += time.perf_counter() - started
 
-    def _compute_everything(self, reason: str) -> None:
-        """Begin afresh and copy nothing: every position is computed, over whatever lies there."""
+    def _first(self) -> PlannedPass:
+        """Plan the first pass. The question is looked at when its K/V are there: by the repair."""
+        if not self.command.repairs_after:
+            return self._steps.first()
+        return replace(self._steps.answer(), observe_query=False)
+
+    @property
+    def waits_for_repair(self) -> bool:
+        """Whether what the policy chooses is still to be computed, once the graft is complete."""
+        return self.command.repairs_after and not self._is_repairing and not self._fell_back
+
+    def repair(self, block_ids: BlockIds) -> None:
+        """Begin to compute what the policy chooses, in blocks with the K/V of the whole prompt.
+
+        All ranks must come here in the same step. Nothing of donors is needed: what they gave lies in the blocks.
+        """
+        self._is_repairing, self.outcome = True, None
+        self._end = self.command.plan.num_tokens
+        self._kept_texts = {}
+        self._homes = [
+            PagedKV.of(group, np.asarray(ids, np.int32), start=self._end)
+            for group, ids in zip(self._rank.groups, block_ids, strict=True)
+        ]
+        self._prompt = self._prompt_of(())
+        if not self._go_on(lambda: self._steps.repair(Observation(None, None, None))):
+            self._finish()
+
+    def compute_everything(self, reason: str) -> None:
+        """Begin afresh and copy nothing: every position is computed, over any K/V in its place."""
         command = self.command
-        self._fell_back = reason
-        if command.plan.exact_len and any(home.group.window for home in self._homes):
-            # The windows in front of the exact prefix's end were to come from donors: nothing can be computed here.
+        self._fell_back, self.outcome = reason, None
+        if command.plan.prefix_len and any(home.group.window for home in self._homes):
+            # The windows before the exact prefix's end were to come from donors: nothing can be computed here.
             raise IntegrationError(reason)
-        self._prompt = GraftedPrompt(self._rank, command.token_ids, self._homes, self._spans((), ()))
-        self._steps = PolicySteps(NoRecompute(), self._context)
-        self._begin_step(self._steps.first())
+        self._prompt = self._prompt_of(())
+        planned = self._steps.give_up()
+        if self._is_repairing:  # what lies before the first span is exact, and others may read it
+            rows = planned.rows[planned.rows >= command.plan.spans[0].target_start]
+            planned = PlannedPass(rows, DriftPlan(len(rows)))
+        self._begin_pass(planned)
 
     def _give_up_reuse(self, failure: PolicyError | None) -> None:
-        """The policy failed behind its first step, on this rank or another: what passes have computed counts for nothing."""
+        """Discard what passes have computed: the policy failed after its first step, on this rank or another."""
         logger.error("graft of request %s goes no further; it is computed", self.command.request_id, exc_info=failure)
         for home in self._homes:
             home.restart()
         for text_id in self._kept_texts:
             self._donors.discard(text_id)  # what was kept of it had attended to copies
-        self._computed[:], self._corrected[:] = False, False
-        self._has_begun, self._is_policy_error = False, True
-        self._compute_everything(str(failure or "the selection policy failed on another rank"))
+        self._captured, self._is_policy_error = None, True
+        self.compute_everything(str(failure or "the selection policy failed on another rank"))
 
     @property
     def computes_everything(self) -> bool:
-        """Whether donors could not be read, so that nothing is copied."""
+        """Whether nothing is copied, as donors could not be read or the policy failed."""
         return bool(self._fell_back)
 
     def arrive(self, parts: Sequence[tuple[int, KVBlock]]) -> int:
@@ -147,13 +179,13 @@ class GraftJob:
         return 0
 
     def discard(self, text_id: TextId) -> None:
-        """Keep nothing of a text of which no donor is to be made any more; others are ignored."""
+        """Keep nothing of a text that will not become a donor; ignore other texts."""
         self._kept_texts.pop(text_id, None)
 
     def step(self, max_rows: int) -> int:
-        """Compute up to `max_rows` rows and return how many; sets `outcome` behind the last of all.
+        """Compute up to `max_rows` rows and return how many; set `outcome` after the last of all.
 
-        `is_blocked` says that the next rows attend to K/V that are on their way.
+        `is_blocked` is true while the next rows attend to K/V that have not arrived.
         """
         started = time.perf_counter()
         current = self._passes[0]
@@ -167,128 +199,113 @@ class GraftJob:
         self.is_blocked = not (is_ended or len(rows))
         if is_ended:
             del self._passes[0]
-            for positions in current.corrected:
-                self._corrected[positions] = True
-        is_over = not self._passes and not self._next_step(current)
+        is_over = not self._passes and not self._next_pass(current)
         self._compute_s += time.perf_counter() - started - done
         if is_over:
             self._finish()
         return len(rows)
 
-    def _begin_step(self, step: Recompute, observed: KeyDeviationPass | None = None) -> None:
-        """Lay out the passes that a step of the policy takes."""
-        command, prompt = self.command, self._prompt
-        self._look = None
-        if step.observe_key_deviation:
-            everything = np.arange(command.plan.exact_len, command.end)
+    def _begin_pass(self, planned: PlannedPass, observed: KeyDeviationPass | None = None) -> None:
+        """Lay out this rank's part of a pass; the hidden states of `observed` continue through the later layers."""
+        command, prompt, rows = self.command, self._prompt, planned.rows
+        self._planned, self._look = planned, None
+        if planned.deviation_layer:
             assert self._rank.stack is not None, "the self-check finds it where the policy observes keys"
-            self._passes = [KeyDeviationPass(prompt, everything, self._rank.stack)]
+            reused = np.setdiff1d(rows, command.plan.compute, assume_unique=True)
+            self._passes = [KeyDeviationPass(prompt, rows, self._rank.stack, reused=reused)]
             return
-        is_first, self._has_begun = not self._has_begun, True
-        before = self._computed.copy()
-        rows = self._rows_of(step, is_first=is_first)
-        drift = DriftPlan(
-            self._context, rows, step.sample, before, self._correction, max_length=self._prompt.longest_run
-        )
-        if step.observe_query:
-            query = command.plan.compute[-QUERY_ROWS:]
-            self._look = QueryLook(self._rank, self._homes, query, command.end)
-        # What observes keys samples nothing (`KVDeviation`): behind it there is nothing to correct.
-        whole = AllLayersPass(prompt, rows, self._look, drift) if observed is None else observed.later_layers(rows)
-        self._captured = whole if is_first else None  # all gaps are in the first pass
-        self._passes = [whole]
-        if self._look is not None:
-            behind = np.arange(command.end, command.plan.num_tokens)
-            self._passes.append(QueryPass(prompt, behind, self._look))
-
-    def _rows_of(self, step: Recompute, *, is_first: bool) -> NDArray[np.int64]:
-        """Gaps and chosen tokens that are not computed yet, and the query rows among the gaps behind them once more.
-
-        The same rows as in the embedded engine (`SparsePrefill`); those behind the graft are the engine's. Where a home
-        forgets, everything computed so far is computed again: only so can a row further in front be run a second time.
-        """
-        plan, end = self.command.plan, self.command.end
-        if self._fell_back:
-            return np.arange(plan.exact_len, end)
-        gaps = plan.compute[plan.compute < end]
-        wanted = np.union1d(gaps, step.positions)
-        new = wanted[~self._computed[wanted]]
-        self._computed[new] = True
-        if not len(new) or is_first:
-            return new
-        if any(home.forgets for home in self._homes):
+        if planned.observe_query:
+            self._look = QueryLook(self._rank, self._homes, self._steps.query, self._end)
+        if observed is not None and observed.covers(rows):
+            self._planned = replace(planned, drift=DriftPlan(len(rows)))
+            whole: GraftPass = observed.later_layers(rows)
+        else:
+            whole = AllLayersPass(prompt, rows, planned.drift, self._look)
+        if self._captured is None:
+            self._captured = whole  # all gaps are in the first pass
+        elif len(rows):
             for home in self._homes:
                 home.restart()
-            return np.flatnonzero(self._computed)
-        query = plan.compute[-QUERY_ROWS:]
-        return np.union1d(new, query[(query > new[0]) & (query < end)])
+        self._passes = [whole]
+        after = np.arange(self._end, command.plan.num_tokens)
+        if self._look is not None and len(after):
+            self._passes.append(QueryPass(prompt, after, self._look))
 
-    def _next_step(self, last: GraftPass) -> bool:
-        """Ask the policy for more; False if there is no more. Where it fails on one rank, all of them compute everything."""
+    def _next_pass(self, last: GraftPass) -> bool:
+        """Ask the policy for more; return False at its end. Where it fails on one rank, all of them compute everything."""
+        self._steps.ran(self._planned)
+        if self.waits_for_repair:
+            return False
         observed = last if isinstance(last, KeyDeviationPass) else None
         deviation = None if observed is None else observed.deviation()
         mass = None if self._look is None else summed_over_ranks(self._look.mass).numpy()
-        step, failure = None, None
-        together(
-            lambda: None
-        )  # a rank that failed since the last vote votes here: what follows is about the policy alone
+        return self._go_on(lambda: self._steps.next(Observation(None, mass, deviation)), observed)
+
+    def _go_on(self, plan: Callable[[], PlannedPass | None], observed: KeyDeviationPass | None = None) -> bool:
+        """Begin the pass that the policy wants; return False if it wants none."""
+        planned, failure = None, None
+        # A rank that failed since the last vote votes here: the next vote is about the policy alone.
+        together(lambda: None)
         try:
-            step = self._steps.send(Observation(None, mass, deviation))
+            planned = plan()
         except PolicyError as error:
             failure = error
         if not all_ranks(failure is None):
             self._give_up_reuse(failure)
-        elif step is None:
+        elif planned is None:
             return False
         else:
-            self._begin_step(step, observed)
+            self._begin_pass(planned, observed)
         return True
 
     def _finish(self) -> None:
         started = time.perf_counter()
         for home in self._homes:
-            home.finish(self._prompt.spans, self.command.end)
+            home.finish(self._prompt.spans, self._end)
         self._inject_s += time.perf_counter() - started
+        work = self._steps.work()
         self.outcome = GraftOutcome(
-            self._recomputed_runs(),
+            work.recomputed_runs,
             self._inject_s * 1e3,
             self._compute_s * 1e3,
             self._fell_back,
-            corrected_tokens=int((self._corrected & ~self._computed).sum()),
+            corrected_tokens=work.num_corrected,
             is_policy_error=self._is_policy_error,
         )
 
-    def _recomputed_runs(self) -> tuple[tuple[int, int], ...]:
-        """Reused tokens that were computed again."""
-        plan, is_again = self.command.plan, self._computed.copy()
-        is_again[plan.compute[plan.compute < self.command.end]] = False
-        return marked_runs(is_again)
+        if self.waits_for_repair:
+            self._prompt, self._captured = self._prompt_of(()), None  # donors may go meanwhile
 
-    def _spans(self, spans: Sequence[Match], source_starts: Sequence[int]) -> DonorSpans:
-        return DonorSpans(self._donors, spans, source_starts, self._rank.rope, self._rank.device, awaited=self._awaited)
+    def _prompt_of(self, spans: Sequence[Match], source_starts: Sequence[int] = ()) -> GraftedPrompt:
+        """Return the prompt with the K/V of `spans` read from donors."""
+        rank = self._rank
+        get = self._donors.get
+        read = DonorSpans(get, spans, source_starts, rank.rope, rank.device, awaited=self._awaited)
+        return GraftedPrompt(rank, self.command.token_ids, self._homes, read)
 
     def _keep(self, rows: NDArray[np.int64]) -> None:
         """Copy computed text that shall become donors."""
         for text_id, (start, stop) in self._kept_texts.items():
             kept = rows[(rows >= start) & (rows < stop)]
             if len(kept):
-                self._donors.append(text_id, read_block(self._homes, kept))
-
-
-def read_block(homes: list[GroupKV], positions: NDArray[np.int64]) -> KVBlock:
-    """Copy the K/V of `positions` to host memory."""
-    places = [(home.place(positions), home.layers) for home in homes]
-    pairs = [place.read(layer) for place, layers in places for layer in layers]
-    return KVBlock(tuple(keys.cpu() for keys, _ in pairs), tuple(values.cpu() for _, values in pairs))
+                self._donors.capture(text_id, self._homes, kept)
 
 
 def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
     homes: list[GroupKV] = []
-    for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, command.block_ids, strict=True):
+    for group, block_ids in zip(rank.groups, command.block_ids, strict=True):
         blocks = np.asarray(block_ids, np.int32)
         if group.window:
-            homes.append(WindowRing(group, first_layer, blocks, max_rows=max_rows))
+            homes.append(WindowRing(group, blocks, max_rows=max_rows))
         else:
-            table, caches = BlockTable(blocks, group.block_size), [layer.cache for layer in group.layers]
-            homes.append(PagedKV(group, first_layer, table, caches, start=command.plan.exact_len))
+            homes.append(PagedKV.of(group, blocks, start=command.plan.prefix_len))
     return homes
+
+
+def _scope(command: Graft, homes: Sequence[GroupKV]) -> Scope:
+    longest = [home.longest_piece for home in homes if home.longest_piece is not None]
+    return Scope(
+        end=command.end,
+        is_forgetful=any(home.group.window for home in homes),
+        longest_run=min(longest, default=None),
+    )

@@ -1,4 +1,4 @@
-"""The half of the connector that runs beside a model: captures, grafts, and what became of them."""
+"""The half of the connector that runs beside a model: captures, grafts, and reports of both."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm.distributed.parallel_state import get_tp_group
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, GraftOutcome, StoreReport, WorkerReport
+from kvgraft.integrations.vllm.refusals import refused_engine
 from kvgraft.integrations.vllm.selection import chosen_policy
-from kvgraft.integrations.vllm.worker.cold_reads import ColdReads
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
-from kvgraft.integrations.vllm.worker.graft_job import GraftJob, read_block
-from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
+from kvgraft.integrations.vllm.worker.graft_job import GraftJob
+from kvgraft.integrations.vllm.worker.graft_reads import GraftReads
+from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.layers import layer_groups
 from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
 from kvgraft.integrations.vllm.worker.self_check import checked
 from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 from kvgraft.integrations.vllm.worker.stores import RankStores
-from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
 from kvgraft.memory import HostKVStore
 from kvgraft.memory.store import open_stores
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import Capture, Graft, StepCommands, TextId
+    from kvgraft.integrations.vllm.messages import BlockIds, Capture, Graft, GraftRepair, StepCommands, TextId
+    from kvgraft.integrations.vllm.worker.layers import LayerGroup
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
 
 _LEAST_QUEUE_BYTES = 64 << 20
-"""K/V that may be under way to stores, or from them, whatever `host_bytes`; beyond that a quarter of these."""
+"""K/V that may be under way to stores, or from them, for any `host_bytes`; more if a quarter of these is more."""
 
 
 class GraftWorker:
     """Carries the scheduler's commands out, in the order in which they come. Not thread-safe.
 
-    What fails is told in the next report and costs a request nothing but time. Nothing is captured or grafted before the
-    self-check has passed, which happens behind the first forward pass.
+    The next report names what fails; it costs a request nothing but time. Nothing is captured or grafted before the
+    self-check has passed, which runs after the first forward pass.
     """
 
     def __init__(self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -64,38 +65,40 @@ class GraftWorker:
         self._correction = drift_correction(config.correction)
         self._donors = DonorStore(HostKVStore(config.host_bytes, pin_memory=torch.cuda.is_available()))
         self._stores = RankStores(open_stores(config.store), max_queued_bytes=_under_way(config))
-        self._reads = ColdReads(self._stores, self._donors)
+        self._reads = GraftReads(self._stores, self._donors)
+        self._groups: tuple[LayerGroup, ...] = ()
         self._handle: ModelHandle | None = None
         self._rank: RankModel | None = None
         self._refusal = ""
         self._jobs: dict[str, GraftJob] = {}
+        self._unrepaired: dict[str, GraftJob] = {}
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._outcomes: dict[str, GraftOutcome] = {}
+        self._repairs: dict[str, GraftOutcome] = {}
         self._lost_texts: set[TextId] = set()
         self._dead_texts: set[TextId] = set()
         self._lost_donors: set[DonorId] = set()
-        self._told_refusal = False
         self._is_proved_anew = False
-        self._told_bytes = 0
         self._witness: WeightsWitness | None = None
-        self._num_changes = self._told_changes = 0
+        self._num_changes = 0
+        self._reported = ("", False, 0, 0)  # refusal, whether it is proved, bytes of donors, changes of the weights
 
     @property
     def refusal(self) -> str:
-        """Why this rank captures and grafts nothing, or empty."""
+        """Reason why this rank captures and grafts nothing, or empty."""
         return self._refusal
 
     @property
     def description(self) -> dict[str, object]:
-        """What the self-check found, for `kvgraft doctor`."""
+        """Findings of the self-check, for `kvgraft doctor`; of an engine that was refused before it the reason alone."""
         layers = [layer for group in self._groups for layer in group.layers]
         rope = self._rank.rope if self._rank is not None else ()
-        return {
+        found: dict[str, object] = {
             "attention_backends": sorted({layer.module.get_attn_backend().get_name() for layer in layers}),
             "kv_layouts": sorted({layer.codec.name for layer in layers}),
-            "kv_dtype": str(layers[0].cache.dtype).removeprefix("torch."),
+            "kv_dtype": ", ".join(sorted({str(layer.cache.dtype).removeprefix("torch.") for layer in layers})),
             "kv_cache_groups": [
                 f"{len(group.layers)} layers, blocks of {group.block_size}"
                 + (f", window {group.window}" if group.window else "")
@@ -104,15 +107,18 @@ class GraftWorker:
             "rope": sorted(
                 {"none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels" for spec in rope}
             ),
-            "self_check": self._refusal or ("passed" if self._rank is not None else "waits for the first forward pass"),
         }
+        passed = "passed" if self._rank is not None else "waits for the first forward pass"
+        return {name: value for name, value in found.items() if value} | {"self_check": self._refusal or passed}
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Take the paged caches and prove their layout."""
+        """Take the paged caches and prove their layout, unless the scheduler's half has refused the engine for its reason."""
+        self._refusal = refused_engine(self._config, self._vllm_config, self._kv_cache_config)
+        if self._refusal:
+            return
         try:
             self._groups = together(lambda: layer_groups(self._vllm_config, self._kv_cache_config, kv_caches))
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
-            self._groups = ()
+        except Exception as error:  # noqa: BLE001 - after any failure nothing may be grafted
             self._refuse(error)
             return
         self._handle = ModelHandle(self._groups[0].layers[0].module)
@@ -120,16 +126,15 @@ class GraftWorker:
     def load(self, commands: StepCommands) -> None:
         """Begin new grafts and go on with those under way, within the step's budget."""
         self._prepare()
+        self._donors.settle()
         if commands.reset:
             self._forget_everything("the caches were reset")
-            self._weights_differ()  # whatever was loaded since is what runs from now on
+            self._weights_differ()  # weights loaded since are those that run from now on
             self._prove_weights()
-        if commands.grafts or commands.seals or commands.captures or self._jobs:
+        if commands.grafts or commands.seals or commands.captures or commands.repairs or self._jobs:
             self._look_at_weights()  # a graft that takes several steps may have begun under other weights
         for request_id in commands.cancels:
-            self._reads.give_up(request_id)
-            if self._jobs.pop(request_id, None) is not None:
-                self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
+            self._cancel(request_id)
         for seal in commands.seals:
             self._seal(seal.text_id, seal.donor_id)
         for command in commands.grafts:
@@ -144,9 +149,17 @@ class GraftWorker:
             self._reads.drop(donor_id)
         self._take_arrivals(is_idle=commands.is_idle)
         self._work()
+        for repair in commands.repairs:
+            self._repair(repair)
+
+    def _cancel(self, request_id: str) -> None:
+        self._reads.give_up(request_id)
+        self._unrepaired.pop(request_id, None)
+        if self._jobs.pop(request_id, None) is not None:
+            self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
 
     def save(self, commands: StepCommands) -> None:
-        """Capture what the step's forward pass has computed."""
+        """Capture K/V that the step's forward pass has computed."""
         self._prepare()
         is_outdated = commands.known_changes < self._num_changes
         for capture in commands.captures:
@@ -157,41 +170,43 @@ class GraftWorker:
             if capture.donor_id is not None:
                 self._seal(capture.text_id, capture.donor_id)
         for write in commands.writes:
-            block = self._donors.whole(write.donor_id)
-            if block is not None:
-                self._stores.write(write.record, block)
+            read = self._donors.later(write.donor_id)
+            if read is not None:
+                self._stores.write(write.record, read)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
-        """Asynchronous grafts that ended since the last call, and those among them that failed."""
+        """Return asynchronous grafts that ended since the last call, and those among them that failed."""
         loaded, self._loaded = self._loaded, set()
         failed, self._failed = self._failed, set()
         return loaded, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that a failed graft leaves without K/V, since the last call."""
+        """Return blocks that failed grafts left without K/V since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """What happened since the last call; None for nothing worth telling."""
-        used_bytes = self._donors.used_bytes
-        is_refused = bool(self._refusal and not self._told_refusal)
-        lost = self._lost_texts or self._lost_donors or self._told_changes < self._num_changes
+        """Return the events since the last call; None if there is nothing to report."""
+        state = (self._refusal, self._rank is not None, self._donors.used_bytes, self._num_changes)
         stored = self._take_store_report()
-        if not (self._outcomes or lost or is_refused or used_bytes != self._told_bytes or stored != NOTHING_OF_STORES):
+        self._lost_donors |= self._donors.take_lost()
+        is_news = self._outcomes or self._repairs or self._lost_texts or self._lost_donors
+        if not is_news and state == self._reported and stored == NOTHING_OF_STORES:
             return None
+        refusal, is_proved, used_bytes, num_changes = state
         report = WorkerReport(
             self._outcomes,
             frozenset(self._lost_texts),
             frozenset(self._lost_donors),
-            self._refusal,
+            refusal,
             used_bytes,
-            self._num_changes,
+            num_changes,
             stored,
+            is_proved and not self._reported[1],
+            self._repairs,
         )
-        self._told_bytes, self._told_changes = used_bytes, self._num_changes
-        self._outcomes, self._lost_texts, self._lost_donors = {}, set(), set()
-        self._told_refusal = bool(self._refusal)
+        self._reported = state
+        self._outcomes, self._repairs, self._lost_texts, self._lost_donors = {}, {}, set(), set()
         return report
 
     def _take_store_report(self) -> StoreReport:
@@ -211,6 +226,7 @@ class GraftWorker:
     def close(self) -> None:
         """Stop waiting for the model, and let stores finish what they write."""
         self._reads.close()
+        self._donors.close()
         self._stores.close()
         if self._handle is not None:
             self._handle.close()
@@ -225,13 +241,13 @@ class GraftWorker:
             self._rank, self._witness = together(
                 lambda: (checked(rank, observes, corrects=corrects), WeightsWitness(rank.model))
             )
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be grafted
+        except Exception as error:  # noqa: BLE001 - after any failure nothing may be grafted
             self._refuse(error)
             return
         self._prove_weights()
 
     def _prove_weights(self) -> None:
-        """Name the space in stores that is of the weights as they are; without a name nothing is stored or read."""
+        """Name the space in stores of the present weights; without a name nothing is stored or read."""
         if not self._stores or self._rank is None:
             return
         rank = self._rank
@@ -257,11 +273,12 @@ class GraftWorker:
             return True
 
     def _forget_everything(self, reason: str) -> None:
-        """Drop donors and texts, refuse later captures of these texts, and let vLLM compute what is being grafted."""
+        """Drop donors and texts, refuse later captures of these texts, and let vLLM compute the grafts under way."""
         logger.warning("all donors are forgotten: %s", reason)
         for job in list(self._jobs.values()):
             del self._jobs[job.command.request_id]
             self._fail(job.command, _not_made(reason))
+        self._unrepaired.clear()
         self._reads.clear()
         self._dead_texts |= self._donors.text_ids
         self._donors.clear()
@@ -320,11 +337,11 @@ class GraftWorker:
             if job.outcome is not None:
                 self._end(job, job.outcome)
 
-    def _guarded(self, job: GraftJob, work: Callable[[], int]) -> int:
-        """Do what every rank does for a graft now; if it fails on one, the graft has failed on all."""
+    def _guarded(self, job: GraftJob, work: Callable[[], int | None]) -> int:
+        """Do work for a graft on every rank; if it fails on one, the graft has failed on all."""
         try:
             with torch.inference_mode():
-                return together(work)
+                return together(work) or 0
         except Exception as error:
             logger.exception("graft of request %s failed; vLLM computes it", job.command.request_id)
             job.outcome = _failed(error)
@@ -332,6 +349,8 @@ class GraftWorker:
 
     def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
         del self._jobs[job.command.request_id]
+        if job.waits_for_repair:
+            self._unrepaired[job.command.request_id] = job
         if outcome.failed:
             self._fail(job.command, outcome)
             return
@@ -340,16 +359,38 @@ class GraftWorker:
         if job.command.asynchronous:
             self._loaded.add(job.command.request_id)
 
+    def _repair(self, command: GraftRepair) -> None:
+        """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does."""
+        job = self._unrepaired.pop(command.request_id, None)
+        if job is None:
+            self._repairs[command.request_id] = _not_made("what was grafted is of caches or weights that are gone")
+            return
+        outcome = self._run(job, partial(job.repair, command.block_ids))
+        if outcome.failed:
+            outcome = self._run(job, partial(job.compute_everything, outcome.fell_back))
+        if outcome.failed:
+            self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
+            if job.command.tail is not None:
+                self._lose(job.command.tail)
+            outcome = replace(outcome, failed=False)
+        self._repairs[command.request_id] = outcome
+
+    def _run(self, job: GraftJob, begin: Callable[[], None]) -> GraftOutcome:
+        """Do the work of a graft from `begin` to its end, in pieces, in this step."""
+        self._guarded(job, begin)
+        while job.outcome is None:
+            self._guarded(job, partial(job.step, self._config.max_recompute_tokens_per_step))
+        return job.outcome
+
     def _fail(self, command: Graft, outcome: GraftOutcome) -> None:
-        """Let vLLM compute the positions: by blocks where their numbers tell the request, by request otherwise."""
+        """Let vLLM compute the positions: by blocks where their numbers identify the request, by request otherwise."""
         self._reads.give_up(command.request_id)
         self._outcomes[command.request_id] = outcome
         for text_id in (*(text_id for text_id, _, _ in command.captures), command.tail):
             if text_id is not None:
                 self._lose(text_id)
         if len(command.block_ids) == 1:
-            first = command.plan.exact_len // self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self._failed_blocks.update(command.block_ids[0][first:])
+            self._hand_back(command.block_ids, command.plan.prefix_len)
         elif command.asynchronous:
             self._failed.add(command.request_id)
         else:
@@ -358,6 +399,11 @@ class GraftWorker:
             )
         if command.asynchronous:
             self._loaded.add(command.request_id)
+
+    def _hand_back(self, block_ids: BlockIds, start: int) -> None:
+        """Have vLLM compute what lies in a request's blocks from position `start` on."""
+        size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._failed_blocks.update(block_ids[0][start // size :])
 
     def _seal(self, text_id: TextId, donor_id: DonorId) -> None:
         try:
@@ -376,11 +422,11 @@ class GraftWorker:
 
     def _capture(self, rank: RankModel, capture: Capture) -> None:
         try:
-            homes: list[GroupKV] = []
-            for group, first_layer, block_ids in zip(rank.groups, rank.first_layers, capture.block_ids, strict=True):
-                table = BlockTable(np.asarray(block_ids, np.int32), group.block_size)
-                homes.append(PagedKV(group, first_layer, table, [layer.cache for layer in group.layers], start=0))
-            self._donors.append(capture.text_id, read_block(homes, np.arange(capture.start, capture.stop)))
+            homes = [
+                PagedKV.of(group, np.asarray(block_ids, np.int32), start=0)
+                for group, block_ids in zip(rank.groups, capture.block_ids, strict=True)
+            ]
+            self._donors.capture(capture.text_id, homes, np.arange(capture.start, capture.stop))
         except Exception:
             logger.exception("capture of computed text failed; it becomes no donor")
             self._lose(capture.text_id)
@@ -391,7 +437,7 @@ def _not_made(reason: str, *, is_store_miss: bool = False) -> GraftOutcome:
 
 
 def _failed(error: Exception) -> GraftOutcome:
-    """What became of a graft that raised."""
+    """Return the outcome of a graft that raised."""
     miss = miss_of(error)
     return replace(_not_made(miss.detail), is_policy_error=miss.reason is MissReason.POLICY_ERROR)
 

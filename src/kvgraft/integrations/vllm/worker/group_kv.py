@@ -1,4 +1,4 @@
-"""Where the K/V of one group of layers lie while a graft is made, and how the reused ones get there."""
+"""Homes of a request's K/V while a graft is made, one per group of layers, and the injection of reused K/V into them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvgraft.graft.executor import copy_spans
+from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
-    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+
+_NO_LIMIT = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,68 +33,61 @@ class GroupPlace:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KVPlace.read`."""
-        index = layer - self.home.first_layer
+        index = layer - self.home.group.first_layer
         return self.home.group.layers[index].read(self.home.caches[index], self.slots)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `KVPlace.write`."""
-        index = layer - self.home.first_layer
+        index = layer - self.home.group.first_layer
         self.home.group.layers[index].write(self.home.caches[index], self.slots, keys, values)
 
 
 class GroupKV(ABC):
     """The K/V of one request in the layers of one group.
 
-    `first_layer` is the number of the group's first layer among all layers, group by group: the order of `KVBlock`s.
+    `longest_piece` positions, in any place, lie here together with what they attend to; None for no limit.
     """
 
-    def __init__(self, group: LayerGroup, first_layer: int, table: BlockTable, caches: Sequence[Tensor]) -> None:
+    longest_piece: int | None = None
+
+    def __init__(self, group: LayerGroup, table: BlockTable, caches: Sequence[Tensor]) -> None:
         self.group = group
-        self.first_layer = first_layer
         self.table = table
         self.caches = caches
 
     @property
     def layers(self) -> range:
         """Numbers of the group's layers among all layers."""
-        return range(self.first_layer, self.first_layer + len(self.group.layers))
-
-    @abstractmethod
-    def row_limit(self, first_row: int) -> int:
-        """First position that cannot be computed in one pass with `first_row`."""
+        return range(self.group.first_layer, self.group.first_layer + len(self.group.layers))
 
     @abstractmethod
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
         """Bring in the reused K/V that rows in `[first_row, stop)` may attend to; ascending calls."""
 
+    @abstractmethod
+    def finish(self, spans: DonorSpans, stop: int) -> None:
+        """Complete what later passes attend to in the request's own blocks, up to position `stop`."""
+
     def inject_early(self, spans: DonorSpans) -> None:
-        """Bring in reused K/V that have just arrived, where they have a place already; nothing otherwise."""
+        """Bring in reused K/V that have just arrived, if they have a place already."""
         del spans
 
-    @abstractmethod
+    def row_limit(self, first_row: int) -> int:
+        """Return the first position that cannot be computed in one pass with `first_row`."""
+        del first_row
+        return _NO_LIMIT
+
     def first_seen(self, row: int) -> int:
-        """First position that the row at position `row` attends to; what lies in front of it may be gone."""
-
-    @property
-    @abstractmethod
-    def longest_piece(self) -> int | None:
-        """Positions, whichever they are, that lie here together with what they attend to; None for no limit."""
-
-    @property
-    @abstractmethod
-    def forgets(self) -> bool:
-        """Whether what a pass computed must be computed again by a later pass over rows further in front."""
+        """Return the first position that the row at position `row` attends to; earlier ones may be gone."""
+        del row
+        return 0
 
     @abstractmethod
     def restart(self) -> None:
-        """Prepare for a further pass, from the first row on; calls of `prepare` may begin in front again."""
-
-    @abstractmethod
-    def finish(self, spans: DonorSpans, stop: int) -> None:
-        """See to it that the request's own blocks hold what later passes attend to, up to position `stop`."""
+        """Prepare for a further pass, from the first row on; calls of `prepare` may begin at the first position again."""
 
     def place(self, positions: NDArray[np.int64]) -> GroupPlace:
-        """Where `positions` lie now."""
+        """Return the present place of `positions`."""
         return GroupPlace(self, torch.from_numpy(self.table.slots(positions)).to(self.caches[0].device))
 
     def _inject(self, spans: DonorSpans, start: int, stop: int) -> None:
@@ -103,49 +98,39 @@ class GroupKV(ABC):
 
 
 class PagedKV(GroupKV):
-    """The request's own blocks: every position has one. Those in front of `start` may be shared and are only read."""
+    """The request's own blocks: every position has one. Those before `start` may be shared and are only read."""
 
-    def __init__(
-        self, group: LayerGroup, first_layer: int, table: BlockTable, caches: Sequence[Tensor], *, start: int
-    ) -> None:
-        super().__init__(group, first_layer, table, caches)
+    def __init__(self, group: LayerGroup, table: BlockTable, caches: Sequence[Tensor], *, start: int) -> None:
+        super().__init__(group, table, caches)
         self._injected = start
 
-    def row_limit(self, first_row: int) -> int:
-        """No limit."""
-        del first_row
-        return np.iinfo(np.int64).max
+    @classmethod
+    def of(cls, group: LayerGroup, blocks: NDArray[np.int32], *, start: int) -> PagedKV:
+        """Return the K/V in vLLM's paged cache of a request that has `blocks`."""
+        return cls(group, BlockTable(blocks, group.block_size), [layer.cache for layer in group.layers], start=start)
+
+    @classmethod
+    def scratch(cls, group: LayerGroup, blocks: NDArray[np.int32]) -> PagedKV:
+        """Return K/V in blocks of our own with the numbers `blocks`."""
+        caches = [layer.scratch(int(blocks.max()) + 1) for layer in group.layers]
+        return cls(group, BlockTable(blocks, group.block_size), caches, start=0)
 
     def prepare(self, spans: DonorSpans, first_row: int, stop: int) -> None:
-        """Inject everything that is there, once."""
+        """Inject everything that has arrived, once."""
         del first_row, stop
+        self.inject_early(spans)
+
+    def inject_early(self, spans: DonorSpans) -> None:
+        """Inject everything that has arrived, once."""
         end = spans.ready_end
         if end > self._injected:
             self._inject(spans, self._injected, end)
             self._injected = end
 
-    def inject_early(self, spans: DonorSpans) -> None:
-        """Inject them."""
-        self.prepare(spans, 0, 0)
-
-    def first_seen(self, row: int) -> int:
-        """All of them."""
-        del row
-        return 0
-
-    @property
-    def longest_piece(self) -> int | None:
-        """No limit."""
-        return None
-
-    @property
-    def forgets(self) -> bool:
-        """Nothing is forgotten."""
-        return False
-
     def restart(self) -> None:
-        """What is there stays."""
+        """Keep everything."""
 
     def finish(self, spans: DonorSpans, stop: int) -> None:
         """Inject if no row was computed."""
-        self.prepare(spans, 0, stop)
+        del stop
+        self.inject_early(spans)

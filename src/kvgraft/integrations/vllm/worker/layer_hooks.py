@@ -1,4 +1,4 @@
-"""Hooks on vLLM's attention modules: what a layer is called with, and what becomes of a failure in between layers."""
+"""Arguments of vLLM's attention modules in hooks, and failures in hooks, kept until the forward pass is over."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerInputs:
-    """What an attention layer is called with, each `(num_rows, its heads, head_dim)`, query and keys rotated."""
+class AttentionInputs:
+    """Arguments of an attention layer, each `(num_rows, its heads, head_dim)`, query and keys rotated."""
 
     query: Tensor
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def of(cls, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerInputs:  # noqa: ANN401 - vLLM's Attention
-        """Bring the arguments of a call of `module` into shape."""
+    def of(cls, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionInputs:  # noqa: ANN401 - vLLM's Attention
+        """Reshape the arguments of a call of `module`."""
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         width, num_kv_heads = module.head_size, module.num_kv_heads
         return cls(
@@ -34,10 +34,10 @@ class LayerInputs:
 
 
 class KeptFailure:
-    """What failed inside the model, kept until its pass is over.
+    """The first failure of a hook inside the model, kept until the forward pass is over.
 
-    The model's own collective operations stand between its layers. So nothing is raised there: all ranks come to the end of
-    the pass, and meet at the next vote (`ranks.py`).
+    Nothing is raised between layers, where the model's own collective operations are: all ranks come to the end of the pass,
+    and meet at the next vote (`ranks.py`).
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class KeptFailure:
                 self.error = error
         return None
 
-    def tell(self) -> None:
-        """Raise what was kept, if anything."""
+    def reraise(self) -> None:
+        """Raise the failure, if there was one."""
         if self.error is not None:
             raise self.error

@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """One layer's K/V.
-
-    Attributes:
-        name: vLLM's name of the layer.
-        module: The attention module; `module.kv_cache` is what a forward pass reads and writes.
-        cache: The layer's part of the paged cache.
-        spec: Heads, width, block size, window.
-        codec: How `cache` is laid out.
-    """
+    """One attention layer: forward passes read and write `module.kv_cache`; `cache` is its part of the paged cache."""
 
     name: str
     module: Any
@@ -58,14 +50,14 @@ class LayerGroup:
     """Layers that share a block table.
 
     Attributes:
-        index: Number of vLLM's KV cache group.
+        first_layer: Number of the first layer among all, group by group: the order of `KVBlock`s.
         layers: In the order of the model.
         builders: Metadata builders, each with the names of its layers; our own, for the runner's keep buffers of its batch.
         block_size: Tokens of a block.
         window: Tokens that a position attends to, itself included; 0 for all.
     """
 
-    index: int
+    first_layer: int
     layers: tuple[AttentionLayer, ...]
     builders: tuple[tuple[Any, tuple[str, ...]], ...]
     block_size: int
@@ -83,14 +75,14 @@ def layer_groups(
     modules = vllm_config.compilation_config.static_forward_context
     order = {name: number for number, name in enumerate(kv_caches)}
     codecs: dict[tuple[object, ...], KVCodec] = {}
-    groups = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    groups: list[LayerGroup] = []
+    for group in kv_cache_config.kv_cache_groups:
         names = sorted(group.layer_names, key=order.__getitem__)
         layers = tuple(_layer(name, modules[name], kv_caches[name], _spec_of(group, name), codecs) for name in names)
         spec = layers[0].spec
         groups.append(
             LayerGroup(
-                index,
+                sum(len(earlier.layers) for earlier in groups),
                 layers,
                 _builders(vllm_config, layers),
                 spec.block_size,
@@ -102,7 +94,7 @@ def layer_groups(
 
 @contextmanager
 def caches_bound(layers: Sequence[AttentionLayer], caches: Sequence[Tensor]) -> Iterator[None]:
-    """Let forward passes of the block read and write `caches` instead of the paged ones."""
+    """Bind `caches` to the layers while the block runs forward passes, instead of the paged ones."""
     kept = [layer.module.kv_cache for layer in layers]
     for layer, cache in zip(layers, caches, strict=True):
         layer.module.kv_cache = cache
@@ -148,7 +140,7 @@ def _spec_of(group: Any, name: str) -> AttentionSpec:  # noqa: ANN401 - vLLM's K
 
 
 def _builders(vllm_config: VllmConfig, layers: Sequence[AttentionLayer]) -> tuple[tuple[Any, tuple[str, ...]], ...]:
-    """One builder per backend and specification, as vLLM's runner groups them."""
+    """Return one builder per backend and specification, as vLLM's runner groups them."""
     kinds: dict[tuple[object, AttentionSpec], list[str]] = {}
     for layer in layers:
         kinds.setdefault((layer.module.get_attn_backend(), layer.spec), []).append(layer.name)

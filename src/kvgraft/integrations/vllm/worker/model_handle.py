@@ -2,8 +2,8 @@
 
 Connectors are not given the model. vLLM's own seams are a plugin that wraps the runner's `load_model`, a worker extension
 class (a further flag for the user) or a walk over stack frames. PyTorch has a public one that needs nothing of vLLM: a
-forward pre-hook for all modules. It fires for the outermost module first, which is the model; it is taken off there and
-then, so that compiled code and later passes never see it. No text can be reused before a first pass has computed it, so the
+forward pre-hook for all modules. It fires for the outermost module first, which is the model, and is removed at once, so
+that compiled code and later passes never see it. No text can be reused before a first pass has computed it, so the
 first pass is early enough.
 """
 

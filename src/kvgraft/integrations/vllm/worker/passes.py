@@ -1,7 +1,7 @@
 """Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest.
 
-A pass through all layers may be watched by a `QueryLook`, and one over the rows behind the graft is made for it alone. It may
-correct what stays reused by what it computes (`DriftPass`).
+A pass through all layers may be watched by a `QueryLook`, and one over the rows after the graft is made for it alone. It may
+correct tokens that stay reused by those that it computes (`DriftPass`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from kvgraft.integrations.vllm.worker.drift_pass import DriftPass
 from kvgraft.integrations.vllm.worker.ranks import summed_over_ranks
-from kvgraft.integrations.vllm.worker.virtual_batch import Runs
+from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,22 +30,14 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.worker.query_look import QueryLook
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
     from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
-    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
 
 CHECK_LAYER = 1
-"""The first layer whose keys depend on what stands in front of a token."""
+"""The first layer with keys that depend on the text before a token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraftedPrompt:
-    """What passes work on.
-
-    Attributes:
-        rank: The model.
-        token_ids: int32, the prompt.
-        homes: Where the K/V lie, one per group.
-        spans: The reused K/V.
-    """
+    """The prompt that passes work on: int32 tokens, a home of K/V per group, and the reused K/V."""
 
     rank: RankModel
     token_ids: NDArray[np.int32]
@@ -53,26 +45,13 @@ class GraftedPrompt:
     spans: DonorSpans
 
     def prepare(self, first_row: int, stop: int) -> None:
-        """Bring in what rows in `[first_row, stop)` may attend to."""
+        """Bring in the reused K/V that rows in `[first_row, stop)` may attend to."""
         for home in self.homes:
             home.prepare(self.spans, first_row, stop)
 
-    @property
-    def longest_run(self) -> int | None:
-        """Positions of a run that can be corrected in one piece; None for no limit."""
-        return min((home.longest_piece for home in self.homes if home.longest_piece is not None), default=None)
-
-    def tables_and_caches(self) -> tuple[list[BlockTable], list[Sequence[Tensor]]]:
-        """Arguments of `RankModel.batch`."""
-        return [home.table for home in self.homes], [home.caches for home in self.homes]
-
 
 class GraftPass(ABC):
-    """Rows to compute, front to back.
-
-    Attributes:
-        inject_s: Seconds spent on bringing reused K/V in.
-    """
+    """Ascending rows to compute; `inject_s` counts the seconds of bringing reused K/V in."""
 
     def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64]) -> None:
         self._prompt = prompt
@@ -85,15 +64,10 @@ class GraftPass(ABC):
         """Whether all rows are computed."""
         return self._done == len(self._rows)
 
-    @property
-    def corrected(self) -> Sequence[NDArray[np.int64]]:
-        """Positions that the whole pass corrects, run by run."""
-        return ()
-
     def advance(self, max_rows: int) -> NDArray[np.int64]:
-        """Compute the next rows and return them: at most `max_rows`, unless what is computed in one piece has more.
+        """Compute the next rows and return them: at most `max_rows`, unless rows that go together are more.
 
-        None as long as they attend to K/V that are on their way.
+        Return no rows as long as the next ones attend to K/V that have not arrived.
         """
         stop = self._cut(max_rows)
         if stop > self._done and self._reach(stop) > self._prompt.spans.ready_end:
@@ -109,17 +83,17 @@ class GraftPass(ABC):
         return rows
 
     def _cut(self, max_rows: int) -> int:
-        """Where the next piece ends."""
+        """Return the row number at which the next piece ends."""
         limit = min(self._row_limit(int(self._rows[self._done])), self._prompt.spans.ready_end)
         within = int(np.searchsorted(self._rows, limit))
         return min(self._done + max_rows, within, len(self._rows))
 
     def _reach(self, stop: int) -> int:
-        """First position behind all that a piece up to row number `stop` reads or writes."""
+        """Return the first position after all that a piece up to row number `stop` reads or writes."""
         return int(self._rows[stop - 1]) + 1
 
     def _row_limit(self, first_row: int) -> int:
-        """First position that cannot be computed in one piece with `first_row`."""
+        """Return the first position that cannot be computed in one piece with `first_row`."""
         return min(home.row_limit(first_row) for home in self._prompt.homes)
 
     @abstractmethod
@@ -130,109 +104,106 @@ class AllLayersPass(GraftPass):
     """The whole model."""
 
     def __init__(
-        self,
-        prompt: GraftedPrompt,
-        rows: NDArray[np.int64],
-        look: QueryLook | None = None,
-        drift: DriftPlan | None = None,
+        self, prompt: GraftedPrompt, rows: NDArray[np.int64], drift: DriftPlan, look: QueryLook | None = None
     ) -> None:
-        """Compute `rows`, under the eyes of `look` and with the runs of `drift` corrected, where these are given."""
+        """Compute `rows`, correct the runs of `drift`, and show the rows' attention to `look` if there is one."""
         super().__init__(prompt, rows)
         self._look = look
         self._drift = drift
 
-    @property
-    def corrected(self) -> Sequence[NDArray[np.int64]]:
-        """See `GraftPass`."""
-        return [run.rest for run in (() if self._drift is None else self._drift.runs)]
-
     def _cut(self, max_rows: int) -> int:
-        """A run is corrected in one piece: all its rows are in it, and all its tokens lie in every home."""
+        """Cut no run: all its rows are in one piece, and all its tokens lie in every home."""
         stop = super()._cut(max_rows)
-        if self._drift is None or stop == self._done:
+        if stop == self._done:
             return stop
         stop = self._drift.cut(self._done, stop)
         runs = self._drift.between(self._done, stop)
         if runs is None or self._reach(stop) <= self._row_limit(int(self._rows[self._done])):
             return stop
-        *_, last = runs.runs  # it begins behind other rows, or it would fit: it is no longer than `longest_run`
+        *_, last = runs.runs  # it begins after other rows, or it would fit: it is no longer than `Scope.longest_run`
         return self._drift.cut(self._done, int(np.searchsorted(self._rows, last.sample[0])))
 
     def _reach(self, stop: int) -> int:
-        """What is corrected behind the last row is attended to by later rows: it must be there already."""
+        """Include corrected tokens after the last row: later rows attend to them, so they must be in place."""
         reach = super()._reach(stop)
-        runs = None if self._drift is None else self._drift.between(self._done, stop)
+        runs = self._drift.between(self._done, stop)
         return reach if runs is None else max(reach, *(int(run.rest[-1]) + 1 for run in runs.runs))
 
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt = self._prompt
-        drift = None if self._drift is None else self._drift.between(self._done, self._done + len(rows))
+        drift = self._drift.between(self._done, self._done + len(rows))
         with ExitStack() as stack:
             if self._look is not None:
                 stack.enter_context(self._look.watching(rows))
             if drift is not None:
                 stack.enter_context(DriftPass(prompt.homes, prompt.rank.rope, rows, drift).correcting())
-            prompt.rank.run(prompt.token_ids[rows], Runs.of(rows), *prompt.tables_and_caches())
+            prompt.rank.run(prompt.token_ids[rows], RowRuns.of(rows), prompt.homes)
 
 
 class QueryPass(GraftPass):
-    """The rows behind the graft through the whole model, to see what they attend to; stores nothing."""
+    """The rows after the graft through the whole model, to see what they attend to; stores nothing."""
 
     def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64], look: QueryLook) -> None:
         super().__init__(prompt, rows)
         self._look = look
 
     def _row_limit(self, first_row: int) -> int:
-        """No limit: the rows lie in no home."""
+        """Return no limit: the rows lie in no home."""
         del first_row
         return np.iinfo(np.int64).max
 
     def _run(self, rows: NDArray[np.int64]) -> None:
-        self._look.run_behind(self._prompt.token_ids[rows], rows)
+        self._look.run_after(self._prompt.token_ids[rows], rows)
 
 
 class KeyDeviationPass(GraftPass):
-    """Every position through the layers up to `CHECK_LAYER`; remembers hidden states, 2 * width numbers per position.
+    """Every position through the layers up to `CHECK_LAYER`; keeps hidden states, 2 * width numbers per position.
 
     Source: CacheBlend, https://arxiv.org/abs/2405.16444.
     """
 
-    def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64], stack: DecoderStack) -> None:
+    def __init__(
+        self, prompt: GraftedPrompt, rows: NDArray[np.int64], stack: DecoderStack, *, reused: NDArray[np.int64]
+    ) -> None:
+        """Compute `rows`, and compare the keys of those that are `reused`, ascending."""
         super().__init__(prompt, rows)
         self._stack = stack
+        self._reused = reused
         self._first = int(rows[0])
         self._states: list[tuple[Tensor, Tensor]] = []
         self._deviation = torch.zeros(int(rows[-1]) + 1)
 
     def deviation(self) -> NDArray[np.float32]:
-        """float32 per position, summed over all ranks' heads and the channels of the check layer; all ranks must ask."""
+        """Return float32 per position, summed over the check layer's channels and all ranks' heads; all ranks must ask."""
         found: NDArray[np.float32] = summed_over_ranks(self._deviation).numpy()
         return found
 
+    def covers(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether this pass has the hidden states of all `rows`."""
+        return not len(rows) or int(rows[0]) >= self._first
+
     def later_layers(self, rows: NDArray[np.int64]) -> LaterLayersPass:
-        """The pass that takes `rows` on from here."""
+        """Return the pass that continues with `rows` from here."""
         hidden, residual = (torch.cat([state[part] for state in self._states]) for part in (0, 1))
         chosen = torch.from_numpy(rows - self._first).to(hidden.device)
         return LaterLayersPass(self._prompt, rows, self._stack, (hidden[chosen], residual[chosen]))
 
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt = self._prompt
-        with prompt.rank.batch(Runs.of(rows), *prompt.tables_and_caches()) as positions:
+        reused = self._reused[(self._reused >= rows[0]) & (self._reused <= rows[-1])]
+        place = prompt.homes[0].place(reused)
+        before = place.read(CHECK_LAYER)[0]
+        with prompt.rank.batch(RowRuns.of(rows), prompt.homes) as positions:
             hidden = self._stack.embed(prompt.token_ids[rows], prompt.rank.device)
             hidden, residual = self._stack.run(positions, hidden, None, 0, CHECK_LAYER + 1)
         assert residual is not None
         self._states.append((hidden, residual))
-        reused = prompt.spans.between(int(rows[0]), int(rows[-1]) + 1)
-        if reused is None:
-            return
-        before = reused.read(CHECK_LAYER)[0]
-        after = prompt.homes[0].place(reused.positions).read(CHECK_LAYER)[0]
-        change = (after.float() - before.float()).square().sum((1, 2)).cpu()
-        self._deviation[torch.from_numpy(reused.positions)] = change
+        after = place.read(CHECK_LAYER)[0]
+        self._deviation[torch.from_numpy(reused)] = (after.float() - before.float()).square().sum((1, 2)).cpu()
 
 
 class LaterLayersPass(GraftPass):
-    """Chosen positions through the layers behind `CHECK_LAYER`, from the hidden states of a `KeyDeviationPass`."""
+    """Chosen positions through the layers after `CHECK_LAYER`, from the hidden states of a `KeyDeviationPass`."""
 
     def __init__(
         self, prompt: GraftedPrompt, rows: NDArray[np.int64], stack: DecoderStack, states: tuple[Tensor, Tensor]
@@ -245,5 +216,5 @@ class LaterLayersPass(GraftPass):
     def _run(self, rows: NDArray[np.int64]) -> None:
         prompt, stack = self._prompt, self._stack
         part = slice(self._done, self._done + len(rows))
-        with prompt.rank.batch(Runs.of(rows), *prompt.tables_and_caches()) as positions:
+        with prompt.rank.batch(RowRuns.of(rows), prompt.homes) as positions:
             stack.run(positions, self._hidden[part], self._residual[part], CHECK_LAYER + 1, len(stack.layers))

@@ -1,8 +1,8 @@
-"""What the query of a prompt attends to, seen from outside vLLM's attention layers.
+"""The attention of a prompt's query, observed from outside vLLM's attention layers.
 
 The query's rows are the last ones that are computed anyway. Where they lie in gaps, the backend attends for them in a pass
-that is made anyway, and the weights are formed a second time beside it. Most lie behind the graft, where the engine has not
-been and the request may have no blocks yet: they are run once with K/V of their own that are kept aside and thrown away.
+that is made anyway, and the weights are formed a second time beside it. Most lie after the graft, where the engine has not
+been and the request may have no blocks yet: they are run once with K/V of their own, which are discarded at the end.
 Nothing is written to any cache.
 
 The seam is PyTorch's forward hook on the attention modules: their arguments are queries, rotated, and the keys and values of
@@ -27,7 +27,7 @@ from kvgraft.graft.row_attention import (
     attend,
     observe,
 )
-from kvgraft.integrations.vllm.worker.layer_hooks import KeptFailure, LayerInputs
+from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LookedAtLayer:
-    """One attention layer, by its number among all, and where its K/V lie."""
+    """One attention layer, by its number among all, and the home of its K/V."""
 
     number: int
     module: Any
@@ -62,13 +62,13 @@ class QueryLook:
     """
 
     def __init__(self, rank: RankModel, homes: Sequence[GroupKV], query: NDArray[np.int64], end: int) -> None:
-        """Look through the eyes of a query.
+        """Observe the rows of one query.
 
         Args:
             rank: The model.
-            homes: Where the K/V of positions in front of `end` lie; each must have what rows see, while they are looked at.
+            homes: Homes of the K/V before `end`, with all that rows see while they are observed.
             query: Ascending positions of the query's rows; the last is the prompt's last.
-            end: Positions from here on have no K/V in `homes`; all of them must be run by `run_behind`, in order.
+            end: Positions from here on have no K/V in `homes`; all of them must be run by `run_after`, in order.
 
         Raises:
             IntegrationError: A layer attends in a way that is not known here.
@@ -82,7 +82,7 @@ class QueryLook:
             for home in homes
             for number, layer in zip(home.layers, home.group.layers, strict=True)
         ]
-        self._behind: dict[int, GatheredKV] = {}
+        self._after: dict[int, GatheredKV] = {}
         self._failure = KeptFailure()
 
     @property
@@ -91,8 +91,8 @@ class QueryLook:
         return self._mass
 
     def kept_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows that `run_behind` ran so far, each `(num_rows, num_kv_heads, head_dim)`."""
-        kv = self._behind[layer]
+        """Return keys and values of the rows that `run_after` ran so far, each `(num_rows, num_kv_heads, head_dim)`."""
+        kv = self._after[layer]
         return kv.keys, kv.values
 
     @contextmanager
@@ -100,37 +100,37 @@ class QueryLook:
         """Observe those of `rows` that belong to the query, while the block runs the model over `rows` with its backend.
 
         Raises:
-            Exception: What failed on this rank while the model ran.
+            Exception: The first failure on this rank while the model ran.
         """
         seen = np.flatnonzero(np.isin(rows, self._query))
         if not len(seen):
             yield
             return
 
-        def watch(layer: _LookedAtLayer, inputs: LayerInputs) -> None:
+        def watch(layer: _LookedAtLayer, inputs: AttentionInputs) -> None:
             self._observe(layer, rows[seen], inputs.query[torch.from_numpy(seen).to(inputs.query.device)])
 
         with self._hooked(watch):
             yield
 
-    def run_behind(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-        """Run `rows`, the next ones from `end` on, over what lies in front of them; every rank must.
+    def run_after(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
+        """Run `rows`, the next ones from `end` on, over the K/V before them; every rank must.
 
         Memory: the K/V of all rows run so far, and a copy of one layer's K/V of the prompt.
 
         Raises:
-            Exception: What failed on this rank.
+            Exception: The first failure on this rank.
         """
         num_observed = int(np.isin(rows, self._query).sum())
         with self._hooked(lambda layer, inputs: self._attend(layer, rows, inputs, num_observed)):
             self._rank.run_aside(token_ids, rows)
 
     @contextmanager
-    def _hooked(self, look: Callable[[_LookedAtLayer, LayerInputs], Tensor | None]) -> Iterator[None]:
-        """Have every attention layer of the block's passes looked at; what `look` returns takes the place of its output."""
+    def _hooked(self, look: Callable[[_LookedAtLayer, AttentionInputs], Tensor | None]) -> Iterator[None]:
+        """Call `look` in every attention layer of the block's passes; a tensor that it returns replaces the output."""
 
         def hook(layer: _LookedAtLayer, _module: object, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:  # noqa: ANN401
-            attended = self._failure.safely(lambda: look(layer, LayerInputs.of(layer.module, args, kwargs)))
+            attended = self._failure.safely(lambda: look(layer, AttentionInputs.of(layer.module, args, kwargs)))
             if self._failure.error is not None:
                 return torch.zeros_like(output)
             return None if attended is None else attended.reshape(output.shape)
@@ -140,29 +140,31 @@ class QueryLook:
                 handle = layer.module.register_forward_hook(partial(hook, layer), with_kwargs=True)
                 stack.callback(handle.remove)
             yield
-        self._failure.tell()
+        self._failure.reraise()
 
     def _observe(self, layer: _LookedAtLayer, rows: NDArray[np.int64], query: Tensor) -> None:
         """Form the weights of `rows` beside the backend; it stored their K/V just now."""
         kv = layer.gather(layer.rule.first_key(int(rows[0])), int(rows[-1]) + 1)
         observe(layer.rule, QueryRows(torch.from_numpy(rows).to(query.device), query), kv, self._mass)
 
-    def _attend(self, layer: _LookedAtLayer, rows: NDArray[np.int64], inputs: LayerInputs, num_observed: int) -> Tensor:
-        """Attend for `rows` in the backend's place: it stores nothing and gives nothing in such a pass."""
+    def _attend(
+        self, layer: _LookedAtLayer, rows: NDArray[np.int64], inputs: AttentionInputs, num_observed: int
+    ) -> Tensor:
+        """Attend for `rows` in the backend's place, which stores and returns nothing in such a pass."""
         positions = torch.from_numpy(rows).to(inputs.query.device)
         new = GatheredKV(positions, inputs.keys.clone(), inputs.values.clone())
-        earlier = self._behind.get(layer.number)
-        behind = self._behind[layer.number] = new if earlier is None else _joined(earlier, new)
-        front = layer.gather(min(layer.rule.first_key(int(rows[0])), self._end), self._end)
-        seen = _joined(front, behind)
-        return attend(layer.rule, QueryRows(positions, inputs.query), seen, self._mass, num_observed)
+        earlier = self._after.get(layer.number)
+        after = self._after[layer.number] = new if earlier is None else earlier.followed_by(new)
+        before = layer.gather(min(layer.rule.first_key(int(rows[0])), self._end), self._end)
+        rows_seen = QueryRows(positions, inputs.query)
+        return attend(layer.rule, rows_seen, before.followed_by(after), self._mass, num_observed)
 
 
 def attention_rule(module: Any) -> AttentionRule:  # noqa: ANN401 - vLLM's Attention
     """Read how a layer attends.
 
     Raises:
-        IntegrationError: In a way that is not known here; the attention of a query cannot be observed.
+        IntegrationError: It does so in a way that is not known here, so that a query's attention cannot be observed.
     """
     impl = module.impl
     strange = {
@@ -179,11 +181,3 @@ def attention_rule(module: Any) -> AttentionRule:  # noqa: ANN401 - vLLM's Atten
         )
     softcap = getattr(impl, "logits_soft_cap", None) or 0.0
     return AttentionRule(impl.scale, int(getattr(module, "sliding_window", None) or 0), float(softcap))
-
-
-def _joined(front: GatheredKV, behind: GatheredKV) -> GatheredKV:
-    return GatheredKV(
-        torch.cat([front.positions, behind.positions]),
-        torch.cat([front.keys, behind.keys.to(front.keys.dtype)]),
-        torch.cat([front.values, behind.values.to(front.values.dtype)]),
-    )

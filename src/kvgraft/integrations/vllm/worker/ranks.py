@@ -1,9 +1,8 @@
-"""What the tensor-parallel ranks of one engine decide together, so that none waits for another in a collective operation.
+"""Decisions that the tensor-parallel ranks of one engine take together, so that none waits in a collective operation.
 
-The rule: a vote stands directly in front of every collective operation, and around every piece of work that ranks do in step.
-A rank that fails between two of them votes against; the others meet that vote at their next one, and all of them stop. (A
-rank that dies within a collective operation of the model leaves the others to the timeout of vLLM's process group, as it does
-in vLLM.)
+The rule: a vote comes directly before every collective operation, and around every piece of work that ranks do in step. A
+rank that fails between two votes votes against; the others meet that vote at their next one, and all of them stop. (A rank
+that dies within a collective operation of the model leaves the others to the timeout of vLLM's process group, as in vLLM.)
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Result = TypeVar("Result")
 
 
 class FailedTogetherError(IntegrationError):
-    """A rank failed, and every rank knows it: nobody votes about it again."""
+    """A rank failed, and every rank knows it: there is no further vote about it."""
 
 
 def all_ranks(agree: bool) -> bool:
-    """Whether all ranks agree; every rank must ask."""
+    """Return whether all ranks agree; every rank must ask."""
     group = get_tp_group()
     if group.world_size == 1:
         return agree
@@ -38,7 +37,7 @@ def all_ranks(agree: bool) -> bool:
 
 
 def together(work: Callable[[], Result]) -> Result:
-    """Do what every rank does in the same step, and fail on all of them if it fails on one.
+    """Do work that every rank does in the same step, and fail on all of them if it fails on one.
 
     Raises:
         FailedTogetherError: Here or on another rank; the error here is its cause.
@@ -48,14 +47,14 @@ def together(work: Callable[[], Result]) -> Result:
         result = work()
     except FailedTogetherError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for this rank's vote
+    except Exception as error:  # noqa: BLE001 - the others wait for this rank's vote
         failure = error
     if all_ranks(failure is None):
         return result
     if failure is None:
         raise FailedTogetherError("another rank failed; its log says why")
-    told = f"{failure}" if isinstance(failure, IntegrationError) else f"{type(failure).__name__}: {failure}"
-    raise FailedTogetherError(told) from failure
+    reason = f"{failure}" if isinstance(failure, IntegrationError) else f"{type(failure).__name__}: {failure}"
+    raise FailedTogetherError(reason) from failure
 
 
 def summed_over_ranks(values: Tensor) -> Tensor:
@@ -68,19 +67,19 @@ def summed_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def gathered(told: str) -> list[str]:
-    """What every rank tells, in their order; every rank must ask."""
+def gathered(part: str) -> list[str]:
+    """Return the parts of all ranks, in their order; every rank must ask."""
     group = get_tp_group()
     if group.world_size == 1:
-        return [told]
+        return [part]
     together(lambda: None)
     everything: list[str] = [""] * group.world_size
-    torch.distributed.all_gather_object(everything, told, group=group.cpu_group)
+    torch.distributed.all_gather_object(everything, part, group=group.cpu_group)
     return everything
 
 
 def lowest(values: Sequence[int]) -> list[int]:
-    """The lowest of each value over all ranks; every rank must ask, with as many."""
+    """Return the lowest of each value over all ranks; every rank must ask, with as many."""
     group = get_tp_group()
     if group.world_size == 1 or not values:
         return list(values)

@@ -25,7 +25,7 @@ from kvgraft.integrations.vllm.worker.drift_pass import DriftPass
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
 from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
-from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable, Runs
+from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -48,11 +48,11 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
 
     Args:
         rank: The model; nothing of its paged cache is touched.
-        observes: What the selection policy asks to see; that it can be shown is checked too.
-        corrects: Whether drift is corrected; that it is taken from where it was is checked too.
+        observes: Observations of the selection policy; each is checked.
+        corrects: Whether drift is corrected, and the correction checked.
 
     Raises:
-        IntegrationError: What could not be proved.
+        IntegrationError: Something could not be proved; says what.
     """
     dtype = rank.groups[0].layers[0].cache.dtype
     tolerance = TOLERANCE.get(dtype)
@@ -72,14 +72,42 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
 
 
 def probe_kv(rank: RankModel) -> list[Tensor]:
-    """K/V of a fixed text in all layers, from position 0 on; nothing of the paged cache is touched."""
-    tables, caches = _scratch_prompt(rank)
-    rank.run(_probe_tokens(rank, _PROMPT_TOKENS), Runs.of(np.arange(_PROMPT_TOKENS)), tables, caches)
-    return _read_all(rank, tables, caches)
+    """Return the K/V of a fixed text in all layers, from position 0 on; nothing of the paged cache is touched."""
+    return _Scratch(rank).read()
+
+
+class _Scratch:
+    """A prompt of random tokens, computed whole in blocks of our own."""
+
+    def __init__(self, rank: RankModel) -> None:
+        self._rank = rank
+        self.token_ids, self.everything = _probe_tokens(rank, _PROMPT_TOKENS), np.arange(_PROMPT_TOKENS)
+        self.homes = [
+            PagedKV.scratch(group, np.arange(-(-_PROMPT_TOKENS // group.block_size), dtype=np.int32))
+            for group in rank.groups
+        ]
+        self.run(self.everything)
+
+    def run(self, rows: np.ndarray) -> None:
+        """Compute `rows`."""
+        self._rank.run(self.token_ids[rows], RowRuns.of(rows), self.homes)
+
+    def read(self, positions: np.ndarray | None = None) -> list[Tensor]:
+        """Return keys and values of all layers, by default of all positions."""
+        at = self.everything if positions is None else positions
+        places = [(home.place(at), home.layers) for home in self.homes]
+        return [tensor for place, layers in places for number in layers for tensor in place.read(number)]
+
+    def blank(self, positions: np.ndarray) -> None:
+        """Overwrite positions with zeros."""
+        for home in self.homes:
+            place = home.place(positions)
+            for number in home.layers:
+                place.write(number, *(torch.zeros_like(tensor) for tensor in place.read(number)))
 
 
 def inverse_frequencies(model: nn.Module) -> list[Tensor]:
-    """Distinct tables of the model's rotary modules, float32: as the module computes them, and as its angles show them."""
+    """Return the distinct tables of the model's rotary modules, float32, as computed by them and as read off their angles."""
     tables: list[Tensor] = []
     for module in model.modules():
         candidates = []
@@ -97,7 +125,7 @@ def inverse_frequencies(model: nn.Module) -> list[Tensor]:
 
 
 def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]:
-    """The rotation that explains each layer's keys."""
+    """Find the rotation that explains each layer's keys."""
     limit = rank.vllm_config.model_config.max_model_len
     size = max(group.block_size for group in rank.groups)
     positions = [block * size for block in _PROBED_BLOCKS if block * size < limit]
@@ -113,81 +141,65 @@ def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]
 
 
 def _lone_token_keys(rank: RankModel, positions: Sequence[int]) -> list[Tensor]:
-    """Per layer, keys `(num_positions, num_kv_heads, head_dim)` of one token that is alone at each position."""
-    caches = [[layer.scratch(1) for layer in group.layers] for group in rank.groups]
-    token = np.array([_probe_tokens(rank, 1)[0]], np.int32)
-    found: list[list[Tensor]] = [[] for group in rank.groups for _ in group.layers]
+    """Return per layer the keys `(num_positions, num_kv_heads, head_dim)` of one token that is alone at each position."""
+    token, first = _probe_tokens(rank, 1), np.zeros(1, np.int64)
+    found: list[list[Tensor]] = []
     for position in positions:
         # Every block is block 0, and the position is a multiple of the block size: the token lies in slot 0.
-        tables = [BlockTable(np.zeros(position // g.block_size + 1, np.int32), g.block_size) for g in rank.groups]
-        rank.run(token, Runs.lone(position), tables, caches)
-        number = 0
-        for group, group_caches in zip(rank.groups, caches, strict=True):
-            for layer, cache in zip(group.layers, group_caches, strict=True):
-                found[number].append(layer.read(cache, torch.zeros(1, dtype=torch.int64, device=rank.device))[0])
-                number += 1
-    return [torch.cat(keys) for keys in found]
+        homes = [PagedKV.scratch(group, np.zeros(position // group.block_size + 1, np.int32)) for group in rank.groups]
+        rank.run(token, RowRuns.lone(position), homes)
+        found.append([home.place(first).read(number)[0] for home in homes for number in home.layers])
+    return [torch.cat(keys) for keys in zip(*found, strict=True)]
 
 
 def _check_gaps(rank: RankModel, tolerance: float) -> None:
-    token_ids, everything = _probe_tokens(rank, _PROMPT_TOKENS), np.arange(_PROMPT_TOKENS)
-    tables, caches = _scratch_prompt(rank)
-    rank.run(token_ids, Runs.of(everything), tables, caches)
-    expected = _read_all(rank, tables, caches)
+    prompt = _Scratch(rank)
+    expected, everything = prompt.read(), prompt.everything
     gaps = np.concatenate([everything[5:15], everything[20:21], everything[-4:]])
-    _blank(rank, tables, caches, gaps)
-    rank.run(token_ids[gaps], Runs.of(gaps), tables, caches)
-    _require_equal(expected, _read_all(rank, tables, caches), tolerance, "gaps computed as virtual requests")
+    prompt.blank(gaps)
+    prompt.run(gaps)
+    _require_equal(expected, prompt.read(), tolerance, "gaps computed as virtual requests")
 
 
 def _check_stack(rank: RankModel, stack: DecoderStack, tolerance: float) -> None:
-    token_ids, everything = _probe_tokens(rank, _PROMPT_TOKENS), np.arange(_PROMPT_TOKENS)
-    tables, caches = _scratch_prompt(rank)
-    rank.run(token_ids, Runs.of(everything), tables, caches)
-    expected = _read_all(rank, tables, caches)
-    _blank(rank, tables, caches, everything)
-    with rank.batch(Runs.of(everything), tables, caches) as on_device:
-        hidden, residual = stack.run(on_device, stack.embed(token_ids, rank.device), None, 0, 1)
+    prompt = _Scratch(rank)
+    expected = prompt.read()
+    prompt.blank(prompt.everything)
+    with rank.batch(RowRuns.of(prompt.everything), prompt.homes) as on_device:
+        hidden, residual = stack.run(on_device, stack.embed(prompt.token_ids, rank.device), None, 0, 1)
         stack.run(on_device, hidden, residual, 1, len(stack.layers))
-    _require_equal(expected, _read_all(rank, tables, caches), tolerance, "decoder layers run one by one")
+    _require_equal(expected, prompt.read(), tolerance, "decoder layers run one by one")
 
 
 def _check_look(rank: RankModel, tolerance: float) -> None:
-    """Rows whose attention is formed here must get the K/V that they get from the backend: then the weights are right."""
-    token_ids, everything = _probe_tokens(rank, _PROMPT_TOKENS), np.arange(_PROMPT_TOKENS)
-    tables, caches = _scratch_prompt(rank)
-    homes = _scratch_homes(rank, tables, caches)
+    """Compare rows with attention formed here and by the backend: if their K/V are the same, so are the weights."""
+    prompt = _Scratch(rank)
     end = _PROMPT_TOKENS // 2
-    behind = everything[end:]
-    look = QueryLook(rank, homes, behind, end)
-    rank.run(token_ids, Runs.of(everything), tables, caches)
-    for rows in np.array_split(behind, 2):
-        look.run_behind(token_ids[rows], rows)
-    expected = [tensor for home in homes for number in home.layers for tensor in home.place(behind).read(number)]
-    actual = [tensor for home in homes for number in home.layers for tensor in look.kept_of(number)]
-    _require_equal(expected, actual, tolerance, "rows run beside the cache")
+    after = prompt.everything[end:]
+    look = QueryLook(rank, prompt.homes, after, end)
+    for rows in np.array_split(after, 2):
+        look.run_after(prompt.token_ids[rows], rows)
+    actual = [tensor for home in prompt.homes for number in home.layers for tensor in look.kept_of(number)]
+    _require_equal(prompt.read(after), actual, tolerance, "rows run beside the cache")
 
 
 def _check_drift(rank: RankModel, tolerance: float) -> None:
-    """Tokens that all moved by one shift must come back to where they were when some of them are computed again."""
+    """Move tokens by one shift and require that recomputing some of them moves all of them back."""
     sharing = [layer.name for group in rank.groups for layer in group.layers if _reads_another_layer(layer.module)]
     if sharing:
         raise IntegrationError(
             f"drift correction does not know layers with K/V of another layer, such as {sharing[0]}; use correction='none'"
         )
-    token_ids, everything = _probe_tokens(rank, _PROMPT_TOKENS), np.arange(_PROMPT_TOKENS)
-    tables, caches = _scratch_prompt(rank)
-    homes = _scratch_homes(rank, tables, caches)
-    rank.run(token_ids, Runs.of(everything), tables, caches)
-    expected = _read_all(rank, tables, caches)
-    moved = everything[8:-8]
+    prompt = _Scratch(rank)
+    expected = prompt.read()
+    moved = prompt.everything[8:-8]
     sample = moved[::4].copy()  # operations of vLLM read positions as they lie in memory
-    _move(rank, homes, moved)
+    _move(rank, prompt.homes, moved)
     run = DriftRun(sample, np.setdiff1d(moved, sample))
     correction = DriftCorrection(MeanShift(shrink=False), first_layer=0)
-    with DriftPass(homes, rank.rope, sample, DriftRuns(correction, (run,))).correcting():
-        rank.run(token_ids[sample], Runs.of(sample), tables, caches)
-    _require_equal(expected, _read_all(rank, tables, caches), _DRIFT_ROUNDING * tolerance, "tokens corrected for drift")
+    with DriftPass(prompt.homes, rank.rope, sample, DriftRuns(correction, (run,))).correcting():
+        prompt.run(sample)
+    _require_equal(expected, prompt.read(), _DRIFT_ROUNDING * tolerance, "tokens corrected for drift")
 
 
 def _reads_another_layer(module: object) -> bool:
@@ -211,48 +223,9 @@ def _move(rank: RankModel, homes: Sequence[GroupKV], positions: np.ndarray) -> N
 
 
 def _shift_like(tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """The same for all tokens `(n, heads, head_dim)`, float32; no larger than that bfloat16 rounds as it does without it."""
+    """Return one float32 shift for all tokens `(n, heads, head_dim)`, so small that bfloat16 rounds as without it."""
     shift = torch.randn((1, *tokens.shape[1:]), generator=generator).to(tokens.device)
     return (tokens.float().abs().mean() * shift).expand(tokens.shape)
-
-
-def _scratch_homes(rank: RankModel, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> list[GroupKV]:
-    return [
-        PagedKV(group, first_layer, table, group_caches, start=0)
-        for group, first_layer, table, group_caches in zip(rank.groups, rank.first_layers, tables, caches, strict=True)
-    ]
-
-
-def _scratch_prompt(rank: RankModel) -> tuple[list[BlockTable], list[list[Tensor]]]:
-    tables = [
-        BlockTable(np.arange(-(-_PROMPT_TOKENS // group.block_size), dtype=np.int32), group.block_size)
-        for group in rank.groups
-    ]
-    caches = [
-        [layer.scratch(len(table.blocks)) for layer in group.layers]
-        for group, table in zip(rank.groups, tables, strict=True)
-    ]
-    return tables, caches
-
-
-def _read_all(rank: RankModel, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    everything = np.arange(_PROMPT_TOKENS)
-    found: list[Tensor] = []
-    for group, table, group_caches in zip(rank.groups, tables, caches, strict=True):
-        slots = torch.from_numpy(table.slots(everything)).to(rank.device)
-        for layer, cache in zip(group.layers, group_caches, strict=True):
-            found += layer.read(cache, slots)
-    return found
-
-
-def _blank(
-    rank: RankModel, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]], positions: np.ndarray
-) -> None:
-    for group, table, group_caches in zip(rank.groups, tables, caches, strict=True):
-        slots = torch.from_numpy(table.slots(positions)).to(rank.device)
-        for layer, cache in zip(group.layers, group_caches, strict=True):
-            keys, values = layer.read(cache, slots)
-            layer.write(cache, slots, torch.zeros_like(keys), torch.zeros_like(values))
 
 
 def _require_equal(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance: float, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The name of the space in which a rank keeps K/V beyond the process: everything that they depend on besides the text."""
+"""The name of a rank's space in stores: everything that K/V depend on besides the text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraft.donors.record import space_name
 from kvgraft.graft.weights import named_state, weights_digest
 from kvgraft.integrations.vllm.worker.self_check import probe_kv
 from kvgraft.memory.store.layout import Field, RowLayout
+from kvgraft.memory.store.record import space_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def row_layout(rank: RankModel) -> RowLayout:
-    """How the K/V of a token lie in a stored row: layers group by group, as in every `KVBlock` of this rank."""
+    """Return the layout of a token's K/V in a stored row: layers group by group, as in every `KVBlock` of this rank."""
     fields = []
     for group in rank.groups:
         for layer in group.layers:
@@ -33,9 +33,9 @@ def row_layout(rank: RankModel) -> RowLayout:
 def weights_of(rank: RankModel) -> str:
     """Digest this rank's part of the model. All ranks must come here in the same step.
 
-    Weights are told by every element of the model's parameters and buffers, and by the K/V that it gives a fixed text: on a
-    CPU vLLM repacks the weights of linear layers out of sight, and they are seen by what they do. Their bits count, so
-    engines whose arithmetic differs share nothing.
+    The digest is over every element of the model's parameters and buffers, and over the K/V that it computes for a fixed
+    text: on a CPU vLLM repacks the weights of linear layers out of sight, and they show in what they compute. Bits count,
+    so engines with different arithmetic share nothing.
 
     Complexity: one pass over the weights, and a forward pass of some tokens.
     """

@@ -1,10 +1,9 @@
-"""What a graft needs of this rank's model: passes over chosen positions, through all layers or some."""
+"""Passes of this rank's model over chosen positions, through all layers or some."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from vllm.forward_context import set_forward_context
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.worker.layers import caches_bound
 from kvgraft.integrations.vllm.worker.ranks import together
-from kvgraft.integrations.vllm.worker.virtual_batch import Runs, virtual_batch
+from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns, virtual_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.integrations.vllm.worker.layers import AttentionLayer, LayerGroup
-    from kvgraft.integrations.vllm.worker.virtual_batch import BlockTable
+    from kvgraft.integrations.vllm.worker.group_kv import GroupKV
+    from kvgraft.integrations.vllm.worker.layers import LayerGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +32,7 @@ class RankModel:
     """The model of this rank and its K/V.
 
     Attributes:
-        vllm_config: Of the engine.
-        model: What vLLM runs.
-        groups: Attention layers.
-        rope: How the keys of each layer rotate, group by group; None for a layer without RoPE.
+        rope: Rotation of each layer's keys, group by group; None for a layer without RoPE.
         stack: The layers one by one, where the selection policy needs them.
     """
 
@@ -48,41 +44,31 @@ class RankModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the caches lie."""
+        """Device of the caches."""
         return self.groups[0].layers[0].cache.device
 
-    @property
-    def first_layers(self) -> list[int]:
-        """The number of each group's first layer among all layers, group by group."""
-        return [0, *accumulate(len(group.layers) for group in self.groups)][:-1]
-
     @contextmanager
-    def batch(self, runs: Runs, tables: Sequence[BlockTable], caches: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
-        """Prepare a pass over `runs` with K/V in `caches` by `tables`, one per group; gives the positions on the device.
+    def batch(self, runs: RowRuns, homes: Sequence[GroupKV]) -> Iterator[Tensor]:
+        """Prepare a pass over `runs` with K/V in `homes`, one per group; yield the positions on the device.
 
         What follows within may be a collective operation: all ranks have prepared then.
         """
-        layers: list[AttentionLayer] = [layer for group in self.groups for layer in group.layers]
-        bound = [cache for group_caches in caches for cache in group_caches]
-        with caches_bound(layers, bound), ExitStack() as stack:
+        layers = [layer for group in self.groups for layer in group.layers]
+        caches = [cache for home in homes for cache in home.caches]
+        with caches_bound(layers, caches), ExitStack() as stack:
+            tables = [home.table for home in homes]
             context = virtual_batch(self.vllm_config, self.groups, tables, runs, self.device)
             yield together(lambda: stack.enter_context(context))
 
-    def run(
-        self,
-        token_ids: NDArray[np.int32],
-        runs: Runs,
-        tables: Sequence[BlockTable],
-        caches: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def run(self, token_ids: NDArray[np.int32], runs: RowRuns, homes: Sequence[GroupKV]) -> None:
         """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing."""
-        with self.batch(runs, tables, caches) as on_device:
+        with self.batch(runs, homes) as on_device:
             self.model(input_ids=torch.from_numpy(token_ids).to(self.device), positions=on_device)
 
     def run_aside(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> None:
-        """Run rows without any K/V: attention layers store nothing and give nothing, their hooks have to (`QueryLook`).
+        """Run rows without any K/V: attention layers store and return nothing, and hooks attend in their place (`QueryLook`).
 
-        To every backend this is what vLLM's profiling run is: a forward pass without attention metadata.
+        Backends see a forward pass without attention metadata, as in vLLM's profiling run.
         """
         with ExitStack() as stack:
 
@@ -102,9 +88,8 @@ class RankModel:
 class DecoderStack:
     """The layers of a model one by one, for policies that look at the first ones.
 
-    Attributes:
-        body: The module that owns the layers and embeds tokens.
-        layers: Decoder layers, called as `layer(positions, hidden, residual)`; Llama, Qwen and Gemma models are so.
+    `body` owns the layers and embeds tokens; layers are called as `layer(positions, hidden, residual)`, as those of Llama,
+    Qwen and Gemma models are.
     """
 
     body: nn.Module
@@ -112,7 +97,7 @@ class DecoderStack:
 
     @classmethod
     def of(cls, rank: RankModel) -> DecoderStack:
-        """Find the stack whose entries hold one attention layer each.
+        """Find the stack with one attention layer in each entry.
 
         Raises:
             IntegrationError: There is none.
@@ -133,7 +118,7 @@ class DecoderStack:
         )
 
     def embed(self, token_ids: NDArray[np.int32], device: torch.device) -> Tensor:
-        """Hidden states in front of the first layer."""
+        """Return the hidden states that enter the first layer."""
         hidden: Tensor = self.body.embed_input_ids(torch.from_numpy(token_ids).to(device))  # type: ignore[operator]
         return hidden
 

@@ -17,12 +17,12 @@ from kvgraft.memory.store.tier import StoreReader, StoreWriter
 from kvgraft.reuse.metrics import STORE_RESTING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvgraft.donors.record import DonorRecord
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.store import KVStore
+    from kvgraft.memory.store.record import DonorRecord
     from kvgraft.memory.store.tier import Fetch
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _COST_TOKENS = 4096
 _CLOSE_S = 5.0
 
 
-class ColdRead:
+class DonorRead:
     """A run of a donor's tokens on its way from the first store that has it.
 
     Attributes:
@@ -53,7 +53,7 @@ class ColdRead:
         self._ask_next()
 
     def settle(self) -> bool:
-        """Whether it is known what became of it; asks the next store where one has failed."""
+        """Return whether the read has ended, well or not; ask the next store where one has failed."""
         while self._fetch is not None and self._fetch.is_done:
             try:
                 self._fetch.block()
@@ -70,7 +70,7 @@ class ColdRead:
             self._fetch.wait(timeout_s)
 
     def block(self) -> KVBlock:
-        """The K/V, in host memory; once it is settled.
+        """Return the K/V, in host memory, once the read has ended.
 
         Raises:
             StoreError: No store gave it; the error is that of the last one.
@@ -80,7 +80,7 @@ class ColdRead:
         return self._fetch.block()
 
     def cancel(self) -> None:
-        """Say that nobody wants it any more."""
+        """Cancel the read."""
         if self._fetch is not None:
             self._fetch.cancel()
 
@@ -102,8 +102,8 @@ class RankStores:
         self._writers: list[StoreWriter] = []
         self._readers: list[StoreReader] = []
         self._num_late: list[int] = []
-        self._told: dict[str, float] = {}
-        self._told_cost: ReadCost | None = None
+        self._reported: dict[str, float] = {}
+        self._reported_cost: ReadCost | None = None
 
     def __bool__(self) -> bool:
         return bool(self._stores)
@@ -123,47 +123,47 @@ class RankStores:
         self._num_late = [0] * len(self._stores)
 
     def forget_space(self) -> None:
-        """Read and write nothing until the next `prove`; what is being written was of the weights of before, and says so."""
+        """Read and write nothing until the next `prove`; writes under way name the space of the earlier weights."""
         for writer in self._writers:
             writer.close(0.0)
         for reader in self._readers:
             reader.close()
         self.space, self._writers, self._readers = "", [], []
-        self._told = {name: value for name, value in self._told.items() if name.startswith(STORE_RESTING.name)}
-        self._told_cost = None
+        self._reported = {name: value for name, value in self._reported.items() if name.startswith(STORE_RESTING.name)}
+        self._reported_cost = None
 
-    def write(self, record: DonorRecord, block: KVBlock) -> None:
-        """Store a donor behind the engine's back; the block stays as it is, whoever else forgets it."""
+    def write(self, record: DonorRecord, read: Callable[[], KVBlock | None]) -> None:
+        """Store a donor in the background; `read` gives it there, and may wait, even if the donor is evicted meanwhile."""
         for writer in self._writers:
-            writer.offer(record, lambda: block)
+            writer.offer(record, read)
 
-    def read(self, key: str, start: int, length: int) -> ColdRead:
+    def read(self, key: str, start: int, length: int) -> DonorRead:
         """Begin to read tokens `[start, start + length)` of a donor."""
-        return ColdRead(self._readers, key, start, length)
+        return DonorRead(self._readers, key, start, length)
 
-    def late(self, read: ColdRead, seconds: float) -> None:
+    def late(self, read: DonorRead, seconds: float) -> None:
         """Note that a read was given up: it takes longer than that."""
         if read.asked < len(self._readers):
             self._readers[read.asked].speed.observe(read.length * self._bytes_per_token, seconds)
             self._num_late[read.asked] += 1
 
     def take_cost(self) -> ReadCost | None:
-        """What reads cost, if that has changed by a tenth since it was last taken."""
+        """Return the cost of reads, if it has changed by a tenth since the last call."""
         for writer in self._writers:
             writer.take_written()  # the scheduler sees in the stores themselves what has arrived
-        told, cost = self._told_cost, self._cost()
-        if not self._readers or (told is not None and _alike(told, cost)):
+        reported, cost = self._reported_cost, self._cost()
+        if not self._readers or (reported is not None and _alike(reported, cost)):
             return None
-        self._told_cost = cost
+        self._reported_cost = cost
         return cost
 
     def take_counts(self) -> dict[str, float]:
-        """What happened since the last call, by the keys of metrics: by how much each has changed, gauges too."""
+        """Return the changes of all metrics since the last call, by their keys, gauges too."""
         now: dict[str, float] = {}
         for name, value in self._counted():
             now[name] = now.get(name, 0) + value
-        changed = {name: value - self._told.get(name, 0) for name, value in now.items()}
-        self._told |= now
+        changed = {name: value - self._reported.get(name, 0) for name, value in now.items()}
+        self._reported |= now
         return {name: value for name, value in changed.items() if value}
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class RankStores:
             store.close()
 
     def _cost(self) -> ReadCost:
-        """Of the slowest store that answers, for it is not known which has what is read."""
+        """Return the cost of the slowest store that answers: any of them may have the donor."""
         costs = []
         for reader in self._readers:
             short, long = reader.expected_s(0), reader.expected_s(_COST_TOKENS)
@@ -199,7 +199,7 @@ class RankStores:
 
 
 def _metric(direction: str, store: str, what: str) -> str:
-    """The name and labels of a counter, as `Counts` takes them."""
+    """Return the name and labels of a counter, as `Counts` takes them."""
     if what == "num_bytes":
         return f"store_{'read' if direction == 'read' else 'written'}_bytes/{store}"
     return f"store_{direction}s/{store}/{'hit' if what == 'hits' else what}"

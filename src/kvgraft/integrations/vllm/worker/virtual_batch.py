@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class RowRuns:
     """Consecutive positions, run by run.
 
     Attributes:
         positions: int64, ascending.
         starts: int32 `(num_runs + 1,)`, where each run begins in `positions`.
-        ends: int32 `(num_runs,)`, first position behind each run.
+        ends: int32 `(num_runs,)`, first position after each run.
     """
 
     positions: NDArray[np.int64]
@@ -41,32 +41,27 @@ class Runs:
     ends: NDArray[np.int32]
 
     @classmethod
-    def of(cls, positions: NDArray[np.int64]) -> Runs:
+    def of(cls, positions: NDArray[np.int64]) -> RowRuns:
         """Split ascending positions into runs; there must be one at least."""
         breaks = np.flatnonzero(np.diff(positions) != 1) + 1
         starts = np.concatenate([[0], breaks, [len(positions)]]).astype(np.int32)
         return cls(positions, starts, (positions[starts[1:] - 1] + 1).astype(np.int32))
 
     @classmethod
-    def lone(cls, position: int) -> Runs:
-        """One token that attends to itself alone, encoded at `position`."""
+    def lone(cls, position: int) -> RowRuns:
+        """Return one token that attends to itself alone, encoded at `position`."""
         return cls(np.array([position]), np.array([0, 1], np.int32), np.array([1], np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """Where the positions of a request lie in one group.
-
-    Attributes:
-        blocks: int32, the block of each block-sized range of positions.
-        block_size: Tokens of a block.
-    """
+    """Slots of a request in one group: `blocks`, int32, has the block of each `block_size` positions."""
 
     blocks: NDArray[np.int32]
     block_size: int
 
     def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots of `positions`."""
+        """Return the slots of `positions`."""
         return (
             self.blocks[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
         )
@@ -77,17 +72,17 @@ def virtual_batch(
     vllm_config: VllmConfig,
     groups: Sequence[LayerGroup],
     tables: Sequence[BlockTable],
-    runs: Runs,
+    runs: RowRuns,
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """Set vLLM's forward context for `runs` and give their positions on the device.
+    """Set vLLM's forward context for `runs` and yield their positions on the device.
 
     Args:
         vllm_config: Of the engine.
         groups: All groups of the model.
-        tables: One per group; must name blocks for every position that the runs compute or attend to.
-        runs: What to compute.
-        device: Where the caches lie.
+        tables: One per group, with blocks for every position that the runs compute or attend to.
+        runs: Positions to compute.
+        device: Device of the caches.
     """
     positions = torch.from_numpy(runs.positions).to(device)
     metadata, slot_mapping = {}, {}
@@ -104,7 +99,7 @@ def virtual_batch(
         yield positions
 
 
-def _common_metadata(table: BlockTable, runs: Runs, positions: Tensor, slots: Tensor) -> CommonAttentionMetadata:
+def _common_metadata(table: BlockTable, runs: RowRuns, positions: Tensor, slots: Tensor) -> CommonAttentionMetadata:
     starts_cpu = torch.from_numpy(runs.starts)
     num_blocks = -(-int(runs.ends[-1]) // table.block_size)
     blocks = torch.from_numpy(table.blocks[:num_blocks]).to(slots.device)

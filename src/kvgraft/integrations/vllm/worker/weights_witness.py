@@ -1,8 +1,8 @@
 """Notice that the model's weights were changed in place.
 
-vLLM tells a connector that caches are reset (`reset_cache`): when it goes to sleep, when generation is paused with
-`clear_cache`, and when a caller of `reset_prefix_cache` asks for it. Weights that are loaded into a running engine through
-`collective_rpc`, `update_weights` or `reload_weights` are told to nobody. K/V of the old ones must not be grafted then.
+vLLM calls a connector's `reset_cache` when it goes to sleep, when generation is paused with `clear_cache`, and when a caller
+of `reset_prefix_cache` asks for it. It does not report weights that are loaded into a running engine through
+`collective_rpc`, `update_weights` or `reload_weights`. K/V of the old ones must not be grafted then.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraft.graft.weights import WORDS
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _ELEMENTS = 16
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightsWitness:
@@ -34,9 +35,9 @@ class WeightsWitness:
         self._seen = self._look()
 
     def has_changed(self) -> bool:
-        """Whether weights differ from those at the last call, or at the beginning.
+        """Return whether weights differ from those at the last call, or at the beginning.
 
-        Complexity: O(parameters), some elements of each, whatever their size (about a millisecond for 300).
+        Complexity: O(parameters), some elements of each, of any size (about a millisecond for 300).
         """
         seen, self._seen = self._seen, self._look()
         return seen != self._seen
@@ -53,7 +54,7 @@ class WeightsWitness:
 
 def _spread(parameter: Tensor) -> Tensor:
     """Elements from all over a parameter's storage, those at its ends among them, as integers: NaN equals itself."""
-    words = parameter.view(_WORDS[parameter.element_size()])
+    words = parameter.view(WORDS[parameter.element_size()])
     count = min(_ELEMENTS, words.numel())
     step = max(1, (words.numel() - 1) // max(1, count - 1))
     return torch.as_strided(words, (count,), (step,))

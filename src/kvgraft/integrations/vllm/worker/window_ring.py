@@ -1,9 +1,9 @@
 """K/V of sliding-window layers around the rows that are being computed.
 
-vLLM gives a request blocks for the window behind its computed tokens alone, so gaps further in front have nowhere to be
-computed. They are computed in blocks of our own: a ring in which a position's block is its block number modulo the size of
-the ring. Rows go from front to back, a row attends to a window behind itself, and what falls out is overwritten. At the end
-the last window is copied to the request's blocks.
+vLLM gives a request blocks for the window before its computed tokens alone, so earlier gaps have nowhere to be computed. They
+are computed in blocks of our own: a ring in which a position's block is its block number modulo the size of the ring. Rows
+are computed in ascending order, a row attends to the window that ends with it, and older positions are overwritten. At the
+end the last window is copied to the request's blocks.
 """
 
 from __future__ import annotations
@@ -26,28 +26,22 @@ if TYPE_CHECKING:
 class WindowRing(GroupKV):
     """A ring of `ceil((window + max_rows) / block_size) + 1` blocks per layer, or fewer for a short prompt.
 
-    Invariant: behind a call of `prepare`, all positions in `[max(0, first_row - window + 1), first_row)` are in the ring.
+    Invariant: after a call of `prepare`, all positions in `[max(0, first_row - window + 1), first_row)` are in the ring.
+    A ring shorter than the prompt holds `max_rows` rows with all that they attend to.
     """
 
-    def __init__(
-        self,
-        group: LayerGroup,
-        first_layer: int,
-        blocks: NDArray[np.int32],
-        *,
-        max_rows: int,
-    ) -> None:
+    def __init__(self, group: LayerGroup, blocks: NDArray[np.int32], *, max_rows: int) -> None:
         """Allocate the ring for a request with `blocks`, 0 where vLLM keeps none."""
         size = min(-(-(group.window + max_rows) // group.block_size) + 1, len(blocks))
         table = BlockTable(np.arange(len(blocks), dtype=np.int32) % size, group.block_size)
-        super().__init__(group, first_layer, table, [layer.scratch(size) for layer in group.layers])
+        super().__init__(group, table, [layer.scratch(size) for layer in group.layers])
         self._own = BlockTable(blocks, group.block_size)
         self._num_blocks = size
-        self._max_rows = max_rows
         self._filled = 0
+        self.longest_piece = max_rows if size < len(blocks) else None
 
     def row_limit(self, first_row: int) -> int:
-        """The blocks from the first row's window on must not meet themselves in the ring."""
+        """Keep the blocks from the first row's window on from meeting themselves in the ring."""
         size = self.group.block_size
         return (self.first_seen(first_row) // size + self._num_blocks) * size
 
@@ -58,18 +52,8 @@ class WindowRing(GroupKV):
         self._filled = max(self._filled, stop)
 
     def first_seen(self, row: int) -> int:
-        """A window."""
+        """Return the first position of the row's window."""
         return max(0, row - self.group.window + 1)
-
-    @property
-    def longest_piece(self) -> int | None:
-        """As many as rows that the ring was made for; no limit where it holds the whole prompt."""
-        return self._max_rows if self._num_blocks < len(self._own.blocks) else None
-
-    @property
-    def forgets(self) -> bool:
-        """What falls out of the window is overwritten."""
-        return True
 
     def restart(self) -> None:
         """Fill the ring anew."""

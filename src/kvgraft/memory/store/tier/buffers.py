@@ -1,4 +1,4 @@
-"""Memory for what is read from stores, used again once nobody looks at it: new pages cost as much as reading into them."""
+"""Memory for what is read from stores, used again once it has no reader: new pages cost as much as reading into them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadBuffers:
         """Prepare.
 
         Args:
-            max_idle_bytes: Memory that may be kept while nobody uses it.
+            max_idle_bytes: Memory that may be kept unused.
         """
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class ReadBuffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Memory that is kept and that nobody uses."""
+        """Bytes that are kept unused."""
         with self._lock:
             return sum(buffer.nbytes for buffer in self._idle)
 
@@ -59,7 +59,7 @@ class ReadBuffers:
             return best
 
     def take_back(self, buffer: Bytes) -> None:
-        """Keep a buffer that nobody sees any more in place of those that came back before it, as much as may be kept.
+        """Keep a buffer without a reader in place of those that came back before it, as much as may be kept.
 
         Views may go at any moment, in any thread, in the middle of the methods above: nothing waits for the lock, and
         what comes back while it is held is freed.

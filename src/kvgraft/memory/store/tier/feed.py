@@ -1,4 +1,4 @@
-"""Which donors a store has: those of a process that was here before, and of others that share it."""
+"""Donors in a store: those of an earlier process, and of others that share it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from kvgraft.donors.record import StoreNews, decode_head
 from kvgraft.errors import StoreError, one_line
+from kvgraft.memory.store.record import StoreNews, decode_head
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from kvgraft.donors.record import DonorRecord
     from kvgraft.memory.store.base import KVStore
+    from kvgraft.memory.store.record import DonorRecord
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _MOST_FAILURES = 3
 class StoreFeed:
     """Looks into a store again and again, on a thread of its own. `news` is called by one thread, the engine's.
 
-    Donors that every space has are told of: with tensor parallelism each rank has a space of its own.
+    Donors that every space has are reported: with tensor parallelism each rank has a space of its own.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class StoreFeed:
         self._wakes = threading.Event()
         self._num_looks = self._wanted_looks = 0
         self._is_looking = False
+        self._failure = ""
         self._looked = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"kvgraft-{store.name}-feed", daemon=True)
@@ -74,23 +75,29 @@ class StoreFeed:
         return StoreNews(tuple(added), tuple(removed))
 
     def forget(self, keys: Collection[str]) -> None:
-        """Tell of donors again if they are still there at the next look: their owner has dropped them for want of room."""
-        with self._lock:  # what still waits for `news` is told of anyway
+        """Report donors again if they are still there at the next look: their owner has dropped them for want of room."""
+        with self._lock:  # what still waits for `news` is reported anyway
             self._told.difference_update(key for key in keys if key not in self._added)
 
     def look(self, timeout_s: float) -> bool:
         """Have a look begun now and wait until it is complete; False if it takes longer. For tests and start-up.
 
         It cannot be complete while more donors wait for `news` than may.
+
+        Raises:
+            StoreError: It failed, and the store may have more than was reported.
         """
         with self._looked:
             target = self._num_looks + (2 if self._is_looking else 1)  # the one under way may have begun too early
             self._wanted_looks = max(self._wanted_looks, target)
             self._wakes.set()
-            return self._looked.wait_for(lambda: self._num_looks >= target, timeout_s)
+            is_over = self._looked.wait_for(lambda: self._num_looks >= target, timeout_s)
+            if is_over and self._failure:
+                raise StoreError(f"{self._store.name} cannot be looked into: {self._failure}")
+            return is_over
 
     def close(self) -> None:
-        """End the thread behind what it is doing."""
+        """End the thread after its present work."""
         self._is_closed = True
         self._room.release()
         self._wakes.set()
@@ -99,14 +106,16 @@ class StoreFeed:
         while not self._is_closed:
             with self._looked:
                 self._is_looking = True
+            failure = ""
             try:
                 self._look()
             except Exception as error:  # noqa: BLE001 - the next look may fare better
+                failure = one_line(error)
                 self.num_errors += 1
                 if self.num_errors == 1:
-                    logger.warning("%s cannot be looked into; it is tried again: %s", self._store.name, one_line(error))
+                    logger.warning("%s cannot be looked into; it is tried again: %s", self._store.name, failure)
             with self._looked:
-                self._is_looking = False
+                self._is_looking, self._failure = False, failure
                 self._num_looks += 1
                 self._looked.notify_all()
                 is_wanted = self._num_looks < self._wanted_looks
@@ -128,7 +137,7 @@ class StoreFeed:
                 self._added[record.key] = record
 
     def _miss(self, gone: set[str]) -> None:
-        """Tell that objects are gone; of those that nobody has heard of yet nobody ever does."""
+        """Report that objects are gone; those not reported yet never are."""
         with self._lock:
             self._told -= gone
             unheard = [key for key in gone if self._added.pop(key, None) is not None]
@@ -145,16 +154,16 @@ class StoreFeed:
                     yield record
 
     def _heads(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
-        """Ask for heads at once, and one by one for those that did not come."""
+        """Ask for heads at once, and one by one for those that did not come: what one object raises is about that one."""
         left, num_failures = dict.fromkeys(keys), 0
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(Exception):
             for key, raw in self._store.heads(self._spaces[0], keys):
                 left.pop(key, None)
                 yield key, raw
         for key in left:
             try:
                 found = list(self._store.heads(self._spaces[0], [key]))
-            except StoreError as error:
+            except Exception as error:  # one that a store stumbles over hides no other
                 self._put_aside(key, error)
                 num_failures += 1
                 if num_failures == _MOST_FAILURES:
@@ -170,7 +179,7 @@ class StoreFeed:
             try:
                 ((_, raw),) = self._store.heads(self._spaces[0], [key])
                 record = None if raw is None else decode_head(raw, self._spaces[0], key).record
-            except StoreError:
+            except Exception:  # noqa: BLE001 - as above
                 self._aside[key] = None
                 return
             if record is not None:
@@ -187,11 +196,11 @@ class StoreFeed:
             logger.warning("%s: %s; it is removed", self._store.name, error)
         try:
             self._store.remove(self._spaces[0], key)
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._put_aside(key, error)
         return None
 
-    def _put_aside(self, key: str, error: StoreError) -> None:
+    def _put_aside(self, key: str, error: Exception) -> None:
         self.num_errors += 1
         self._aside[key] = None
-        logger.warning("%s: %s is left out until it can be read: %s", self._store.name, key, error)
+        logger.warning("%s: %s is left out until it can be read: %s", self._store.name, key, one_line(error))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors.record import PAGE_TOKENS, decode_head
 from kvgraft.errors import StoreError, StoreMissError, one_line
 from kvgraft.memory.store.checksums import page_checksums
+from kvgraft.memory.store.record import PAGE_TOKENS, decode_head
 from kvgraft.memory.store.tier.buffers import ReadBuffers
 from kvgraft.memory.store.tier.speed import ReadSpeed
 from kvgraft.memory.store.tier.tasks import TaskThreads
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvgraft.donors.record import Head
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.store.base import KVStore
     from kvgraft.memory.store.layout import RowLayout
+    from kvgraft.memory.store.record import Head
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Fetch:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether it is no longer wanted."""
         return self._is_cancelled
 
     def wait(self, timeout_s: float) -> bool:
@@ -72,7 +72,7 @@ class Fetch:
         return self._done.wait(timeout_s)
 
     def block(self) -> KVBlock:
-        """The K/V, in host memory, verified; nobody else writes to them. Only when `is_done`.
+        """The K/V, in host memory, verified; not written by others. Only when `is_done`.
 
         Raises:
             StoreError: It failed: `StoreMissError` if the store has it no more.
@@ -84,7 +84,7 @@ class Fetch:
         return self._block
 
     def cancel(self) -> None:
-        """Say that nobody wants it any more; a read under way goes on and is thrown away."""
+        """Cancel it; a read under way goes on and is dropped."""
         self._is_cancelled = True
 
     def succeed(self, block: KVBlock) -> None:
@@ -108,7 +108,7 @@ class ReadCounters:
         corrupt: Pages or head did not pass; the object was removed.
         failed: The store failed.
         refused: Not begun: the store rests after failures, or too much is under way.
-        cancelled: Given up in front of the read.
+        cancelled: Given up before the read.
         num_bytes: Read and verified.
     """
 
@@ -123,18 +123,18 @@ class ReadCounters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Facts:
-    """What reads of spans need of a head."""
+    """The part of a head that reads of spans need."""
 
     num_tokens: int
     checksums: NDArray[np.uint64]
 
 
 class _CorruptError(StoreError):
-    """What was read is not what was written."""
+    """The bytes read are not those written."""
 
 
 class _CancelledError(StoreError):
-    """Nobody wants it any more."""
+    """The read is no longer wanted."""
 
 
 class StoreReader:
@@ -185,7 +185,7 @@ class StoreReader:
         return self._clock() < self._rests_until
 
     def expected_s(self, length: int, num_reads: int = 1) -> float:
-        """Expected seconds to read so many tokens in so many spans, behind what is under way; infinite while resting."""
+        """Expected seconds to read so many tokens in so many spans, after what is under way; infinite while resting."""
         if self.is_resting:
             return float("inf")
         waiting = self._pending_bytes
@@ -224,7 +224,7 @@ class StoreReader:
             if fetch.key in self._damaged:
                 raise StoreMissError(f"{fetch.key} in {self._store.name} is damaged and cannot be removed")  # noqa: TRY301
             block = self._read(fetch)
-        except Exception as raised:  # noqa: BLE001 - whatever it is, the tokens are computed
+        except Exception as raised:  # noqa: BLE001 - on any failure the tokens are computed
             error = raised
         with self._lock:
             self._pending_bytes -= num_bytes
@@ -308,7 +308,7 @@ class StoreReader:
         """Remove a damaged object; one that cannot go, from a read-only volume say, is never read again."""
         try:
             self._store.remove(self._space, key)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the object stays
+        except Exception as error:  # noqa: BLE001 - on any failure the object stays
             logger.warning("%s cannot be removed from %s: %s", key, self._store.name, one_line(error))
             self._damaged[key] = None
             while len(self._damaged) > _KNOWN_DAMAGED:

@@ -31,7 +31,7 @@ class TaskThreads:
         return self._is_closed
 
     def submit(self, task: Callable[[], None]) -> bool:
-        """Queue a task, which must not raise; False behind `close`, when it is dropped."""
+        """Queue a task, which must not raise; False after `close`, when it is dropped."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -43,7 +43,7 @@ class TaskThreads:
         return True
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """End the threads behind what they are doing, dropping what waits; False if one takes longer than `timeout_s`."""
+        """End the threads after their present tasks, dropping what waits; False if one takes longer than `timeout_s`."""
         with self._lock:
             self._is_closed = True
             threads, self._threads = self._threads, []

@@ -1,4 +1,4 @@
-"""Tells a store what was of use, so that it evicts something else: on a thread, for a store may take its time."""
+"""Report uses of objects to a store, so that it evicts others: on a thread, for a store may take its time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Touches:
         self._waiting: set[tuple[str, str]] = set()
         self._threads = TaskThreads(f"kvgraft-{store.name}-touch")
 
-    def tell(self, spaces: Sequence[str], keys: Iterable[str]) -> None:
-        """Tell of objects, in all of some spaces; never waits."""
+    def report(self, spaces: Sequence[str], keys: Iterable[str]) -> None:
+        """Report uses of objects in all of some spaces; never waits."""
         used = {(space, key) for key in keys for space in spaces}
         with self._lock:
             is_awaited = bool(self._waiting)
@@ -34,7 +34,7 @@ class Touches:
             self._threads.submit(self._touch)
 
     def close(self) -> None:
-        """End; what the store was not told yet it is not."""
+        """End; uses that were not reported yet are dropped."""
         self._threads.close()
 
     def _touch(self) -> None:

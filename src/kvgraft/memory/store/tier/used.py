@@ -1,4 +1,4 @@
-"""One store as an engine uses it: its threads, what came of them, and how long it is left alone when it is too slow."""
+"""One store as an engine uses it: its threads, their results, and how long it is left alone when it is too slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from kvgraft.donors.record import StoreNews
+from kvgraft.memory.store.record import StoreNews
 from kvgraft.memory.store.tier.feed import StoreFeed
 from kvgraft.memory.store.tier.reader import StoreReader
 from kvgraft.memory.store.tier.touches import Touches
@@ -26,11 +26,11 @@ _WRITES = ("stored", "known", "dropped", "refused", "failed")
 class UsedStore:
     """A store with writer, reader and feed for one space at a time. Not thread-safe; its threads are its own.
 
-    A store whose reads come too late is left alone for a time that doubles: each of them has cost a request its patience.
+    A store with reads that come too late is left alone for a time that doubles: each of them has cost a request its patience.
 
     Attributes:
         store: The store; open until its owner closes it.
-        writer: Writes behind requests.
+        writer: Writes after requests.
         reader: Reads for requests.
         feed: Looks what is there; None for an engine, or a rank, that leaves this to another.
     """
@@ -97,8 +97,8 @@ class UsedStore:
             self.feed.forget(keys)
 
     def touch(self, key: str) -> None:
-        """Tell the store that an object was of use, on a thread."""
-        self._touches.tell([self._space], [key])
+        """Report the use of an object to the store, on a thread."""
+        self._touches.report([self._space], [key])
 
     @property
     def is_resting(self) -> bool:

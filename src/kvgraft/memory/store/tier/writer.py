@@ -1,4 +1,4 @@
-"""Donors on their way into a store, behind the requests that computed them."""
+"""Donors on their way into a store, after the requests that computed them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgraft.donors.record import decode_head, encode_head
 from kvgraft.errors import CapacityError, StoreError, one_line
 from kvgraft.memory.store.checksums import page_checksums
+from kvgraft.memory.store.record import MOST_TOKENS, decode_head, encode_head
 from kvgraft.memory.store.tier.tasks import TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvgraft.donors.record import DonorRecord
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.store.base import KVStore
     from kvgraft.memory.store.layout import RowLayout
+    from kvgraft.memory.store.record import DonorRecord
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a donor that was offered.
+    """The fate of a donor that was offered.
 
     Attributes:
         key: Of its record.
@@ -44,7 +44,7 @@ class WriteCounters:
     Attributes:
         stored: Written.
         known: The store had them.
-        dropped: The queue was full, or closed.
+        dropped: The queue was full, or closed, or their K/V were gone before their turn.
         refused: The store was full.
         failed: The store, or reading the K/V, failed.
         num_bytes: Bytes written.
@@ -86,16 +86,16 @@ class StoreWriter:
         """K/V that wait or are being written."""
         return self._queued_bytes
 
-    def offer(self, record: DonorRecord, read: Callable[[], KVBlock]) -> bool:
+    def offer(self, record: DonorRecord, read: Callable[[], KVBlock | None]) -> bool:
         """Store a donor soon.
 
         Args:
             record: What it is.
-            read: Gives its K/V, in host memory; called once, on the writer's thread. Until `take_written` names the key the
-                caller keeps them from being overwritten.
+            read: Gives its K/V, in host memory, or None if they are gone by now; called once, on the writer's thread. Until
+                `take_written` names the key the caller keeps them from being overwritten.
 
         Returns:
-            False if too much waits, or behind `close`; it is counted, and `take_written` does not name it.
+            False if too much waits, or after `close`; it is counted, and `take_written` does not name it.
         """
         num_bytes = record.num_tokens * self._layout.bytes_per_token
         with self._lock:
@@ -125,14 +125,14 @@ class StoreWriter:
         self.flush(timeout_s)
         self._threads.close()
 
-    def _write(self, record: DonorRecord, read: Callable[[], KVBlock], num_bytes: int) -> None:
+    def _write(self, record: DonorRecord, read: Callable[[], KVBlock | None], num_bytes: int) -> None:
         is_stored = False
         try:
             is_stored = self._put(record, read, num_bytes)
         except CapacityError as error:
             self.counters.refused += 1
             logger.debug("%s does not keep a donor of %d tokens: %s", self._store.name, record.num_tokens, error)
-        except Exception as error:  # noqa: BLE001 - a donor less in the store harms nobody
+        except Exception as error:  # noqa: BLE001 - a donor less in the store harms no request
             self.counters.failed += 1
             if self.counters.failed == 1:
                 logger.warning("%s does not keep a donor; more are only counted: %s", self._store.name, one_line(error))
@@ -142,11 +142,17 @@ class StoreWriter:
             self._num_queued -= 1
             self._idle.notify_all()
 
-    def _put(self, record: DonorRecord, read: Callable[[], KVBlock], num_bytes: int) -> bool:
+    def _put(self, record: DonorRecord, read: Callable[[], KVBlock | None], num_bytes: int) -> bool:
         if self._is_known(record.key):
             self.counters.known += 1
             return True
-        rows = self._layout.pack(read())
+        if record.num_tokens > MOST_TOKENS:
+            raise CapacityError(f"an object has at most {MOST_TOKENS} tokens")
+        block = read()
+        if block is None:
+            self.counters.dropped += 1
+            return False
+        rows = self._layout.pack(block)
         layout = self._layout
         sums = page_checksums(rows, record.key)
         head = encode_head(record, self._space, layout.description, layout.bytes_per_token, sums)

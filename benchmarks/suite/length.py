@@ -1,0 +1,163 @@
+"""Table T1: time to first token by length, cold, missed, grafted and hit, beside what the operations allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvgraft.bench.ttft import Draws, GraftAs, RoundShape, measure_round
+from kvgraft.engine import LLM
+from kvgraft.errors import ConfigError
+
+from .measured import MeasuredTable
+from .random_weights import lengthened
+from .settings import RoundsSettings, option
+from .statistics import array_median, median, percentile, ratio_of_medians, with_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvgraft.bench.journal import Journal
+    from kvgraft.bench.timed_answer import TimedAnswer
+    from kvgraft.bench.ttft import TtftRound
+
+    Row = dict[str, Any]
+
+WAYS = {"none": GraftAs("none", "none"), "default": GraftAs()}
+"""Policies with columns for their hits: nothing computed again, and what the engine does if nothing is set."""
+
+
+@dataclass(frozen=True)
+class LengthSettings(RoundsSettings):
+    """Rows and rounds of the table; every round has every mode once."""
+
+    lengths: tuple[int, ...] = option((1024, 2048, 4096, 8000), "prompt lengths")
+    rounds: int = option(3, "rounds per length", least=1)
+    random_context: int = option(
+        0,
+        "take random weights of the model's shape and a context of so many tokens, for lengths beyond the model's",
+        least=0,
+    )
+
+
+def measure(llm: LLM, settings: LengthSettings, journal: Journal, advance: Callable[[], object]) -> list[Row]:
+    """Return a row per length; `advance` is called once per round."""
+    _warm_up(llm, settings)
+    rows = []
+    for length in settings.lengths:
+        for number in range(settings.rounds):
+            if (length, number) not in journal:
+                draws = Draws(llm, (settings.seed, length, number))
+                found = measure_round(llm, draws, RoundShape(length, settings.shift), tuple(WAYS.values()))
+                journal.add({"length": length, "round": number, **_record(found)})
+            advance()
+        rows.append(_row(length, list(journal.under(length)), settings.seed))
+    return rows
+
+
+def prepare(llm: LLM, settings: LengthSettings) -> LLM:
+    """Return the model, or one of random weights that takes longer prompts.
+
+    Raises:
+        ConfigError: A prompt is too long for it.
+    """
+    longest = max(settings.lengths)
+    if settings.random_context:
+        loaded = lengthened(llm.loaded, settings.random_context, settings.seed)
+        # Slots of a document, of a prompt that has it and of another one.
+        config = replace(llm.config, num_slots=3 * longest + settings.shift, max_model_len=0)
+        llm.close()
+        llm = LLM(loaded, config)
+    if longest >= llm.max_model_len:
+        raise ConfigError(
+            f"--lengths has {longest}, and {llm.loaded.name} takes {llm.max_model_len} tokens; give shorter ones, a larger "
+            "--num-slots, or --random-context for a model with random weights"
+        )
+    return llm
+
+
+def _warm_up(llm: LLM, settings: LengthSettings) -> None:
+    """Run each path once, so that the first round does not pay for first calls."""
+    shape = RoundShape(settings.shift + 256, settings.shift)
+    measure_round(llm, Draws(llm, (settings.seed, 0)), shape, tuple(WAYS.values()))
+
+
+def _record(found: TtftRound) -> Row:
+    """Milliseconds and tokens of a round."""
+    record: Row = {
+        "cold_ms": _ms(found.cold),
+        "miss_ms": _ms(found.miss),
+        "miss_lookup_ms": found.miss.report.timings_ms["lookup"],
+        "repeat_ms": _ms(found.repeat),
+        "repeat_exact_tokens": int(found.repeat.report.exact_tokens),
+    }
+    for name, graft in zip(WAYS, found.grafts, strict=True):
+        report = graft.report
+        record |= {
+            f"{name}_ms": _ms(graft),
+            f"{name}_reused_tokens": int(report.exact_tokens + report.shifted_tokens),
+            f"{name}_computed_tokens": int(report.computed_tokens),
+            f"{name}_bound_ratio": report.full_flops / report.computed_flops,
+        }
+    return record
+
+
+def _ms(answer: TimedAnswer) -> float:
+    return round(1e3 * answer.ttft_s, 3)
+
+
+def _row(length: int, records: Sequence[Row], seed: int) -> Row:
+    """Medians over the rounds, and ratios of medians with their intervals."""
+
+    def column(name: str) -> list[float]:
+        return [float(record[name]) for record in records]
+
+    def of(name: str) -> Row:
+        return {f"{name}_ms": median(column(f"{name}_ms")), f"{name}_p95_ms": percentile(column(f"{name}_ms"), 95)}
+
+    overhead = [100 * (record["miss_ms"] / record["cold_ms"] - 1) for record in records]
+    row: Row = {
+        "length": length,
+        "rounds": len(records),
+        **of("cold"),
+        **of("miss"),
+        **with_interval("miss_overhead_percent", array_median, [overhead], seed),
+        "miss_lookup_ms": median(column("miss_lookup_ms")),
+        **of("repeat"),
+        "repeat_exact_tokens": _whole(column("repeat_exact_tokens")),
+        **with_interval("repeat_speedup_ratio", ratio_of_medians, [column("cold_ms"), column("repeat_ms")], seed),
+    }
+    for name in WAYS:
+        speedup = with_interval(
+            f"{name}_speedup_ratio", ratio_of_medians, [column("cold_ms"), column(f"{name}_ms")], seed
+        )
+        bound = median(column(f"{name}_bound_ratio"))
+        reached = speedup[f"{name}_speedup_ratio"]
+        row |= {
+            **of(name),
+            f"{name}_reused_tokens": _whole(column(f"{name}_reused_tokens")),
+            f"{name}_computed_tokens": _whole(column(f"{name}_computed_tokens")),
+            **speedup,
+            f"{name}_bound_ratio": bound,
+            f"{name}_of_bound_share": None if reached is None or bound is None else reached / bound,
+        }
+    return row
+
+
+def _whole(values: Sequence[float]) -> int:
+    return int(np.median(values))
+
+
+TABLE = MeasuredTable(
+    "length",
+    "Time to first token by length",
+    "For each length, in turns: nothing known and reuse off (cold), nothing known and reuse on (miss), the document known at "
+    "another position, with nothing computed again (none) and as the engine does by default (default), and the very same "
+    "prompt again (repeat), which bounds what reuse can reach.",
+    LengthSettings,
+    ("length", "round"),
+    measure,
+    prepare,
+)

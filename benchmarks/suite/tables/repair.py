@@ -1,0 +1,82 @@
+"""Table T9: repair before and after the first token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgraft.bench.panels import Bars, Series
+
+from ..methods import ALL_SUITES
+from .cells import NOTHING, Cell, Result, Row, number, ranged, share, sides, table, text
+
+if TYPE_CHECKING:
+    from kvgraft.bench.panels import Panel
+
+
+def _setting(row: Row) -> str:
+    return f"`{row['setting']}`" if "kl_ratio" in row else str(row["setting"])
+
+
+def _of_none(name: str) -> str:
+    return f"KL of `none`'s, {name}"
+
+
+def _known(name: str, cell: Cell) -> Cell:
+    """Return the cell, a dash for rows of the control, which lack most figures."""
+    return lambda row: NOTHING if row.get(name) is None else cell(row)
+
+
+_COLUMNS = (
+    ("setting", _setting),
+    ("n", text("requests")),
+    ("FLOPs", _known("flops_share", share("flops_share"))),
+    ("mean KL", ranged("mean_kl", ".4f")),
+    ("median", _known("median_kl", number("median_kl", ".4f"))),
+    (_of_none("all"), ranged("kl_ratio")),
+    (_of_none("token 1"), ranged("first_kl_ratio")),
+    (_of_none("2-32"), ranged("later_kl_ratio")),
+    ("nearer than `none`", _known("nearer_share", share("nearer_share"))),
+    ("first token flips", share("first_flip_share")),
+    ("top-1", share("top1_share")),
+    ("32 tokens equal", share("greedy_equal_share")),
+    ("right answer in it off / on", sides("contains")),
+    ("score off / on (of)", _known("score_off", lambda row: f"{sides('score')(row)} ({row['scored']})")),
+)
+_WINDOWS = (
+    ("setting", _setting),
+    ("n", text("requests")),
+    ("token 1", ranged("first_kl_ratio")),
+    ("token 2", ranged("kl_ratio_2")),
+    ("3-8", ranged("kl_ratio_3_8")),
+    ("9-32", ranged("kl_ratio_9_32")),
+)
+
+
+def _suites(result: Result) -> str:
+    """A table per suite, that of all suites first."""
+    names = dict.fromkeys(row["suite"] for row in result["rows"])
+    return "\n\n".join(
+        f"{'**All suites**' if name == ALL_SUITES else f'**`{name}`**'}\n\n"
+        + table(_COLUMNS, [row for row in result["rows"] if row["suite"] == name])
+        for name in names
+    )
+
+
+def _windows(result: Result) -> str:
+    """Error by the number of the token, of all suites or the first."""
+    return table(_WINDOWS, [row for row in _first_suite(result) if "kl_ratio" in row])
+
+
+def _first_suite(result: Result) -> list[Row]:
+    return [row for row in result["rows"] if row["suite"] == result["rows"][0]["suite"]]
+
+
+BLOCKS = {"suites": _suites, "windows": _windows}
+
+
+def panels(result: Result) -> list[Panel]:
+    """Error of the first token and of later ones, as a share of that of `none`."""
+    rows = [row for row in _first_suite(result) if "kl_ratio" in row]
+    errors = {"token 1": "first_kl_ratio", "tokens 2-32": "later_kl_ratio", "all 32": "kl_ratio"}
+    series = [Series.of(name, rows, field, 100) for name, field in errors.items()]
+    return [Bars("KL to full prefill, % of none's", [row["setting"] for row in rows], series, mark=25)]

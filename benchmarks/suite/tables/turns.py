@@ -1,0 +1,44 @@
+"""Table T4: conversations and agents, turn by turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgraft.bench.panels import Bars, Series
+
+from .cells import Result, number, ranged, share, table, text
+
+if TYPE_CHECKING:
+    from kvgraft.bench.panels import Panel
+
+_COLUMNS = (
+    ("agent", text("kind")),
+    ("turns", text("turns")),
+    ("tokens", number("mean_tokens")),
+    ("exact prefix", share("exact_share")),
+    ("ours", share("graft_share")),
+    ("bound", share("bound_share")),
+    ("off ms", number("off_ms")),
+    ("exact ms", number("exact_ms")),
+    ("ours ms", number("graft_ms")),
+    ("healed ms", number("healed_ms")),
+    ("exact: speed-up", ranged("exact_speedup_ratio", ".1f", "x")),
+    ("ours: speed-up", ranged("graft_speedup_ratio", ".1f", "x")),
+    ("healed: speed-up", ranged("healed_speedup_ratio", ".1f", "x")),
+    ("tokens healed", number("mean_healing_tokens")),
+    ("same first token", share("same_first_token_share")),
+)
+BLOCKS = {"turns": lambda result: table(_COLUMNS, result["rows"])}
+
+
+def panels(result: Result) -> list[Panel]:
+    """Reuse and speed-up of the last turns of each kind."""
+    rows = list({row["kind"]: row for row in result["rows"]}.values())
+    names = [f"{row['kind']}, turns {row['turns']}" for row in rows]
+    modes = {"exact prefix": "exact", "ours": "graft", "ours, healed": "healed"}
+    shares = [Series.of(label, rows, f"{name}_share", 100) for label, name in modes.items()]
+    faster = [Series.of(label, rows, f"{name}_speedup_ratio") for label, name in modes.items()]
+    return [
+        Bars("prompt tokens reused, %", names, [*shares, Series.of("bound", rows, "bound_share", 100)]),
+        Bars("speed-up of the first token", names, faster, mark=1),
+    ]

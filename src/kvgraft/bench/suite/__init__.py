@@ -1,4 +1,0 @@
-"""`kvgraft bench suite`: the tables that people choose by, a module per table.
-
-Public modules: `cost`, `datasets`, `length`, `page`, `quality`, `random_weights`, `similarity`, `turns`.
-"""

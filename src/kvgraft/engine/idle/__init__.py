@@ -1,0 +1,1 @@
+"""Work for a pass that no request needs: healing donors, audits of grafts, scores."""

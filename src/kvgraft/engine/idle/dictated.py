@@ -1,0 +1,99 @@
+"""Serve a prompt whose answer is given beforehand: the passes of a real request, and the logits of each token.
+
+A probe computes a continuation in one pass. Where decode steps change the K/V of the prompt (`repair_rows`) that would not be
+what is served: there each token's logits depend on how many steps there were before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvgraft.engine.requests.text import OutputText
+from kvgraft.engine.sampling.sampling import Sampler
+from kvgraft.engine.schedule.active import ActiveRequest
+from kvgraft.errors import CapacityError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvgraft.engine.kv.cache_manager import CacheManager
+    from kvgraft.engine.requests.request import Request
+    from kvgraft.graft.model import ModelAdapter
+    from kvgraft.types import GraftReport, TokenArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DictatedAnswer:
+    """An answer with what it was drawn from.
+
+    Attributes:
+        token_ids: The tokens that were dictated, and the greedy ones after them.
+        logits: float32 (len(token_ids), vocab_size); row i predicts `token_ids[i]`.
+        report: Of the request, as its owner would get it.
+    """
+
+    token_ids: tuple[int, ...]
+    logits: Tensor
+    report: GraftReport
+
+
+class _Dictation(Sampler):
+    """Draws given tokens, then the likeliest ones."""
+
+    def __init__(self, request: Request, token_ids: TokenArray) -> None:
+        super().__init__(request.sampling, torch.device("cpu"))
+        self.logits: list[Tensor] = []
+        self._token_ids = token_ids
+
+    def sample(self, logits: Tensor) -> int:
+        number = len(self.logits)
+        self.logits.append(logits.clone())
+        return int(self._token_ids[number] if number < len(self._token_ids) else logits.argmax())
+
+
+def dictate(
+    adapter: ModelAdapter,
+    manager: CacheManager,
+    request: Request,
+    token_ids: TokenArray,
+    *,
+    eos_token_ids: frozenset[int],
+    max_rows: int,
+) -> DictatedAnswer:
+    """Serve `request` alone, with the first tokens of its answer given; leaves no trace in the cache.
+
+    Args:
+        adapter: Runs the rows.
+        manager: Lends the slots.
+        request: Ends as its sampling says.
+        token_ids: The first tokens of the answer, for any logits.
+        eos_token_ids: Tokens that end the answer, unless the request ignores them.
+        max_rows: Rows of one pass.
+
+    Raises:
+        CapacityError: Running requests hold the slots.
+    """
+    sampler = _Dictation(request, token_ids)
+    longest = len(request.token_ids) + request.sampling.max_new_tokens
+    text = OutputText(None, ())
+    active = ActiveRequest(
+        request, text, sampler, flops=manager.flops, eos_token_ids=eos_token_ids, max_model_len=longest
+    )
+    kv = manager.begin(request)
+    try:
+        manager.graft(kv)
+        manager.settle(kv)
+        active.start(kv, manager.prefill(kv))
+        while active.finish_reason is None:
+            if active.is_streaming:
+                manager.grow(kv, active.num_tokens)
+            count = 1
+            if active.is_prefilling and not (count := manager.reserve(kv, active.remaining[: active.piece(max_rows)])):
+                raise CapacityError("running requests hold the slots of window layers; dictate when they have ended")
+            active.receive(adapter.forward([active.next_rows(count)])[0])
+        return DictatedAnswer(tuple(active.output_ids), torch.stack(sampler.logits), active.output().report)
+    finally:
+        manager.abort(kv)

@@ -1,0 +1,1 @@
+"""The K/V of requests, prefixes and donors: slots, windows, sessions, grafts, and the host tier."""

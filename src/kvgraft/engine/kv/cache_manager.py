@@ -1,0 +1,445 @@
+"""The K/V side of a request's life: match, decide, hold, allocate; graft; grow; publish prefixes and donors; release."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.engine.kv.grafting import Grafting
+from kvgraft.engine.kv.holdings import Holdings
+from kvgraft.engine.kv.request_kv import RequestKV
+from kvgraft.errors import CapacityError, ConfigError
+from kvgraft.graft.select import NoRecompute
+from kvgraft.graft.sparse_prefill import AnswerFirst, SparsePrefill
+from kvgraft.graft.steps import GraftSteps, Scope
+from kvgraft.memory import Owner
+from kvgraft.prefix import RadixKey
+from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.lineage import Lineage
+from kvgraft.reuse.reads import store_miss
+from kvgraft.types import Miss, MissReason, ReuseMode
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.planning import Planner
+    from kvgraft.engine.kv.request_donors import RequestDonors
+    from kvgraft.engine.kv.windows import RequestWindows
+    from kvgraft.engine.model.adapter import TransformersAdapter
+    from kvgraft.engine.requests.request import Request
+    from kvgraft.errors import PolicyError
+    from kvgraft.prefix import StoredLength
+    from kvgraft.reuse import ProposalCounters
+    from kvgraft.types import DonorId, Namespace, TokenArray
+
+logger = logging.getLogger(__name__)
+
+
+class CacheManager:
+    """Takes requests through the cache. Every `begin` is followed by exactly one `finish` or `abort`. Not thread-safe.
+
+    A failure while looking up or grafting is logged, counted in `num_errors` and becomes a miss; the request goes on.
+    """
+
+    def __init__(
+        self,
+        adapter: TransformersAdapter,
+        space: KVSpace,
+        windows: RequestWindows,
+        request_donors: RequestDonors,
+        planner: Planner,
+    ) -> None:
+        self.space = space
+        self.flops = planner.flops
+        self._num_errors = 0
+        self._adapter = adapter
+        self._lengths = adapter.lengths
+        self._windows = windows
+        self._request_donors = request_donors
+        self._planner = planner
+        self._grafting = Grafting(adapter, space, planner.flops)
+        self._substitutes = planner.substitutes
+
+    @property
+    def proposals(self) -> ProposalCounters:
+        """Donors that a proposer named, and what they added."""
+        return self._planner.lookup.proposals
+
+    def semantic_calls(self) -> dict[str, int]:
+        """Return the calls of a semantic provider, by outcome; empty without one."""
+        return {} if self._substitutes is None else self._substitutes.outcomes()
+
+    @property
+    def num_errors(self) -> int:
+        """Lookups, transfers, grafts, publications and calls of a semantic provider that failed and became misses."""
+        parts = (self._windows, self._planner, self.space, self._grafting)
+        return self._num_errors + sum(part.num_errors for part in parts)
+
+    def begin(self, request: Request, *, headroom: int = 0, stop: int | None = None, stored_len: int = 0) -> RequestKV:
+        """Match, decide, hold and allocate the prompt's slots and `headroom` more.
+
+        Args:
+            request: Of the attempt.
+            headroom: Slots besides.
+            stop: Begin with the positions before it alone, which are computed and kept for others under any reuse mode: a
+                piece of a text that heals. None for the whole prompt.
+            stored_len: See `RequestKV`.
+
+        Raises:
+            CapacityError: There are not enough slots, even after eviction; the request holds nothing.
+        """
+        started = time.perf_counter()
+        epoch = self.space.epoch
+        namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
+        num_tokens = len(request.token_ids[:stop])
+        held = self._hold_prefix(request, namespace, stop)
+        prefix_len = len(held.kv_indices)
+        try:
+            decision = self._planner.decide(request, namespace, num_tokens, prefix_len)
+            kv = RequestKV(
+                request,
+                namespace,
+                epoch,
+                Lineage(prefix_len),
+                decision,
+                held,
+                timings_ms={"lookup": (time.perf_counter() - started) * 1e3},
+                moments={"lookup": started},
+                # The use of the request that is healed counts, and no other.
+                stored_len=stored_len if stop is None else prefix_len,
+            )
+            held.keep(decision.donors)
+            fresh = self._allocate_prompt(kv, headroom)
+            held.kv_indices = np.concatenate([held.kv_indices, fresh])
+            self._begin_windows(kv)
+            if request.reuse is ReuseMode.VERIFIED:
+                kv.draft_room = self._draft_room(kv)
+            self._grafting.begin_reads(kv)
+        except BaseException:
+            self._release(held)
+            raise
+        return kv
+
+    def reset(self) -> None:
+        """Drop all prefixes and donors, and the memory of prompts that reused them; see `KVSpace.reset`."""
+        self.space.reset()
+        self._planner.lookup.reset()
+
+    def look(self, request: Request) -> StoredLength:
+        """Return how much of the request's prompt the prefix cache has, its last token included. Moves nothing."""
+        namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
+        return self.space.prefix.look(RadixKey(request.token_ids, namespace.key))
+
+    def retire(self, donor_ids: Iterable[DonorId]) -> list[DonorId]:
+        """See `RequestDonors.retire`."""
+        return self._request_donors.retire(donor_ids)
+
+    def join(self, kv: RequestKV, made: Iterable[DonorId]) -> None:
+        """Let the donors that were made of a text before and those of its last piece be one; stores are offered that.
+
+        Args:
+            kv: Of the last piece, published.
+            made: Donors made of the pieces before it; some may be gone.
+        """
+        with self._counted(kv):
+            kv.made = self._request_donors.join([*made, *kv.made])
+            self._grafting.names.note(kv.request, kv.made)
+
+    def _hold_prefix(self, request: Request, namespace: Namespace, stop: int | None) -> Holdings:
+        """Lock the exact prefix of what begins, and hold its slots."""
+        slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
+        if request.reuse is not ReuseMode.OFF:
+            # The last token is always computed: its logits are what the request is for.
+            key = RadixKey(request.token_ids[:stop][:-1], namespace.key)
+            match = self.space.match(key)
+            slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
+            if request.session is not None:
+                slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
+            self.space.allocator.retain(slots, Owner.REQUEST)
+        is_donor = self._leaves_donors(request, is_healing=stop is not None)
+        return Holdings(self.space, slots, lock, self._windows.adopt(lock, swa_indices, is_donor=is_donor))
+
+    def graft(self, kv: RequestKV) -> None:
+        """Copy the plan's spans into the request's slots and unpin their donors. A failure becomes a miss.
+
+        Where spans come from a store (`kv.reads`), `load` is called until it returns True.
+        """
+        with self._attempt(kv):
+            self._grafting.copy_resident(kv)
+            if kv.reads is None:
+                self._grafting.note(kv)
+        if kv.reads is None:
+            kv.held.release_donors()
+
+    def load(self, kv: RequestKV) -> bool:
+        """Copy what has come from stores since the last call; True when the prompt can be computed. Never waits."""
+        reads, stores = kv.reads, self.space.stores
+        if reads is None or stores is None:
+            return True
+        with self._attempt(kv):
+            if not self._grafting.copy_arrived(kv, reads, stores):
+                return False
+            kv.timings_ms["read"] = reads.elapsed_ms
+            lost = [span.match for span in reads.spans if not span.is_copied]
+            if lost:
+                miss = store_miss(span.state for span in reads.spans)
+                kv.decision = self._planner.without(kv.request, kv.decision, lost, miss)
+            self._grafting.note(kv)
+        kv.held.release_donors()
+        stores.used(reads)
+        return True
+
+    def prefill(self, kv: RequestKV) -> SparsePrefill:
+        """Return the prefill of the request's prompt; its reused K/V lie in their slots.
+
+        Where the policy fails, now or later, the decision becomes a miss at once: what is about to be computed in full is
+        not reported as grafted.
+        """
+        decision = kv.decision
+        steps = GraftSteps(
+            decision.plan,
+            decision.policy if decision.policy is not None and decision.plan.is_approximate else NoRecompute(),
+            token_ids=kv.request.token_ids,
+            correction=decision.correction,
+            scope=Scope(num_layers=self._adapter.num_layers),
+        )
+        prefill = AnswerFirst if kv.repairs_after else SparsePrefill
+        return prefill(
+            kv.request.token_ids,
+            kv.kv_indices,
+            steps,
+            swa_indices=kv.swa_indices,
+            on_policy_error=lambda error: self._policy_failed(kv, error),
+        )
+
+    def _policy_failed(self, kv: RequestKV, error: PolicyError) -> None:
+        miss = self._planner.policy_failed(kv.request, error)
+        if not kv.is_answered:
+            self._give_up(kv, miss)
+
+    def settle(self, kv: RequestKV) -> None:
+        """Load the spans of the plan, and wait for them as long as a request may. For callers that run nothing else."""
+        while not self.load(kv):
+            assert kv.reads is not None
+            kv.reads.wait(1.0)
+
+    @contextmanager
+    def _attempt(self, kv: RequestKV) -> Iterator[None]:
+        """Turn the decision into a miss where copying fails."""
+        with _timed_graft(kv):
+            try:
+                yield
+            except Exception as error:
+                self._num_errors += 1
+                logger.exception("graft of request %s failed; it is computed instead", kv.request.request_id)
+                self._give_up(kv, miss_of(error))
+
+    def grow(self, kv: RequestKV, num_tokens: int, *, headroom: int = 0) -> None:
+        """Give `num_tokens` positions slots, and up to `headroom` more where any are missing.
+
+        Raises:
+            CapacityError: There are not enough slots, even after eviction; the request keeps what it has.
+        """
+        missing = num_tokens - len(kv.kv_indices)
+        if missing > 0:
+            after = int(kv.kv_indices[-1])
+            count = min(missing + headroom, max(missing, self.space.available))
+            slots = self.space.allocate(count, after=after)
+            kv.held.kv_indices = np.concatenate([kv.kv_indices, slots])
+            self._windows.widen(kv)
+        self._windows.grow(kv, num_tokens)
+
+    def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
+        """Prepare to compute prompt rows at `positions`; returns how many of them can be computed now, maybe none.
+
+        All of them, unless window layers have slots of their own and these are short.
+        """
+        return self._windows.reserve(kv, positions)
+
+    def outgrows(self, kv: RequestKV, num_tokens: int) -> bool:
+        """Return whether a sequence of `num_tokens` needs other angles than its K/V have, and must begin again."""
+        return self._lengths.is_long(num_tokens) and not self._lengths.is_long(kv.plan.num_tokens)
+
+    def require_one_table(self, prompt_len: int, num_tokens: int) -> None:
+        """Raise `ConfigError` if a prompt that grows to `num_tokens` would outgrow its angles on the way."""
+        if self._lengths.is_long(num_tokens) and not self._lengths.is_long(prompt_len):
+            raise ConfigError(
+                f"this model has other angles for more than {self._lengths.switch} tokens, and prompt and continuation lie "
+                "on both sides; make the continuation shorter or the prompt longer"
+            )
+
+    @property
+    def longest_piece(self) -> int | None:
+        """Rows of a sequence that can be computed in one piece whenever it runs alone; None for any number."""
+        return self._windows.longest_piece
+
+    def publish(self, kv: RequestKV, token_ids: TokenArray) -> None:
+        """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
+
+        May be called again when there is more. A failure is logged and counted; the request is not harmed by it. Nothing is
+        kept of a request that began before a reset: its K/V may be of other weights.
+
+        Args:
+            kv: As `begin` returned it.
+            token_ids: Tokens of the positions that have K/V: the prompt, then all generated tokens but the last.
+        """
+        with self._counted(kv):
+            if kv.epoch == self.space.epoch:
+                self._publish_prefix(kv, token_ids)
+                self._request_donors.register(kv, token_ids)
+                self._grafting.names.note(kv.request, kv.made)
+        self._windows.advance(kv, len(token_ids))
+
+    def finish(self, kv: RequestKV, token_ids: TokenArray, *, keep_as: Hashable = None) -> None:
+        """Publish and release the request; keep what is exact from eviction for the session `keep_as`, if there is one."""
+        try:
+            self.publish(kv, token_ids)
+            if keep_as is not None:
+                self._keep(keep_as, kv, token_ids)
+            if self._substitutes is not None and kv.epoch == self.space.epoch:
+                with self._counted(kv):
+                    self._substitutes.heard(kv.request.request_id, token_ids, kv.lineage)
+        finally:
+            self._offer(kv)
+            self._release(kv.held)
+
+    def close(self) -> None:
+        """Let the semantic provider, if there is one, give back its resources."""
+        if self._substitutes is not None:
+            self._substitutes.close()
+
+    def suspend(self, kv: RequestKV, token_ids: TokenArray) -> None:
+        """Release a request that will be begun again; what it computed exactly stays cached while there is room.
+
+        A failure to store it is logged and counted; the request is computed again from its beginning then.
+        """
+        try:
+            with self._counted(kv):
+                if kv.epoch == self.space.epoch:
+                    self._publish_prefix(kv, token_ids)
+        finally:
+            self._release(kv.held)
+
+    def heal(self, kv: RequestKV, token_ids: TokenArray, donor_ids: Sequence[DonorId]) -> list[DonorId]:
+        """Publish the exact K/V of a beginning and release its request; approximate donors that lie in it become exact ones.
+
+        Nothing else of it becomes a donor: its text has had donors since it was answered.
+
+        Args:
+            kv: Of the beginning.
+            token_ids: Of the positions that have K/V.
+            donor_ids: Donors of generation > 0 that were made of the whole text; those that stay for now are returned.
+
+        Raises:
+            Exception: What failed; `abort` gives everything back then.
+        """
+        self._publish_prefix(kv, token_ids)
+        left = self._request_donors.heal(kv, token_ids, donor_ids)
+        self._grafting.names.note(kv.request, kv.made)
+        self._offer(kv)
+        self._release(kv.held)
+        return left
+
+    def abort(self, kv: RequestKV) -> None:
+        """Release the request; nothing is kept but what it has published."""
+        self._offer(kv)
+        self._release(kv.held)
+
+    def _offer(self, kv: RequestKV) -> None:
+        """Have stores given what donors were made of the request: once, when it ends, however often it published."""
+        if self.space.stores is not None and kv.made:
+            with self._counted(kv):
+                self.space.stores.writes.offer(kv.made)
+
+    def _allocate_prompt(self, kv: RequestKV, headroom: int) -> NDArray[np.int64]:
+        """Allocate slots after the prefix. Where the donors themselves take the room, the prompt is computed instead."""
+        num_tokens = kv.plan.num_tokens - len(kv.kv_indices) + headroom
+        after = int(kv.kv_indices[-1]) if len(kv.kv_indices) else None
+        try:
+            return self.space.allocate(num_tokens, after=after)
+        except CapacityError:
+            if not kv.held.has_donors or num_tokens > self.space.available:
+                raise
+            self._give_up(kv, Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
+            return self.space.allocate(num_tokens, after=after)
+
+    def _draft_room(self, kv: RequestKV) -> int:
+        """Return the number of positions after the prompt that have slots and the angles of the prompt."""
+        num_tokens, switch = kv.plan.num_tokens, self._lengths.switch
+        end = len(kv.kv_indices)
+        if switch is not None and not self._lengths.is_long(num_tokens):
+            end = min(end, switch)
+        return end - num_tokens
+
+    def _give_up(self, kv: RequestKV, miss: Miss) -> None:
+        """Replace a decision that cannot be carried out by a miss: everything after the prefix is computed."""
+        kv.held.release_donors()
+        kv.lineage.withdraw()
+        kv.decision = kv.decision.given_up(miss)
+
+    def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:
+        """Give the prefix cache what a full prefill would have computed too: everything before the first graft."""
+        exact_len = kv.lineage.exact_len(len(token_ids))
+        key = RadixKey(token_ids[:exact_len], kv.namespace.key)
+        self.space.store_prefix(
+            key, kv.kv_indices[:exact_len], kv.windows, priority=kv.request.priority, counted_len=kv.stored_len
+        )
+        kv.stored_len = max(kv.stored_len, exact_len)
+
+    def _keep(self, name: Hashable, kv: RequestKV, token_ids: TokenArray) -> None:
+        with self._counted(kv):
+            if kv.epoch == self.space.epoch:
+                exact_len = kv.lineage.exact_len(len(token_ids))
+                self.space.keep(name, RadixKey(token_ids[:exact_len], kv.namespace.key), kv.kv_indices[:exact_len])
+
+    @contextmanager
+    def _counted(self, kv: RequestKV) -> Iterator[None]:
+        """Log and count a failure to keep K/V for others; the request goes on."""
+        try:
+            yield
+        except Exception:
+            self._num_errors += 1
+            logger.exception("K/V of request %s is not kept for others", kv.request.request_id)
+
+    def _leaves_donors(self, request: Request, *, is_healing: bool) -> bool:
+        """Return whether the text of a hybrid model's request becomes a donor. Only there it costs memory of its own."""
+        asks = request.reuse.grafts or is_healing
+        return asks and self._planner.refusal is None and self.space.host.budget_bytes > 0
+
+    def _begin_windows(self, kv: RequestKV) -> None:
+        """Take the window slots that a graft needs, or see to it that there are some for the first rows to compute."""
+        self._windows.widen(kv)
+        if kv.plan.spans:
+            try:
+                # Drafted tokens, and the row that a repair has beside it, attend to positions that are computed again.
+                goes_on = kv.request.reuse is ReuseMode.VERIFIED or kv.repairs_after
+                self._windows.fill(kv, len(kv.kv_indices) if goes_on else kv.plan.num_tokens)
+            except CapacityError:
+                self._give_up(kv, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots"))
+            else:
+                return
+        self._windows.require_room(kv, kv.plan.num_tokens)
+
+    def _release(self, held: Holdings) -> None:
+        self._windows.release(held.windows)
+        held.release()
+
+
+@contextmanager
+def _timed_graft(kv: RequestKV) -> Iterator[None]:
+    """Note how long a part of the graft takes, and when the first began and the last ended."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        ended = time.perf_counter()
+        kv.timings_ms["graft"] = kv.timings_ms.get("graft", 0.0) + (ended - started) * 1e3
+        kv.moments.setdefault("graft", started)
+        kv.moments["prefill"] = ended

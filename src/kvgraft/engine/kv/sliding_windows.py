@@ -1,0 +1,201 @@
+"""Window slots of requests: taken piece by piece before rows are computed, given back after them.
+
+Of a request's positions, `[start, stop)` have a window slot:
+
+    [0, start)            given back, or never had
+    [start, prefix_len)   of the cached prefix; kept with the lock on its window until the request is past it
+    [.., stop)            the request's own: computed, about to be computed, or grafted
+
+A row at position p reads the K/V of window layers from the first key of its window on (`kvgraft.windows`: `p - W + 1`, or the
+beginning of its chunk) and nowhere else. So, while positions are computed in ascending order, no row needs a slot below the
+frontier of what is computed. A grafted prompt is not computed in order: a policy may have any reused token computed again,
+whose row looks one window back. It holds the slots of all its positions until its prompt is computed.
+
+Where the prefix cache has pages, windows are given back in whole pages, and one page later (`WindowKind.frontier`): what is
+stored of a sequence ends with a full page, and is found again only if all that it needs before that is stored, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.engine.kv.window_row import CapturedWindows, WindowRow
+from kvgraft.engine.kv.windows import RequestWindows
+from kvgraft.engine.model.slot_plan import DECODE_TOKENS
+from kvgraft.errors import CapacityError
+from kvgraft.memory import KVBlock, Owner
+from kvgraft.prefix.swa.node import SWALock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from kvgraft.engine.kv.hybrid_space import HybridKVSpace
+    from kvgraft.engine.kv.kept_prefixes import PrefixLock
+    from kvgraft.engine.kv.request_kv import RequestKV
+
+logger = logging.getLogger(__name__)
+
+_MIN_PIECE_TOKENS = 512
+"""A piece of prefill takes free slots, and has cached windows evicted for this many rows, or one window, at most."""
+
+
+class SlidingWindows(RequestWindows):
+    """Slots of window layers, taken before a request's rows and given back after them. Not thread-safe.
+
+    Invariant: the request that locked a window holds its slots, so that all slots without a request can be evicted.
+    """
+
+    def __init__(self, space: HybridKVSpace) -> None:
+        self.num_errors = 0
+        self._space = space
+        self._kind = space.window_kind
+        self._window = self.longest_piece = self._kind.size
+        self._page_size = space.prefix.page_size
+
+    def adopt(self, lock: PrefixLock | None, swa_indices: NDArray[np.int64], *, is_donor: bool) -> WindowRow:
+        """See `RequestWindows.adopt`."""
+        stop = len(swa_indices)
+        start = stop if lock is None else window_of(lock)
+        row = np.array(swa_indices, dtype=np.int64)
+        row[:start] = -1
+        self._space.windows.retain(row[start:], Owner.REQUEST)
+        return WindowRow(row, stop, start, stop, stop, is_donor)
+
+    def widen(self, kv: RequestKV) -> None:
+        """See `RequestWindows.widen`."""
+        row = _row(kv)
+        missing = len(kv.kv_indices) - len(row.swa_indices)
+        row.swa_indices = np.concatenate([row.swa_indices, np.full(missing, -1)])
+
+    def require_room(self, kv: RequestKV, num_tokens: int) -> None:
+        """See `RequestWindows.require_room`."""
+        needed = min(num_tokens - _row(kv).stop, self._window + DECODE_TOKENS)
+        if needed > self._space.available_windows:
+            raise CapacityError(
+                f"{needed} slots of window layers are needed and {self._space.available_windows} are not in use by running "
+                "requests; wait, or raise num_slots"
+            )
+
+    def fill(self, kv: RequestKV, num_tokens: int) -> None:
+        """See `RequestWindows.fill`."""
+        self._take(_row(kv), num_tokens)
+
+    def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
+        """See `RequestWindows.reserve`.
+
+        Slots that the request itself no longer sees are given back first, then cached windows leave.
+        """
+        row = _row(kv)
+        missing = int(positions[-1]) + 1 - row.stop
+        if missing <= 0:
+            return len(positions)
+        if missing > self._space.windows.free_size:
+            self.advance(kv, row.stop)
+            evictable = min(self._space.available_windows, max(self._window, _MIN_PIECE_TOKENS))
+            missing = min(missing, max(self._space.windows.free_size, evictable))
+        self._take(row, row.stop + missing)
+        return int(np.searchsorted(positions, row.stop))
+
+    def grow(self, kv: RequestKV, num_tokens: int) -> None:
+        """See `RequestWindows.grow`."""
+        row = _row(kv)
+        missing = num_tokens - row.stop
+        if missing <= 0:
+            return
+        # Rows that heal look one window back from the exact frontier.
+        self.advance(kv, kv.lineage.exact_len(row.stop) if kv.is_healing else row.stop)
+        ahead = min(max(missing, DECODE_TOKENS), len(row.swa_indices) - row.stop)
+        self._take(row, row.stop + max(missing, min(ahead, self._space.available_windows)))
+
+    def advance(self, kv: RequestKV, num_computed: int) -> None:
+        """See `RequestWindows.advance`."""
+        row = _row(kv)
+        frontier = min(self._kind.frontier(num_computed, self._page_size), row.stop)
+        if frontier <= row.start or frontier < row.prefix_len:
+            return
+        self._capture(kv, frontier)
+        if row.start < row.prefix_len:
+            assert kv.held.lock is not None, "a prefix is locked while its window is held"
+            self._space.unlock_windows(kv.held.lock)
+        self._space.windows.release(row.swa_indices[row.start : frontier], Owner.REQUEST)
+        row.swa_indices[row.start : frontier] = -1
+        row.start = frontier
+
+    def release(self, row: WindowRow | None) -> None:
+        """See `RequestWindows.release`."""
+        if row is None:
+            return
+        self._drop_captured(row)
+        self._space.windows.release(row.swa_indices[row.start : row.stop], Owner.REQUEST)
+        row.swa_indices[:] = -1
+        row.start = row.stop = 0
+
+    def forget_captured(self, kv: RequestKV) -> None:
+        """Drop what was captured so far."""
+        self._drop_captured(_row(kv))
+
+    def known_parts(self, kv: RequestKV, start: int, stop: int) -> Iterator[tuple[int, KVBlock]]:
+        """Yield K/V of window layers within `[start, stop)`, captured or still in slots, run by run: position and block."""
+        row = _row(kv)
+        parts = [(part.start, part.stop, part.name) for part in row.captured]
+        parts.append((row.start, row.stop, ""))
+        run: list[KVBlock] = []
+        run_start = run_stop = start
+        for first, last, name in parts:
+            low, high = max(first, start), min(last, stop)
+            if low >= high:
+                continue
+            if low != run_stop and run:
+                yield run_start, KVBlock.join(run)
+                run = []
+            if not run:
+                run_start = low
+            run.append(
+                self._space.host.get(name, low - first, high - low)
+                if name
+                else self._space.export_windows(row.swa_indices[low:high])
+            )
+            run_stop = high
+        if run:
+            yield run_start, KVBlock.join(run)
+
+    def _drop_captured(self, row: WindowRow) -> None:
+        for part in row.captured:
+            self._space.drop_captured(part.name)
+        row.captured.clear()
+
+    def _capture(self, kv: RequestKV, frontier: int) -> None:
+        row = _row(kv)
+        start = max(row.start, row.registered_len)
+        if not row.is_donor or start >= frontier or kv.epoch != self._space.epoch:
+            return
+        name = f"window layers of {kv.request.request_id} from {start}"
+        try:
+            if self._space.capture(name, row.swa_indices[start:frontier]):
+                row.captured.append(CapturedWindows(start, frontier, name))
+        except Exception:
+            self.num_errors += 1
+            logger.exception("window layers of request %s are not kept for a donor", kv.request.request_id)
+
+    def _take(self, row: WindowRow, stop: int) -> None:
+        if stop <= row.stop:
+            return
+        after = int(row.swa_indices[row.stop - 1]) if row.stop > row.start else None
+        row.swa_indices[row.stop : stop] = self._space.allocate_windows(stop - row.stop, after=after)
+        row.stop = stop
+
+
+def window_of(lock: PrefixLock) -> int:
+    """First position of the window that a lock on a hybrid tree covers."""
+    assert isinstance(lock.receipt, SWALock), "only hybrid trees lock windows"
+    return lock.receipt.swa_start
+
+
+def _row(kv: RequestKV) -> WindowRow:
+    assert kv.windows is not None, "requests of a hybrid model have window slots"
+    return kv.windows

@@ -1,0 +1,181 @@
+"""Prove, once per loaded model, that kvgraft may touch its K/V; refuse with a reason where it cannot be proved.
+
+Four proofs: K/V written to the pool reads back unchanged; the sparse forward of a whole prompt, and of gaps in it, equals
+the model's own forward; one sequence's length changes another's logits nowhere but where the engine keeps them apart
+(`rope_lengths`); and moved keys equal keys computed at the new position, in every layer. For the last one a prompt
+of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each layer's
+key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgraft.engine.model.loading import embedding_size
+from kvgraft.engine.model.rope_lengths import check_lengths
+from kvgraft.errors import ModelError
+from kvgraft.fidelity import cache_of
+from kvgraft.graft.model import SequenceRows
+from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from kvgraft.engine.model.adapter import TransformersAdapter
+    from kvgraft.graft.rope import RopeSpec
+
+PROBE_SLOTS = 64
+"""K/V slots that the self-check needs; a smaller pool serves no useful prompt either."""
+_PROMPT_TOKENS = 40
+_PROBE_POSITIONS = (0, 1, 7, 130, 1_021)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheckReport:
+    """Proofs about a model.
+
+    Attributes:
+        forward_error: Largest logit difference to the model's own forward, relative to the largest logit.
+        rope_error: Largest relative key error of the rotation over all layers; None if shifting is refused.
+        refusal: Why shifted reuse is refused, or None.
+    """
+
+    forward_error: float
+    rope_error: float | None
+    refusal: str | None
+
+
+def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int = 4096) -> SelfCheckReport:
+    """Run the proofs and set `adapter.rope`.
+
+    Args:
+        adapter: The model.
+        kv_indices: Slots to run them in, `PROBE_SLOTS` of them, of every space.
+        longest: Tokens of the longest sequence that is to be served.
+
+    Raises:
+        ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
+    """
+    tolerance = TOLERANCE.get(adapter.model.dtype)
+    if tolerance is None:
+        raise ModelError(
+            f"dtype {adapter.model.dtype} is not supported; load the model in float32, bfloat16 or float16"
+        )
+    _check_slots(adapter, kv_indices)
+    forward_error = _forward_error(adapter, kv_indices)
+    forward_error = max(forward_error, _length_error(adapter, kv_indices, longest, tolerance))
+    if not forward_error <= tolerance:
+        raise ModelError(
+            f"self-check failed: logits differ from the model's own by {forward_error:.1e} (allowed {tolerance:.0e}); "
+            "kvgraft does not understand this architecture, serve it without kvgraft and report the model type"
+        )
+    refusal = refused_rope(adapter.model.config.get_text_config(decoder=True), adapter.model)
+    if refusal is not None:
+        return SelfCheckReport(forward_error, None, refusal)
+    specs, error = find_rope(adapter, tolerance)
+    if specs is None:
+        reason = "moved keys differ from keys computed at the new position; this RoPE variant is unknown"
+        return SelfCheckReport(forward_error, error, reason)
+    adapter.rope = specs
+    return SelfCheckReport(forward_error, error, None)
+
+
+def refused_rope(config: PretrainedConfig, model: PreTrainedModel) -> str | None:
+    """Say why keys of this model must not be moved, or return None."""
+    if not inverse_frequencies(model):
+        return "the model has no rotary position embedding (learned positions or ALiBi); keys cannot be moved"
+    return refused_rope_parameters(getattr(config, "rope_parameters", None) or {})
+
+
+def inverse_frequencies(model: PreTrainedModel) -> list[Tensor]:
+    """Distinct tables of the model's rotary modules, float32 on the model's device."""
+    tables: list[Tensor] = []
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            table = buffer.detach().to(model.device, torch.float32)
+            if not any(table.shape == known.shape and torch.equal(table, known) for known in tables):
+                tables.append(table)
+    return tables
+
+
+def find_rope(adapter: TransformersAdapter, tolerance: float) -> tuple[list[RopeSpec | None] | None, float]:
+    """Find for each layer the rotation that explains its keys; (None, error) if a layer has none within `tolerance`."""
+    positions = np.asarray(_PROBE_POSITIONS, np.int64)
+    with adapter.stock() as model:
+        keys = _single_token_keys(model, positions)
+    specs, worst = find_rotations(keys, positions.tolist(), inverse_frequencies(adapter.model))
+    return (specs, worst) if worst <= tolerance else (None, worst)
+
+
+@torch.inference_mode()
+def _single_token_keys(model: PreTrainedModel, positions: np.ndarray) -> list[Tensor]:
+    """Keys (num_positions, num_kv_heads, head_dim) per layer of one token that is alone at each position."""
+    token = torch.from_numpy(_probe_tokens(model, 1)).to(model.device)[None]
+    caches = []
+    for position in positions:
+        place = torch.tensor([[int(position)]], device=model.device)
+        caches.append(cache_of(model(input_ids=token, position_ids=place, use_cache=True)))
+    num_layers = len(caches[0].layers)
+    return [torch.cat([cache.layers[layer].keys[0].transpose(0, 1) for cache in caches]) for layer in range(num_layers)]
+
+
+def _check_slots(adapter: TransformersAdapter, kv_indices: np.ndarray) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = adapter.pool
+    for slots in (kv_indices[:8], kv_indices[7::-1].copy()):
+        place = pool.place(slots, slots)
+        for layer, shape in enumerate(pool.layers):
+            size = (len(slots), shape.num_kv_heads, shape.head_dim)
+            keys = torch.randn(size, generator=generator).to(pool.device, pool.dtype)
+            values = torch.randn(size, generator=generator).to(pool.device, pool.dtype)
+            place.write(layer, keys, values)
+            read_keys, read_values = place.read(layer)
+            if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
+                raise ModelError(f"self-check failed: K/V of layer {layer} do not read back as written")
+
+
+@torch.inference_mode()
+def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> float:
+    """Whole prompt, then two gaps again over zeroed K/V, each against the model's own forward."""
+    token_ids = _probe_tokens(adapter.model, _PROMPT_TOKENS)
+    with adapter.stock() as model:
+        expected = (
+            model(input_ids=torch.from_numpy(token_ids).to(model.device)[None], use_cache=False).logits[0, -1].float()
+        )
+    everything = np.arange(_PROMPT_TOKENS)
+    gaps = np.concatenate([everything[5:15], everything[-4:]])
+    errors = []
+    for positions in (everything, gaps):
+        hidden = adapter.pool.place(kv_indices[positions], kv_indices[positions])
+        for layer, shape in enumerate(adapter.pool.layers):
+            zeros = torch.zeros(
+                (len(positions), shape.num_kv_heads, shape.head_dim),
+                dtype=adapter.pool.dtype,
+                device=adapter.pool.device,
+            )
+            hidden.write(layer, zeros, zeros)
+        rows = SequenceRows(token_ids[positions], positions, kv_indices, swa_indices=kv_indices)
+        errors.append(relative_error(adapter.forward([rows])[0].logits[-1], expected))
+    return max(errors)
+
+
+def _length_error(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int, tolerance: float) -> float:
+    """Difference to the model's own logits of a piece of a sequence that is long enough for the second RoPE table."""
+    num_tokens = min(_PROMPT_TOKENS, longest, adapter.lengths.switch or _PROMPT_TOKENS)
+    token_ids = _probe_tokens(adapter.model, num_tokens)
+    with adapter.stock() as model:
+        expected = check_lengths(model, token_ids, adapter.lengths, longest, tolerance)
+    if expected is None:
+        return 0.0
+    rows = SequenceRows(token_ids, np.arange(num_tokens), kv_indices, swa_indices=kv_indices, seq_len=longest)
+    return relative_error(adapter.forward([rows])[0].logits[-1], expected)
+
+
+def _probe_tokens(model: PreTrainedModel, count: int) -> np.ndarray:
+    vocabulary = embedding_size(model)
+    return np.random.default_rng(7).integers(min(3, vocabulary - 1), vocabulary, count, dtype=np.int64)

@@ -1,0 +1,170 @@
+"""Number of K/V slots of an engine: one per token, and for window layers fewer of their own where that pays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvgraft.config import physical_memory, quoted
+from kvgraft.errors import ConfigError
+from kvgraft.memory.hybrid_pool import HybridSlotPool
+from kvgraft.memory.pool import SlotPool
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvgraft.engine.model.layers import ModelLayers
+    from kvgraft.windows import WindowKind
+
+MIN_SLOTS = 64
+"""Fewer slots, of any space, serve no useful prompt; the self-check needs as many."""
+_MAX_WINDOW_SHARE = 0.5
+"""Window slots per full slot at most. With one, prompts shorter than a window fill both spaces alike and nothing is gained;
+the half costs a pool of short prompts at most a third of its tokens (equal shares of layers; an eighth at 5:1)."""
+_PIECE_TOKENS = 2048
+"""Rows of one sequence in a forward pass that the window space is planned for; longer pieces take what is free."""
+_NUMBERS_PER_WINDOW_SLOT = 16
+"""Full slots per window slot of a model without full-attention layers: they are numbers without K/V, 20 bytes each."""
+_MIN_PIECE_TOKENS = 32
+DECODE_TOKENS = 16
+"""Window slots that a stream takes at a time; it gives back as many. Bounds what it holds beyond its window."""
+_BOOK_BYTES = 24
+"""Of a slot beside its K/V: who holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """Slots of an engine.
+
+    Attributes:
+        num_slots: Tokens that have K/V in full-attention layers, or in all layers where there is one space.
+        num_window_slots: Tokens that have K/V in window layers; 0 where there is one space for all layers.
+    """
+
+    num_slots: int
+    num_window_slots: int = 0
+
+    @classmethod
+    def uniform(cls, layers: ModelLayers, dtype: torch.dtype, num_slots: int, kv_bytes: int) -> SlotPlan:
+        """One space for all layers: `num_slots`, or for 0 as many as `kv_bytes` hold."""
+        return cls(num_slots or max(MIN_SLOTS, kv_bytes // sum(layers.bytes_per_token(dtype))))
+
+    @classmethod
+    def windowed(
+        cls,
+        layers: ModelLayers,
+        dtype: torch.dtype,
+        num_slots: int,
+        kv_bytes: int,
+        *,
+        max_running: int,
+        page_size: int = 1,
+        ratio: float = 0.0,
+    ) -> SlotPlan | None:
+        """Two spaces; None if no layer has a window or the windows are too large for these slots to save anything.
+
+        The window space gets two windows for each request that may run (its own, and one of a cached prefix) and room for
+        a piece of prefill, at most half as many slots as there are tokens; what is saved goes to the other space. A `ratio`
+        above 0 says how many window slots there are per token instead.
+
+        Raises:
+            ConfigError: `ratio` gives fewer window slots than `max_running` requests hold.
+        """
+        if layers.window is None:
+            return None
+        window = layers.window.size
+        if ratio:
+            plan = _by_ratio(*layers.bytes_per_token(dtype), num_slots, kv_bytes, ratio)
+            _require_windows(plan, layers.window, max_running, page_size)
+            return plan
+        kept = kept_window(window, page_size)
+        fewest = fewest_window_slots(window, page_size)
+        most = max(fewest, 2 * max_running * kept + max(_PIECE_TOKENS, kept))
+        if num_slots:
+            plan = cls(num_slots, max(fewest, min(most, int(num_slots * _MAX_WINDOW_SHARE))))
+        else:
+            plan = _by_bytes(*layers.bytes_per_token(dtype), kv_bytes, fewest, most)
+        return plan if plan.num_window_slots < plan.num_slots else None
+
+
+def kept_window(window: int, page_size: int = 1) -> int:
+    """Most positions before the frontier of a sequence: a window in whole pages, and a page that is not full."""
+    return window + -window % page_size + page_size - 1
+
+
+def fewest_window_slots(window: int, page_size: int = 1) -> int:
+    """Window slots with which one request always gets on.
+
+    It holds a window of its own and, until it has left a cached prefix behind, what the lock on it covers: whole nodes, less
+    than two windows. A piece of prefill comes on top.
+    """
+    return max(MIN_SLOTS, 3 * kept_window(window, page_size) + _MIN_PIECE_TOKENS)
+
+
+def build_pool(
+    layers: ModelLayers, plan: SlotPlan, dtype: torch.dtype, device: torch.device
+) -> SlotPool | HybridSlotPool:
+    """Allocate what is planned.
+
+    Raises:
+        ConfigError: The slots take more memory than there is.
+    """
+    full, window = layers.bytes_per_token(dtype)
+    if plan.num_window_slots:
+        num_bytes = plan.num_slots * full + plan.num_window_slots * window
+    else:
+        num_bytes = plan.num_slots * (full + window)
+    too_large = ConfigError(
+        f"{quoted(plan.num_slots)} K/V slots take {quoted(num_bytes >> 20)} MiB, more than there is on device "
+        f"{str(device)!r}; lower num_slots or kv_bytes"
+    )
+    if device.type == "cpu" and num_bytes + plan.num_slots * _BOOK_BYTES > physical_memory():
+        raise too_large
+    try:
+        if not plan.num_window_slots:
+            return SlotPool(layers.shapes, plan.num_slots, dtype, device)
+        return HybridSlotPool(
+            layers.shapes,
+            layers.windows,
+            num_slots=plan.num_slots,
+            num_window_slots=plan.num_window_slots,
+            dtype=dtype,
+            device=device,
+        )
+    except (MemoryError, RuntimeError) as error:
+        raise too_large from error
+
+
+def _by_ratio(full_bytes: int, window_bytes: int, num_slots: int, kv_bytes: int, ratio: float) -> SlotPlan:
+    """`ratio` window slots for each of `num_slots`, or for 0 of as many as `kv_bytes` hold."""
+    num_slots = num_slots or int(kv_bytes / (full_bytes + ratio * window_bytes))
+    return SlotPlan(num_slots, max(1, int(num_slots * ratio)))
+
+
+def _require_windows(plan: SlotPlan, window: WindowKind, max_running: int, page_size: int) -> None:
+    """Refuse a plan under which `max_running` requests could never decode side by side."""
+    each = kept_window(window.size, page_size) + DECODE_TOKENS
+    fewest = fewest_window_slots(window.size, page_size)
+    needed = max(fewest, max_running * each)
+    if plan.num_window_slots >= needed:
+        return
+    remedies = ["raise num_slots or kv_bytes"]
+    if needed <= plan.num_slots:
+        remedies.insert(0, f"raise it to {math.ceil(1000 * needed / plan.num_slots) / 1000:g}")
+    if plan.num_window_slots >= fewest:
+        remedies.append(f"lower max_running to {plan.num_window_slots // each}")
+    raise ConfigError(
+        f"hybrid_kvcache_ratio gives {plan.num_window_slots} slots of window layers to {plan.num_slots} tokens; "
+        f"max_running {max_running} with {window} needs {needed}: {', or '.join(remedies)}"
+    )
+
+
+def _by_bytes(full_bytes: int, window_bytes: int, kv_bytes: int, fewest: int, most: int) -> SlotPlan:
+    """Share `kv_bytes` between spaces with tokens that take `full_bytes` and `window_bytes`."""
+    if not full_bytes:
+        num_window_slots = max(fewest, kv_bytes // window_bytes)
+        return SlotPlan(_NUMBERS_PER_WINDOW_SLOT * num_window_slots, num_window_slots)
+    half_filled = int(kv_bytes / (full_bytes + _MAX_WINDOW_SHARE * window_bytes))
+    num_window_slots = max(fewest, min(most, int(half_filled * _MAX_WINDOW_SHARE)))
+    return SlotPlan((kv_bytes - num_window_slots * window_bytes) // full_bytes, num_window_slots)

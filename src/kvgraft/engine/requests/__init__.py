@@ -1,0 +1,1 @@
+"""A request from its arguments to its output: prompts, documents, risk, text."""

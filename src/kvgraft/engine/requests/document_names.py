@@ -1,0 +1,214 @@
+"""Names that clients give to parts of their prompts, and which of them a reused span is of. Nothing is computed by names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.config import quoted
+from kvgraft.engine.requests.token_spans import token_spans
+from kvgraft.errors import ConfigError
+from kvgraft.types import Fidelity, NamedPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from kvgraft.donors import Donor, DonorCatalogue
+    from kvgraft.engine.requests.request import Request
+    from kvgraft.types import DonorId, GraftReport, SpanReport
+
+MAX_NAME_CHARS = 256
+MAX_LABELS = 1024
+"""Labels of a request, and named parts in all spans of a report together."""
+_MAX_PARTS = 256
+"""Named parts that are kept of a donor; the text may be reused by every request, and each reuse reports them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLabel:
+    """Name of a part of a prompt.
+
+    Attributes:
+        document_id: Name, 1 to 256 characters.
+        start: First character of a prompt that is text, first token of one that is token ids.
+        stop: The one after the last.
+    """
+
+    document_id: str
+    start: int
+    stop: int
+
+
+class DocumentNames:
+    """Named parts of donors: the names that the request of a donor gave to its text.
+
+    A donor has the names of its own request and no others, and only where its tokens are that request's; names of a tenant
+    are found by donors, which others do not find. Names leave with their donors; what is joined of several or comes from a
+    store may have none. Not thread-safe.
+    """
+
+    def __init__(self, donors: DonorCatalogue) -> None:
+        self._donors = donors
+        self._parts: dict[DonorId, tuple[NamedPart, ...]] = {}
+        donors.watch(self)
+
+    def __len__(self) -> int:
+        """Number of donors that have names."""
+        return len(self._parts)
+
+    def note(self, request: Request, donor_ids: Iterable[DonorId]) -> None:
+        """Keep the names that `request` gives to what donors were made of it; positions are those of its prompt."""
+        if not request.documents:
+            return
+        for donor_id in donor_ids:
+            donor = None if donor_id in self._parts else self._donors.get(donor_id)
+            parts = () if donor is None else tuple(islice(_within(request, donor), _MAX_PARTS))
+            if parts:
+                self._parts[donor_id] = parts
+
+    def named(self, spans: Iterable[SpanReport]) -> Iterator[SpanReport]:
+        """Yield the spans of a report with the named parts of their donors that lie in them, at most `MAX_LABELS` in all."""
+        room = MAX_LABELS
+        for span in spans:
+            documents = tuple(islice(self._parts_in(span), room))
+            room -= len(documents)
+            yield replace(span, documents=documents)
+
+    def _parts_in(self, span: SpanReport) -> Iterator[NamedPart]:
+        offset = span.target_start - span.donor_start
+        for part in self._parts.get(span.donor_id, ()):
+            inside = _clipped(part, span.donor_start, span.length)
+            if inside is not None:
+                yield replace(inside, start=inside.start + offset)
+
+    def donor_added(self, donor: Donor) -> None:
+        """It has no names yet."""
+
+    def donor_removed(self, donor: Donor) -> None:
+        """Forget its names."""
+        self._parts.pop(donor.donor_id, None)
+
+    def donors_reset(self) -> None:
+        """Forget all names."""
+        self._parts.clear()
+
+
+def labelled_tokens(
+    prompt: str | None,
+    num_tokens: int,
+    labels: Sequence[DocumentLabel],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    add_special_tokens: bool,
+) -> tuple[NamedPart, ...]:
+    """Return which tokens of a prompt labels are about: all that have a character of it.
+
+    Args:
+        prompt: Its text; None if it was given as token ids.
+        num_tokens: Of the prompt.
+        labels: In characters of the text, or in tokens.
+        tokenizer: Made the tokens.
+        add_special_tokens: Whether it added its own.
+
+    Raises:
+        ConfigError: There are more than `MAX_LABELS`, one is empty, out of range or has no name, or the tokenizer does not
+            say where tokens lie.
+    """
+    _check_labels(prompt, num_tokens, labels)
+    if prompt is None:
+        return tuple(NamedPart(label.document_id, label.start, label.stop - label.start) for label in labels)
+    spans = token_spans(tokenizer, prompt, add_special_tokens=add_special_tokens) if labels else []
+    if spans is None:
+        raise ConfigError(
+            "this model's tokenizer does not say where tokens lie in a text; give token ids, and ranges of them"
+        )
+    return _tokens_of(labels, np.asarray(spans, np.int64).reshape(-1, 2))
+
+
+def _check_labels(prompt: str | None, num_tokens: int, labels: Sequence[DocumentLabel]) -> None:
+    if len(labels) > MAX_LABELS:
+        raise ConfigError(
+            f"a prompt has at most {MAX_LABELS} document labels, not {len(labels)}; give fewer, longer ones"
+        )
+    for label in labels:
+        if not (isinstance(label.document_id, str) and 0 < len(label.document_id) <= MAX_NAME_CHARS):
+            raise ConfigError(
+                f"a document's id is a text of 1 to {MAX_NAME_CHARS} characters, not {quoted(label.document_id)}"
+            )
+        length = num_tokens if prompt is None else len(prompt)
+        if not 0 <= label.start < label.stop <= length:
+            unit = "tokens" if prompt is None else "characters"
+            raise ConfigError(
+                f"document {quoted(label.document_id)} is {label.start} to {label.stop} of {length} {unit}; "
+                "give a range of the prompt that is not empty"
+            )
+
+
+def _tokens_of(labels: Sequence[DocumentLabel], bounds: NDArray[np.int64]) -> tuple[NamedPart, ...]:
+    """Return where tokens have characters of labels, from the characters of each token, int64 (num_tokens, 2)."""
+    tokens = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
+    # Tokens of one character share it; these two ascend with every tokenizer.
+    starts = np.minimum.accumulate(bounds[tokens, 0][::-1])[::-1]
+    stops = np.maximum.accumulate(bounds[tokens, 1])
+    firsts = np.searchsorted(stops, [label.start for label in labels], side="right")
+    ends = np.searchsorted(starts, [label.stop for label in labels], side="left")
+    return tuple(
+        NamedPart(label.document_id, int(tokens[first]), int(tokens[last - 1] - tokens[first]) + 1)
+        for label, first, last in zip(labels, firsts, ends, strict=True)
+        if first < last
+    )
+
+
+def document_reuse(documents: Iterable[NamedPart], report: GraftReport) -> list[dict[str, object]]:
+    """Say of each named part of a prompt how many of its tokens were exact and how many were copied from donors.
+
+    Complexity: O((parts + spans) log spans); spans of a report do not overlap.
+    """
+    documents = list(documents)
+    copied = _copied_before(report, [part.stop for part in documents])
+    copied -= _copied_before(report, [part.start for part in documents])
+    return [
+        {
+            "id": part.document_id,
+            "start": part.start,
+            "length": part.length,
+            "exact_tokens": max(0, min(part.stop, int(report.exact_tokens)) - part.start),
+            "copied_tokens": num_copied,
+        }
+        for part, num_copied in zip(documents, copied.tolist(), strict=True)
+    ]
+
+
+def _copied_before(report: GraftReport, positions: Sequence[int]) -> NDArray[np.int64]:
+    """Return how many tokens before each position are of spans that are not exact, int64 (num_positions,)."""
+    copied = (span for span in report.spans if span.fidelity is not Fidelity.EXACT)
+    spans = sorted((int(span.target_start), int(span.length)) for span in copied)
+    starts, lengths = np.asarray([(-1, 0), *spans], np.int64).T
+    last = np.searchsorted(starts, positions, side="left") - 1
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    found: NDArray[np.int64] = before[last] + np.minimum(np.asarray(positions, np.int64) - starts[last], lengths[last])
+    return found
+
+
+def _within(request: Request, donor: Donor) -> Iterator[NamedPart]:
+    """Named parts of the donor, as far as it has the very tokens of the request there; positions are the donor's."""
+    begin = donor.start_position
+    for document in request.documents:
+        part = _clipped(document, begin, donor.num_tokens)
+        if part is None:
+            continue
+        text = donor.token_ids[part.start - begin : part.stop - begin]
+        if np.array_equal(request.token_ids[part.start : part.stop], text):
+            yield replace(part, start=part.start - begin)
+
+
+def _clipped(part: NamedPart, start: int, length: int) -> NamedPart | None:
+    """The part of it that lies in `[start, start + length)`, or None."""
+    first, last = max(part.start, start), min(part.stop, start + length)
+    return NamedPart(part.document_id, first, last - first) if first < last else None

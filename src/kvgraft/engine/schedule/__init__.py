@@ -1,0 +1,1 @@
+"""Continuous batching: the scheduler, active requests, drafts, and the budget of prefill."""

@@ -1,0 +1,47 @@
+"""The reused tokens of a plan as policies see them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.graft.select.base import SelectionContext
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvgraft.types import GraftPlan, Match
+
+_NOTHING = np.empty(0, np.int64)
+
+
+def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = None) -> SelectionContext:
+    """Lay out the tokens that `plan` reuses approximately; spans that continue one another in donor and prompt are one run.
+
+    Exact spans are left out: computed again they would be the same. `token_ids` seed policies that draw.
+    """
+    positions, distances = [_NOTHING], [_NOTHING]
+    run_start = 0
+    previous: Match | None = None
+    for span in plan.spans:
+        if span.is_exact:
+            continue
+        if previous is None or not _continues(previous, span):
+            run_start = span.target_start
+        positions.append(np.arange(span.target_start, span.target_end))
+        distances.append(positions[-1] - run_start)
+        previous = span
+    reused, distance = np.concatenate(positions), np.concatenate(distances)
+    kept = ~np.isin(reused, plan.compute, assume_unique=True)
+    seed = 0 if token_ids is None else zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes())
+    return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute, seed)
+
+
+def _continues(previous: Match, span: Match) -> bool:
+    return (
+        previous.donor_id == span.donor_id
+        and previous.target_end == span.target_start
+        and previous.position_delta == span.position_delta
+    )

@@ -1,0 +1,145 @@
+"""Copies for a request: load spans when SGLang has slots for them, and compute chosen tokens of them again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvgraft.errors import PolicyError
+from kvgraft.graft.select import NoRecompute, looks_at_query
+from kvgraft.types import Fidelity, RepairTime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from kvgraft.graft.select import SelectionPolicy
+    from kvgraft.graft.steps import GraftWork
+    from kvgraft.integrations.sglang.donors.loader import Loader
+    from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
+    from kvgraft.integrations.sglang.reporting.reports import RequestLog
+    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.types import GraftPlan
+
+    Passes = Callable[[NDArray[np.int64], GraftPlan, Tensor, SelectionPolicy], GraftWork]
+
+
+@dataclass(eq=False)
+class Copies:
+    """Carries decisions out. Not thread-safe. A `req` is SGLang's `Req`.
+
+    Attributes:
+        min_run: Shortest run that is loaded.
+        recomputer: Computes chosen tokens again; None where that is left to SGLang.
+    """
+
+    loader: Loader
+    log: RequestLog
+    min_run: int
+    recomputer: Recomputer | None = None
+
+    def load_first(self, state: SGLangRequest, req: Any, promised: int) -> int:  # noqa: ANN401
+        """Load what touches the exact prefix, all that was promised or nothing; returns the number of tokens."""
+        slots = self._load(state, req, promised)
+        if slots is None:
+            return 0
+        state.held.private.append(slots)
+        return len(slots)
+
+    def load_next(self, state: SGLangRequest, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
+        """Load the regions that begin where the computed part of `req`, between two chunks, ends.
+
+        At most `room` slots are taken, so that running requests are not in danger. Returns those of the positions from
+        `req.prefix_len` on, for the caller to write into the row; None for nothing.
+        """
+        state.num_steps += 1
+        state.pass_by(req.prefix_len, self.min_run)
+        total = sum(span.length for span in state.adjoining(req.prefix_len))
+        return self._load(state, req, total if total <= room else -1) if total else None
+
+    def _load(self, state: SGLangRequest, req: Any, expected: int) -> Tensor | None:  # noqa: ANN401
+        slots = self.loader.load(state, req.prefix_len, expected)
+        if state.lineage.spans:
+            req.skip_radix_cache_insert = True  # nothing approximate is ever published, and copies belong to the row
+        return slots
+
+    def recompute(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
+        """Compute chosen tokens of what was loaded again, before SGLang computes from `len(slots)` (int64) on."""
+        if self.recomputer is not None:
+            self._recompute(state, req, slots, self.recomputer.run)
+        elif state.lineage.is_approximate:
+            state.repaired(_num_drawn(state, req))  # what is chosen are gaps, which SGLang computes
+
+    def repair(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
+        """Compute chosen tokens again once SGLang has computed the prompt, which lies in `slots` (int64)."""
+        state.due = []
+        if self.recomputer is not None:
+            self._recompute(state, req, slots, self.recomputer.repair)
+
+    def _recompute(self, state: SGLangRequest, req: Any, slots: Tensor, passes: Passes) -> None:  # noqa: ANN401
+        recomputer = self.recomputer
+        if recomputer is None or not state.lineage.is_approximate:
+            return
+        try:
+            policy = recomputer.policy_for(*state.extent())
+        except PolicyError as error:
+            state.take_loaded()
+            self._compute_copied(recomputer, state, req, slots, error)
+            return
+        if policy is None or (looks_at_query(policy) and state.due):
+            return  # a look comes after the last region
+        spans = tuple(span for span in state.take_loaded() if span.fidelity is Fidelity.SHIFTED)
+        if not spans:
+            return
+        started = time.perf_counter()
+        try:
+            tokens = _prompt(state, req)
+            state.recomputed(policy.name, passes(tokens, state.plan(len(tokens), spans), slots, policy))
+            state.repaired(_num_drawn(state, req))
+        except PolicyError as error:
+            self._compute_copied(recomputer, state, req, slots, error)
+        except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
+            self.log.failed("recompute", state.rid, error)
+            state.policy = NoRecompute.name
+        state.recompute_ms += 1e3 * (time.perf_counter() - started)
+
+    def _compute_copied(
+        self,
+        recomputer: Recomputer,
+        state: SGLangRequest,
+        req: Any,  # noqa: ANN401
+        slots: Tensor,
+        error: PolicyError,
+    ) -> None:
+        """The policy failed: compute everything from the first copy on, and load nothing more.
+
+        Where that fails, too, the request goes on with its copies, as after any pass that fails. It stays approximate:
+        nothing of it is published, its donors have a generation, its report names its spans and policy `none`.
+        """
+        state.due = []
+        state.missed(self.log.failed("selection policy", state.rid, error))
+        start = min(span.target_start for span in state.lineage.spans)
+        try:
+            recomputer.run_all(_prompt(state, req), slots, start)
+        except Exception as failure:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
+            self.log.failed("recompute", state.rid, failure)
+            state.policy = NoRecompute.name
+            return
+        if state.repair.time is RepairTime.AFTER:
+            state.computed_in_full(_num_drawn(state, req))
+        else:
+            state.withdraw()
+
+
+def _prompt(state: SGLangRequest, req: Any) -> NDArray[np.int64]:  # noqa: ANN401
+    return np.frombuffer(req.full_untruncated_fill_ids[: state.num_tokens], np.int64)
+
+
+def _num_drawn(state: SGLangRequest, req: Any) -> int:  # noqa: ANN401
+    """Return how many tokens of the answer have been drawn when the policy's choice is computed."""
+    return state.num_tokens - len(req.origin_input_ids) + int(state.repair.time is RepairTime.AFTER)

@@ -1,0 +1,62 @@
+"""Repair after the first token: which requests wait for it, and the step before which it comes.
+
+SGLang computes a prompt, sends the first token and hands the row of that token to the model in a later step. Before that step
+the choice of the policy is computed into the request's own slots. The step is fixed by the request, never by load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from kvgraft.reuse.repair_time import ONE_TOKEN, planned_repair
+from kvgraft.types import RepairTime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.copies import Copies
+    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.types import RepairReport
+
+
+@dataclass(eq=False)
+class Repairs:
+    """Decides when the tokens that a policy chooses are computed. Not thread-safe. A `req` is SGLang's `Req`.
+
+    Attributes:
+        copies: Computes them.
+        refusal: Why this server makes no passes of its own after the first token; empty if it does.
+    """
+
+    copies: Copies
+    refusal: str = ""
+    _waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
+
+    def planned(self, asked: RepairTime, num_tokens_left: int) -> RepairReport:
+        """Return when a request that `asked` for a time, and may generate `num_tokens_left` tokens, is repaired."""
+        return planned_repair(asked, lambda: self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else ""))
+
+    def loaded(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
+        """Compute the choice in what was loaded, before SGLang computes from `len(slots)` (int64) on, or have it wait."""
+        if state.repair.time is RepairTime.BEFORE:
+            self.copies.recompute(state, req, slots)
+        elif self.copies.recomputer is not None and state.has_shifted:
+            self._waiting[req] = state
+
+    def due(self, reqs: Iterable[Any]) -> list[Any]:
+        """Return those of `reqs`, whose next rows are those of tokens that were drawn, that are to be repaired first."""
+        return [req for req in reqs if req in self._waiting] if self._waiting else []
+
+    def run(self, req: Any, row: Tensor) -> None:  # noqa: ANN401
+        """Repair a request that is due; `row` are its slots by position. One that was aborted since needs no repair."""
+        state = self._waiting.pop(req)
+        if req.to_finish is None:
+            self.copies.repair(state, req, row[: state.num_tokens].long())
+
+    def drop(self, req: Any) -> None:  # noqa: ANN401
+        """A request ended, begins anew, or has K/V of other weights: it waits for no repair."""
+        self._waiting.pop(req, None)

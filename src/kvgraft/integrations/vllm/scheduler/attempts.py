@@ -1,0 +1,287 @@
+"""Attempts at requests: from their lookup to the outcome of their graft, or to the end of the request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvgraft.errors import CorruptCacheError
+from kvgraft.integrations.vllm.messages import GraftRepair
+from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
+from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
+from kvgraft.integrations.vllm.scheduler.private_hashes import make_private
+from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt, AttemptPhase, RepairPhase, VLLMRequest
+from kvgraft.reuse.lineage import Lineage
+from kvgraft.reuse.report import report_as_dict
+from kvgraft.types import Miss, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvgraft.integrations.vllm.messages import Capture, GraftOutcome
+    from kvgraft.integrations.vllm.scheduler.captures import Captures
+    from kvgraft.integrations.vllm.scheduler.counts import Counts
+    from kvgraft.integrations.vllm.scheduler.decisions import Decisions
+    from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
+    from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
+    from kvgraft.types import GraftReport
+
+logger = logging.getLogger(__name__)
+
+
+_SECOND = 2
+"""Number of the token that a repair after the first one comes with."""
+
+
+class ScheduledRows(NamedTuple):
+    """An attempt, and the positions `[start, stop)` that a step computes of it."""
+
+    state: VLLMRequest
+    start: int
+    stop: int
+
+
+class Attempts:
+    """The attempts of all requests. Not thread-safe.
+
+    Attributes:
+        running: The present attempt of every request that has not ended.
+        ended: Requests that ended in the step of their graft or its repair, until workers report it.
+    """
+
+    def __init__(
+        self, decisions: Decisions, captures: Captures, counts: Counts, facts: EngineFacts, policy: str
+    ) -> None:
+        self.running: dict[str, VLLMRequest] = {}
+        self.ended: dict[str, VLLMRequest] = {}
+        self._decisions, self._captures, self._counts = decisions, captures, counts
+        self._registry = captures.registry
+        self._facts, self._policy = facts, policy
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.ended)
+
+    def begin(self, request: Request, cached_len: int, stored: StoredPrefix, refusal: str) -> None:
+        """Begin an attempt: claim a graft, or begin to capture the text.
+
+        vLLM may begin a request again: preempted, after a failed load, or with another exact prefix.
+        """
+        known = self.running.get(request.request_id)
+        prompt = AskedPrompt(
+            request.request_id,
+            namespace_of(request, self._facts.fingerprint),
+            np.asarray(request.all_token_ids, np.int32),
+            request.num_prompt_tokens,
+            cached_len,
+            request.max_tokens,
+        )
+        if known is None:
+            state = VLLMRequest(prompt, Lineage(cached_len), RegistryHoldings(self._registry))
+        else:
+            state = known.again(prompt, self._policy)
+        self.running[request.request_id] = state
+        state.decided, matches = self._decisions.decide(
+            prompt, request, stored, refusal=refusal, failure=state.earlier.failure
+        )
+        claim = state.claim
+        if claim is not None:
+            state.hashes = make_private(request, claim.first_approximate // self._facts.hash_block_size)
+            state.held.pin([donor.donor_id for donor in claim.donors])
+            return
+        if state.decided.stored.num_tokens and state.earlier.report is None:
+            state.lineage = Lineage(state.prefix_len)
+        if state.decided.keeps_text:
+            self._captures.open_after_prefix(state, matches)
+
+    def compute(self, request_id: str, miss: Miss) -> None:
+        """Let vLLM compute a request whose lookup failed half-way, and keep nothing of it."""
+        state = self.running.get(request_id)
+        if state is not None and state.is_admitted:
+            del self.running[request_id]  # it stands for what the request was before
+        elif state is not None:
+            state.held.release()
+            state.miss(miss)
+
+    def scheduled(self, output: SchedulerOutput) -> list[ScheduledRows]:
+        """Take the blocks of a step, and return what it computes of attempts."""
+        rows: list[ScheduledRows] = []
+        for new in output.scheduled_new_reqs:
+            state = self.running.get(new.req_id)
+            if state is not None:
+                state.add_blocks(new.block_ids, replace=True)
+                count = output.num_scheduled_tokens[new.req_id]
+                rows.append(ScheduledRows(state, new.num_computed_tokens, new.num_computed_tokens + count))
+        running = output.scheduled_cached_reqs
+        for req_id, blocks, computed in zip(
+            running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+        ):
+            state = self.running.get(req_id)
+            if state is not None:
+                state.add_blocks(blocks, replace=req_id in running.resumed_req_ids)
+                rows.append(ScheduledRows(state, computed, computed + output.num_scheduled_tokens[req_id]))
+        return rows
+
+    def repairs_of(self, rows: Sequence[ScheduledRows]) -> tuple[GraftRepair, ...]:
+        """Return the repairs before a step: of requests with a whole prompt, whose second token it computes."""
+        repairs = []
+        for state, start, _ in rows:
+            claim = state.claim
+            if state.repair_phase is RepairPhase.DUE and claim is not None and start >= claim.plan.num_tokens:
+                state.repair_phase = RepairPhase.SENT
+                blocks = state.blocks_to(claim.plan.num_tokens, self._facts.block_sizes)
+                repairs.append(GraftRepair(state.request_id, blocks))
+        return tuple(repairs)
+
+    def captures_of(self, rows: Sequence[ScheduledRows]) -> tuple[Capture, ...]:
+        """Return the captures of what a step computes, and of what was to be repaired before it."""
+        return tuple(capture for state, _, stop in rows for capture in self._due(state, stop))
+
+    def _due(self, state: VLLMRequest, stop: int) -> list[Capture]:
+        """Return captures of what this step computes up to `stop`; on a failure the text becomes no donor."""
+        try:
+            return list(self._captures.due(state, stop))
+        except Exception:
+            self._counts.error()
+            logger.exception("text of request %s is not kept for others", state.request_id)
+            state.held.give_up_texts()
+            return []
+
+    def complete(self, request_id: str, outcome: GraftOutcome) -> None:
+        """Take the outcome of a graft; its request may have ended in the same step."""
+        ended = self.ended.pop(request_id, None)
+        state = ended or self.running.get(request_id)
+        if state is not None:
+            self._complete(state, outcome)
+        if ended is not None:
+            self._counts.request(self._write_report(ended))
+
+    def repaired(self, request_id: str, outcome: GraftOutcome) -> None:
+        """Take the outcome of a repair; its request may have ended, or begun again, in the same step."""
+        state = self.ended.get(request_id) or self.running.get(request_id)
+        if state is None or state.repair_phase is not RepairPhase.SENT or state.waits_for_graft:
+            return
+        self._repaired(state, outcome)
+        if self.ended.pop(request_id, None) is not None:
+            self._counts.request(self._write_report(state))
+
+    def _repaired(self, state: VLLMRequest, outcome: GraftOutcome) -> None:
+        """Take over what a repair changed: the first token was drawn before it, so that its graft is still reported."""
+        state.repair_phase = RepairPhase.NONE
+        assert state.repair is not None
+        assert state.outcome is not None
+        if outcome.failed:
+            state.repair = replace(state.repair, reason=outcome.fell_back)
+            return
+        if outcome.fell_back:
+            self._counts.error()
+            state.repair = replace(state.repair, reason=outcome.fell_back, exact_from_token=_SECOND)
+        state.repair = replace(state.repair, from_token=_SECOND)
+        state.outcome = replace(outcome, read_ms=state.outcome.read_ms)
+        state.lineage.recompute(outcome.recomputed_runs)
+
+    def _complete(self, state: VLLMRequest, outcome: GraftOutcome) -> None:
+        """Take over whether a graft was made."""
+        miss = Miss(_reason(outcome), outcome.fell_back)
+        if outcome.fell_back and not outcome.is_store_miss:
+            self._counts.error()
+        if outcome.failed and state.earlier.failure is None:
+            state.earlier = replace(state.earlier, failure=miss)
+        claim = state.claim
+        if claim is None or not state.waits_for_graft:
+            return  # vLLM has begun the request again: what it was promised since stays
+        state.held.unpin()
+        state.outcome, state.phase = outcome, AttemptPhase.RUNNING
+        if outcome.fell_back:
+            state.lineage.withdraw(claim.plan.prefix_len)
+            state.miss(miss)
+            state.repair, state.repair_phase = None, RepairPhase.NONE
+        else:
+            state.lineage.recompute(outcome.recomputed_runs)
+        self._captures.graft_ended(state, failed=outcome.failed)
+
+    def lose_texts(self, text_ids: Container[int]) -> None:
+        """Give up texts that workers have lost."""
+        for state in (*self.running.values(), *self.ended.values()):
+            state.held.give_up_texts(text_ids)
+
+    def forget_donors(self) -> None:
+        """Give up all that depends on donors, and all text that may become one."""
+        for state in (*self.running.values(), *self.ended.values()):
+            state.held.give_up_texts()
+            state.decided = replace(state.decided, keeps_text=False)
+            state.leave_unrepaired("donors were forgotten before the second token")
+            if not state.is_admitted:
+                state.held.unpin()
+                state.phase = AttemptPhase.STALE
+
+    def finish(self, state: VLLMRequest, request: Request) -> dict[str, object]:
+        """Forget a request that ended for any reason, and return its report; see `GraftScheduler.finish`."""
+        del self.running[state.request_id]
+        claim = state.claim if state.waits_for_graft else None
+        try:
+            state.held.unpin()
+            self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
+            self._show_provider(state, request.all_token_ids[: request.num_computed_tokens])
+        except Exception:
+            self._counts.error()
+            logger.exception("text of request %s is not kept for others", state.request_id)
+        num_drawn = len(request.all_token_ids) - state.prompt.num_prompt_tokens
+        # Of an answer that ended with its first token, no later one was drawn from what a repair under way changes.
+        awaits_repair = state.repair_phase is RepairPhase.SENT and num_drawn > 1
+        if awaits_repair or (claim is not None and not claim.asynchronous):
+            self.ended[state.request_id] = state
+            self._write_report(state)
+        else:
+            state.held.give_up_texts()
+            if claim is not None:
+                state.lineage.withdraw(claim.plan.prefix_len)
+                state.miss(Miss(MissReason.DEADLINE, "the request ended before its graft"))
+            self._counts.request(self._write_report(state))
+        return state.sent
+
+    def _show_provider(self, state: VLLMRequest, token_ids: list[int]) -> None:
+        """Show a semantic provider the text of a request whose prompt is complete: donors are left of all of it then."""
+        if (
+            self._decisions.stand_ins is not None
+            and state.decided.keeps_text
+            and len(token_ids) >= state.prompt.num_prompt_tokens
+        ):
+            self._decisions.stand_ins.substitutes.heard(
+                state.request_id, np.asarray(token_ids, np.int64), state.lineage
+            )
+
+    def _write_report(self, state: VLLMRequest) -> GraftReport:
+        """Write the report that the client gets, over what may have been written before."""
+        report = state.report(self._policy)
+        state.sent.clear()
+        state.sent.update(report_as_dict(report))
+        return report
+
+    def check(self) -> None:
+        """Verify pins, texts and lineages; see `GraftScheduler.check`."""
+        states = [*self.running.values(), *self.ended.values()]
+        self._registry.check({text.text_id for state in states for text in state.held.texts})
+        pinned = {donor_id for state in states for donor_id in state.held.pinned}
+        catalogue = self._registry.catalogue
+        wrong = [
+            donor.donor_id for donor in catalogue if catalogue.is_pinned(donor.donor_id) != (donor.donor_id in pinned)
+        ]
+        if wrong:
+            raise CorruptCacheError(
+                f"donors {wrong} are pinned without a request, or not pinned for the one that needs them"
+            )
+        for state in states:
+            state.lineage.check()
+
+
+def _reason(outcome: GraftOutcome) -> MissReason:
+    """Return why nothing of a graft that fell back or failed is left."""
+    if outcome.is_policy_error:
+        return MissReason.POLICY_ERROR
+    return MissReason.STORE if outcome.is_store_miss else MissReason.ERROR

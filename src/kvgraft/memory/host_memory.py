@@ -1,0 +1,148 @@
+"""Host memory for K/V that is used again: new memory costs a page fault per 4 KiB, longer than the copy that fills it.
+
+850 tokens of SmolLM2 in float32, 39 MB, one thread: 13 ms into new memory, 2.5 ms into memory that was used before. Pages of
+2 MiB make new memory cheap where the kernel has such pages, and cost 100 ms where it has to make them first. So memory that
+comes back is kept for later blocks, and what the next block will need is touched by a thread, a moment after the last one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvgraft.memory.extents import FreeExtents
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvgraft.memory.extents import SlotArray
+
+UNIT = 1 << 16
+"""Bytes in which slabs are divided."""
+LEAST_BYTES = 1 << 20
+"""Smaller pieces are left to the system's own allocator, which has such memory at hand."""
+_SLAB_BYTES = 256 << 20
+_PAGE = 4096
+_REST_S = 0.05
+"""Between a block and the touching of memory for the next one: an answer that is on its way goes first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    """A piece of memory, of which units below `touched` have pages."""
+
+    memory: NDArray[np.uint8]
+    free: FreeExtents
+    touched: int = 0
+
+    @classmethod
+    def of(cls, num_units: int) -> _Slab:
+        # Private, and without a wish for large pages: see above.
+        pages = mmap.mmap(-1, num_units * UNIT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return cls(np.frombuffer(pages, np.uint8), FreeExtents(num_units))
+
+    def take(self, num_units: int) -> SlotArray | None:
+        """Take units side by side; None if there are not so many."""
+        if len(self.free.slots()) < num_units:
+            return None
+        units = self.free.take(num_units)
+        if units[-1] - units[0] + 1 == num_units:
+            return units
+        self.free.give_back(units)
+        return None
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """Pieces of memory of any size, each used again when the last tensor that views it has gone. Thread-safe.
+
+    Attributes:
+        slab_bytes: Memory that is asked of the system at once, or more where a piece is longer; it has pages once it is used.
+        touches: Whether a thread touches what the next piece will need.
+        num_touched: Units that the thread has touched.
+    """
+
+    slab_bytes: int = _SLAB_BYTES
+    touches: bool = True
+    num_touched: int = 0
+    _slabs: list[_Slab] = field(default_factory=list)
+    _returned: deque[tuple[_Slab, SlotArray]] = field(default_factory=deque)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _wishes: SimpleQueue[tuple[_Slab, SlotArray]] = field(default_factory=SimpleQueue)
+    _thread: threading.Thread | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 memory of exactly `num_bytes`, with anything in it."""
+        if num_bytes < LEAST_BYTES:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        with self._lock:
+            slab, units = self._found(-(-num_bytes // UNIT))
+            self._look_ahead(slab, units)
+        start = int(units[0]) * UNIT
+        piece = slab.memory[start : start + num_bytes]
+        # A tensor's storage holds this very array, and all views of the tensor hold the storage.
+        weakref.finalize(piece, self._returned.append, (slab, units)).atexit = False
+        return torch.from_numpy(piece)
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs that are held."""
+        return len(self._slabs)
+
+    def _found(self, num_units: int) -> tuple[_Slab, SlotArray]:
+        self._take_back()
+        for slab in self._slabs:
+            units = slab.take(num_units)
+            if units is not None:
+                return slab, units
+        slab = _Slab.of(max(num_units, self.slab_bytes // UNIT))
+        self._slabs.append(slab)
+        return slab, slab.free.take(num_units)
+
+    def _take_back(self) -> None:
+        """Take what has come back; a slab of which nothing is used any more goes back to the system, if there is another."""
+        while self._returned:
+            slab, units = self._returned.popleft()
+            slab.free.give_back(units)
+        empty = [slab for slab in self._slabs if len(slab.free.slots()) * UNIT == len(slab.memory)]
+        for slab in empty[1:]:
+            self._slabs.remove(slab)
+
+    def _look_ahead(self, slab: _Slab, units: SlotArray) -> None:
+        """Have as many units touched as a next piece of this length needs after these, if they have not been."""
+        stop = int(units[-1]) + 1
+        slab.touched = max(slab.touched, stop)
+        missing = stop + len(units) - slab.touched
+        if missing <= 0 or not self.touches:
+            return
+        ahead = slab.free.take_at(slab.touched, missing)
+        if not len(ahead):
+            return
+        slab.touched += len(ahead)
+        self._wishes.put((slab, ahead))
+        if self._thread is None or not self._thread.is_alive():  # a forked process has no threads
+            self._thread = threading.Thread(target=self._touch, name="kvgraft-host-memory", daemon=True)
+            self._thread.start()
+
+    def _touch(self) -> None:
+        """Write to every page of what is wished for, which is taken meanwhile, and give it back."""
+        while True:
+            slab, units = self._wishes.get()
+            time.sleep(_REST_S)
+            start, stop = int(units[0]) * UNIT, (int(units[-1]) + 1) * UNIT
+            slab.memory[start:stop:_PAGE] = 0
+            self.num_touched += len(units)
+            self._returned.append((slab, units))
+
+
+HOST_MEMORY = HostMemory()
+"""That of this process."""

@@ -1,0 +1,51 @@
+"""Which engines are refused, by vLLM's configuration of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvgraft.config import VLLMConfig
+from kvgraft.integrations.vllm.refusals import refused_engine
+
+
+def configured(**parts):
+    kinds = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+        },
+        "cache_config": {"cache_dtype": "auto"},
+        "model_config": {"runner_type": "generate", "hf_text_config": SimpleNamespace()},
+        "aux_output_config": {"enabled": False},
+    }
+    made = {name: SimpleNamespace(**{**fields, **parts.pop(name, {})}) for name, fields in kinds.items()}
+    return SimpleNamespace(**{"speculative_config": None, "lora_config": None, **made, **parts})
+
+
+def refusal(**parts):
+    return refused_engine(VLLMConfig(), configured(**parts), SimpleNamespace(kv_cache_groups=[]))
+
+
+def test_an_ordinary_engine_is_not_refused():
+    assert refusal() == ""
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+        ({"parallel_config": {"data_parallel_size": 2}}, "data parallelism"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallelism"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"cache_config": {"cache_dtype": "fp8"}}, "use --kv-cache-dtype auto"),
+        ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
+        ({"model_config": {"runner_type": "pooling"}}, "pooling models"),
+        ({"aux_output_config": {"enabled": True}}, "routed_experts"),
+    ],
+)
+def test_what_grafts_would_get_wrong_is_refused_by_name(parts, words):
+    assert words in refusal(**parts)

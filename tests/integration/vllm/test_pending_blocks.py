@@ -1,0 +1,104 @@
+"""Any interleaving of arrivals, chunks, hits, preemption, failures and ends with vLLM's own scheduler and block manager."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from ghost_engine import BLOCK, GhostEngine, config_of
+from models import save_tiny
+
+from engines import text
+
+SYSTEMS = [text(seed, 5 * BLOCK) for seed in (1, 2)]
+GAPS = [text(seed, 3 * BLOCK + 5) for seed in (3, 4)]
+DOCUMENTS = [text(seed, 70) for seed in (5, 6)]
+
+
+def prompt_of(rng):
+    """A system prompt, something between it and a document, the document or not, and a question."""
+    parts = [*rng.choice(SYSTEMS)]
+    parts += rng.choice([[], *GAPS, GAPS[0] + GAPS[1], GAPS[0][:BLOCK]])
+    parts += rng.choice([[], *DOCUMENTS, *DOCUMENTS])
+    return parts + text(rng.randrange(10, 13), rng.randrange(1, 40))
+
+
+def walk(engine, rng, *, actions):
+    """Let requests arrive, run, fail and end at random, then serve whoever is left."""
+    for number in range(2):
+        engine.add(f"donor{number}", text(20 + number, 30) + DOCUMENTS[number], "graft")
+        engine.finish()
+    for number in range(actions):
+        action = rng.random()
+        if action < 0.45:
+            mode = rng.choice(["off", "exact", "graft", "graft", "graft"])
+            engine.add(
+                f"r{number}",
+                prompt_of(rng),
+                mode,
+                max_tokens=rng.choice([1, 2, 60]),
+                priority=rng.randrange(3),
+                skips_cache=rng.random() < 0.05,
+            )
+        elif action < 0.5 and engine.names:
+            engine.abort(rng.choice(engine.names))
+        elif action < 0.52:
+            engine.scheduler.reset_prefix_cache()
+        else:
+            engine.fails = rng.random() < 0.15
+            for _ in range(rng.randrange(1, 4)):
+                engine.step()
+    engine.fails = False
+    engine.finish()
+    engine.check_workers()
+    assert engine.manager.block_pool.get_num_free_blocks() == engine.manager.block_pool.num_gpu_blocks - 1
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder):
+    return save_tiny("llama", model_folder)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("load", ["sync", "async", "auto"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
+def test_nothing_reads_a_block_before_it_is_computed(folder, is_async, load, policy, pytestconfig):
+    config = config_of(folder, load=load, is_async=is_async, policy=policy)
+    walks = int(pytestconfig.getoption("--walks"))
+    grafts = failures = repairs = 0
+    for seed in range(walks):
+        config.scheduler_config.long_prefill_token_threshold = (
+            64 if seed % 2 else 0
+        )  # many short chunks, or one long one
+        engine = GhostEngine(config, num_blocks=(60, 23)[seed // 2 % 2])
+        try:
+            walk(engine, random.Random(seed), actions=40)
+        except Exception as error:
+            error.add_note(f"walk {seed}")
+            raise
+        grafts, failures = grafts + engine.num_grafts, failures + engine.num_failed
+        repairs += engine.num_repairs
+    assert grafts > walks
+    assert repairs
+    assert failures
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
+@pytest.mark.parametrize("arrives_later", [0, 1, 2])
+def test_nobody_finds_what_a_failed_graft_was_to_compute(folder, is_async, arrives_later):
+    """The graft's blocks of exact text are public, and vLLM computes them chunk by chunk once the graft has failed."""
+    config = config_of(folder, is_async=is_async)
+    config.scheduler_config.long_prefill_token_threshold = 64
+    engine = GhostEngine(config, num_blocks=60)
+    gap = text(30, 6 * BLOCK)
+    for name, prompt in [("donor", text(20, 30) + DOCUMENTS[0]), ("system", SYSTEMS[0] + [1])]:
+        engine.add(name, prompt, "graft")
+        engine.finish()
+    engine.fails = True
+    engine.add("grafted", SYSTEMS[0] + gap + DOCUMENTS[0] + [1], "graft")
+    for _ in range(arrives_later):
+        engine.step()
+    engine.add("plain", SYSTEMS[0] + gap + text(31, 40), "off", max_tokens=8)
+    engine.step()
+    engine.finish()
+    assert engine.num_failed == 1

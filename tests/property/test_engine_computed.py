@@ -1,0 +1,250 @@
+"""No pass of the engine reads K/V that nobody has computed: slots hold poison from the moment they are given out or back.
+
+What could go wrong is told by vLLM, which hands blocks out as exact hits that another request computes in the same step. Here
+requests with one new beginning arrive together, prompts are computed in pieces while others begin like them, some are
+preempted or cancelled between two pieces, K/V are grafted, healed, loaded back from the host. Whatever attends to poison is
+poisoned: the row's output, its K/V in all later layers, and all that attends to those.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.engine_runs import submit
+from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+
+from kvgraft.config import EngineConfig
+from kvgraft.engine import SamplingParams
+from kvgraft.engine.core import Engine
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.memory import HybridSlotPool
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+
+POISON = float("nan")
+"""Of values. Norms would make a large number plausible again."""
+
+
+class PoisonedSlots:
+    """Poisons slots of an allocator over pools, and sees to it that no forward pass shows any of it."""
+
+    def __init__(self, engine):
+        self.adapter, space = engine.adapter, engine.space
+        pool = engine.adapter.pool
+        if not isinstance(pool, HybridSlotPool):
+            self.watch(space.allocator, pool)
+        else:
+            self.watch(space.windows, pool.window)
+            if pool.full is not None:
+                self.watch(space.allocator, pool.full)
+        self.forward, self.adapter.forward = self.adapter.forward, self.checked
+
+    def watch(self, allocator, pool):
+        allocate, release = allocator.allocate, allocator.release
+
+        def allocated(num_tokens, *, after=None):
+            slots = allocate(num_tokens, after=after)
+            self.poison(pool, slots)
+            return slots
+
+        def released(slots, owner):
+            freed = release(slots, owner)
+            self.poison(pool, freed)
+            return freed
+
+        allocator.allocate, allocator.release = allocated, released
+        self.poison(pool, np.arange(pool.num_slots))
+
+    @staticmethod
+    def poison(pool, slots):
+        if len(slots):
+            index = torch.from_numpy(np.array(slots))
+            for layer in range(len(pool.layers)):
+                pool.keys(layer)[index] = 0.0
+                pool.values(layer)[index] = POISON
+
+    def checked(self, batch):
+        outputs = self.forward(batch)
+        for rows, output in zip(batch, outputs, strict=True):
+            assert torch.isfinite(output.logits).all()
+            if rows.deviation_layer:
+                continue  # a look ends in front of a layer, whose K/V and those behind it are not computed
+            swa = None if rows.swa_indices is None else rows.swa_indices[rows.positions]
+            place = self.adapter.pool.place(rows.kv_indices[rows.positions], swa)
+            for layer in range(self.adapter.num_layers):
+                for written in place.read(layer):
+                    assert torch.isfinite(written).all()
+        return outputs
+
+
+class ComputedMachine(RuleBasedStateMachine):
+    """Texts are made of a few beginnings and documents, and pieces of prompts are small."""
+
+    families: tuple[str, ...] = ("llama",)
+
+    @initialize(
+        seed=st.integers(0, 2**31),
+        family=st.integers(0, 2),
+        slots=st.integers(250, 600),
+        max_rows=st.sampled_from([24, 64, 4096]),
+        page_size=st.sampled_from([1, 16]),
+        host_tokens=st.sampled_from([0, 100, 2_000]),
+        heal=st.sampled_from(["idle", "always"]),
+        side_by_side=st.booleans(),
+        repair_rows=st.sampled_from([0, 5, 40]),
+    )
+    def start(self, seed, family, slots, max_rows, page_size, host_tokens, heal, side_by_side, repair_rows):  # noqa: PLR0917
+        torch.manual_seed(0)
+        self.rng = np.random.default_rng(seed)
+        config = EngineConfig(
+            num_slots=slots,
+            host_bytes=300_000,
+            prefix_host_bytes=host_tokens * 1_024 if self.families == ("llama",) else 0,
+            max_rows=max_rows,
+            max_running=6,
+            page_size=page_size,
+            heal=heal,
+            repair_rows=repair_rows,
+        )
+        name = self.families[family % len(self.families)]
+        self.engine = Engine(adopt_model(name, tiny_model(name), None), config, max_step_s=0.01)
+        if side_by_side:  # several prompts are computed at once, however short they are
+            self.engine.scheduler._is_long = lambda active: True
+        PoisonedSlots(self.engine)
+        self.beginnings = [self.words(40)]
+        self.documents = [self.words(int(self.rng.integers(30, 60))) for _ in range(3)]
+        self.texts, self.open = [], {}
+
+    def words(self, count):
+        return self.rng.integers(3, VOCABULARY, count)
+
+    def ask(self, parts, mode, policy, count):
+        if len(self.open) < 12:
+            selection, repair = policy
+            prompt = np.concatenate([*parts, self.words(int(self.rng.integers(1, 25)))])[:180]
+            request = self.engine.builder.build(
+                prompt,
+                RequestOptions(SamplingParams(count, ignore_eos=True), mode, selection=selection, repair=repair),
+            )
+            self.engine.add(request)
+            self.open[request.request_id] = request
+            self.texts.append(request.token_ids.astype(np.int64))
+
+    modes = st.sampled_from(["off", "exact", "graft", "graft", "verified"])
+    policies = st.tuples(
+        st.sampled_from(["none", "first_k", "query_seam", "kv_deviation", "adaptive"]),
+        st.sampled_from(["before", "after", "after"]),
+    )
+
+    @rule(
+        length=st.integers(8, 80),
+        documents=st.lists(st.integers(0, 2), max_size=2),
+        modes=st.lists(modes, min_size=2, max_size=5),
+        policy=policies,
+        count=st.integers(1, 20),
+    )
+    def burst(self, length, documents, modes, policy, count):
+        """Requests with a beginning that nobody has computed."""
+        self.beginnings.append(self.words(length))
+        for mode in modes:
+            parts = [self.documents[number] for number in documents]
+            self.ask([self.beginnings[-1], *parts], mode, policy, count)
+
+    @rule(
+        number=st.integers(0, 3),
+        documents=st.lists(st.integers(0, 2), max_size=2),
+        mode=modes,
+        policy=policies,
+        count=st.integers(1, 20),
+    )
+    def follow(self, number, documents, mode, policy, count):
+        """A request that begins like one of the last, which may be computed just now."""
+        parts = [self.documents[document] for document in documents]
+        self.ask([self.beginnings[-1 - number % len(self.beginnings)], *parts], mode, policy, count)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            for event in self.engine.step():
+                assert event.error is None
+                if event.part.output is not None:
+                    request = self.open.pop(event.request_id)
+                    answer = np.asarray(event.part.output.token_ids[:-1], np.int64)
+                    self.texts.append(np.concatenate([request.token_ids, answer]))
+
+    @rule(index=st.integers(0, 11))
+    def cancel(self, index):
+        if index < len(self.open):
+            name = list(self.open)[index]
+            self.engine.cancel(name)
+            del self.open[name]
+
+    @rule(index=st.integers(0, 5))
+    def preempt(self, index):
+        running = self.engine.scheduler.running
+        if index < len(running):
+            self.engine.scheduler.preempt(running[index])
+
+    @rule()
+    def reset(self):
+        self.engine.reset()
+
+    @rule(pieces=st.integers(1, 4))
+    def heal(self, pieces):
+        for _ in range(pieces):
+            self.engine.heal_step()
+
+    @rule()
+    def run_dry(self):
+        for _ in range(5_000):
+            if not self.engine.has_work:
+                break
+            self.step(1)
+        assert not self.open
+        engine = self.engine
+        namespace = engine.builder.build(self.documents[0]).namespace
+        for text in self.texts[-4:]:
+            assert_prefix_is_exact(engine.adapter, engine.space, namespace, text)
+        assert_donors_are_exact(engine.adapter, engine.space, self.texts, last=4)
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "engine"):
+            self.engine.check()
+            assert self.engine.manager.num_errors == 0
+            assert not self.engine.healer.dropped["error"]
+
+
+class HybridComputedMachine(ComputedMachine):
+    """The same on models whose window layers have slots of their own."""
+
+    families = ("gemma2", "mistral", "cohere2")
+
+
+ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
+HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
+TestComputed = ComputedMachine.TestCase
+TestHybridComputed = HybridComputedMachine.TestCase
+
+
+def test_a_prefix_that_is_published_before_it_is_computed_is_seen(rng, monkeypatch):
+    """The oracle fails for an engine that does as vLLM does."""
+    config = EngineConfig(num_slots=600, max_rows=64)
+    engine = Engine(adopt_model("llama", tiny_model("llama"), None), config, max_step_s=0.01)
+    PoisonedSlots(engine)
+    graft = engine.manager.graft
+
+    def published_early(kv):
+        graft(kv)
+        engine.manager._publish_prefix(kv, kv.request.token_ids)
+
+    monkeypatch.setattr(engine.manager, "graft", published_early)
+    prompt = rng.integers(3, VOCABULARY, 100)
+    cancelled = submit(engine, prompt, 2, "exact")
+    engine.step()  # 64 of its rows
+    engine.cancel(cancelled.request.request_id)
+    submit(engine, prompt, 2, "exact")
+    assert [event.error is None for event in engine.step()] == [False]

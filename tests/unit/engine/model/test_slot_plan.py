@@ -1,0 +1,129 @@
+"""How slots are shared between full-attention and window layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvgraft.engine.model.adapter import take_over
+from kvgraft.engine.model.layers import ModelLayers
+from kvgraft.engine.model.slot_plan import SlotPlan, fewest_window_slots
+from kvgraft.errors import ConfigError
+from kvgraft.memory import LayerShape
+from kvgraft.testing.tiny_models import tiny_model
+from kvgraft.windows import ChunkedWindow, SlidingWindow
+
+DTYPE = torch.float32
+SHAPE = LayerShape(1, 256)
+SLIDING = SlidingWindow(24)
+
+
+def make_layers(num_full, num_window, window=512):
+    return ModelLayers((SHAPE,) * (num_full + num_window), (None,) * num_full + (SlidingWindow(window),) * num_window)
+
+
+def windowed(layers, *, num_slots=0, kv_bytes=0, max_running=64, ratio=0.0):
+    return SlotPlan.windowed(layers, DTYPE, num_slots, kv_bytes, max_running=max_running, ratio=ratio)
+
+
+def num_bytes(layers, plan):
+    full_bytes, window_bytes = layers.bytes_per_token(DTYPE)
+    return plan.num_slots * full_bytes + plan.num_window_slots * window_bytes
+
+
+@pytest.mark.parametrize(("num_full", "num_window"), [(4, 22), (12, 12), (1, 3)])
+@pytest.mark.parametrize("kv_bytes", [1 << 26, 1 << 30, 1 << 35])
+def test_bytes_are_used_up_and_not_exceeded(num_full, num_window, kv_bytes):
+    layers = make_layers(num_full, num_window, window=128)
+    plan = windowed(layers, kv_bytes=kv_bytes)
+    assert 0.99 * kv_bytes < num_bytes(layers, plan) <= kv_bytes
+    assert plan.num_window_slots <= plan.num_slots / 2 + 1
+    assert plan.num_slots > SlotPlan.uniform(layers, DTYPE, 0, kv_bytes).num_slots
+
+
+def test_window_space_grows_no_further_than_running_requests_need():
+    plan = windowed(make_layers(4, 22), kv_bytes=1 << 36, max_running=8)
+    assert plan.num_window_slots == 2 * 8 * 512 + 2048
+
+
+def test_counted_slots_are_those_of_tokens():
+    assert windowed(make_layers(4, 22), num_slots=10_000) == SlotPlan(10_000, 5_000)
+    assert windowed(make_layers(4, 22), num_slots=10_000, max_running=1) == SlotPlan(10_000, 2 * 512 + 2048)
+    assert windowed(make_layers(4, 22), num_slots=2_000) == SlotPlan(2_000, fewest_window_slots(512))
+
+
+def test_windows_too_large_for_the_pool_are_not_planned():
+    assert windowed(make_layers(4, 22), num_slots=1_500) is None
+    assert windowed(make_layers(4, 22), kv_bytes=1 << 20) is None
+
+
+def test_model_without_windows_is_not_planned():
+    assert windowed(make_layers(4, 0), num_slots=10_000) is None
+
+
+def test_model_with_windows_only_has_more_numbers_than_bytes():
+    layers = make_layers(0, 26)
+    plan = windowed(layers, kv_bytes=1 << 30)
+    assert plan.num_slots == 16 * plan.num_window_slots
+    assert 0.99 * (1 << 30) < num_bytes(layers, plan) <= 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("llama", (None,) * 4),
+        ("mistral", (SLIDING,) * 4),
+        ("gemma2", (SLIDING, None, SLIDING, None)),
+        ("cohere2", (SLIDING, SLIDING, SLIDING, None)),
+        ("gpt_oss", (SLIDING, None, SLIDING, None)),
+        ("llama4_text", (ChunkedWindow(24),) * 3 + (None,)),
+        ("phi3", (None,) * 4),
+    ],
+)
+def test_windows_are_what_layers_ask_their_attention_for(family, windows):
+    assert take_over(tiny_model(family)).windows == windows
+
+
+def test_gemma3_has_five_windows_per_full_layer():
+    layers = take_over(tiny_model("gemma3_text", num_hidden_layers=12))
+    assert layers.windows == (*[SLIDING] * 5, None) * 2
+    assert layers.window == SLIDING
+    assert not layers.is_all_swa
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75, 1.0])
+@pytest.mark.parametrize("num_full", [0, 4])
+def test_ratio_says_how_many_window_slots_there_are_per_token(ratio, num_full):
+    layers = make_layers(num_full, 22)
+    assert windowed(layers, num_slots=10_000, max_running=4, ratio=ratio) == SlotPlan(10_000, int(ratio * 10_000))
+    plan = windowed(layers, kv_bytes=1 << 30, max_running=4, ratio=ratio)
+    assert plan.num_window_slots == int(ratio * plan.num_slots)
+    assert 0.99 * (1 << 30) < num_bytes(layers, plan) <= 1 << 30
+
+
+def test_ratio_of_a_model_without_windows_means_nothing():
+    assert windowed(make_layers(4, 0), num_slots=1_000, ratio=0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "max_running", "ratio", "remedy"),
+    [
+        (
+            10_000,
+            10,
+            0.2,
+            r"max_running 10 with windows of 512 tokens needs 5280: raise it to 0.528, .* max_running to 3$",
+        ),
+        (4_000, 10, 0.9, r"3600 slots .* needs 5280: raise num_slots or kv_bytes, or lower max_running to 6$"),
+        (4_000, 1, 0.1, r"400 slots .* needs 1568: raise it to 0.392, or raise num_slots or kv_bytes$"),
+    ],
+)
+def test_ratio_that_gives_too_few_for_those_who_run_is_refused_in_one_line(num_slots, max_running, ratio, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        windowed(make_layers(4, 22), num_slots=num_slots, max_running=max_running, ratio=ratio)
+
+
+def test_the_remedy_that_is_named_helps():
+    layers = make_layers(4, 22)
+    assert windowed(layers, num_slots=10_000, max_running=10, ratio=0.528) == SlotPlan(10_000, 5_280)
+    assert windowed(layers, num_slots=10_000, max_running=3, ratio=0.2) == SlotPlan(10_000, 2_000)
