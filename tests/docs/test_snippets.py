@@ -39,7 +39,7 @@ ALL = [snippet for page in PAGES for snippet in snippets(page)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 SHOWN = {
-    "README.md: Question 4: Which function do I": "what `make demo` prints, with real times",
+    "docs/demo.md: Question 4: Which function do I": "what `make demo` prints, with real times",
     "ARCHITECTURE.md: POST /v1/chat/completions": "a diagram; its names are checked in test_pages.py",
     "docs/graft.md: [project.entry-points": "part of a package's pyproject.toml; tests/docs/test_recipes.py installs one",
     "docs/design/prefix-cache.md: match   [root]": "a diagram",
@@ -100,6 +100,8 @@ OTHER_PROGRAMS = {
 
 SCRIPTS = {
     "docs/server.md: JSON='Content-Type": "run against the server",
+    "docs/quickstart/vllm.md: ask()": "speaks to a vLLM server: tests/integration/vllm; its syntax is checked",
+    "docs/quickstart/sglang.md: ask()": "speaks to an SGLang server: tests/integration/sglang; its syntax is checked",
     "docs/integrations/sglang.md: ask()": "speaks to an SGLang server: tests/integration/sglang; its syntax is checked",
 }
 """Shell blocks that are more than lines to type one by one."""
@@ -226,7 +228,7 @@ def test_yaml_is_settings_or_alerts(snippet, tmp_path):
 def check_alerts(text, folder):
     """Rules of Prometheus: metrics that they name exist, and promtool takes them where it is installed."""
     named = set(re.findall(r"\b((?:kvgraft|process)[\w:]+)(?=[{\[\s)])", " ".join(re.findall(r"expr: (.*)", text))))
-    page = (ROOT / "docs/server.md").read_text()
+    page = (ROOT / "docs/reference/metrics.md").read_text()
     assert named
     assert not {name for name in named if name.split(":")[-1].removesuffix("_bucket") not in page}
     if shutil.which("promtool"):
