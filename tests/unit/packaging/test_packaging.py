@@ -72,7 +72,7 @@ def test_code_is_left_alone(hook):
 def test_all_is_everything_but_engines_and_what_the_system_must_have():
     extras = PROJECT["optional-dependencies"]
     (everything,) = re.findall(r"kvgraft\[([\w,]+)\]", " ".join(extras["all"]))
-    assert set(everything.split(",")) == set(extras) - {"all", "dev", "vllm", "sglang", "lmcache", "mooncake"}
+    assert set(everything.split(",")) == set(extras) - {"all", "dev", "docs", "vllm", "sglang", "lmcache", "mooncake"}
 
 
 def test_metadata_names_author_and_versions_of_python():
