@@ -69,9 +69,7 @@ NOT_RUN = {
 """Commands of kvgraft of which the line is parsed and its settings are checked, but which are not run."""
 
 SHORTER = {
-    "kvgraft generate --model DIR": "kvgraft generate --model graft-tiny --max-new-tokens 2",
     "kvgraft store ls /var/kv --space SPACE": "kvgraft store ls .",
-    "kvgraft store ls DIR": "kvgraft store ls .",
     "kvgraft store ls /var/kv": "kvgraft store ls .",
 }
 """How lines that are run begin in the documentation and in the test."""
@@ -79,7 +77,6 @@ SHORTER = {
 OTHER_PROGRAMS = {
     "apt-get": "changes the system",
     "cp": "of the shell",
-    "curl": "speaks to an engine that is not here",
     "docker": "needs Docker; tests/deploy looks at what it is given",
     "export": "of the shell",
     "install": "of the shell",
