@@ -66,10 +66,6 @@ def _semantic() -> dict[str, object]:
     return {"document": document, "prompt": np.concatenate([document[50:], [10]]), "tokenizer": _Tokenizer()}
 
 
-def _quickstart() -> dict[str, object]:
-    return {"document": TEXT}
-
-
 def _graft() -> dict[str, object]:
     return {"prompts": [TEXT, "Explain this:\n\n" + TEXT]}
 
@@ -79,7 +75,6 @@ GIVEN: dict[str, Callable[[], dict[str, object]]] = {
     "docs/graft.md": _graft,
     "docs/healing.md": _graft,
     "docs/prefix.md": _prefix,
-    "docs/quickstart/embedded.md": _quickstart,
     "docs/semantic.md": _semantic,
     "docs/server.md": _texts,
 }
