@@ -43,7 +43,7 @@ SHOWN = {
     "ARCHITECTURE.md: POST /v1/chat/completions": "a diagram; its names are checked in test_pages.py",
     "docs/graft.md: [project.entry-points": "part of a package's pyproject.toml; tests/docs/test_recipes.py installs one",
     "docs/design/prefix-cache.md: match   [root]": "a diagram",
-    "docs/design/prefix-cache.md: [ A: live ]": "a diagram",
+    "docs/design/prefix-cache.md: [ A:": "diagrams",
     "docs/server.md: kvgraft 0.1.0 serves": "the line that tests/e2e/test_server.py reads",
     "docs/server.md: data: {": "events, shortened; tests/e2e/test_verified_server.py reads whole ones",
     "docs/server.md: System: You are": "a prompt; tests/unit/server/test_chat.py",

@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def with_site_links(text: str, uri: str) -> str:
-    """Return text of the page at `uri` with links to pages of the site, and without links to other files of the repository."""
+    """Return text of the page at `uri` with links to pages of the site, and none to other files of the repository."""
     source = next((name for name, place in ROOT_PAGES.items() if place == uri), f"docs/{uri}")
 
     def link(match: re.Match[str]) -> str:
