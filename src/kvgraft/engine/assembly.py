@@ -12,10 +12,10 @@ from kvgraft.engine.kv.cache_manager import CacheManager
 from kvgraft.engine.kv.host_tier import WRITE_POLICY, HostTier, TieredKVSpace
 from kvgraft.engine.kv.hybrid_space import HybridKVSpace
 from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.kv.layer_slots import LayerSlots
 from kvgraft.engine.kv.planning import Planner
 from kvgraft.engine.kv.request_donors import HostDonors, RequestDonors, SlotDonors
 from kvgraft.engine.kv.sliding_windows import SlidingWindows
-from kvgraft.engine.kv.windows import RequestWindows
 from kvgraft.engine.model.adapter import TransformersAdapter, take_over
 from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.slot_plan import SlotPlan
@@ -159,16 +159,16 @@ def cache_manager(
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
     rules = partial(DonorRules, min_run=config.min_run, max_generation=config.max_generation)
     space: KVSpace
-    windows: RequestWindows
+    slots: LayerSlots
     request_donors: RequestDonors
     try:
         if isinstance(adapter.pool, HybridSlotPool):
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
             hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
-            windows = sliding = SlidingWindows(hybrid)
+            slots = sliding = SlidingWindows(hybrid)
             request_donors = HostDonors(hybrid, rules(space.donors, finder=ResidentDonors(space.donors)), sliding)
         else:
-            space, windows = _one_space(adapter.pool, prefix, sizes), RequestWindows()
+            space, slots = _one_space(adapter.pool, prefix, sizes), LayerSlots()
             request_donors = SlotDonors(space, rules(space.donors))
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise
@@ -191,7 +191,7 @@ def cache_manager(
         raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
     substitutes = Substitutes.configured(config, loaded)
     planner = Planner(space, flops, lookup, risk, refusal=refusal, substitutes=substitutes)
-    return CacheManager(adapter, space, windows, request_donors, planner)
+    return CacheManager(adapter, space, slots, request_donors, planner)
 
 
 def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KVSpace:
