@@ -6,6 +6,7 @@ from kvgraft.prefix import (
     ChunkCache,
     HierarchicalRadixCache,
     RadixCache,
+    StateRadixCache,
     StreamingSession,
     SWAChunkCache,
     SWARadixCache,
@@ -41,6 +42,16 @@ class TestDisabledRadixCache(PrefixCacheTests):
 class TestSWARadixCache(PrefixCacheTests):
     def make_cache(self, page_size):
         return SWARadixCache(page_size, sliding_window_size=7)
+
+
+class TestStateRadixCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return StateRadixCache(page_size)
+
+
+class TestDisabledStateRadixCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return StateRadixCache(page_size, disabled=True)
 
 
 class TestHierarchicalRadixCache(PrefixCacheTests):

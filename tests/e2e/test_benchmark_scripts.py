@@ -97,6 +97,7 @@ COVERED = HELPERS | {
     "prefix/bench_policies.py",
     "prefix/bench_trees.py",
     "prefix/soak.py",
+    "prefix/state_recording.py",
     "prefix/table.py",
     "engines/answers.py",
     "engines/dynamo_selection.py",

@@ -44,6 +44,17 @@ from kvgraft.prefix.semantic import (
     load_provider,
     provider_class,
 )
+from kvgraft.prefix.ssm.cache import StateRadixCache
+from kvgraft.prefix.ssm.node import StateLock
+from kvgraft.prefix.ssm.recording import (
+    BranchingPoints,
+    EndOfPrompt,
+    EveryTokens,
+    RecordingPrompt,
+    StateRecording,
+    affordable_states,
+)
+from kvgraft.prefix.ssm.results import StateInsertResult, StateMatchResult
 from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
 from kvgraft.prefix.standalone.lifecycle import StoredRow
 from kvgraft.prefix.standalone.request import RequestRow
@@ -60,9 +71,12 @@ __all__ = [
     "BlockHash",
     "BlockRemoved",
     "BlockStored",
+    "BranchingPoints",
     "ChunkCache",
+    "EndOfPrompt",
     "EventBatch",
     "EventLog",
+    "EveryTokens",
     "EvictResult",
     "EvictionKey",
     "EvictionPolicy",
@@ -83,6 +97,7 @@ __all__ = [
     "RadixCache",
     "RadixCacheFactory",
     "RadixKey",
+    "RecordingPrompt",
     "RequestRow",
     "SWAChunkCache",
     "SWAInsertResult",
@@ -93,6 +108,11 @@ __all__ = [
     "SemanticPrefixProvider",
     "SemanticPrefixResult",
     "SlotArray",
+    "StateInsertResult",
+    "StateLock",
+    "StateMatchResult",
+    "StateRadixCache",
+    "StateRecording",
     "StoredLength",
     "StoredRow",
     "StreamingSession",
@@ -100,6 +120,7 @@ __all__ = [
     "TreeCacheBuildContext",
     "ZmqEventPublisher",
     "ZmqEventSubscriber",
+    "affordable_states",
     "as_map",
     "create_tree_cache",
     "decode_batch",

@@ -61,10 +61,12 @@ class TreeCacheBuildContext:
     is_hybrid_swa: bool = False
     is_all_swa: bool = False
     is_hybrid_ssm: bool = False
-    """Whether the model has state-space layers. Never in the embedded engine, which refuses them."""
+    """Whether the model has state-space or linear-attention layers."""
+    state_chunk_size: int = 1
+    """Tokens per chunk of its linear attention, where `is_hybrid_ssm`: states are recorded at ends of chunks."""
     use_native_tree: bool = False
     use_unified_tree: bool = False
-    """Ask for the component tree; ours serves full and sliding-window attention."""
+    """Ask for the component tree; ours serve full attention with sliding windows, or with states."""
     external_backend: str | None = None
     """Cache service outside the process, such as LMCache."""
     enable_hierarchical_cache: bool = False

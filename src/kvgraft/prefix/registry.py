@@ -16,6 +16,7 @@ from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.context import TreeCacheBuildContext
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
+from kvgraft.prefix.ssm.cache import StateRadixCache
 from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
 from kvgraft.prefix.standalone.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
@@ -168,17 +169,21 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
     |---|---|
     | chunked prefill, radix cache disabled | `SWAChunkCache` for windows, else `ChunkCache` |
     | native tree asked for | refused: there is none |
-    | unified tree asked for | `SWARadixCache` for hybrid models, else `RadixCache` |
-    | hierarchical | `HierarchicalRadixCache`; refused with windows or state-space layers |
-    | sliding windows | `SWARadixCache` |
-    | state-space layers | refused unless disabled |
+    | hierarchical | `HierarchicalRadixCache`; refused with windows, state-space layers or a unified tree |
     | external service | refused: register it as a backend |
-    | otherwise | `RadixCache`, disabled if the radix cache is |
+    | state-space layers | `StateRadixCache`; refused with windows or streaming sessions |
+    | sliding windows | `SWARadixCache` |
+    | otherwise, unified tree asked for or not | `RadixCache`, disabled if the radix cache is |
 
     Raises:
         ConfigError: What is asked for does not exist here, or a setting is missing.
     """
     windows = context.is_hybrid_swa or context.is_all_swa
+    if context.is_hybrid_ssm and context.enable_streaming_session:
+        raise ConfigError(
+            "a streaming session keeps no state to go on from; unset enable_streaming_session: StateRadixCache finds the "
+            "state that the last turn recorded at its end"
+        )
     if context.effective_chunked_prefill_size is not None and context.disable_radix_cache:
         if windows:
             _require_window(context)
@@ -189,9 +194,11 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
             )
         return ChunkCache(context.page_size)
     _refuse_unsupported(context, windows=windows)
+    if context.is_hybrid_ssm:
+        return StateRadixCache(context.page_size, state_chunk_size=context.state_chunk_size, **_tree_options(context))
     if windows:
         return _swa_cache(context)
-    if context.enable_hierarchical_cache and not context.use_unified_tree:
+    if context.enable_hierarchical_cache:
         return _hierarchical_cache(context)
     return RadixCache(context.page_size, **_tree_options(context))
 
@@ -208,13 +215,13 @@ def _tree_options(context: TreeCacheBuildContext) -> TreeOptions:
 def _refuse_unsupported(context: TreeCacheBuildContext, *, windows: bool) -> None:
     if context.use_native_tree:
         raise ConfigError("there is no tree in native code; leave use_native_tree unset for RadixCache")
-    if context.is_hybrid_ssm and not context.disable_radix_cache:
-        raise ConfigError("models with state-space layers have no prefix cache here; set disable_radix_cache")
-    if context.enable_hierarchical_cache and (windows or context.use_unified_tree):
+    if context.enable_hierarchical_cache and (windows or context.is_hybrid_ssm or context.use_unified_tree):
         raise ConfigError(
-            "HierarchicalRadixCache takes models with full attention only; unset enable_hierarchical_cache, or "
-            "use_unified_tree if that is what asks for windows"
+            "HierarchicalRadixCache takes models with full attention only: its host tier keeps neither windows nor states; "
+            "unset enable_hierarchical_cache, or use_unified_tree if that is what asks for windows"
         )
+    if context.is_hybrid_ssm and windows and not context.disable_radix_cache:
+        raise ConfigError("no prefix cache keeps windows and states both; set disable_radix_cache")
     if context.external_backend is not None:
         raise ConfigError(
             f"no external cache service {context.external_backend!r} is built in; register_radix_cache_backend takes a "

@@ -171,6 +171,8 @@ class EvictResult:
     """int64 `(n,)` slots of the full-attention (or only) pool."""
     swa_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
     """int64 `(m,)` slots of the sliding-window pool; empty for caches without one."""
+    state_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """int64 `(k,)` slots of the pool of states, one per state; empty for caches without one."""
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +188,7 @@ def join_results(*results: EvictResult) -> EvictResult:
     return EvictResult(
         np.concatenate([NO_SLOTS, *(result.freed for result in results)]),
         np.concatenate([NO_SLOTS, *(result.swa_freed for result in results)]),
+        np.concatenate([NO_SLOTS, *(result.state_freed for result in results)]),
     )
 
 

@@ -4,7 +4,7 @@
         def make_cache(self, page_size):
             return MyCache(page_size)
 
-Requests go through `RequestRow`, so caches with one pool and with two take part alike.
+Requests go through `RequestRow`, so caches with one pool, with two and with states take part alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import EvictResult, PrefixCache, RadixKey, RequestRow
+from kvgraft.prefix import EvictResult, PrefixCache, RadixKey, RequestRow, StateRadixCache
 from kvgraft.testing.slots import CheckedSlots
 
 
@@ -107,6 +107,7 @@ class SlotOwner:
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
         self.full, self.swa = CheckedSlots(4096), CheckedSlots(4096, first=100_000)
+        self.states = CheckedSlots(4096, first=200_000)
 
     def begin(self, token_ids: np.ndarray, rid: str = "r") -> RequestRow:
         """Start a request from what is stored of its prompt, locked; its last token is always computed."""
@@ -119,12 +120,17 @@ class SlotOwner:
         return req
 
     def compute(self, req: RequestRow, num_tokens: int) -> None:
-        """Give the next tokens slots in both pools."""
+        """Give the next tokens slots in both pools, and record the state at the end of the last whole page."""
         num_tokens = min(num_tokens, len(req.token_ids) - req.committed_len)
         full, swa = self.full.alloc(num_tokens), self.swa.alloc(num_tokens)
         assert full is not None, "the pool of the suite is too small"
         assert swa is not None, "the pool of the suite is too small"
         req.grow(full, swa)
+        position = req.committed_len - req.committed_len % self.cache.page_size
+        if position > req.protected_len and position not in req.states:
+            states = self.states.alloc(1)
+            assert states is not None, "the pool of the suite is too small"
+            req.record_state(position, int(states[0]))
 
     def run(self, token_ids: np.ndarray) -> None:
         """Take a request from begin to end."""
@@ -136,9 +142,12 @@ class SlotOwner:
         """Free what the cache returned."""
         self.full.free(result.freed)
         self.swa.free(result.swa_freed)
+        self.states.free(result.state_freed)
 
     def check(self, running: list[RequestRow] | None = None) -> None:
-        """Verify the cache and that every full-attention slot is in one place."""
+        """Verify the cache and that every full-attention slot and every state is in one place."""
         self.cache.check()
         held = sum(req.committed_len - req.protected_len for req in running or [])
         assert self.full.available + self.cache.total_size + held == self.full.size
+        stored = self.cache.state_total_size if isinstance(self.cache, StateRadixCache) else 0
+        assert self.states.available + stored + sum(len(req.states) for req in running or []) == self.states.size

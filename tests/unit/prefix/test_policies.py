@@ -199,6 +199,16 @@ def test_every_policy_frees_everything_and_stays_sound(policy):
     assert cache.total_size == 0
 
 
+def test_a_split_moves_what_begins_later_to_its_new_place():
+    """`tlru` looks at where a node begins: what is left of it after a match of its first tokens may go in time."""
+    cache = make_cache("tlru", threshold=5, next_prompt_estimate=0)
+    put(cache, *range(10))
+    put(cache, *range(20, 30))
+    cache.match_prefix(RadixKey(range(20, 26)))
+    cache.check()
+    assert cache.evict(1).freed.tolist() == [26, 27, 28, 29]
+
+
 def test_an_unknown_policy_is_told_what_there_is():
     with pytest.raises(
         ConfigError, match="unknown eviction policy 'lur'; there are fifo, filo, lfu, lru, mru, priority"

@@ -12,6 +12,7 @@ from kvgraft.prefix import (
     ChunkCache,
     HierarchicalRadixCache,
     RadixCache,
+    StateRadixCache,
     StreamingSession,
     SWAChunkCache,
     SWARadixCache,
@@ -121,6 +122,9 @@ class Transfer:
         ({"enable_hierarchical_cache": True, "tier_transfer": Transfer()}, HierarchicalRadixCache),  # 16
         ({"is_hybrid_swa": True, **WINDOW}, SWARadixCache),  # 20
         ({"is_all_swa": True, **WINDOW}, SWARadixCache),  # 21
+        ({"is_hybrid_ssm": True}, StateRadixCache),  # 22
+        ({"use_unified_tree": True, "is_hybrid_ssm": True}, StateRadixCache),
+        ({"is_hybrid_ssm": True, "is_hybrid_swa": True, "disable_radix_cache": True, **WINDOW}, StateRadixCache),
         ({}, RadixCache),  # 24
         ({"disable_radix_cache": True}, RadixCache),
         ({"effective_chunked_prefill_size": 512}, RadixCache),
@@ -137,9 +141,16 @@ def test_11_to_24_the_default_chain(fields, expected):
     ("fields", "message"),
     [
         ({"use_native_tree": True}, "no tree in native code"),  # 14
-        ({"enable_hierarchical_cache": True, "is_hybrid_ssm": True}, "state-space"),  # 17
+        ({"enable_hierarchical_cache": True, "is_hybrid_ssm": True}, "neither windows nor states"),  # 17
         ({"enable_hierarchical_cache": True, "is_hybrid_swa": True, **WINDOW}, "full attention only"),  # 18
-        ({"is_hybrid_ssm": True}, "state-space layers have no prefix cache"),  # 22
+        ({"is_hybrid_ssm": True, "is_hybrid_swa": True, **WINDOW}, "no prefix cache keeps windows and states"),
+        ({"is_hybrid_ssm": True, "enable_streaming_session": True}, "session keeps no state"),
+        ({"is_hybrid_ssm": True, "state_chunk_size": 0}, "state_chunk_size must be at least 1, not 0"),
+        (
+            {"is_hybrid_ssm": True, "enable_streaming_session": True}
+            | {"disable_radix_cache": True, "effective_chunked_prefill_size": 512},
+            "session keeps no state",
+        ),
         ({"external_backend": "lmcache"}, "no external cache service 'lmcache'"),  # 23
         ({"is_hybrid_swa": True}, "needs sliding_window_size"),
         ({"enable_hierarchical_cache": True}, "needs tier_transfer"),
@@ -157,6 +168,8 @@ def test_settings_reach_the_cache():
     assert dataclasses.asdict(cache.policy) == {"protected_threshold": 5}
     swa = create_tree_cache(context(is_hybrid_swa=True, sliding_window_size=77))
     assert swa.sliding_window_size == 77
+    ssm = create_tree_cache(context(is_hybrid_ssm=True, page_size=16, state_chunk_size=64))
+    assert (ssm.state_chunk_size, ssm.state_alignment) == (64, 64)
 
 
 def test_third_parties_come_through_entry_points(monkeypatch):

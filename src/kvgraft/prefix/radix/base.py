@@ -204,7 +204,9 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             self._queue.update(node)
 
     def _divide(self, node: Node, length: int) -> Node:
-        return self._tree.divide(node, length)
+        upper = self._tree.divide(node, length)
+        self._requeue(node)  # it begins later now, which a policy may look at
+        return upper
 
     # insert
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvgraft.prefix.results import NOTHING_FREED, EvictResult, PrefixHandle, join_results
+from kvgraft.prefix.results import NO_SLOTS, NOTHING_FREED, EvictResult, PrefixHandle, join_results
 
 if TYPE_CHECKING:
     from kvgraft.prefix.standalone.request import RequestRow
@@ -80,10 +80,10 @@ def store_finished(cache: RowStore, req: RequestRow, *, is_insert: bool) -> Evic
         stored = cache.store_row(req)
         cache.end_prompt(stored, req)
         duplicates, kept_len = stored.duplicates, stored.total_len
-    tail = req.own_slots(kept_len)
+    tail, states = req.own_slots(kept_len), EvictResult(NO_SLOTS, state_freed=req.leave_states())
     late = _unlock(cache, req)
     req.let_go()
-    return join_results(duplicates, tail, late)
+    return join_results(duplicates, tail, states, late)
 
 
 def _unlock(cache: RowStore, req: RequestRow) -> EvictResult:

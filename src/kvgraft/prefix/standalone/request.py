@@ -1,7 +1,7 @@
 """A running request as a prefix cache sees it, in engines that follow SGLang's calls: its row of slots, and who owns them.
 
 [0, protected_len)          the cache's slots, kept by the request's lock
-[protected_len, len(row))   the request's own slots
+[protected_len, len(row))   the request's own slots, and the states that it has recorded
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class RequestRow:
     """Slots of the sliding-window pool by position, -1 where there are none any more."""
     swa_evicted_len: int = 0
     """Positions below it have lost their own sliding-window slots."""
+    states: dict[int, int] = field(default_factory=dict)
+    """Slots of recorded states that are the request's own, by the number of tokens that each has read (`record_state`)."""
 
     def __post_init__(self) -> None:
         if self.protected_len > len(self.kv_indices):
@@ -87,6 +89,29 @@ class RequestRow:
         self.kv_indices = np.concatenate([self.kv_indices, kv_indices])
         self.swa_indices = np.concatenate([self.swa_indices, swa_indices])
 
+    def record_state(self, position: int, state: int) -> None:
+        """Hand over the slot of the state after the first `position` tokens: it leaves the row when that is stored or ends.
+
+        The state that a running request goes on with is its owner's, not the row's: hand over a copy, or the slot itself
+        when the request ends.
+
+        Raises:
+            ConfigError: The position is in the part that the cache owns, or has no K/V yet, or has a state already.
+        """
+        if not max(self.protected_len, 1) <= position <= self.committed_len:
+            raise ConfigError(
+                f"a state after {position} tokens does not fit the row, of which {self.protected_len} are stored and "
+                f"{self.committed_len} computed; record it before the row is stored that far"
+            )
+        if position in self.states:
+            raise ConfigError(f"the row has a state after {position} tokens already; free one of the two")
+        self.states[position] = state
+
+    def leave_states(self, length: int = 0) -> SlotArray:
+        """Give up the recorded states after more than `length` tokens; returns their slots."""
+        positions = sorted(position for position in self.states if position > length)
+        return np.array([self.states.pop(position) for position in positions], dtype=np.int64)
+
     def own_slots(self, start: int) -> EvictResult:
         """The request's own slots from `start` on, `protected_len` at least."""
         return EvictResult(self.kv_indices[start:], self.swa_indices[max(start, self.swa_evicted_len) :])
@@ -106,15 +131,17 @@ class RequestRow:
 
         `other` holds nothing afterwards. What it had inserted counts no hit again.
         """
-        freed = other.own_slots(length)
+        freed, states = other.own_slots(length), other.leave_states(length)
         self.kv_indices, self.swa_indices = other.kv_indices[:length].copy(), other.swa_indices[:length].copy()
         self.swa_evicted_len = min(other.swa_evicted_len, length)
+        self.states = other.states
         self.handle, self.protected_len = other.handle, other.protected_len
         self.num_inserted = other.protected_len
         other.let_go()
-        return EvictResult(freed.freed.copy(), freed.swa_freed.copy())
+        return EvictResult(freed.freed.copy(), freed.swa_freed.copy(), states)
 
     def let_go(self) -> None:
         """Hold nothing any more; the caller has taken over slots and lock."""
         self.kv_indices = self.swa_indices = NO_SLOTS
+        self.states = {}
         self.handle, self.protected_len, self.swa_evicted_len = None, 0, 0

@@ -27,6 +27,7 @@ from kvgraft.prefix.results import (
     StoredLength,
     join_results,
 )
+from kvgraft.prefix.ssm.cache import StateRadixCache
 from kvgraft.prefix.standalone.request import RequestRow
 
 
@@ -58,6 +59,8 @@ class StreamingSession(PrefixCache):
     """
 
     def __init__(self, inner: PrefixCache) -> None:
+        if isinstance(inner, StateRadixCache):
+            raise ConfigError("a streaming session keeps no state to go on from; use StateRadixCache alone")
         self.inner = inner
         self._sessions: dict[str, _Session] = {}
 

@@ -1,0 +1,274 @@
+"""Lookup, locks and eviction of a tree with nodes that may have a state."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.key import RadixKey
+from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.results import (
+    NOTHING_FREED,
+    EvictResult,
+    MatchPrefixParams,
+    PrefixHandle,
+    SlotArray,
+    StoredLength,
+    join_slots,
+)
+from kvgraft.prefix.ssm.node import StateLock, StateNode
+from kvgraft.prefix.ssm.results import StateMatchResult
+from kvgraft.prefix.ssm.states import TreeStates
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from kvgraft.prefix.radix.base import TreeOptions
+
+
+class BaseStateCache(BaseRadixCache[StateNode]):
+    """Base of `StateRadixCache`: all but inserts and requests.
+
+    Invariants (verified by `check`), besides those of a radix tree:
+        - A state lies at the end of a node, at a multiple of `state_alignment`; no slot of either pool is stored twice.
+        - Receipts that hold a state never exceed the locks on its node.
+        - A leaf without a state is locked.
+        - Those of `TreeStates`.
+    """
+
+    _node_class = StateNode
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        state_chunk_size: int = 1,
+        simulated: bool = False,
+        **options: Unpack[TreeOptions],
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            state_chunk_size: Tokens per chunk of the model's linear attention, 64 as a rule: states are recorded at ends of
+                chunks alone, so that what follows one is computed in the same chunks as without it. 1 records anywhere.
+            simulated: Without pools: an insert without slots takes the token ids as slots; slots and states may repeat.
+            options: As of `BaseRadixCache`; the policy orders leaves, and states on their own.
+        """
+        if state_chunk_size < 1:
+            raise ConfigError(f"state_chunk_size must be at least 1, not {state_chunk_size}")
+        super().__init__(page_size, simulated=simulated, **options)
+        self._state_chunk_size = state_chunk_size
+        self._alignment = lcm(page_size, state_chunk_size)
+        self._states = TreeStates(self.policy)
+
+    @property
+    def state_chunk_size(self) -> int:
+        """Tokens per chunk of the model's linear attention."""
+        return self._state_chunk_size
+
+    @property
+    def state_alignment(self) -> int:
+        """States are recorded at multiples of this many tokens: at ends of pages that are ends of chunks."""
+        return self._alignment
+
+    @property
+    def state_evictable_size(self) -> int:
+        """States that no lock holds."""
+        return self._states.evictable_size
+
+    @property
+    def state_protected_size(self) -> int:
+        """States under at least one lock."""
+        return self._states.protected_size
+
+    @property
+    def state_total_size(self) -> int:
+        """States that are recorded."""
+        return self._states.evictable_size + self._states.protected_size
+
+    # lookup
+
+    def match_prefix(self, params: MatchPrefixParams | RadixKey) -> StateMatchResult:
+        """Find the deepest recorded state on the path of a key, and how far the tokens alone would have reached.
+
+        Marks the path up to it and the state itself as used now, and no state above it. Changes no node.
+        """
+        return self._match_prefix_exact(params if isinstance(params, RadixKey) else params.key)
+
+    def _match_prefix_exact(self, key: RadixKey) -> StateMatchResult:
+        root = self._tree.root
+        if self._disabled:
+            return StateMatchResult([], root, 0)
+        path, partial, run = self._tree.descend(key, root, key.aligned_len(self._page_size))
+        reached = path[-1].end if path else 0
+        if partial is not None:
+            reached = partial.start + run
+        while path and path[-1].state is None:
+            path.pop()
+        self._mark(path)
+        return StateMatchResult(path, path[-1] if path else root, reached - reached % self._alignment)
+
+    def _mark(self, path: list[StateNode]) -> None:
+        now = self._tree.tick()
+        if not path:
+            return
+        last = path[-1]
+        assert last.state is not None, "a match ends at a state"
+        last.last_access = now
+        self._requeue(last)
+        self._states.touch(last.state, now)
+
+    def _stored_in(self, path: list[StateNode], stop: int) -> StoredLength:
+        ends = (node.end for node in path if node.state is not None and node.end <= stop)
+        return StoredLength(max(ends, default=0))
+
+    def _divide(self, node: StateNode, length: int) -> StateNode:
+        upper = super()._divide(node, length)
+        if node.state is not None:
+            self._states.requeue(node.state)  # a policy may look at where its node begins
+        return upper
+
+    def state_of(self, handle: PrefixHandle) -> int | None:
+        """Slot of the state at the end of a stored prefix; None without one.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        """
+        state = self._tree.resolve(handle.node if isinstance(handle, StateLock) else handle).state
+        return None if state is None else state.slot
+
+    # locks
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> StateLock:
+        """Keep a prefix from eviction, and the state at its end; returns the receipt.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache, or its state was evicted since.
+        """
+        node = self._tree.resolve(handle)
+        if node.state is None and node.parent is not None:
+            raise CorruptCacheError("the state of this prefix was evicted: match again")
+        lock = self._lock(node)
+        if node.state is not None:
+            node.state.hit_count += 1  # held now, so it waits in no queue
+        return lock
+
+    def _lock(self, node: StateNode) -> StateLock:
+        super().inc_lock_ref(node)
+        if node.state is not None:
+            self._states.lock(node.state)
+        return StateLock(node, state_locked=node.state is not None)
+
+    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
+        """Give back a lock; returns the slots of leaves without state that only the lock kept.
+
+        Raises:
+            CorruptCacheError: The receipt is none, was given back before, or is of another cache. Nothing has changed.
+        """
+        lock = self._open_lock(handle)
+        if lock.state_locked:
+            self.dec_state_lock_only(lock)
+        node = lock.node
+        super().dec_lock_ref(node)
+        lock.released = True
+        if node.children or node.lock_ref or node.state is not None:
+            return NOTHING_FREED
+        return _as_result(*self._drop(node))
+
+    def _queue_if_candidate(self, node: StateNode) -> None:
+        """Queue an unlocked leaf; one without a state never waits, it goes with what kept it."""
+        if node.state is not None and not node.children and not node.lock_ref:
+            self._queue.add(node)
+
+    def dec_state_lock_only(self, handle: PrefixHandle) -> None:
+        """Give the lock on the state back early, once it was copied; the tokens stay locked.
+
+        The state stays for other requests, and may be evicted.
+
+        Raises:
+            CorruptCacheError: The receipt holds no state, or not any more. Nothing has changed then.
+        """
+        lock = self._open_lock(handle)
+        state = lock.node.state
+        if not lock.state_locked or state is None:
+            raise CorruptCacheError("this lock holds no state, or its state was released before")
+        self._states.unlock(state)
+        lock.state_locked = False
+
+    def _open_lock(self, handle: PrefixHandle) -> StateLock:
+        if not isinstance(handle, StateLock) or handle.released:
+            raise CorruptCacheError("not a receipt of inc_lock_ref, or given back before")
+        self._tree.resolve(handle.node)
+        return handle
+
+    # eviction
+
+    def evict(self, num_tokens: int, num_states: int = 0) -> EvictResult:
+        """Free at least so many tokens and states, or all that is unlocked.
+
+        Unlocked leaves go first, in the order of the policy, with their states; so do nodes without a state that become
+        unlocked leaves thereby. If states are still short, they go in an order of their own: that of an unlocked leaf
+        together with the leaf, any other alone.
+
+        Complexity: O(log n) per dropped node or state plus O(tokens freed).
+        """
+        freed: list[SlotArray] = []
+        states: list[int] = []
+        num_freed = 0
+        while (num_freed < num_tokens and self._queue) or (len(states) < num_states and self._states):
+            if num_freed < num_tokens and self._queue:
+                parts, slots = self._drop(self._queue.pop())
+            else:
+                parts, slots = self._evict_state()
+            num_freed += sum(map(len, parts))
+            freed += parts
+            states += slots
+        return _as_result(freed, states)
+
+    def _evict_state(self) -> tuple[list[SlotArray], list[int]]:
+        state = self._states.oldest()
+        node = state.node
+        if not node.children and not node.lock_ref:
+            self._queue.remove(node)
+            return self._drop(node)
+        return [], [self._states.free(state)]
+
+    def _drop(self, leaf: StateNode) -> tuple[list[SlotArray], list[int]]:
+        """Drop an unlocked, unqueued leaf and the tombstones above that become unlocked leaves; returns slots and states."""
+        freed: list[SlotArray] = []
+        states: list[int] = []
+        node = leaf
+        while True:
+            if node.state is not None:
+                states.append(self._states.free(node.state))
+            freed.append(node.kv_indices)
+            self._evictable_size -= len(node)
+            parent = node.parent
+            assert parent is not None, "the root is never dropped"
+            self._drop_leaf(node)
+            if parent.children or parent.lock_ref or parent.state is not None:
+                return freed, states
+            node = parent
+
+    def reset(self) -> SlotArray:
+        """Forget everything; returns the slots of tokens. `reset_both` returns states, too."""
+        return self.reset_both().freed
+
+    def reset_both(self) -> EvictResult:
+        """Forget everything, locked or not, and return every slot of both pools for the caller to free."""
+        states = [node.state.slot for node in self._tree.root.subtree() if node.state is not None]
+        self._states.clear()
+        return _as_result([super().reset()], states)
+
+    def check(self) -> None:
+        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
+        super().check()
+        self._states.check(self._tree.root, self._alignment, unique_slots=not self._simulated)
+
+
+def _as_result(freed: list[SlotArray], states: list[int]) -> EvictResult:
+    return EvictResult(join_slots(freed), state_freed=np.array(states, dtype=np.int64))
