@@ -320,6 +320,11 @@ class Engine:
             raise CorruptCacheError(
                 f"unfinished requests hold {held} slots, of which the allocator counts {references}"
             )
+        states = self.space.state_usage()
+        if states is not None and states.request != self._num_states_held():
+            raise CorruptCacheError(
+                f"unfinished requests hold {self._num_states_held()} states, of which the allocator counts {states.request}"
+            )
 
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
@@ -342,6 +347,11 @@ class Engine:
     def _num_held(self) -> int:
         """Slots of unfinished requests, one that two of them hold twice."""
         return sum(0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
+
+    def _num_states_held(self) -> int:
+        """States of unfinished requests, running and recorded ones."""
+        rows = (active.kv.states for active in self._active.values() if active.kv is not None)
+        return sum(len(list(row.held)) for row in rows if row is not None)
 
     def heal_step(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """Heal a piece of a finished request; False if none was healed now, for want of one or because `is_wanted` said so.

@@ -223,7 +223,9 @@ def _feed(
         part = token_ids[offset : offset + piece]
         positions = np.arange(start + offset, start + offset + len(part))
         manager.grow(kv, start + offset + len(part))
-        rows = SequenceRows(part, positions, kv.kv_indices, num_logits=len(part), swa_indices=kv.swa_indices)
+        rows = SequenceRows(
+            part, positions, kv.kv_indices, num_logits=len(part), swa_indices=kv.swa_indices, state=kv.state
+        )
         logits.append(adapter.forward([rows])[0].logits)
         yield
     return torch.cat(logits)

@@ -219,6 +219,7 @@ class CacheManager:
             kv.kv_indices,
             steps,
             swa_indices=kv.swa_indices,
+            state=kv.state,
             on_policy_error=lambda error: self._policy_failed(kv, error),
         )
 
