@@ -19,7 +19,7 @@ from kvgraft.engine.kv.windows import RequestWindows
 from kvgraft.engine.model.adapter import TransformersAdapter, take_over
 from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.slot_plan import SlotPlan
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, ModelError
 from kvgraft.memory import HybridSlotPool, SlotPool
 from kvgraft.prefix import HierarchicalRadixCache, PrefixCache, SWARadixCache, create_tree_cache
 from kvgraft.reuse.donor_rules import DonorRules
@@ -69,6 +69,8 @@ def adapter_and_prefix(
     """
     model = loaded.model
     layers = take_over(model)
+    if layers.mixers:
+        raise ModelError("layers that keep a state are not served yet; choose another model")
     sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
     uniform = SlotPlan.uniform(*sizes)
     windowed = partial(SlotPlan.windowed, *sizes, max_running=config.max_running, ratio=config.hybrid_kvcache_ratio)
