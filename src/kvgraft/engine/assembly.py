@@ -78,9 +78,9 @@ def adapter_and_prefix(
     """
     model = loaded.model
     layers = take_over(model)
-    sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
     if layers.mixers:
         return _with_states(loaded, layers, config, events)
+    sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
     uniform = SlotPlan.uniform(*sizes)
     windowed = partial(SlotPlan.windowed, *sizes, max_running=config.max_running, ratio=config.hybrid_kvcache_ratio)
     planned = windowed(page_size=config.page_size)

@@ -17,7 +17,7 @@ from kvgraft.engine.idle.healing import MOST_ROWS, IdleHealer
 from kvgraft.engine.kv.build_context import eviction_parameters
 from kvgraft.engine.kv.sessions import Sessions
 from kvgraft.engine.model.loading import LoadedModel, eos_token_ids, fingerprint, load_model
-from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, self_check
+from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, probe_slots, self_check
 from kvgraft.engine.requests.request_builder import RequestBuilder
 from kvgraft.engine.requests.risk import HeldRisk
 from kvgraft.engine.requests.text import OutputText
@@ -149,7 +149,8 @@ class Engine:
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
         self.adapter.lengths.require(self.builder.max_model_len)
         stage("checking the model")
-        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
+        slots = np.arange(probe_slots(self.adapter))
+        self.self_check: SelfCheckReport = self_check(self.adapter, slots, self.builder.longest)
         self.risk = HeldRisk.configured(config, self.loaded, self.builder.policy)
         self.builder.policy = self.risk.policy
         self.proposer = donor_proposer(config, self.loaded.tokenizer)

@@ -10,6 +10,7 @@ from kvgraft.config import physical_memory, quoted
 from kvgraft.errors import ConfigError
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 from kvgraft.memory.pool import SlotPool
+from kvgraft.memory.state_pool import StatePool
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +173,29 @@ def build_pool(
             dtype=dtype,
             device=device,
         )
+    except (MemoryError, RuntimeError) as error:
+        raise too_large from error
+
+
+def build_states(layers: ModelLayers, plan: SlotPlan, device: torch.device) -> StatePool | None:
+    """Allocate the planned states; None for a model without layers that keep one.
+
+    Raises:
+        ConfigError: They take more memory than there is, or none are planned.
+    """
+    if not layers.mixers:
+        return None
+    if not plan.num_states:
+        raise ConfigError("this model has layers that keep a state, and no states are planned for them")
+    num_bytes = plan.num_states * layers.bytes_per_state
+    too_large = ConfigError(
+        f"{plan.num_states} states of {quoted(layers.bytes_per_state >> 10)} KiB take {quoted(num_bytes >> 20)} MiB, more "
+        f"than there is on device {str(device)!r}; lower max_running"
+    )
+    if device.type == "cpu" and num_bytes > physical_memory():
+        raise too_large
+    try:
+        return StatePool(layers.state_parts, plan.num_states, device)
     except (MemoryError, RuntimeError) as error:
         raise too_large from error
 

@@ -20,6 +20,7 @@ from kvgraft.errors import CapacityError, StoreError
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.text_reader import HostReader, StagedReader, fill, layout_of, read_block
 from kvgraft.memory import HostKVStore
+from kvgraft.memory.packed import RowShape
 
 HEADS, DIM, NUM_SLOTS, NUM_LAYERS = 2, 4, 64, 3
 TOKEN_BYTES = 2 * NUM_LAYERS * HEADS * DIM * 4
@@ -32,6 +33,8 @@ class Layer:
 
     cache: torch.Tensor = field(default_factory=lambda: torch.randn(2, NUM_SLOTS, HEADS, DIM))
 
+    rows = (RowShape((HEADS, DIM), torch.float32),) * 2
+
     def read(self, cache, slots):
         return cache[0][slots], cache[1][slots]
 
@@ -40,7 +43,7 @@ class Home:
     """A request's K/V: position p lies in slot p."""
 
     def __init__(self):
-        self.group = Group(tuple(Layer() for _ in range(NUM_LAYERS)))
+        self.group = SimpleNamespace(layers=tuple(Layer() for _ in range(NUM_LAYERS)))
         self.caches = [layer.cache for layer in self.group.layers]
         self.layers = range(NUM_LAYERS)
 
@@ -52,13 +55,6 @@ class Home:
         """As the engine does with blocks that it gives to somebody else."""
         for cache in self.caches:
             cache.normal_()
-
-
-class Group:
-    """Is hashed by identity, as a group of layers is."""
-
-    def __init__(self, layers):
-        self.layers = layers
 
 
 class Late:

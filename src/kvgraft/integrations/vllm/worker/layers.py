@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import set_current_vllm_config
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.codec import KVCodec, choose_codec, scratch_like
+from kvgraft.memory.packed import RowShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AttentionLayer:
     """One attention layer: forward passes read and write `module.kv_cache`; `cache` is its part of the paged cache."""
 
@@ -28,6 +31,12 @@ class AttentionLayer:
     cache: Tensor
     spec: AttentionSpec
     codec: KVCodec
+
+    @cached_property
+    def rows(self) -> tuple[RowShape, RowShape]:
+        """A token's keys and values, as `read` gives them."""
+        keys, values = self.read(self.cache, torch.empty(0, dtype=torch.int64, device=self.cache.device))
+        return RowShape.of(keys), RowShape.of(values)
 
     def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy keys and values `(num_slots, num_kv_heads, head_dim)` out of `cache`."""

@@ -12,12 +12,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvgraft.memory.packed import PackedLayout, RowShape, packed
+from kvgraft.memory.packed import PackedLayout, packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-    from kvgraft.integrations.vllm.worker.layers import LayerGroup
     from kvgraft.memory.block import KVBlock
 
 RING_BYTES = 256 << 20
@@ -205,16 +203,8 @@ def text_reader(device: torch.device) -> TextReader:
 
 def layout_of(homes: Sequence[GroupKV]) -> PackedLayout:
     """Return the layout of blocks of all layers, group by group."""
-    rows = [pair for home in homes for pair in _rows_of(home.group)]
+    rows = [layer.rows for home in homes for layer in home.group.layers]
     return PackedLayout(tuple(keys for keys, _ in rows), tuple(values for _, values in rows))
-
-
-@cache
-def _rows_of(group: LayerGroup) -> tuple[tuple[RowShape, RowShape], ...]:
-    """Return what a token's keys and values are like in each layer, as the layer gives them."""
-    nothing = torch.empty(0, dtype=torch.int64, device=group.layers[0].cache.device)
-    pairs = (layer.read(layer.cache, nothing) for layer in group.layers)
-    return tuple((RowShape.of(keys), RowShape.of(values)) for keys, values in pairs)
 
 
 def fill(block: KVBlock, homes: Sequence[GroupKV], positions: NDArray[np.int64]) -> None:
