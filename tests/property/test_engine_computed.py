@@ -8,20 +8,23 @@ poisoned: the row's output, its K/V in all later layers, and all that attends to
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.engine_runs import submit
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from tests.support.states import ColdRuns, state_model
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
-from kvgraft.memory import HybridSlotPool
+from kvgraft.memory import HybridSlotPool, Owner
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 POISON = float("nan")
@@ -35,28 +38,30 @@ class PoisonedSlots:
         self.adapter, space = engine.adapter, engine.space
         pool = engine.adapter.pool
         if not isinstance(pool, HybridSlotPool):
-            self.watch(space.allocator, pool)
+            self.watch(space.allocator, partial(self.poison, pool))
         else:
-            self.watch(space.windows, pool.window)
+            self.watch(space.windows, partial(self.poison, pool.window))
             if pool.full is not None:
-                self.watch(space.allocator, pool.full)
+                self.watch(space.allocator, partial(self.poison, pool.full))
+        if self.adapter.states is not None:
+            self.watch(space.states, self.poison_states)
         self.forward, self.adapter.forward = self.adapter.forward, self.checked
 
-    def watch(self, allocator, pool):
+    def watch(self, allocator, poison):
         allocate, release = allocator.allocate, allocator.release
 
         def allocated(num_tokens, *, after=None):
             slots = allocate(num_tokens, after=after)
-            self.poison(pool, slots)
+            poison(slots)
             return slots
 
         def released(slots, owner):
             freed = release(slots, owner)
-            self.poison(pool, freed)
+            poison(freed)
             return freed
 
         allocator.allocate, allocator.release = allocated, released
-        self.poison(pool, np.arange(pool.num_slots))
+        poison(np.arange(allocator.num_slots))
 
     @staticmethod
     def poison(pool, slots):
@@ -65,6 +70,12 @@ class PoisonedSlots:
             for layer in range(len(pool.layers)):
                 pool.keys(layer)[index] = 0.0
                 pool.values(layer)[index] = POISON
+
+    def poison_states(self, states):
+        """A state that is neither cleared nor copied has read nothing that anybody knows."""
+        pool, index = self.adapter.states, torch.from_numpy(np.array(states))
+        for number, part in enumerate(pool.parts if len(states) else ()):
+            pool.scatter(number, index, torch.full((len(states), *part.shape), POISON, dtype=part.dtype))
 
     def checked(self, batch):
         outputs = self.forward(batch)
@@ -77,6 +88,8 @@ class PoisonedSlots:
             for layer in range(self.adapter.num_layers):
                 for written in place.read(layer):
                     assert torch.isfinite(written).all()
+            if rows.state is not None:
+                assert all(torch.isfinite(part).all() for part in self.adapter.states.export(rows.state).parts)
         return outputs
 
 
@@ -110,13 +123,17 @@ class ComputedMachine(RuleBasedStateMachine):
             repair_rows=repair_rows,
         )
         name = self.families[family % len(self.families)]
-        self.engine = Engine(adopt_model(name, tiny_model(name), None), config, max_step_s=0.01)
+        self.engine = Engine(adopt_model(name, self.model(name), None), config, max_step_s=0.01)
         if side_by_side:  # several prompts are computed at once, however short they are
             self.engine.scheduler._is_long = lambda active: True
         PoisonedSlots(self.engine)
         self.beginnings = [self.words(40)]
         self.documents = [self.words(int(self.rng.integers(30, 60))) for _ in range(3)]
         self.texts, self.open = [], {}
+
+    @staticmethod
+    def model(name):
+        return tiny_model(name)
 
     def words(self, count):
         return self.rng.integers(3, VOCABULARY, count)
@@ -168,7 +185,7 @@ class ComputedMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def step(self, count):
         for _ in range(count):
-            for event in self.engine.step():
+            for ended in self.engine.step():
                 assert event.error is None
                 if event.part.output is not None:
                     request = self.open.pop(event.request_id)
@@ -204,8 +221,10 @@ class ComputedMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.open
+        self.assert_exact(self.engine.builder.build(self.documents[0]).namespace)
+
+    def assert_exact(self, namespace):
         engine = self.engine
-        namespace = engine.builder.build(self.documents[0]).namespace
         for text in self.texts[-4:]:
             assert_prefix_is_exact(engine.adapter, engine.space, namespace, text)
         assert_donors_are_exact(engine.adapter, engine.space, self.texts, last=4)
@@ -224,10 +243,70 @@ class HybridComputedMachine(ComputedMachine):
     families = ("gemma2", "mistral", "cohere2")
 
 
+class StateComputedMachine(ComputedMachine):
+    """The same on models with layers that keep a state; a state that is stored is that of a cold run."""
+
+    families = ("qwen3_next", "granitemoehybrid", "lfm2")
+    cold = None
+
+    @staticmethod
+    def model(name):
+        return state_model(name)
+
+    @rule(count=st.integers(0, 6))
+    def hoard(self, count):
+        """Few states are left: requests wait for some, recorded ones leave."""
+        states = self.engine.space.states
+        self.hoarded = getattr(self, "hoarded", np.empty(0, np.int64))
+        states.release(self.hoarded, Owner.DONOR)
+        self.hoarded = states.allocate(min(states.free_size, max(0, states.num_slots - 4 - count)))
+        states.transfer(self.hoarded, Owner.REQUEST, Owner.DONOR)
+
+    def assert_exact(self, namespace):
+        engine = self.engine
+        self.cold = self.cold or ColdRuns(engine.adapter.model, 256)
+        found = [
+            self.cold.assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) for text in self.texts[-4:]
+        ]
+        event(f"stored of {sum(length > 0 for length in found)} texts")
+        assert not len(engine.space.donors)
+
+
 ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
-HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
+Hybridclass StateComputedMachine(ComputedMachine):
+    """The same on models with layers that keep a state; a state that is stored is that of a cold run."""
+
+    families = ("qwen3_next", "granitemoehybrid", "lfm2")
+    cold = None
+
+    @staticmethod
+    def model(name):
+        return state_model(name)
+
+    @rule(count=st.integers(0, 6))
+    def hoard(self, count):
+        """Few states are left: requests wait for some, recorded ones leave."""
+        states = self.engine.space.states
+        self.hoarded = getattr(self, "hoarded", np.empty(0, np.int64))
+        states.release(self.hoarded, Owner.DONOR)
+        self.hoarded = states.allocate(min(states.free_size, max(0, states.num_slots - 4 - count)))
+        states.transfer(self.hoarded, Owner.REQUEST, Owner.DONOR)
+
+    def assert_exact(self, namespace):
+        engine = self.engine
+        self.cold = self.cold or ColdRuns(engine.adapter.model, 256)
+        found = [
+            self.cold.assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) for text in self.texts[-4:]
+        ]
+        event(f"stored of {sum(length > 0 for length in found)} texts")
+        assert not len(engine.space.donors)
+
+
+ComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
 TestComputed = ComputedMachine.TestCase
+StateComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
 TestHybridComputed = HybridComputedMachine.TestCase
+TestStateComputed = StateComputedMachine.TestCase
 
 
 def test_a_prefix_that_is_published_before_it_is_computed_is_seen(rng, monkeypatch):

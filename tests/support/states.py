@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from kvgraft.engine.model.adapter import TransformersAdapter
 from kvgraft.graft.model import SequenceRows
-from kvgraft.prefix import RadixKey
+from kvgraft.prefix import RadixKey, StateMatchResult
+from kvgraft.testing.tiny_models import tiny_model
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from kvgraft.engine.kv.state_space import StateKVSpace
@@ -19,6 +20,45 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 """Largest difference in float32, relative to the largest magnitude of the tensor."""
+
+
+STATE_MODELS: dict[str, dict[str, object]] = {
+    "qwen3_next": {
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "bamba": {"attn_layer_indices": [2], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
+}
+"""Gated delta rule, Mamba 2 alone, beside attention in every layer, short convolutions, Mamba 2 with RoPE attention."""
+
+
+def state_model(family: str) -> PreTrainedModel:
+    """Build a tiny model with layers that keep a state."""
+    return tiny_model(family, **STATE_MODELS[family])
 
 
 class ColdRuns:
@@ -39,9 +79,10 @@ class ColdRuns:
     ) -> int:
         """Assert that what is stored of a text's beginning is what a cold run leaves; returns its length."""
         match = space.match(RadixKey(token_ids, namespace.key))
+        assert isinstance(match, StateMatchResult)
         length = match.prefix_len
-        if not length:
-            assert match.state is None
+        if match.state is None:
+            assert not length
             return 0
         self.run(token_ids[:length])
         assert adapter.states is not None

@@ -90,7 +90,7 @@ class RunningStates(LayerSlots):
         row, start, stop = _row(kv), int(positions[0]), int(positions[-1]) + 1
         assert row.num_tokens == start == stop - len(positions), "a state reads every position once, in order"
         self._record_due(row)
-        row.num_tokens = min(stop, *row.due[:1])
+        row.num_tokens = min([stop, *row.due[:1]])
         return row.num_tokens - start
 
     def grow(self, kv: RequestKV, num_tokens: int) -> None:
