@@ -25,6 +25,18 @@ LONG_ROPE = {
     "long_factor": [4.0] * 8,
     "short_factor": [1.0] * 8,
 }
+KIMI = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
 
 
 def make_adapter(family, **options):
@@ -321,7 +333,7 @@ def test_the_reference_kernels_take_flex_attention(rng):
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("kimi_linear", {"layer_types": ["linear_attention", "full_attention"] * 2}, "multi-head latent attention"),
+        ("kimi_linear", KIMI, "multi-head latent attention"),
         (
             "zamba2",
             {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "num_key_value_heads": 4},

@@ -29,7 +29,7 @@ class Footprint:
     Attributes:
         num_weights: Elements of all weights; 0 where the files do not say.
         file_bytes: Of the files that hold them.
-        kv_per_token: Elements of K/V per token; 0 where the files do not say.
+        kv_per_token: Elements of K/V per token; 0 where the files do not say. Layers that keep a state have none.
     """
 
     num_weights: int = 0
@@ -112,6 +112,23 @@ def _kv_per_token(config: dict[str, Any]) -> int:
     try:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        return int(2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim)
+        return int(2 * _num_attention_layers(config) * (config.get("num_key_value_heads") or heads) * head_dim)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return 0
+
+
+def _num_attention_layers(config: dict[str, Any]) -> int:
+    """Layers with K/V, by the names under which configurations say which of theirs are no attention layers."""
+    for name in ("layer_types", "layers_block_type"):
+        types = config.get(name)
+        if isinstance(types, list) and types:
+            return sum(
+                "attention" in kind.replace("linear_attention", "") or kind.startswith("hybrid") for kind in types
+            )
+    for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
+        if isinstance(config.get(name), list):
+            return len(config[name])
+    count = config["num_hidden_layers"]
+    if "attn_layer_period" in config:  # Jamba
+        return len(range(config.get("attn_layer_offset", 0), count, config["attn_layer_period"]))
+    return int(count)

@@ -47,6 +47,11 @@ class StatePlace:
     index: int
     part: StatePart
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it is a recurrent state, and not the last inputs of a convolution."""
+        return self.attribute == "recurrent_states"
+
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
@@ -317,7 +322,7 @@ def _takes_runs(module: torch.nn.Module, mixer: Mixer, call: _Call, model: PreTr
     lengths = [1] * _RUN_TOKENS
     at_once, by_row = probe.run([_RUN_TOKENS]), probe.run(lengths)
     difference = max(relative_error(left, right) for left, right in zip(at_once, by_row, strict=True))
-    is_recurrent = any(place.attribute == "recurrent_states" for place in mixer.places)
+    is_recurrent = any(place.is_recurrent for place in mixer.places)
     effect = relative_error(probe.run([_RUN_TOKENS], is_cleared=True)[0], at_once[0]) if is_recurrent else math.inf
     tolerance = TOLERANCE.get(call.hidden.dtype, 0.0)
     if difference <= tolerance:
@@ -351,7 +356,7 @@ class _RunProbe:
             is_cleared: Begin with recurrent parts of zeros.
         """
         parts = [
-            torch.zeros_like(part) if is_cleared and place.attribute == "recurrent_states" else part.clone()
+            torch.zeros_like(part) if is_cleared and place.is_recurrent else part.clone()
             for place, part in zip(self._mixer.places, self._state, strict=True)
         ]
         layer = state_layer(self._mixer, parts)
