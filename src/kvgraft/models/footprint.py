@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from kvgraft.models.checkpoint import Checkpoint
 
+_WITHOUT_KV = frozenset({"linear_attention", "conv", "mamba", "moe", "mlp"})
+"""Kinds of layers, in configurations, that keep a state or nothing."""
 _LARGEST_HEADER = 100 << 20
 """Longest header that the safetensors format allows."""
 
@@ -113,7 +115,7 @@ def _kv_per_token(config: dict[str, Any]) -> int:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return int(2 * _num_attention_layers(config) * (config.get("num_key_value_heads") or heads) * head_dim)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
         return 0
 
 
@@ -122,13 +124,16 @@ def _num_attention_layers(config: dict[str, Any]) -> int:
     for name in ("layer_types", "layers_block_type"):
         types = config.get(name)
         if isinstance(types, list) and types:
-            return sum(
-                "attention" in kind.replace("linear_attention", "") or kind.startswith("hybrid") for kind in types
-            )
+            return sum(kind not in _WITHOUT_KV for kind in types)
     for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
         if isinstance(config.get(name), list):
             return len(config[name])
-    count = config["num_hidden_layers"]
-    if "attn_layer_period" in config:  # Jamba
+    pattern = config.get("hybrid_override_pattern")  # Nemotron-H
+    if isinstance(pattern, str):
+        return pattern.count("*")
+    count = int(config["num_hidden_layers"])
+    if config.get("full_attention_interval"):  # Qwen3-Next, Qwen3.5
+        return count // int(config["full_attention_interval"])
+    if config.get("attn_layer_period"):  # Jamba
         return len(range(config.get("attn_layer_offset", 0), count, config["attn_layer_period"]))
-    return int(count)
+    return count
