@@ -225,7 +225,7 @@ def cache_manager(
         proposer=proposer,
         near=ResidentDonors(space.donors),
     )
-    flops = ModelFlops.of_model(adapter.model)
+    flops = ModelFlops.of_model(adapter.model, adapter.layers)
     if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):
         raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
     substitutes = Substitutes.configured(config, loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,12 @@ class ModelLayers:
     def chunk_size(self) -> int:
         """Tokens of the longest chunk in which a mixer computes; 0 without mixers."""
         return max((mixer.chunk_size for mixer in self.mixers), default=0)
+
+    @property
+    def num_recurrent_elements(self) -> int:
+        """Elements of one sequence's recurrent states, which every token changes."""
+        places = (place for mixer in self.mixers for place in mixer.places)
+        return sum(math.prod(place.part.shape) for place in places if place.is_recurrent)
 
     @property
     def bytes_per_state(self) -> int:

@@ -5,7 +5,8 @@ the model's own forward (where layers keep a state, that of two prompts in piece
 the chunks in which such layers compute); one sequence's length changes another's logits nowhere but where the engine
 keeps them apart (`rope_lengths`); and moved keys equal keys computed at the new position, in every layer. For the last one a
 prompt of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each
-layer's key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair up.
+layer's key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair
+up.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ compute. Their lengths are fixed, so every start proves the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ import torch
 
 from kvgraft.engine.model.probe_tokens import probe_tokens
 from kvgraft.graft.model import SequenceRows
-from kvgraft.graft.rope_proof import relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvgraft.memory.state_pool import StatePool
     from kvgraft.types import TokenArray
 
+_HALF_SHARE = 0.9
+"""Rows that must agree in half precision, where rounding alone sends single tokens to other experts: their logits differ by a
+fifth then. A state that was lost shows in more rows."""
 _SHORT = 90
 _BESIDE_CHUNK = 86
 STATE_CHECK_TOKENS = _SHORT + _BESIDE_CHUNK
@@ -61,7 +64,9 @@ class _Prompt:
 
 
 def state_error(adapter: TransformersAdapter, states: StatePool, kv_indices: np.ndarray) -> float:
-    """Largest logit difference to the model's own forward over all rows, relative to the largest logit.
+    """Largest logit difference to the model's own forward, relative to the largest logit, over all rows.
+
+    In half precision over nine in ten of each prompt's.
 
     Args:
         adapter: The model.
@@ -87,7 +92,14 @@ def state_error(adapter: TransformersAdapter, states: StatePool, kv_indices: np.
             prompt.logits.append(output.logits)
     for prompt in prompts:
         states.clear(prompt.state)
-    return max(relative_error(torch.cat(prompt.logits), own) for prompt, own in zip(prompts, expected, strict=True))
+    share = 1.0 if adapter.model.dtype == torch.float32 else _HALF_SHARE
+    return max(_error(torch.cat(prompt.logits), own, share) for prompt, own in zip(prompts, expected, strict=True))
+
+
+def _error(actual: Tensor, expected: Tensor, share: float) -> float:
+    """Error that `share` of the rows keep below, infinite if anything is NaN; both (num_rows, vocab_size)."""
+    errors = (actual - expected).abs().amax(-1) / expected.abs().max()
+    return math.inf if bool(errors.isnan().any()) else float(torch.quantile(errors, share))
 
 
 @torch.inference_mode()
