@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 
 from tests.support.radix_walk import RadixModel
+from tests.support.ssm_walk import random_walk as random_state_walk
 from tests.support.swa_walk import random_walk
 
 from kvgraft.prefix import EVICTION_POLICIES
 from kvgraft.windows import ChunkedWindow, SlidingWindow
 
-PAGES, WINDOWS = (1, 2, 4, 16), (1, 2, 3, 5, 8, 16, 33, 64)
+PAGES, WINDOWS, CHUNKS = (1, 2, 4, 16), (1, 2, 3, 5, 8, 16, 33, 64), (1, 2, 3, 8)
 WALK = 1_000
 """Operations on one cache before the next one."""
 
@@ -34,17 +35,21 @@ def resident_mb() -> float:
 
 
 def walk(index: int, seed: int) -> None:
-    """One cache, alternating between plain and hybrid ones, over pages, windows and policies."""
-    page_size = PAGES[index // 2 % len(PAGES)]
-    if index % 2:
-        policies = sorted(EVICTION_POLICIES)
-        model = RadixModel(seed + index, page_size, policies[index // 2 // len(PAGES) % len(policies)])
+    """One cache, with windows, plain and with states in turns, over pages, windows, chunks and policies."""
+    kind, turn = index % 3, index // 3
+    page_size = PAGES[turn % len(PAGES)]
+    policies = sorted(EVICTION_POLICIES)
+    policy = policies[turn // len(PAGES) % len(policies)]
+    if kind == 0:
+        window = WINDOWS[turn // len(PAGES) % len(WINDOWS)]
+        window_kind = ChunkedWindow if turn // 64 % 2 else SlidingWindow
+        random_walk(seed + index, WALK, page_size, window_kind(window), leaf_cap=bool(turn // 32 % 2))
+    elif kind == 1:
+        model = RadixModel(seed + index, page_size, policy)
         for _ in range(WALK):
             model.step()
-        return
-    window = WINDOWS[index // 2 // len(PAGES) % len(WINDOWS)]
-    kind = ChunkedWindow if index // 128 % 2 else SlidingWindow
-    random_walk(seed + index, WALK, page_size, kind(window), leaf_cap=bool(index // 64 % 2))
+    else:
+        random_state_walk(seed + index, WALK, page_size, CHUNKS[turn // 32 % len(CHUNKS)], policy)
 
 
 def main() -> int:

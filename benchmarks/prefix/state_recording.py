@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvgraft.bench.fidelity.suites import load_suites
 from kvgraft.bench.tokenization import load_tokenizer
 from kvgraft.cli import run_command
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     cases = [(chunk, room, name) for chunk in args.chunks for room in args.states for name in policies]
     with progress(len(suites) * (1 + len(cases)), "replays") as advance:
         for suite in suites:
-            prompts = [tokenize(request.prompt) for request in suite.requests]
+            prompts = [tokenize(request.prompt).astype(np.int64) for request in suite.requests]
             results.append(record_everything(suite.name, prompts))
             advance()
             for chunk_size, num_states, name in cases:

@@ -24,7 +24,7 @@ class Process:
         command = [str(PYTHON), "-m", "kvgraft", *self._arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         line = self._process.stdout.readline()
-        self.url = re.search(r"http://[\w.:]+", line)[0]
+        self.url = re.search(r" at (http://[\w.:]+)", line)[1]  # `kvgraft ui` names the metrics that it shows, too
         return self
 
     def __exit__(self, *_):

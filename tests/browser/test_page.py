@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import threading
 import time
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,8 @@ def serve(port=0, *more):
     return processes.serve(port, "--ui", *more)
 
 
-def reports(file, names):
+def reports(file, names, miss=None):
+    """Write a report for each name; with a reason of a `miss`, nothing of its prompt was grafted."""
     span = {
         "target_start": 100, "length": 700, "donor_id": 7, "donor_start": 0, "position_delta": 100, "fidelity": "shifted",
         "generation": 0, "tier": "device", "documents": [],
@@ -46,6 +49,11 @@ def reports(file, names):
         "recomputed_tokens": 0, "corrected_tokens": 0, "computed_tokens": 250, "num_donors": 1, "policy": "query_seam",
         "miss": None, "spans": [span], "timings_ms": {"lookup": 1.0}, "risk": {"status": "uncalibrated", "reason": "none"},
     }  # fmt: skip
+    if miss:
+        report |= {
+            "shifted_tokens": 0, "computed_tokens": 950, "num_donors": 0, "spans": [],
+            "miss": {"reason": miss, "detail": ""},
+        }  # fmt: skip
     with file.open("a") as lines:
         for name in names:
             lines.write(json.dumps({"request_id": name, "outcome": "stop", "attempts": [report]}) + "\n")
@@ -92,11 +100,136 @@ def test_requests_appear_and_one_is_looked_at(browser):
         keep(browser, "inspector-request")
         browser.execute_script("scrollTo(0, 0)")
         keep(browser, "inspector")
-        metrics = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # windows have at least 500 pixels
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)  # windows have at least 500 pixels
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
         until(browser, lambda: browser.execute_script(FARTHEST) <= 400)
         keep(browser, "inspector-narrow")
+
+
+NARROW = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+DARK_EXACT, LIGHT_EXACT = "rgb(102, 187, 106)", "rgb(46, 125, 50)"
+MARK = "return getComputedStyle(document.querySelectorAll('#tokens .u-marker')[1]).borderTopColor"
+LINES = """
+const canvas = document.querySelector("#slots canvas");
+if (!canvas) return [];
+const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+const colors = new Set();
+for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3] === 255) colors.add(pixels.slice(at, at + 3).join());
+return [...colors];
+"""
+"""Colours of what is drawn on a curve's canvas without transparency."""
+LABELS = """
+const drawn = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, ...rest) {
+  const from = this.getTransform().e + x - (this.textAlign === "right" ? this.measureText(text).width : 0);
+  drawn.push([text, from]);
+  return write.call(this, text, x, ...rest);
+};
+window.drawnLabels = drawn;
+"""
+"""Notes what is written on canvases, with its left end."""
+
+
+def theme(browser, name):
+    """What the system asks for."""
+    features = [{"name": "prefers-color-scheme", "value": name}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+@contextmanager
+def metrics(text):
+    """The address of metrics that never change."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/metrics"
+        finally:
+            server.shutdown()
+
+
+def test_outcome_and_reason_stand_apart_below_their_headings(browser, tmp_path):
+    file = tmp_path / "reports.jsonl"
+    reports(file, ["grafted"])
+    reports(file, ["missed"], "no_match")
+    with Process("ui", "--reports", str(file), "--port", "0") as page:
+        browser.get(page.url + "/ui/")
+        until(browser, lambda: len(rows(browser)) == 2)
+        cells = {
+            name: [
+                each.find_element(By.CLASS_NAME, name)
+                for each in (*rows(browser), browser.find_element(By.ID, "heads"))
+            ]
+            for name in ("outcome", "why")
+        }
+        words = "no text that was read before shares a run of tokens with the prompt"
+        assert [each.text for each in cells["outcome"]] == ["stop", "stop", "outcome"]
+        assert [each.text for each in cells["why"]] == [words, "", "why nothing was grafted"]
+        for column in cells.values():
+            assert len({round(each.rect["x"]) for each in column}) == 1
+        browser.find_element(By.ID, "text").send_keys(words[:20])
+        until(browser, lambda: names(browser) == ["missed"])
+
+
+def test_labels_of_axes_are_short_and_whole(browser):
+    slots = 'kvgraft:kv_slots{holder="free"} 160000\nkvgraft:kv_slots{holder="cached"} 1234567\n'
+    with metrics(slots) as url, Process("ui", "--metrics", url, "--port", "0") as page:
+        browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LABELS})
+        browser.get(page.url + "/ui/")
+        until(browser, lambda: any("M" in text for text, _ in browser.execute_script("return window.drawnLabels")))
+        written = browser.execute_script("return window.drawnLabels")
+        assert {"1M", "500K"} <= {text for text, _ in written}
+        assert all(left >= 0 for text, left in written if text), written
+        keep(browser, "inspector-axes")
+
+
+def test_curves_follow_the_system_when_it_turns_dark(browser):
+    with (
+        metrics('kvgraft:kv_slots{holder="cached"} 1000\n') as url,
+        Process("ui", "--metrics", url, "--port", "0") as page,
+    ):
+        theme(browser, "light")
+        browser.get(page.url + "/ui/")
+        for name, exact in (("light", LIGHT_EXACT), ("dark", DARK_EXACT), ("light", LIGHT_EXACT)):
+            theme(browser, name)
+            until(
+                browser,
+                lambda exact=exact: exact.removeprefix("rgb(")[:-1].replace(" ", "") in browser.execute_script(LINES),
+            )
+            assert browser.execute_script(MARK) == exact
+
+
+def test_one_request_is_read_in_400_pixels(browser, tmp_path):
+    file = tmp_path / "reports.jsonl"
+    reports(file, ["r" * 60])
+    with Process("ui", "--reports", str(file), "--port", "0") as page:
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+        theme(browser, "dark")
+        browser.get(page.url + "/ui/")
+        until(browser, lambda: len(rows(browser)) == 1)
+        browser.get(page.url + "/ui/requests/1")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+        for text in browser.find_elements(By.CSS_SELECTOR, "svg text"):
+            assert text.rect["height"] >= 11
+            assert text.rect["x"] + text.rect["width"] <= 400
+        cells = [each for each in browser.find_elements(By.TAG_NAME, "td") if each.text]
+        assert cells
+        assert all(cell.rect["x"] + cell.rect["width"] <= 400 for cell in cells)
+        heads = "return [...document.querySelectorAll('td')].map((td) => getComputedStyle(td, '::before').content)"
+        assert browser.execute_script(heads)[:2] == ['"positions"', '"tokens"']
+        fill = "return getComputedStyle(document.querySelector('rect.shifted')).fill"
+        assert browser.execute_script(fill) == "rgb(100, 181, 246)"
+        keep(browser, "inspector-request-narrow")
 
 
 def test_the_list_is_reached_by_keys(browser):

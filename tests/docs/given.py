@@ -54,6 +54,8 @@ def _prefix() -> dict[str, object]:
         "pool": pool,
         "full_pool": Slots(),
         "swa_pool": Slots(),
+        "state_pool": Slots(),
+        "states": np.zeros((64, 4)),
         "provider": EmbeddingProvider("minhash"),
         "copy": lambda slots: pool.alloc(len(slots)),
         "MyCache": _MyCache,

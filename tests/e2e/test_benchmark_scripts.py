@@ -49,6 +49,7 @@ HELPERS = {
     "engines/vllm_replicas.py",
     "engines/vllm_server.py",
     "mixed_prompts.py",
+    "passage_patches.py",
     "peers/kvboost_worker.py",
     "peers/llama_cpp_server.py",
     "peers/suite_peer_servers.py",
@@ -75,6 +76,7 @@ COVERED = HELPERS | {
     "heal_load.py",
     "host_copies.py",
     "inspector_overhead.py",
+    "patches.py",
     "record.py",
     "routing.py",
     "risk_streams.py",
@@ -481,6 +483,129 @@ class TestDriftEstimators:
         monkeypatch.setattr(script.SuiteRunner, "run", lambda _, __, journal, ___: journal.add(record))
         with pytest.raises(SystemExit, match="nothing was grafted"):
             run(script, *self.ARGS, "--policy", "none")
+
+
+class TestPassagePatches:
+    """Shapes (num_layers, length, num_kv_heads, head_dim): 2, 9, 3, 4."""
+
+    @pytest.fixture
+    def script(self, load):
+        return load("passage_patches.py")
+
+    @pytest.fixture
+    def difference(self):
+        return torch.randn(2, 9, 3, 4, generator=torch.Generator().manual_seed(0))
+
+    def test_a_full_rank_keeps_all_and_a_lower_one_its_best_part(self, script, difference):
+        one, whole = script.low_rank(difference, (1, 4))
+        torch.testing.assert_close(whole, difference)
+        singular = torch.linalg.svdvals(difference.transpose(1, 2))
+        torch.testing.assert_close(one.square().sum((1, 3)), singular[..., 0].square())
+        torch.testing.assert_close(script.low_rank(one, (1,))[0], one)
+
+    def test_a_mean_is_one_vector_for_every_token(self, script, difference):
+        found = script.mean(difference)
+        torch.testing.assert_close(found[:, 5], difference.mean(1))
+        assert found.shape == difference.shape
+
+    def test_scores_are_repaired_better_than_by_the_nearest_keys(self, script, difference):
+        queries = torch.randn(2, 3, 7, 4, generator=torch.Generator().manual_seed(1)) * torch.tensor([9.0, 1, 1, 1e-9])
+
+        def left(patch):
+            return (queries @ (difference - patch).transpose(1, 2).mT).square().sum((2, 3))
+
+        patch = script.score_patch(difference, queries)
+        assert torch.linalg.matrix_rank(patch.transpose(1, 2), rtol=1e-4).max() == 1
+        assert (left(patch) < left(script.low_rank(difference, (1,))[0])).all()
+        singular = torch.linalg.svdvals(queries @ difference.transpose(1, 2).mT)
+        torch.testing.assert_close(left(patch), singular[..., 1:].square().sum(-1), rtol=1e-3, atol=1e-4)
+
+    def test_total_scores_of_every_query_head_become_true(self, script, difference):
+        queries = torch.randn(2, 3, 2, 7, 4, generator=torch.Generator().manual_seed(1))
+        copied = torch.randn(2, 9, 3, 4, generator=torch.Generator().manual_seed(2))
+        patch = script.total_patch(copied + difference, copied, queries, 0.5)
+
+        def totals(keys):
+            return (0.5 * queries @ keys.transpose(1, 2)[:, :, None].mT).logsumexp(-1).mean(-1)
+
+        torch.testing.assert_close(totals(copied + patch), totals(copied + difference))
+        torch.testing.assert_close(patch[:, :1].expand_as(patch), patch)
+
+    def test_agreement(self, script, difference):
+        patches = {"whole": [difference], "nothing": [difference * 0]}
+        same = script.Agreement.of([difference], [difference], patches)
+        assert same.cosine == pytest.approx(1)
+        assert same.explained == pytest.approx({"whole": 1, "nothing": 0})
+        assert same.left == pytest.approx({"whole": 0, "nothing": 1})
+        assert script.Agreement.of([difference], [-2 * difference], patches).cosine == pytest.approx(-1)
+
+
+class TestPatches:
+    ARGS = ("--model", "graft-tiny", "--split", "all", "--max-prompt-tokens", 1500, "--num-slots", 2000)
+
+    @pytest.fixture
+    def script(self, load):
+        return load("patches.py")
+
+    @pytest.fixture
+    def data(self, tmp_path):
+        """Three questions, each with six passages of its own."""
+        rng = random.Random(0)
+        words = ["river", "stone", "bridge", "winter", "painter", "village", "crossed", "the", "of", "old", "seven"]
+        with (tmp_path / "rag.docs.jsonl").open("w") as docs, (tmp_path / "rag.requests.jsonl").open("w") as requests:
+            for question in range(3):
+                names = [f"{question}/{number}" for number in range(6)]
+                for name in names:
+                    docs.write(json.dumps({"doc": name, "text": " ".join(rng.choices(words, k=15))}) + "\n")
+                parts = [{"text": "Read these."}, *({"doc": name} for name in names), {"text": "Which is it?"}]
+                requests.write(json.dumps({"rid": question, "group": f"hotpot{question}", "parts": parts}) + "\n")
+        return tmp_path
+
+    def test_the_truth_has_no_error_and_patches_change_it(self, script, run, data):
+        journal = data / "patches.jsonl"
+        given = (*self.ARGS, "--data", data, "--limit", 2, "--journal", journal)
+        code, out = run(script, *given)
+        found = json.loads(out)
+        rows = {(row["donor"], row["patch"], row["recomputed"]): row for row in found["rows"]}
+        assert code == 0
+        assert rows["truth", "none", "none"]["mean_kl"] < 1e-7
+        errors = [row["mean_kl"] for row in found["rows"][1:]]
+        assert min(errors) > 1e-7
+        assert len(set(errors)) == len(errors), "no two settings are the same"
+        nearest = rows["order", "oracle rank 8", "none"]["of_none"]
+        assert nearest["ratio"] < 1
+        assert found["agreements"]["order, oracle"]["keys"]["cosine"] == pytest.approx(1, abs=1e-5)
+        assert found["agreements"]["order, order"]["keys"]["cosine"] < 0.999
+        measured = journal.read_text()
+        assert json.loads(run(script, *given)[1]) == found
+        assert journal.read_text() == measured
+
+    def test_a_full_patch_is_a_donor_behind_that_front(self, script):
+        ours = script.PassageKV(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+        theirs = script.PassageKV(ours.keys * 3, ours.values * -3)
+        patched = ours + (theirs - ours)
+        assert torch.equal(patched.keys, theirs.keys)
+        assert torch.equal(patched.values, theirs.values)
+        assert not theirs.only_keys().values.any()
+
+    def test_orders_share_no_neighbours(self, script):
+        orders = [tuple(range(10))]
+        for seed in range(2):
+            orders.append(script.apart(random.Random(seed), orders))
+        pairs = [set(itertools.pairwise((None, *order))) for order in orders]
+        assert all(ours.isdisjoint(theirs) for ours, theirs in itertools.combinations(pairs, 2))
+
+    def test_bytes_of_a_patch(self, script):
+        shape = SimpleNamespace(num_kv_heads=3, head_dim=64)
+        llm = SimpleNamespace(adapter=SimpleNamespace(pool=SimpleNamespace(layers=[shape] * 30)))
+        size = script.patch_bytes(llm, [{"reused_tokens": 128, "num_reused": 1}])
+        assert size["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 2
+        assert size["patches"]["rank 2"]["bytes_per_token"] == 30 * 3 * 2 * 2 * 2 * (128 + 64) / 128
+        assert size["patches"]["mean"]["bytes_per_token"] == 30 * 3 * 2 * 2 * 64 / 128
+
+    def test_too_few_questions_get_one_line(self, script, run, data):
+        with pytest.raises(SystemExit, match="lower --limit"):
+            run(script, *self.ARGS, "--data", data, "--limit", 3)
 
 
 class TestDriftCost:

@@ -343,7 +343,7 @@ def test_the_engine_says_something_about_every_field():
 
 def test_serve_knows_the_settings(capsys):
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     text = capsys.readouterr().out
     for flag in (
         "--page-size",

@@ -346,6 +346,24 @@ class TestCommand:
         config = resolve(ServerConfig, {}, write(out), {}).config
         assert (config.kv_bytes, config.host) == (2 << 30, "::1")
 
+    def test_show_changed_prints_what_differs_from_its_default_alone(self, capsys, monkeypatch, write):
+        monkeypatch.setenv("KVGRAFT_API_KEY", "hidden")
+        given = ("--config", write("reuse: exact"), "--port", "9000", "--host", "127.0.0.1")  # the last as by default
+        _, out, _ = self.run(capsys, "show", "--changed", "--format", "json", *given)
+        shown = json.loads(out)
+        assert set(shown) == {"reuse", "port", "api_key"}
+        assert shown["port"] == {"value": 9000, "from": "--port"}
+        assert shown["api_key"] == {"value": ["***"], "from": "KVGRAFT_API_KEY"}
+        assert shown["reuse"]["from"].endswith("server.yaml")
+        _, out, _ = self.run(capsys, "show", "--changed", *given)
+        assert [line.partition(":")[0] for line in out.splitlines()] == list(shown)
+        config = resolve(ServerConfig, {}, write(out.replace("***", "key")), {}).config
+        assert (config.reuse, config.port) == ("exact", 9000)
+
+    def test_show_changed_says_that_nothing_is(self, capsys):
+        assert self.run(capsys, "show", "--changed") == (0, "# every setting has its default\n", "")
+        assert self.run(capsys, "show", "--changed", "--format", "json") == (0, "{}\n", "")
+
     def test_show_refuses_in_one_line(self, capsys):
         code, out, err = self.run(capsys, "show", "--port", "99999")
         assert (code, out) == (2, "")
@@ -363,7 +381,7 @@ class TestCommand:
 
 def test_serve_help_explains_itself(capsys):
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     out = capsys.readouterr().out
     for words in ("example:", "reuse:", "memory:", "scheduling:", "server:", "--port N", "KVGRAFT_API_KEY"):
         assert words in out

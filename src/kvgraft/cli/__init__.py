@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check did not pass, 2 bad input (one line on stderr name
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -28,26 +29,53 @@ from kvgraft.cli import (
     store,
     ui,
 )
-from kvgraft.cli.parser import Parser, wrapped
+from kvgraft.cli.parser import Parser, RawDescriptionHelpFormatter, wrapped
 from kvgraft.config import is_text, quoted
 from kvgraft.errors import OUT_OF_MEMORY, ConfigError, KVGraftError, is_out_of_memory
 from kvgraft.interrupts import INTERRUPTED
 from kvgraft.models import HUB_DEADLINE_S
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
+
+
+_GROUPS = {
+    "to try it": ("demo", "generate"),
+    "to serve": ("serve", "ui", "config", "doctor"),
+    "several engines": ("router", "heal", "store"),
+    "to understand and measure": ("explain", "bench", "calibrate"),
+}
+"""All commands, as `--help` lists them."""
+_EXAMPLES = """\
+examples:
+  kvgraft generate "first prompt" "second prompt"
+  kvgraft doctor --model DIR
+  kvgraft serve --model DIR --ui
+  kvgraft explain --file answers.json --request-id r2 --html page.html
+  kvgraft bench reuse builtin:rag agent:clock
+  kvgraft bench fidelity builtin --model DIR
+  kvgraft bench serve builtin:rag --rates 2,4,8 --plot load.png
+  kvgraft calibrate --model DIR --prompts builtin --epsilon 0.02
+  kvgraft router --worker URL,events=tcp://HOST:PORT
+  kvgraft store ls DIR
+  kvgraft config show --changed
+
+'kvgraft COMMAND --help' shows the options that most people need, and
+'kvgraft COMMAND --help-all' all of them.
+"""
 
 
 def build_parser() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(
         prog="kvgraft",
-        description="Reuse the KV cache of text a model has already read, wherever it appears in a prompt.",
+        usage="kvgraft [-h] [--version] COMMAND ...",
+        description="Reuse the KV cache of text a model has already read, wherever it\nappears in a prompt.",
+        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvgraft {__version__}")
     base: argparse.ArgumentParser = parser
-    commands = base.add_subparsers(title="commands", metavar="COMMAND")
+    commands = base.add_subparsers(prog="kvgraft", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.set_defaults(run=lambda _: _bare(parser))
     demo.register(commands)
     generate.register(commands)
@@ -67,7 +95,18 @@ def build_parser() -> Parser:
     bench_fidelity.register(benchmarks)
     bench_ttft.register(benchmarks)
     bench_serve.register(benchmarks)
+    parser.epilog = f"{_command_list(commands)}\n{_EXAMPLES}"
     return parser
+
+
+def _command_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> str:
+    """Return every command with its line, under the headings of `_GROUPS`."""
+    lines = {action.dest: action.help for action in commands._get_subactions()}
+    width = max(map(len, lines)) + 2
+    return "".join(
+        f"{heading}:\n" + "".join(f"  {name:<{width}}{lines[name]}\n" for name in names) + "\n"
+        for heading, names in _GROUPS.items()
+    )[:-1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvgraft.cli.fidelity_report import print_controls, print_rows, print_sample
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
 from kvgraft.cli.output_files import check_output
+from kvgraft.cli.parser import show_first
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
@@ -54,6 +55,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add("--plot", metavar="F", help="write a PNG of error against computed operations")
     add_model_options(parser)
+    show_first(parser, "--data", "--policy", "--limit", "--split", "--json", "--plot", "--model", "--config")
     parser.set_defaults(run=run)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraft.cli.load_report import LoadReport
 from kvgraft.cli.output_files import check_output
+from kvgraft.cli.parser import show_first
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
@@ -70,6 +71,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--json", metavar="FILE", help="write everything measured as JSON; - for stdout, the table then goes to stderr")
     add("--rows", action="store_true", help="with the figures of every request in the JSON")
     add("--plot", metavar="FILE.png", help="draw time to first token and per token over the rate")
+    show_first(
+        parser, "--url", "--model", "--rates", "--search", "--modes", "--duration", "--max-tokens", "--json", "--plot"
+    )
     parser.set_defaults(run=run)
 
 

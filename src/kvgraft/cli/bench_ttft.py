@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.cli.lists import whole_numbers
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
+from kvgraft.cli.parser import show_first
 from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.cli.progress import progress
 from kvgraft.cli.watching import trace_file
@@ -48,6 +49,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
     add_plot_option(parser)
     add_model_options(parser, "trace_out")
+    show_first(parser, "--lengths", "--shift", "--tokens", "--repeat", "--json", "--plot", "--model", "--config")
     parser.set_defaults(run=run)
 
 

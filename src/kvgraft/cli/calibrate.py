@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_settings, engine_config, load_llm
+from kvgraft.cli.parser import show_first
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
 
@@ -60,6 +61,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--plot", nargs="?", const="", metavar="FILE", help="draw it: as text, or as a PNG in FILE")
     add("--json", action="store_true", help="print a JSON object instead of a table")
     add_settings(parser, _SETTINGS)
+    show_first(
+        parser,
+        "--prompts",
+        "--chat",
+        "--loss",
+        "--epsilon",
+        "--delta",
+        "--limit",
+        "--output",
+        "--json",
+        "--model",
+        "--config",
+    )
     parser.set_defaults(run=run)
 
 

@@ -7,12 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_settings, resolve_settings
+from kvgraft.cli.parser import show_first
 from kvgraft.config import file_errors, grouped_settings, rule_of
 from kvgraft.config.setting import without_password
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvgraft.config import Resolved, ServerConfig
 
@@ -30,7 +31,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "variables, variables over the file, the file over defaults. API keys are masked.",
     )
     show.add_argument("--format", choices=("yaml", "json"), default="yaml", help="how to print (default yaml)")
+    show.add_argument("--changed", action="store_true", help="print only what differs from its default")
     add_settings(show)
+    show_first(show, "--format", "--changed", "--config", "--model", "--port")
     show.set_defaults(run=run_show)
     validate = actions.add_parser(
         "validate",
@@ -46,7 +49,10 @@ def run_show(args: argparse.Namespace) -> int:
     resolved = resolve_settings(args)
     for warning in resolved.warnings:
         print(f"kvgraft: {warning}", file=sys.stderr)
-    print(_as_json(resolved) if args.format == "json" else _as_yaml(resolved))
+    values = _values(resolved)
+    if args.changed:
+        values = {name: values[name] for name in _changed(resolved)}
+    print((_as_json if args.format == "json" else _as_yaml)(values, resolved.origins))
     return 0
 
 
@@ -72,16 +78,22 @@ def _values(resolved: Resolved[ServerConfig]) -> dict[str, object]:
     return values
 
 
-def _as_json(resolved: Resolved[ServerConfig]) -> str:
-    return json.dumps(
-        {name: {"value": value, "from": resolved.origins[name]} for name, value in _values(resolved).items()}, indent=1
-    )
+def _changed(resolved: Resolved[ServerConfig]) -> list[str]:
+    """Names of settings that differ from their default; what is given as it is by default does not."""
+    fields = [field for fields in grouped_settings().values() for field in fields]
+    return [field.name for field in fields if getattr(resolved.config, field.name) != field.default]
 
 
-def _as_yaml(resolved: Resolved[ServerConfig]) -> str:
-    lines = {name: f"{name}: {json.dumps(value)}" for name, value in _values(resolved).items()}
+def _as_json(values: Mapping[str, object], origins: Mapping[str, str]) -> str:
+    return json.dumps({name: {"value": value, "from": origins[name]} for name, value in values.items()}, indent=1)
+
+
+def _as_yaml(values: Mapping[str, object], origins: Mapping[str, str]) -> str:
+    if not values:
+        return "# every setting has its default"
+    lines = {name: f"{name}: {json.dumps(value)}" for name, value in values.items()}
     width = max(map(len, lines.values()))
-    return "\n".join(f"{line:{width}s}  # {resolved.origins[name]}" for name, line in lines.items())
+    return "\n".join(f"{line:{width}s}  # {origins[name]}" for name, line in lines.items())
 
 
 def _masked(secret: str | Sequence[str]) -> str | list[str]:

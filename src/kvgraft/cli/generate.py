@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_model_options, engine_config, load_checked
+from kvgraft.cli.parser import show_first
 from kvgraft.cli.preflight import check_start
 from kvgraft.cli.watching import trace_file
 from kvgraft.errors import ConfigError, one_line
@@ -51,6 +52,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_rules(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of text")
     add_model_options(parser, "trace_out")
+    show_first(
+        parser,
+        "--file",
+        "--reuse",
+        "--max-new-tokens",
+        "--temperature",
+        "--seed",
+        "--stop",
+        "--json",
+        "--model",
+        "--config",
+    )
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""Command lines: help that fits in 80 columns, and mistakes that name what was meant."""
+"""Command lines: help in two steps that fits in 80 columns, and mistakes that name what was meant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -31,11 +32,50 @@ class RawDescriptionHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpForm
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with errors that name what was meant. Commands beneath get parsers of the same class."""
+    """argparse's, with errors that name what was meant. Commands beneath get parsers of the same class.
+
+    `--help` shows the flags that `show_first` named, `--help-all` all; where none were named, both show all.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - argparse's own
         options.setdefault("formatter_class", HelpFormatter)
         super().__init__(*args, **options)
+        self._first: frozenset[str] = frozenset()
+        self._help_all = self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
+
+    def show_first(self, flags: Sequence[str]) -> None:
+        """See the function of this name."""
+        unknown = set(flags) - set(self.options())
+        assert not unknown, unknown
+        self._first = frozenset({"--help", "--help-all", *flags})
+        self._help_all.help = "show all options"
+
+    def format_usage(self) -> str:
+        """Return the usage with the same flags."""
+        with self._hidden():
+            return super().format_usage()
+
+    def format_help(self) -> str:
+        """Return what `--help` prints."""
+        with self._hidden():
+            return super().format_help()
+
+    def format_help_all(self) -> str:
+        """Return what `--help-all` prints."""
+        return super().format_help()
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Keep flags that `show_first` did not name out of what argparse formats within."""
+        rest = [each for each in self._actions if each.option_strings and self._first.isdisjoint(each.option_strings)]
+        helps = [action.help for action in rest]
+        try:
+            for action in rest if self._first else ():
+                action.help = argparse.SUPPRESS
+            yield
+        finally:
+            for action, words in zip(rest, helps, strict=True):
+                action.help = words
 
     def parsed(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse; report unknown arguments with the closest options of the command that was meant."""
@@ -71,6 +111,24 @@ class Parser(argparse.ArgumentParser):
                         inner = action.choices[word]
                         return inner._of_command(argv[number + 1 :]) if isinstance(inner, Parser) else self
         return self
+
+
+class _HelpAll(argparse.Action):
+    """Prints all flags and ends the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=options["help"])
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help_all(), end="")
+        parser.exit()
+
+
+def show_first(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Have `--help` of a command show these flags alone, beside `--help` itself and arguments without a flag."""
+    assert isinstance(parser, Parser)
+    parser.show_first(flags)
 
 
 def hint(given: Iterable[str], known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft import __version__
 from kvgraft.cli.model_options import add_settings, resolve_settings, silence_libraries
-from kvgraft.cli.parser import RawDescriptionHelpFormatter
+from kvgraft.cli.parser import RawDescriptionHelpFormatter, show_first
 from kvgraft.cli.preflight import check_start
 from kvgraft.cli.stages import shown_stages
 from kvgraft.cli.watching import request_traces, trace_file
@@ -31,6 +31,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FIRST = (
+    "--config",
+    "--model",
+    "--served-model-name",
+    "--dtype",
+    "--max-model-len",
+    "--reuse",
+    "--kv-bytes",
+    "--store",
+    "--max-running",
+    "--host",
+    "--port",
+    "--api-key",
+    "--ui",
+)
+"""What `--help` shows: what users of other servers of models look for, and what reuse is."""
 _DESCRIPTION = """\
 Serve a model over HTTP as OpenAI's API does. Works without any option: the
 bundled model graft-tiny on http://127.0.0.1:8000/v1. The port opens when the
@@ -61,6 +77,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=RawDescriptionHelpFormatter,
     )
     add_settings(parser)
+    show_first(parser, *_FIRST)
     parser.set_defaults(run=run)
 
 

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 _WIDTH = 1000.0
 _MOST_RUNS = 240
 """Runs that are drawn one by one; of more, the longest. A page of 32K tokens stays below 500 KB."""
+_COPIED = ("positions", "tokens", "class", "donor", "from", "moved by", "generation", "memory", "documents")
+"""Heads of the table of copied runs; beside each value where there is no room for a table."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --exact: #2e7d32; --shifted: #1565c0; --substituted: #8e24aa; --computed: #e08a00;
   --recomputed: #c62828; --line: #8886; --pale: #8882; }
+@media (prefers-color-scheme: dark) { :root { --exact: #66bb6a; --shifted: #64b5f6; --substituted: #ce93d8;
+  --computed: #ffb74d; --recomputed: #ef5350; } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 1.6rem; }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; } .part { white-space: nowrap; }
 table { border-collapse: collapse; width: 100%; } td, th { padding: .15rem .5rem; text-align: left; }
 td { border-top: 1px solid var(--line); overflow-wrap: anywhere; } .number { text-align: right; }
 .scroll { overflow-x: auto; }
@@ -41,6 +45,14 @@ pre .shifted { border-color: var(--shifted); }
 pre .substituted { border-color: var(--substituted); } pre .computed { border-color: var(--computed); }
 pre b { font-weight: inherit; border-bottom: 3px solid var(--recomputed); }
 """
+_NARROW_STYLE = (
+    """@media (max-width: 40rem) { h1 { font-size: 1.1rem; } th { display: none; } tr { display: block; }
+  tr + tr { border-top: 1px solid var(--line); padding: .4rem 0; } td:empty { display: none; }
+  td { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: .05rem 0; }
+"""
+    + "".join(f'  td:nth-child({number})::before {{ content: "{head}"; }}\n' for number, head in enumerate(_COPIED, 1))
+    + "}\n"
+)
 
 
 def page(requests: Sequence[ExplainedRequest], *, text: PromptText | None = None) -> str:
@@ -53,7 +65,7 @@ def page(requests: Sequence[ExplainedRequest], *, text: PromptText | None = None
     parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
     parts.append(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">')
     parts.append('<meta name="viewport" content="width=device-width, initial-scale=1"><title>kvgraft explain</title>')
-    parts.append(f"<style>{_STYLE}</style></head><body>")
+    parts.append(f"<style>{_STYLE}{_NARROW_STYLE}</style></head><body>")
     for number, request in enumerate(requests):
         parts += _request(request, text if number == 0 else None)
     return "".join([*parts, "</body></html>\n"])
@@ -74,11 +86,11 @@ def _attempt(attempt: ReportedAttempt, text: PromptText | None) -> Iterator[str]
     yield (
         "<p>"
         + "".join(
-            f'<span class="key {kind}"></span>{attempt.tokens(kind):,} {kind}'
+            f'<span class="part"><span class="key {kind}"></span>{attempt.tokens(kind):,} {kind}</span> '
             for kind in RunKind
             if kind is not RunKind.RECOMPUTED
         )
-        + f" of {attempt.num_tokens:,} prompt tokens"
+        + f"of {attempt.num_tokens:,} prompt tokens"
     )
     recomputed = attempt.report["recomputed_tokens"]
     if recomputed:
@@ -125,10 +137,9 @@ def _bars(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> str:
     scale = _WIDTH / max(1, attempt.num_tokens)
     donors = list(dict.fromkeys(run.donor for run in runs if run.donor))[:12]
     ends = {name: max((run.donor_start or 0) + run.length for run in runs if run.donor == name) for name in donors}
-    parts = [f'<svg viewBox="0 0 {_WIDTH:.0f} {60 + 70 * len(donors)}" role="img" aria-label="the prompt by class">']
+    parts = []
     for number, name in enumerate(donors):
         top, width = 100 + 70 * number, _WIDTH / max(1, ends[name])
-        parts.append(f'<text x="0" y="{top - 4}">{escape(name)}</text>')
         parts.append(f'<rect class="donor" x="0" y="{top}" width="{_WIDTH:.0f}" height="16"/>')
         for run in runs:
             if run.donor != name:
@@ -141,7 +152,15 @@ def _bars(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> str:
     parts += [
         _rectangle(run, run.start * scale, run.length * scale, 4, 30, again=attempt.again_in(run)) for run in runs
     ]
-    return "".join([*parts, _recomputed(attempt, scale), "</svg>"])
+    names = "".join(f'<text x="0" y="{96 + 70 * number}">{escape(name)}</text>' for number, name in enumerate(donors))
+    shapes = "".join([*parts, _recomputed(attempt, scale)])
+    return _drawing("the prompt by class", 60 + 70 * len(donors), shapes, names)
+
+
+def _drawing(label: str, height: int, shapes: str, texts: str) -> str:
+    """Return shapes that are as wide as the window, `_WIDTH` across, with texts over them that keep their size."""
+    stretched = f'<svg viewBox="0 0 {_WIDTH:.0f} {height}" height="{height}" preserveAspectRatio="none">{shapes}</svg>'
+    return f'<svg height="{height}" role="img" aria-label="{label}">{stretched}{texts}</svg>'
 
 
 def _recomputed(attempt: ReportedAttempt, scale: float) -> str:
@@ -193,9 +212,8 @@ def _donors(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> Iterator[s
     if not copied:
         return
     hidden = sum(1 for run in attempt.runs if run.donor) - len(copied)
-    heads = ("positions", "tokens", "class", "donor", "from", "moved by", "generation", "memory", "documents")
     yield "<h2>What was copied</h2><div class=scroll><table><tr>"
-    yield "".join(f"<th>{head}</th>" for head in heads) + "</tr>"
+    yield "".join(f"<th>{head}</th>" for head in _COPIED) + "</tr>"
     for run in copied:
         cells = (
             f"{run.start:,}-{run.stop - 1:,}",
@@ -218,10 +236,10 @@ def _times(report: Mapping[str, Any]) -> Iterator[str]:
     total, at = sum(timings.values()), 0.0
     if not total:
         return
-    yield f'<h2>Times</h2><svg viewBox="0 0 {_WIDTH:.0f} {24 * len(timings)}" role="img" aria-label="times">'
+    shapes, texts = [], []
     for number, (name, value) in enumerate(timings.items()):
-        left, width = 250 + 750 * at / total, max(1.0, 750 * value / total)
-        yield f'<text x="0" y="{24 * number + 16}">{escape(name)} {value:,.2f} ms</text>'
-        yield f'<rect class="time" x="{left:.1f}" y="{24 * number + 4}" width="{width:.1f}" height="16"/>'
+        left, width, top = _WIDTH * at / total, max(1.0, _WIDTH * value / total), 34 * number
+        texts.append(f'<text x="0" y="{top + 14}">{escape(name)} {value:,.2f} ms</text>')
+        shapes.append(f'<rect class="time" x="{left:.1f}" y="{top + 18}" width="{width:.1f}" height="10"/>')
         at += value
-    yield "</svg>"
+    yield "<h2>Times</h2>" + _drawing("times", 34 * len(timings), "".join(shapes), "".join(texts))

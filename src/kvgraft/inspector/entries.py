@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvgraft.explain.hints import reason_in_words
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -55,13 +57,19 @@ class Entry:
             return "grafted"
         return "exact" if self.counts.get("exact") else "none"
 
+    @property
+    def why(self) -> str:
+        """Why nothing was grafted, in the words of `kvgraft explain`; empty where something was, or nobody said."""
+        return reason_in_words(self.miss).words if self.miss else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Filter:
     """A choice of requests.
 
     Attributes:
-        text: Part of the name, the outcome or the reason of the miss, in lower case; empty takes all.
+        text: Part of the name, the outcome or the reason of the miss, as reports and as people say it, in lower case; empty
+            takes all.
         reuse: As `Entry.reuse`; empty takes all.
     """
 
@@ -72,7 +80,8 @@ class Filter:
         """Whether a request is among those."""
         if self.reuse and entry.reuse != self.reuse:
             return False
-        return not self.text or any(self.text in part.lower() for part in (entry.request_id, entry.outcome, entry.miss))
+        said = (entry.request_id, entry.outcome, entry.miss, entry.why)
+        return not self.text or any(self.text in part.lower() for part in said)
 
 
 class EntryLog:

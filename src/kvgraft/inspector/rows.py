@@ -27,6 +27,7 @@ def row(entry: Entry) -> dict[str, Any]:
         "total_ms": _milliseconds(entry.total_s),
         "counts": dict(entry.counts),
         "miss": entry.miss,
+        "why": entry.why,
         "bar": [] if entry.explained is None else bar(entry.explained().last),
     }
 

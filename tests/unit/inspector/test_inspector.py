@@ -25,6 +25,7 @@ from kvgraft.engine.inspection import DonorFacts, Inspection, LiveRequest
 from kvgraft.engine.requests.risk import AuditFacts
 from kvgraft.errors import ConfigError
 from kvgraft.explain import ExplainedRequest, RunKind, read_requests
+from kvgraft.explain.hints import REASONS
 from kvgraft.fidelity.control.controller import RiskEvent
 from kvgraft.inspector import FileSource, RequestHistory, create_inspector, inspector_server
 from kvgraft.inspector import app as app_module
@@ -92,6 +93,17 @@ def news(reply):
 
 
 class TestList:
+    @pytest.mark.parametrize("reason", list(MissReason))
+    def test_a_miss_is_told_and_found_in_the_words_of_explain(self, reason):
+        missed = make_report(spans=(), shifted_tokens=0, computed_tokens=90, miss=Miss(reason, ""))
+        source = Source(make_record("missed", report=missed, outcome="length"), make_record("grafted"))
+        words = REASONS[reason].words
+        rows = {each["id"]: each for each in ask(source, "/api/requests").json["requests"]}
+        assert (rows["missed"]["outcome"], rows["missed"]["miss"], rows["missed"]["why"]) == ("length", reason, words)
+        assert (rows["grafted"]["outcome"], rows["grafted"]["miss"], rows["grafted"]["why"]) == ("stop", "", "")
+        found = source.log.select(Filter(words.lower()), limit=9)
+        assert [entry.request_id for entry in found] == ["missed"]
+
     def test_the_newest_comes_first(self):
         answer = ask(Source(*(make_record(f"r{number}") for number in range(3))), "/api/requests").json
         assert [each["id"] for each in answer["requests"]] == ["r2", "r1", "r0"]

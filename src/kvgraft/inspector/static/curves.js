@@ -18,6 +18,16 @@ const HOLDERS = [
 ];
 
 const CLOCK = { label: "Time", value: (_, at) => (at === null ? "--" : new Date(1000 * at).toLocaleTimeString()) };
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const compact = (_, values) => values.map((value) => (value === null ? "" : COMPACT.format(value)));
+// Seconds only where labels are less than a minute apart.
+const times = (_, values, axis, space, step) => {
+  const parts = { hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...(step < 60 && { second: "2-digit" }) };
+  return values.map((at) => new Date(1000 * at).toLocaleTimeString("en", parts));
+};
+// Asked for at each drawing: the browser may have turned dark since the last one.
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+const text = () => getComputedStyle(document.body).color;
 const figure = (_, value) => (value === null ? "--" : value.toLocaleString("en", { maximumFractionDigits: 1 }));
 
 export class Curves {
@@ -55,17 +65,21 @@ class Curve {
   constructor(place, lines) {
     this.#names = lines.map(([name]) => name);
     this.#data = [[], ...this.#names.map(() => [])];
-    const style = getComputedStyle(document.documentElement);
-    const text = getComputedStyle(document.body).color;
-    const grid = { stroke: style.getPropertyValue("--pale") };
+    const grid = { stroke: () => color("--pale") };
+    const series = lines.map(([, label, name]) => {
+      const stroke = () => color(name);
+      return { label, stroke, width: 2, value: figure, points: { size: 4, fill: stroke } };
+    });
     const options = {
       width: place.clientWidth || 300,
       height: 180,
-      series: [CLOCK, ...lines.map(([, label, color]) => ({ label, stroke: style.getPropertyValue(color), width: 2, value: figure }))],
-      axes: [{ stroke: text, grid }, { stroke: text, grid, size: 60 }],
+      series: [CLOCK, ...series],
+      legend: { markers: { stroke: (_, index) => `var(${lines[index - 1][2]})` } },
+      axes: [{ stroke: text, grid, space: 80, values: times }, { stroke: text, grid, size: 50, values: compact }],
       scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)] } },
     };
     this.#plot = new uPlot(options, this.#data, place);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#plot.redraw(false));
     new ResizeObserver(() => this.#plot.setSize({ width: place.clientWidth, height: 180 })).observe(place);
   }
 

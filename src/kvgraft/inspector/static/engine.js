@@ -34,6 +34,7 @@ export class EngineView {
       whole(request.output_tokens), `${request.age_s.toFixed(1)} s`,
     ]);
     element("live-count").textContent = whole(found.num_requests);
+    element("live").hidden = live.length === 0;
     element("live").replaceChildren(...tableRows(["request", "state", "prompt", "reused", "generated", "age"], live));
     const donors = found.donors.map((donor) => [
       donor.donor_id, whole(donor.num_tokens), donor.tier, donor.value.toFixed(2), whole(donor.saved_tokens), donor.generation,

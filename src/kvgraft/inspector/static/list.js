@@ -50,7 +50,7 @@ export class RequestList {
   #takes(request) {
     if (this.#reuse.value && request.reuse !== this.#reuse.value) return false;
     const text = this.#text.value.toLowerCase();
-    return [request.id, request.outcome, request.miss].some((part) => part.toLowerCase().includes(text));
+    return [request.id, request.outcome, request.miss, request.why].some((part) => part.toLowerCase().includes(text));
   }
 
   #oldest() {
@@ -77,13 +77,14 @@ export class RequestList {
 
   #row(request) {
     const ended = new Date(1000 * request.ended);
-    const link = htmlElement("a", { href: `requests/${request.number}`, target: "detail" }, [
+    const link = htmlElement("a", { class: "row", href: `requests/${request.number}`, target: "detail" }, [
       htmlElement("time", { datetime: ended.toISOString() }, ended.toLocaleTimeString("en", { hourCycle: "h23" })),
       htmlElement("bdi", { class: "id", title: request.id }, request.id),
       htmlElement("span", { class: "number" }, whole(request.prompt_tokens)),
       htmlElement("span", { class: "number ttft" }, request.ttft_ms === null ? "" : `${request.ttft_ms.toFixed(0)} ms`),
       this.#bar(request),
-      htmlElement("span", { class: "outcome" }, request.miss || request.outcome),
+      htmlElement("span", { class: "outcome" }, request.outcome),
+      htmlElement("span", { class: "why", title: request.why }, request.why),
     ]);
     const item = htmlElement("li", {}, [link]);
     item.dataset.number = request.number;
