@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine_runs import submit
-from tests.support.states import STATE_MODELS, ColdRuns, assert_close, state_model
+from tests.support.states import STATE_MODELS, ColdRuns, assert_close
 
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.kv.state_space import StateKVSpace
@@ -15,7 +15,7 @@ from kvgraft.engine.snapshot import EngineSnapshot
 from kvgraft.errors import CapacityError, ConfigError
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixCache, StateRadixCache, register_radix_cache_backend
-from kvgraft.testing.tiny_models import VOCABULARY
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import MissReason
 
 ALL = pytest.mark.parametrize("family", STATE_MODELS)
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(8, ignore_eos=True)
 
 def make_llm(family="qwen3_next", **settings):
     settings = {"num_slots": 4_000, "max_running": 8} | settings
-    return LLM(adopt_model(family, state_model(family), None), **settings)
+    return LLM(adopt_model(family, tiny_model(family), None), **settings)
 
 
 def random_prompt(rng, length):

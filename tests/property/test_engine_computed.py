@@ -9,22 +9,25 @@ poisoned: the row's output, its K/V in all later layers, and all that attends to
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
-from hypothesis import event, settings
+from hypothesis import event as note
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.engine_runs import submit
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
-from tests.support.states import ColdRuns, state_model
+from tests.support.states import ColdRuns
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.model import slot_plan
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
-from kvgraft.memory import HybridSlotPool, Owner
+from kvgraft.memory import HybridSlotPool
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 POISON = float("nan")
@@ -108,8 +111,21 @@ class ComputedMachine(RuleBasedStateMachine):
         heal=st.sampled_from(["idle", "always"]),
         side_by_side=st.booleans(),
         repair_rows=st.sampled_from([0, 5, 40]),
+        tokens_per_state=st.sampled_from([16, 1 << 20]),
     )
-    def start(self, seed, family, slots, max_rows, page_size, host_tokens, heal, side_by_side, repair_rows):  # noqa: PLR0917
+    def start(  # noqa: PLR0917
+        self,
+        seed,
+        family,
+        slots,
+        max_rows,
+        page_size,
+        host_tokens,
+        heal,
+        side_by_side,
+        repair_rows,
+        tokens_per_state,
+    ):
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(
@@ -123,7 +139,9 @@ class ComputedMachine(RuleBasedStateMachine):
             repair_rows=repair_rows,
         )
         name = self.families[family % len(self.families)]
-        self.engine = Engine(adopt_model(name, self.model(name), None), config, max_step_s=0.01)
+        # Where there are few states, requests wait for them, and recorded ones leave.
+        with mock.patch.object(slot_plan, "_TOKENS_PER_STATE", tokens_per_state):
+            self.engine = Engine(adopt_model(name, self.model(name), None), config, max_step_s=0.01)
         if side_by_side:  # several prompts are computed at once, however short they are
             self.engine.scheduler._is_long = lambda active: True
         PoisonedSlots(self.engine)
@@ -185,7 +203,7 @@ class ComputedMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def step(self, count):
         for _ in range(count):
-            for ended in self.engine.step():
+            for event in self.engine.step():
                 assert event.error is None
                 if event.part.output is not None:
                     request = self.open.pop(event.request_id)
@@ -249,62 +267,20 @@ class StateComputedMachine(ComputedMachine):
     families = ("qwen3_next", "granitemoehybrid", "lfm2")
     cold = None
 
-    @staticmethod
-    def model(name):
-        return state_model(name)
-
-    @rule(count=st.integers(0, 6))
-    def hoard(self, count):
-        """Few states are left: requests wait for some, recorded ones leave."""
-        states = self.engine.space.states
-        self.hoarded = getattr(self, "hoarded", np.empty(0, np.int64))
-        states.release(self.hoarded, Owner.DONOR)
-        self.hoarded = states.allocate(min(states.free_size, max(0, states.num_slots - 4 - count)))
-        states.transfer(self.hoarded, Owner.REQUEST, Owner.DONOR)
-
     def assert_exact(self, namespace):
         engine = self.engine
         self.cold = self.cold or ColdRuns(engine.adapter.model, 256)
         found = [
             self.cold.assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) for text in self.texts[-4:]
         ]
-        event(f"stored of {sum(length > 0 for length in found)} texts")
+        note(f"stored of {sum(length > 0 for length in found)} texts")
         assert not len(engine.space.donors)
 
 
 ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
-Hybridclass StateComputedMachine(ComputedMachine):
-    """The same on models with layers that keep a state; a state that is stored is that of a cold run."""
-
-    families = ("qwen3_next", "granitemoehybrid", "lfm2")
-    cold = None
-
-    @staticmethod
-    def model(name):
-        return state_model(name)
-
-    @rule(count=st.integers(0, 6))
-    def hoard(self, count):
-        """Few states are left: requests wait for some, recorded ones leave."""
-        states = self.engine.space.states
-        self.hoarded = getattr(self, "hoarded", np.empty(0, np.int64))
-        states.release(self.hoarded, Owner.DONOR)
-        self.hoarded = states.allocate(min(states.free_size, max(0, states.num_slots - 4 - count)))
-        states.transfer(self.hoarded, Owner.REQUEST, Owner.DONOR)
-
-    def assert_exact(self, namespace):
-        engine = self.engine
-        self.cold = self.cold or ColdRuns(engine.adapter.model, 256)
-        found = [
-            self.cold.assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) for text in self.texts[-4:]
-        ]
-        event(f"stored of {sum(length > 0 for length in found)} texts")
-        assert not len(engine.space.donors)
-
-
-ComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
-TestComputed = ComputedMachine.TestCase
+HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
 StateComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
+TestComputed = ComputedMachine.TestCase
 TestHybridComputed = HybridComputedMachine.TestCase
 TestStateComputed = StateComputedMachine.TestCase
 

@@ -9,7 +9,6 @@ import numpy as np
 from kvgraft.engine.model.adapter import TransformersAdapter
 from kvgraft.graft.model import SequenceRows
 from kvgraft.prefix import RadixKey, StateMatchResult
-from kvgraft.testing.tiny_models import tiny_model
 
 if TYPE_CHECKING:
     import torch
@@ -22,43 +21,8 @@ TOLERANCE = 1e-4
 """Largest difference in float32, relative to the largest magnitude of the tensor."""
 
 
-STATE_MODELS: dict[str, dict[str, object]] = {
-    "qwen3_next": {
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    },
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 32,
-        "mamba_d_state": 16,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 64,
-    },
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 16,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "bamba": {"attn_layer_indices": [2], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16},
-}
+STATE_MODELS = ("qwen3_next", "granitemoehybrid", "falcon_h1", "lfm2", "bamba")
 """Gated delta rule, Mamba 2 alone, beside attention in every layer, short convolutions, Mamba 2 with RoPE attention."""
-
-
-def state_model(family: str) -> PreTrainedModel:
-    """Build a tiny model with layers that keep a state."""
-    return tiny_model(family, **STATE_MODELS[family])
 
 
 class ColdRuns:
