@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.state_space import StateKVSpace
     from kvgraft.types import Namespace, TokenArray
 
-TOLERANCE = 1e-4
-"""Largest difference in float32, relative to the largest magnitude of the tensor."""
+TOLERANCE = 1e-3
+"""Largest difference in float32, relative to the largest magnitude of the tensor: of texts in pieces of a few rows, rounding
+leaves up to 2e-4. One token that a state has not read changes it by tenths."""
 
 
 STATE_MODELS = ("qwen3_next", "granitemoehybrid", "falcon_h1", "lfm2", "bamba")
