@@ -1,6 +1,6 @@
 """Running states of sequences in layers that have no K/V: linear attention, state-space layers and short convolutions.
 
-A state is all that such a layer keeps of the tokens before: one of fixed size per sequence, whatever its length. It has
+A state is all that such a layer keeps of the tokens before: one of fixed size per sequence, however long that is. It has
 no positions, so it cannot be cut, moved or joined; it can be copied, and go on from there. Every slot knows how many
 tokens its state has seen, so that rows are never computed on a state of other tokens' number. Who holds a slot is the
 caller's to know.

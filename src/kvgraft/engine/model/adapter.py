@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "kvgraft"
 _FEW_STATES = 8
-"""States of a model with layers that keep one, where nobody says how many."""
+"""States of a model with layers that keep one, without a plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

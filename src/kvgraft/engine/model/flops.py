@@ -2,7 +2,7 @@
 
 `2 P` per token for the linear layers and `4 n_h d_h` per layer, token and visible key for attention
 (the formulas of https://arxiv.org/abs/2001.08361, appendix B, without the embedding). A recurrent state costs 6 per token and
-element whatever came before: it decays, takes the token in and is read, each a product and a sum.
+element at any position: it decays, takes the token in and is read, each a product and a sum.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class _Watch:
 
 
 class _WatchedCache(DynamicCache):
-    """transformers' own cache; tells who updates a state."""
+    """transformers' own cache, which notes the module that updates a state."""
 
     def __init__(self, model: PreTrainedModel, watch: _Watch) -> None:
         super().__init__(config=model.config)
