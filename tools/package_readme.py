@@ -1,7 +1,7 @@
 """Build hook: the README as a package index shows it, and the project's URLs.
 
 An index does not have the files that the README links to. With `files-url` (`[tool.hatch.metadata.hooks.custom]` of
-pyproject.toml) its relative links become absolute ones; without, their text stays and the links go.
+pyproject.toml) its relative links and pictures become absolute ones; without, their text stays and the links go.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+_LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
-_PAGES = {"Documentation": "docs/server.md", "Changelog": "CHANGELOG.md"}
+_PAGES = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
 
 
 class PackageReadme(MetadataHookInterface):
@@ -36,10 +36,12 @@ def packaged(text: str, files_url: str) -> str:
     """
 
     def link(match: re.Match[str]) -> str:
-        name, target = match[1], match[2]
+        mark, name, target = match.groups()
         if re.match(r"https?://|#", target):
             return match[0]
-        return f"[{name}]({files_url}/{target})" if files_url else name
+        if not files_url:
+            return name
+        return f"{mark}[{name}]({files_url}/{target}{'?raw=true' if mark else ''})"
 
     parts = _FENCE.split(text)
     return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)

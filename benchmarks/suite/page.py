@@ -118,20 +118,14 @@ def _block(name: str, block: str, records: Mapping[str, Record]) -> str:
 
 
 def _source_block(record: Record) -> str:
-    """Settings of a record, then its command, commit, machine and versions."""
+    """Settings of a record, then its command, commit and machine; its versions stand in the record."""
     settings = record["result"]["settings"]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"
-    )
     shown = "; ".join(
         f"{name} {_setting(value)}"
         for name, value in settings.items()
         if name not in _NOT_SHOWN and value not in ([], "")
     )
-    return (
-        f"Settings: {shown}.\n\n"
-        f"Source: {source_of(record)}, seed {settings.get('seed', 0)}; {record['machine']}; {versions}."
-    )
+    return f"Settings: {shown}.\n\nSource: {source_of(record)}, seed {settings.get('seed', 0)}; {record['machine']}."
 
 
 def _setting(value: object) -> str:

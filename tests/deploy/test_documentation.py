@@ -1,4 +1,4 @@
-"""docs/monitoring.md lists every metric with its kind and labels, and no other."""
+"""docs/reference/metrics.md lists every metric with its kind and labels, and no other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvgraft.reuse.metrics import METRICS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 LISTED = {
     name: (kind, {*labels.split(",")} - {""})
     for name, labels, kind in re.findall(r"^\| `(kvgraft:\w+)\{?([\w,]*)\}?` \| (\w+) \|", PAGE, re.MULTILINE)

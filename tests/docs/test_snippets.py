@@ -39,11 +39,11 @@ ALL = [snippet for page in PAGES for snippet in snippets(page)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 SHOWN = {
-    "README.md: Question 4: Which function do I": "what `make demo` prints, with real times",
+    "docs/demo.md: Question 4: Which function do I": "what `make demo` prints, with real times",
     "ARCHITECTURE.md: POST /v1/chat/completions": "a diagram; its names are checked in test_pages.py",
     "docs/graft.md: [project.entry-points": "part of a package's pyproject.toml; tests/docs/test_recipes.py installs one",
     "docs/design/prefix-cache.md: match   [root]": "a diagram",
-    "docs/design/prefix-cache.md: [ A: live ]": "a diagram",
+    "docs/design/prefix-cache.md: [ A:": "diagrams",
     "docs/server.md: kvgraft 0.1.0 serves": "the line that tests/e2e/test_server.py reads",
     "docs/server.md: data: {": "events, shortened; tests/e2e/test_verified_server.py reads whole ones",
     "docs/server.md: System: You are": "a prompt; tests/unit/server/test_chat.py",
@@ -69,9 +69,7 @@ NOT_RUN = {
 """Commands of kvgraft of which the line is parsed and its settings are checked, but which are not run."""
 
 SHORTER = {
-    "kvgraft generate --model DIR": "kvgraft generate --model graft-tiny --max-new-tokens 2",
     "kvgraft store ls /var/kv --space SPACE": "kvgraft store ls .",
-    "kvgraft store ls DIR": "kvgraft store ls .",
     "kvgraft store ls /var/kv": "kvgraft store ls .",
 }
 """How lines that are run begin in the documentation and in the test."""
@@ -79,7 +77,6 @@ SHORTER = {
 OTHER_PROGRAMS = {
     "apt-get": "changes the system",
     "cp": "of the shell",
-    "curl": "speaks to an engine that is not here",
     "docker": "needs Docker; tests/deploy looks at what it is given",
     "export": "of the shell",
     "install": "of the shell",
@@ -100,6 +97,8 @@ OTHER_PROGRAMS = {
 
 SCRIPTS = {
     "docs/server.md: JSON='Content-Type": "run against the server",
+    "docs/quickstart/vllm.md: ask()": "speaks to a vLLM server: tests/integration/vllm; its syntax is checked",
+    "docs/quickstart/sglang.md: ask()": "speaks to an SGLang server: tests/integration/sglang; its syntax is checked",
     "docs/integrations/sglang.md: ask()": "speaks to an SGLang server: tests/integration/sglang; its syntax is checked",
 }
 """Shell blocks that are more than lines to type one by one."""
@@ -226,7 +225,7 @@ def test_yaml_is_settings_or_alerts(snippet, tmp_path):
 def check_alerts(text, folder):
     """Rules of Prometheus: metrics that they name exist, and promtool takes them where it is installed."""
     named = set(re.findall(r"\b((?:kvgraft|process)[\w:]+)(?=[{\[\s)])", " ".join(re.findall(r"expr: (.*)", text))))
-    page = (ROOT / "docs/server.md").read_text()
+    page = (ROOT / "docs/reference/metrics.md").read_text()
     assert named
     assert not {name for name in named if name.split(":")[-1].removesuffix("_bucket") not in page}
     if shutil.which("promtool"):

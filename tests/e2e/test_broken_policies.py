@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from tests.engine_runs import run_to_end, submit
+from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.idle.scoring import score
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.graft.select import Observable, QuerySeam, Recompute, SelectionPolicy
@@ -228,18 +231,6 @@ def test_a_policy_that_fails_after_the_first_token_leaves_exact_kv_from_the_seco
     engine.check()
 
 
-class FailsAtTheChoice(SelectionPolicy):
-    """Looks at the query, as the pass that answers does, and fails when it is to choose."""
-
-    name = "broken"
-    observes = frozenset({Observable.QUERY_ATTENTION})
-    recompute_ratio = 0.1
-
-    def steps(self, context):
-        yield Recompute(context.reused[:0], observe_query=True)
-        raise ValueError("no choice")
-
-
 @pytest.mark.parametrize("count", [2, 6])
 def test_a_choice_that_fails_before_a_token_is_drawn_is_a_miss_and_no_token_rests_on_the_graft(answering_first, count):
     """The first token may be the last: nothing of the graft may be published with it as what a full prefill gives."""
@@ -249,11 +240,26 @@ def test_a_choice_that_fails_before_a_token_is_drawn_is_a_miss_and_no_token_rest
     expected = next(iter(run_to_end(engine).values())).token_ids
     learn(engine, document)
     sampling = SamplingParams(count, stop_token_ids=(int(expected[0]),) if count == 2 else (), ignore_eos=True)
-    engine.add(engine.builder.build(prompt, RequestOptions(sampling, selection=FailsAtTheChoice())))
+    engine.add(engine.builder.build(prompt, RequestOptions(sampling, selection=Failing(0))))
     (output,) = run_to_end(engine).values()
     assert_exact(engine, output, expected[:1] if count == 2 else expected)
     engine.check()
     assert_donors_are_exact(engine.adapter, engine.space, [text_of(output), document])
+
+
+def test_a_score_says_from_which_token_on_a_failed_repair_has_left_exact_kv(answering_first):
+    engine, document, prompt = answering_first
+    learn(engine, document)
+    found = {}
+    for name, reuse, policy in (("exact", "off", None), ("broken", "graft", Failing(1))):
+        request = engine.builder.build(
+            prompt, RequestOptions(SamplingParams(4, ignore_eos=True), reuse, selection=policy)
+        )
+        found[name] = score(engine.adapter, engine.manager, request, np.array([5, 6, 7, 8]), max_rows=40)
+    repair = found["broken"].report.repair
+    assert (repair.time, repair.from_token, repair.exact_from_token) == (RepairTime.AFTER, 2, 2)
+    assert torch.allclose(found["broken"].logits[1:], found["exact"].logits[1:], atol=1e-4)
+    assert not torch.allclose(found["broken"].logits[0], found["exact"].logits[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [2, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -66,7 +67,7 @@ class BatchingMachine(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 2**31),
-        slots=st.integers(150, 400),
+        slots=st.integers(350, 900),
         max_rows=st.sampled_from([17, 64, 4096]),
         number=st.integers(0, 2),
         page=st.integers(0, 2),
@@ -78,7 +79,8 @@ class BatchingMachine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(
             num_slots=max(slots, self.fewest_slots[page]),
-            host_bytes=300_000,
+            host_bytes=1_000_000,
+            donor_tokens=1 << 13,
             max_rows=max_rows,
             max_running=6,
             max_waiting=20,
@@ -93,39 +95,67 @@ class BatchingMachine(RuleBasedStateMachine):
             mock.patch.object(core, "EventFeed", return_value=self.feed),
         ):
             self.engine = Engine(adopt_model(family, tiny_model(family), None), config, max_step_s=0.01)
-        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 60))) for _ in range(4)]
+        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(80, 120))) for _ in range(3)]
         self.open = {}
         self.texts = []
         self.prompts = []
+        self.read_documents()
+        for selection in (
+            "query_seam",
+            "first_k",
+        ):  # there is something to disturb, whatever rules hypothesis leaves out
+            self.ask(self.quoting([0, 1], 9), SamplingParams(6, ignore_eos=True), "graft", selection=selection)
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            if sys.exc_info()[0] is None:
+                self.run_dry()
+            self.engine.close()
+
+    def read_documents(self):
+        """Prompts that quote them are grafted from now on."""
+        for document in self.documents:
+            self.ask(document, SamplingParams(1, ignore_eos=True), "graft")
+        names = list(self.open)[-len(self.documents) :]
+        while self.open.keys() & set(names):
+            self.step(1)
+
+    def quoting(self, chosen, new):
+        parts = [self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)]
+        return np.concatenate(parts)[:260]
 
     @rule(
-        chosen=st.lists(st.integers(0, 3), max_size=2),
+        chosen=st.lists(st.integers(0, 2), min_size=1, max_size=2),
         new=st.integers(1, 20),
         length=st.integers(1, 60),
-        reuse=st.sampled_from(["off", "exact", "graft", "verified"]),
+        reuse=st.sampled_from(["off", "exact", "graft", "graft", "verified"]),
         shown=st.booleans(),
-        salt=st.sampled_from(["", "x"]),
+        salt=st.sampled_from(["", "", "", "x"]),
         selection=st.sampled_from(["none", "first_k", "query_seam", "random", "kv_deviation", "adaptive"]),
         correction=st.sampled_from(["none", "drift"]),
         priority=st.integers(-1, 1),
         rules=RULES,
+        steps=st.integers(0, 8),
     )
-    def add(self, chosen, new, length, reuse, shown, salt, selection, correction, priority, rules):  # noqa: PLR0917 - as above
+    def add(self, chosen, new, length, reuse, shown, salt, selection, correction, priority, rules, steps):  # noqa: PLR0917
+        """Take a request and run some steps: one rule, because hypothesis leaves rules out of whole examples."""
+        self.ask(
+            self.quoting(chosen, new),
+            SamplingParams(length, ignore_eos=True, **rules),
+            reuse,
+            provisional=shown and reuse == "verified",
+            cache_salt=salt,
+            selection=selection,
+            correction=correction,
+            priority=priority,
+        )
+        self.step(steps)
+
+    def ask(self, prompt, sampling, reuse, *, provisional=False, **options):
         if len(self.open) >= 15:
             return
-        prompt = np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:140]
-        request = self.engine.builder.build(
-            prompt,
-            RequestOptions(
-                SamplingParams(length, ignore_eos=True, **rules),
-                reuse,
-                cache_salt=salt,
-                selection=selection,
-                correction=correction,
-                priority=priority,
-            ),
-        )
-        request = replace(request, provisional=shown and reuse == "verified")
+        request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **options))
+        request = replace(request, provisional=provisional)
         self.engine.add(request)
         self.open[request.request_id] = (request, Answer())
         self.prompts.append(request.token_ids.astype(np.int64))
@@ -167,23 +197,20 @@ class BatchingMachine(RuleBasedStateMachine):
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert float((logits.max(dim=1).values - chosen).max()) < 1e-4
 
-    @rule(index=st.integers(0, 14))
-    def cancel(self, index):
-        if index < len(self.open):
+    @rule(index=st.integers(0, 14), kind=st.sampled_from(["cancel", "cancel", "preempt", "preempt", "forget"]))
+    def disturb(self, index, kind):
+        """Cancel a request, take the slots of one that runs, or forget everything that is cached."""
+        running = self.engine.scheduler.running
+        if kind == "cancel" and index < len(self.open):
             name = list(self.open)[index]
             assert self.engine.cancel(name)
             assert not self.engine.cancel(name)
             del self.open[name]
-
-    @rule()
-    def forget_everything_cached(self):
-        self.engine.reset()
-
-    @rule(index=st.integers(0, 5))
-    def preempt(self, index):
-        running = self.engine.scheduler.running
-        if index < len(running):
+        elif kind == "preempt" and index < len(running):
             self.engine.scheduler.preempt(running[index])
+        elif kind == "forget":
+            self.engine.reset()
+            self.read_documents()
 
     @rule()
     def run_dry(self):

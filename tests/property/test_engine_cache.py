@@ -12,6 +12,7 @@ from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
+NUM_SLOTS = 900
 TWO = SamplingParams(2, ignore_eos=True)
 
 
@@ -26,23 +27,26 @@ class EngineCacheMachine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(seed)
         self.llm = LLM(
             adopt_model("llama", tiny_model("llama"), None),
-            num_slots=300,
+            num_slots=NUM_SLOTS,
+            donor_tokens=1 << 13,
             host_bytes=host_bytes,
             selection="query_seam",
             page_size=page_size,
         )
-        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(20, 90))) for _ in range(5)]
+        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(90, 140))) for _ in range(4)]
+        for document in self.documents:  # prompts that quote them are grafted from now on
+            self.llm.generate(document, TWO)
 
     def prompt(self, chosen, new):
-        return np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:280]
+        return np.concatenate([self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)])[:400]
 
-    chosen = st.lists(st.integers(0, 4), min_size=1, max_size=3)
+    chosen = st.lists(st.integers(0, 3), min_size=1, max_size=3)
 
     @rule(
         chosen=chosen,
         new=st.integers(0, 30),
-        reuse=st.sampled_from(["off", "exact", "graft"]),
-        salt=st.sampled_from(["", "x"]),
+        reuse=st.sampled_from(["off", "exact", "graft", "graft"]),
+        salt=st.sampled_from(["", "", "x"]),
     )
     def generate(self, chosen, new, reuse, salt):
         prompt = self.prompt(chosen, new)
@@ -67,7 +71,7 @@ class EngineCacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.llm.reset()
-        assert self.llm.usage().free == 300
+        assert self.llm.usage().free == NUM_SLOTS
 
     @invariant()
     def holds(self):

@@ -2,12 +2,15 @@
 
 What could go wrong is told by vLLM, which hands blocks out as exact hits that another request computes in the same step. Here
 requests with one new beginning arrive together, prompts are computed in pieces while others begin like them, some are
-preempted or cancelled between two pieces, K/V are grafted, healed, loaded back from the host. Whatever attends to poison is
-poisoned: the row's output, its K/V in all later layers, and all that attends to those.
+preempted or cancelled between two pieces, K/V are grafted, repaired, healed, loaded back from the host. Whatever attends to
+poison is poisoned: the row's output, its K/V in all later layers, and all that attends to those.
+
+Documents are long enough to be worth a graft, under policies that look at the query, too.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from unittest import mock
 
@@ -18,7 +21,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.engine_runs import submit
+from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
+from tests.support.repaired_kv import RepairedKV
 from tests.support.states import ColdRuns
 
 from kvgraft.config import EngineConfig
@@ -27,6 +32,7 @@ from kvgraft.engine.core import Engine
 from kvgraft.engine.model import slot_plan
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.schedule.active import Phase
 from kvgraft.memory import HybridSlotPool
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -104,10 +110,11 @@ class ComputedMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**31),
         family=st.integers(0, 2),
-        slots=st.integers(250, 600),
+        slots=st.integers(500, 1_200),
         max_rows=st.sampled_from([24, 64, 4096]),
         page_size=st.sampled_from([1, 16]),
         host_tokens=st.sampled_from([0, 100, 2_000]),
+        host_bytes=st.sampled_from([300_000, 2_000_000, 2_000_000]),
         heal=st.sampled_from(["idle", "always"]),
         side_by_side=st.booleans(),
         repair_rows=st.sampled_from([0, 5, 40]),
@@ -121,6 +128,7 @@ class ComputedMachine(RuleBasedStateMachine):
         max_rows,
         page_size,
         host_tokens,
+        host_bytes,
         heal,
         side_by_side,
         repair_rows,
@@ -130,7 +138,8 @@ class ComputedMachine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(
             num_slots=slots,
-            host_bytes=300_000,
+            host_bytes=host_bytes,
+            donor_tokens=1 << 13,
             prefix_host_bytes=host_tokens * 1_024 if self.families == ("llama",) else 0,
             max_rows=max_rows,
             max_running=6,
@@ -144,10 +153,29 @@ class ComputedMachine(RuleBasedStateMachine):
             self.engine = Engine(adopt_model(name, self.model(name), None), config, max_step_s=0.01)
         if side_by_side:  # several prompts are computed at once, however short they are
             self.engine.scheduler._is_long = lambda active: True
-        PoisonedSlots(self.engine)
+        poisoned = PoisonedSlots(self.engine)
+        self.repaired = RepairedKV(self.engine, poisoned.forward) if self.families == ("llama",) else None
         self.beginnings = [self.words(40)]
-        self.documents = [self.words(int(self.rng.integers(30, 60))) for _ in range(3)]
+        self.documents = [self.words(int(self.rng.integers(90, 130))) for _ in range(3)]
+        self.failing = {"fails at its choice": Failing(0), "fails after its choice": Failing(1)}
         self.texts, self.open = [], {}
+        self.read_documents()
+        for selection in ("query_seam", *self.failing):  # whatever rules hypothesis leaves out
+            self.burst(20, [0, 1], ["graft"], (selection, "after"), 6, 2)
+
+    def read_documents(self):
+        """Prompts that quote them are grafted from now on."""
+        for document in self.documents:
+            self.ask([document], "graft", ("none", "after"), 1)
+        names = list(self.open)[-len(self.documents) :]
+        while self.open.keys() & set(names):
+            self.step(1)
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            if sys.exc_info()[0] is None:
+                self.run_dry()
+            self.engine.close()
 
     @staticmethod
     def model(name):
@@ -159,46 +187,67 @@ class ComputedMachine(RuleBasedStateMachine):
     def ask(self, parts, mode, policy, count):
         if len(self.open) < 12:
             selection, repair = policy
-            prompt = np.concatenate([*parts, self.words(int(self.rng.integers(1, 25)))])[:180]
+            prompt = np.concatenate([*parts, self.words(int(self.rng.integers(1, 25)))])[:320]
             request = self.engine.builder.build(
                 prompt,
-                RequestOptions(SamplingParams(count, ignore_eos=True), mode, selection=selection, repair=repair),
+                RequestOptions(
+                    SamplingParams(count, ignore_eos=True),
+                    mode,
+                    selection=self.failing.get(selection, selection),
+                    repair=repair,
+                ),
             )
             self.engine.add(request)
             self.open[request.request_id] = request
             self.texts.append(request.token_ids.astype(np.int64))
 
-    modes = st.sampled_from(["off", "exact", "graft", "graft", "verified"])
+    modes = st.sampled_from(["off", "exact", "graft", "graft", "graft", "verified"])
     policies = st.tuples(
-        st.sampled_from(["none", "first_k", "query_seam", "kv_deviation", "adaptive"]),
+        st.sampled_from(
+            [
+                "none",
+                "first_k",
+                "query_seam",
+                "query_seam",
+                "kv_deviation",
+                "adaptive",
+                "fails at its choice",
+                "fails after its choice",
+            ]
+        ),
         st.sampled_from(["before", "after", "after"]),
     )
+    chosen = st.lists(st.integers(0, 2), min_size=1, max_size=2) | st.lists(st.integers(0, 2), max_size=1)
 
     @rule(
-        length=st.integers(8, 80),
-        documents=st.lists(st.integers(0, 2), max_size=2),
+        length=st.integers(8, 60),
+        documents=chosen,
         modes=st.lists(modes, min_size=2, max_size=5),
         policy=policies,
         count=st.integers(1, 20),
+        steps=st.integers(0, 8),
     )
-    def burst(self, length, documents, modes, policy, count):
-        """Requests with a beginning that nobody has computed."""
+    def burst(self, length, documents, modes, policy, count, steps):  # noqa: PLR0917
+        """Requests with a beginning that nobody has computed, and steps: hypothesis leaves rules out of whole examples."""
         self.beginnings.append(self.words(length))
         for mode in modes:
             parts = [self.documents[number] for number in documents]
             self.ask([self.beginnings[-1], *parts], mode, policy, count)
+        self.step(steps)
 
     @rule(
         number=st.integers(0, 3),
-        documents=st.lists(st.integers(0, 2), max_size=2),
+        documents=chosen,
         mode=modes,
         policy=policies,
         count=st.integers(1, 20),
+        steps=st.integers(0, 8),
     )
-    def follow(self, number, documents, mode, policy, count):
+    def follow(self, number, documents, mode, policy, count, steps):  # noqa: PLR0917
         """A request that begins like one of the last, which may be computed just now."""
         parts = [self.documents[document] for document in documents]
         self.ask([self.beginnings[-1 - number % len(self.beginnings)], *parts], mode, policy, count)
+        self.step(steps)
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -209,28 +258,34 @@ class ComputedMachine(RuleBasedStateMachine):
                     request = self.open.pop(event.request_id)
                     answer = np.asarray(event.part.output.token_ids[:-1], np.int64)
                     self.texts.append(np.concatenate([request.token_ids, answer]))
+            if self.repaired is not None:
+                self.repaired.look()
 
-    @rule(index=st.integers(0, 11))
-    def cancel(self, index):
-        if index < len(self.open):
-            name = list(self.open)[index]
-            self.engine.cancel(name)
-            del self.open[name]
-
-    @rule(index=st.integers(0, 5))
-    def preempt(self, index):
+    @rule(
+        index=st.integers(0, 11),
+        kind=st.sampled_from(["cancel", "preempt", "preempt in a repair", "cancel in a repair", "heal", "forget"]),
+    )
+    def disturb(self, index, kind):
+        """Cancel a request, take the slots of one that runs, heal some pieces, or forget everything that is cached."""
         running = self.engine.scheduler.running
-        if index < len(running):
-            self.engine.scheduler.preempt(running[index])
+        if kind.endswith("in a repair"):
+            running = [active for active in running if active.phase is Phase.REPAIR]
+        if kind == "cancel" and index < len(self.open):
+            self.cancel(list(self.open)[index])
+        elif kind == "cancel in a repair" and running:
+            self.cancel(running[index % len(running)].request.request_id)
+        elif kind.startswith("preempt") and running:
+            self.engine.scheduler.preempt(running[index % len(running)])
+        elif kind == "heal":
+            for _ in range(index):
+                self.engine.heal_step()
+        elif kind == "forget":
+            self.engine.reset()
+            self.read_documents()
 
-    @rule()
-    def reset(self):
-        self.engine.reset()
-
-    @rule(pieces=st.integers(1, 4))
-    def heal(self, pieces):
-        for _ in range(pieces):
-            self.engine.heal_step()
+    def cancel(self, name):
+        self.engine.cancel(name)
+        del self.open[name]
 
     @rule()
     def run_dry(self):
@@ -243,15 +298,15 @@ class ComputedMachine(RuleBasedStateMachine):
 
     def assert_exact(self, namespace):
         engine = self.engine
-        for text in self.texts[-4:]:
+        for text in self.texts[-8:]:
             assert_prefix_is_exact(engine.adapter, engine.space, namespace, text)
-        assert_donors_are_exact(engine.adapter, engine.space, self.texts, last=4)
+        assert_donors_are_exact(engine.adapter, engine.space, self.texts, last=8)
 
     @invariant()
     def holds(self):
         if hasattr(self, "engine"):
             self.engine.check()
-            assert self.engine.manager.num_errors == 0
+            assert self.engine.manager.num_errors == sum(policy.num_failures for policy in self.failing.values())
             assert not self.engine.healer.dropped["error"]
 
 
@@ -269,7 +324,7 @@ class StateComputedMachine(ComputedMachine):
 
     def assert_exact(self, namespace):
         engine = self.engine
-        self.cold = self.cold or ColdRuns(engine.adapter.model, 256)
+        self.cold = self.cold or ColdRuns(engine.adapter.model, 384)
         found = [
             self.cold.assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) for text in self.texts[-4:]
         ]
@@ -277,9 +332,9 @@ class StateComputedMachine(ComputedMachine):
         assert not len(engine.space.donors)
 
 
-ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
-HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
-StateComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
+ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=18, deadline=None)
+HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=18, deadline=None)
+StateComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=18, deadline=None)
 TestComputed = ComputedMachine.TestCase
 TestHybridComputed = HybridComputedMachine.TestCase
 TestStateComputed = StateComputedMachine.TestCase

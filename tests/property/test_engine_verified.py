@@ -48,7 +48,7 @@ def model(family):
 @cache
 def oracle(family):
     """An engine that is asked without reuse only, one request at a time."""
-    config = EngineConfig(num_slots=400, host_bytes=0, donor_tokens=1 << 14)
+    config = EngineConfig(num_slots=600, host_bytes=0, donor_tokens=1 << 14)
     return Engine(adopt_model(family, model(family), None), config)
 
 
@@ -100,7 +100,7 @@ class Client:
 
 ASKED = st.fixed_dictionaries(
     {
-        "chosen": st.lists(st.integers(0, 3), min_size=1, max_size=2),
+        "chosen": st.lists(st.integers(0, 2), min_size=1, max_size=2),
         "new": st.integers(1, 20),
         "length": st.integers(1, 24),
         "reuse": st.sampled_from(["verified", "verified", "verified", "graft", "exact", "off"]),
@@ -118,7 +118,7 @@ class VerifiedMachine(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 2**31),
-        slots=st.integers(180, 400),
+        slots=st.integers(350, 800),
         max_rows=st.sampled_from([17, 64, 4096]),
         family=st.sampled_from(["llama", "gemma3_text"]),
         page=st.sampled_from([1, 16]),
@@ -130,7 +130,7 @@ class VerifiedMachine(RuleBasedStateMachine):
         self.family = family
         config = EngineConfig(
             num_slots=slots,
-            host_bytes=300_000,
+            host_bytes=1_000_000,
             donor_tokens=1 << 14,
             max_rows=max_rows,
             max_running=6,
@@ -139,7 +139,7 @@ class VerifiedMachine(RuleBasedStateMachine):
         )
         with mock.patch.object(slot_plan, "_MAX_WINDOW_SHARE", window_share):
             self.engine = Engine(adopt_model(family, model(family), None), config, max_step_s=0.01)
-        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(40, 64))) for _ in range(4)]
+        self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(80, 110))) for _ in range(3)]
         self.open = {}
         self.texts = []
         self.read_documents()
@@ -157,7 +157,7 @@ class VerifiedMachine(RuleBasedStateMachine):
             parts = [self.rng.integers(3, VOCABULARY, one["new"]), *(self.documents[i] for i in one["chosen"])]
             drawn = {"temperature": 0.7, "seed": int(self.rng.integers(1000))} if one["sampled"] else {}
             self.add_request(
-                np.concatenate(parts)[:140],
+                np.concatenate(parts)[:240],
                 SamplingParams(one["length"], ignore_eos=True, **drawn, **one["rules"]),
                 one["reuse"],
                 provisional=one["provisional"] and one["reuse"] == "verified",
@@ -169,7 +169,7 @@ class VerifiedMachine(RuleBasedStateMachine):
     def read_documents(self):
         """Prompts that quote them are grafted from now on."""
         once = SamplingParams(1, ignore_eos=True)
-        names = [self.add_request(document, once, "off") for document in self.documents]
+        names = [self.add_request(document, once, "graft") for document in self.documents]
         while self.open.keys() & set(names):
             self.step(1)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import tracemalloc
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +19,6 @@ from kvgraft.config import (
     file_errors,
     grouped_settings,
     resolve,
-    settings_table,
-    table_of,
     variables,
 )
 from kvgraft.donors import GRAM_TOKENS, DonorCatalogue
@@ -31,8 +28,6 @@ from kvgraft.graft.drift import CORRECTIONS
 from kvgraft.graft.select import SELECTION_POLICIES, Observable
 from kvgraft.prefix import EVICTION_POLICIES
 from kvgraft.reuse.policy import available_policies
-
-DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 @pytest.fixture
@@ -387,14 +382,3 @@ def test_serve_help_explains_itself(capsys):
         assert words in out
     for name in ServerConfig.rules():
         assert "--" + name.replace("_", "-") in out
-
-
-def test_docs_hold_the_table_of_settings():
-    text = DOCS.read_text(encoding="utf-8")
-    assert settings_table() in text, "paste the output of kvgraft.config.settings_table() into docs/configuration.md"
-
-
-@pytest.mark.parametrize(("kind", "page"), [(VLLMConfig, "vllm.md"), (SGLangConfig, "sglang.md")])
-def test_pages_of_adapters_list_their_settings(kind, page):
-    text = (Path(__file__).parents[2] / "docs/integrations" / page).read_text()
-    assert table_of(kind) in text, f"paste the output of kvgraft.config.table_of into docs/integrations/{page}"

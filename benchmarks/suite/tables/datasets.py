@@ -54,14 +54,9 @@ _SAMPLE = (
     ("measured", text("sample")),
     ("hits", text("hits")),
     ("reused", share("sample_reused_share")),
-    ("off", number("off_ms", unit=" ms")),
-    ("on", number("on_ms", unit=" ms")),
     ("speed-up, all", _SPEEDUP),
-    ("speed-up, hits", ranged("speedup_hits_ratio", ".2f", "x")),
     ("mean KL", number("mean_kl", ".4f")),
-    ("median KL", number("median_kl", ".4f")),
     ("score off / on", sides("score")),
-    ("right answer in it off / on", sides("contains")),
 )
 
 

@@ -26,7 +26,6 @@ _COLUMNS = (
     ("prompts", text("workload")),
     ("variant", text("variant")),
     ("reused", _REUSED),
-    ("prompts with a hit", number("hit_share", ".0%")),
     ("TTFT p50", number("ttft_ms", unit=" ms")),
     ("p95", number("ttft_p95_ms", unit=" ms")),
     ("speed-up over off", _SPEEDUP),

@@ -40,7 +40,6 @@ _RATIOS = (
     _PROMPT,
     ("`none`: computed", number("none_computed_tokens", ",")),
     ("speed-up", _speedup("none")),
-    ("of the bound", _of_bound("none")),
     ("default: computed", number("default_computed_tokens", ",")),
     ("speed-up", _speedup("default")),
     ("of the bound", _of_bound("default")),

@@ -38,15 +38,6 @@ def is_right(row: Row, limit: float | None) -> bool | None:
     return bool(gap <= limit)
 
 
-def _reused(row: Row) -> str:
-    return f"{row['reused_tokens']:,.0f} ({row['reused_share']:.0%})"
-
-
-def _one_layer(row: Row) -> str:
-    gap = row.get("one_layer_gap")
-    return "" if gap is None else f"{gap:.4f} ({row['one_layer_unrelated_gap']:.2f})"
-
-
 def _verdict(row: Row) -> str:
     return {True: "yes", False: "**no**", None: "nothing reused"}[row["is_right"]]
 
@@ -54,12 +45,9 @@ def _verdict(row: Row) -> str:
 _COLUMNS = (
     ("peer", text("peer")),
     ("case", text("case")),
-    ("prompt", number("prompt_tokens")),
-    ("reused", _reused),
-    ("TTFT, speed-up over its own cold run", ranged("ttft_ratio", ".2f", "x")),
+    ("reused", number("reused_share", ".0%")),
+    ("speed-up over its own cold run", ranged("ttft_ratio", ".2f", "x")),
     ("gap, nats", number("gap", ".4f")),
-    ("same first token", number("same_first_token_share", ".0%")),
-    ("one layer: gap (unrelated prompt)", _one_layer),
     ("K/V are right", _verdict),
 )
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from ..methods import ALL_SUITES
-from .cells import NOTHING, Cell, Result, Row, number, ranged, share, sides, table, text
+from .cells import NOTHING, Cell, Result, Row, ranged, share, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -31,16 +30,11 @@ _COLUMNS = (
     ("n", text("requests")),
     ("FLOPs", _known("flops_share", share("flops_share"))),
     ("mean KL", ranged("mean_kl", ".4f")),
-    ("median", _known("median_kl", number("median_kl", ".4f"))),
     (_of_none("all"), ranged("kl_ratio")),
     (_of_none("token 1"), ranged("first_kl_ratio")),
     (_of_none("2-32"), ranged("later_kl_ratio")),
-    ("nearer than `none`", _known("nearer_share", share("nearer_share"))),
     ("first token flips", share("first_flip_share")),
-    ("top-1", share("top1_share")),
     ("32 tokens equal", share("greedy_equal_share")),
-    ("right answer in it off / on", sides("contains")),
-    ("score off / on (of)", _known("score_off", lambda row: f"{sides('score')(row)} ({row['scored']})")),
 )
 _WINDOWS = (
     ("setting", _setting),
@@ -53,13 +47,8 @@ _WINDOWS = (
 
 
 def _suites(result: Result) -> str:
-    """A table per suite, that of all suites first."""
-    names = dict.fromkeys(row["suite"] for row in result["rows"])
-    return "\n\n".join(
-        f"{'**All suites**' if name == ALL_SUITES else f'**`{name}`**'}\n\n"
-        + table(_COLUMNS, [row for row in result["rows"] if row["suite"] == name])
-        for name in names
-    )
+    """Rows of all suites together, or of the first; the record has those of each."""
+    return table(_COLUMNS, _first_suite(result))
 
 
 def _windows(result: Result) -> str:

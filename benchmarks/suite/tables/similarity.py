@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from .cells import Result, Row, claims, number, ranged, share, sides, table, text
+from .cells import Result, Row, claims, number, ranged, share, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -31,13 +31,9 @@ _COLUMNS = (
     ("could be reused", share("bound_share")),
     ("reused", share("reused_share")),
     ("wrong tokens", text("wrong_tokens")),
-    ("off", number("off_ms", unit=" ms")),
-    ("on", number("on_ms", unit=" ms")),
     ("speed-up", _SPEEDUP),
     ("mean KL", _KL),
     ("first token flips", _FLIPS),
-    ("score off / on", sides("score")),
-    ("right answer in it off / on", sides("contains")),
 )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from .cells import Result, number, ranged, share, table, text
+from .cells import Result, Row, number, ranged, share, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -18,22 +18,24 @@ _COLUMNS = (
     ("exact prefix", share("exact_share")),
     ("ours", share("graft_share")),
     ("bound", share("bound_share")),
-    ("off ms", number("off_ms")),
-    ("exact ms", number("exact_ms")),
-    ("ours ms", number("graft_ms")),
-    ("healed ms", number("healed_ms")),
     ("exact: speed-up", ranged("exact_speedup_ratio", ".1f", "x")),
     ("ours: speed-up", ranged("graft_speedup_ratio", ".1f", "x")),
     ("healed: speed-up", ranged("healed_speedup_ratio", ".1f", "x")),
     ("tokens healed", number("mean_healing_tokens")),
-    ("same first token", share("same_first_token_share")),
 )
-BLOCKS = {"turns": lambda result: table(_COLUMNS, result["rows"])}
+
+
+def _last_turns(result: Result) -> list[Row]:
+    """The last turns of each kind; the record has the first ones."""
+    return list({row["kind"]: row for row in result["rows"]}.values())
+
+
+BLOCKS = {"turns": lambda result: table(_COLUMNS, _last_turns(result))}
 
 
 def panels(result: Result) -> list[Panel]:
     """Reuse and speed-up of the last turns of each kind."""
-    rows = list({row["kind"]: row for row in result["rows"]}.values())
+    rows = _last_turns(result)
     names = [f"{row['kind']}, turns {row['turns']}" for row in rows]
     modes = {"exact prefix": "exact", "ours": "graft", "ours, healed": "healed"}
     shares = [Series.of(label, rows, f"{name}_share", 100) for label, name in modes.items()]

@@ -12,7 +12,7 @@ from kvgraft.config.server import ServerConfig, page_key
 from kvgraft.config.setting import is_text, quoted, rule_of
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.config.sources import Resolved, file_errors, resolve
-from kvgraft.config.table import default_text, grouped_settings, settings_table, table_of
+from kvgraft.config.table import default_text, grouped_settings, settings_table
 from kvgraft.config.vllm import VLLMConfig
 
 __all__ = [
@@ -35,6 +35,5 @@ __all__ = [
     "resolve",
     "rule_of",
     "settings_table",
-    "table_of",
     "variables",
 ]

@@ -15,7 +15,7 @@ _ALLOWED_DEVICES = ("[a-z]+(:[0-9]+)?", "auto, cpu, cuda or cuda:N")
 class EngineConfig(ReuseSettings):
     """How the engine loads a model, how much K/V it keeps, what it reuses and how it shares steps among requests.
 
-    Each field says in its help what it does; `kvgraft config show` and docs/configuration.md list them.
+    Each field says in its help what it does; `kvgraft config show` and docs/reference/settings.md list them.
     """
 
     # The embedded engine shows all that a policy may ask to see.

@@ -89,4 +89,4 @@ def _known() -> list[str]:
 
 def _hint(variable: str) -> str:
     closest = difflib.get_close_matches(variable.upper(), _known(), n=1, cutoff=0.8)
-    return f"did you mean {closest[0]}?" if closest else "unset it, or see docs/configuration.md for what there is"
+    return f"did you mean {closest[0]}?" if closest else "unset it, or see docs/reference/settings.md for what there is"

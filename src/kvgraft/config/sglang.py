@@ -17,7 +17,7 @@ BACKEND = "kvgraft"
 class SGLangConfig(AdapterSettings):
     """Settings of reuse, of the donors that are kept, and of reports.
 
-    `resolve(SGLangConfig)` reads them. Each field says in its help what it does; docs/integrations/sglang.md lists them.
+    `resolve(SGLangConfig)` reads them. Each field says in its help what it does; docs/reference/settings.md lists them.
     """
 
     # The backend computes single tokens again, and sums what the query attends to, in passes of its own; the logits of a

@@ -1,17 +1,14 @@
-"""Settings as users read them: values in words, and the table of docs/configuration.md."""
+"""Settings as users read them: values in words, and the table of docs/reference/settings.md."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvgraft.config.engine import MODEL, RISK, SCHEDULING, EngineConfig
 from kvgraft.config.reuse import MEMORY, REUSE
 from kvgraft.config.server import SERVER, ServerConfig
 from kvgraft.config.setting import rule_of
-
-if TYPE_CHECKING:
-    from kvgraft.config.settings import Settings
 
 _GROUPS = (MODEL, REUSE, RISK, MEMORY, SCHEDULING, SERVER)
 _HEAD = ("| setting | default | meaning |", "|---|---|---|")
@@ -36,12 +33,6 @@ def settings_table() -> str:
     for group, fields in grouped_settings().items():
         lines += [f"| **{group}** | | |", *map(_row, fields)]
     return "\n".join(lines) + "\n"
-
-
-def table_of(kind: type[Settings]) -> str:
-    """Return the Markdown table of the settings of one adapter."""
-    fields = [kind.field(name) for name in kind.rules()]
-    return "\n".join([*_HEAD, *map(_row, fields)]) + "\n"
 
 
 def grouped_settings() -> dict[str, list[dataclasses.Field[Any]]]:

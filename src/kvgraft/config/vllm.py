@@ -14,7 +14,7 @@ _SCHEDULING = "scheduling"
 class VLLMConfig(AdapterSettings):
     """Settings that `GraftConnector` reads from `kv_connector_extra_config`.
 
-    Each field says in its help what it does; docs/integrations/vllm.md lists them.
+    Each field says in its help what it does; docs/reference/settings.md lists them.
     """
 
     # The connector can compare keys, in vLLM's first layers, and sum what the query attends to, in a pass of its own.

@@ -78,10 +78,14 @@ class PrometheusRecorder:
         ProcessCollector(registry=self.registry)
         self._reuse = {metric: self._made(metric) for metric in METRICS}
         self._generated = self._counter("generation_tokens", "Tokens generated")
-        self._requests = self._counter("requests", "Requests that ended", "outcome")
+        self._requests = self._counter(
+            "requests",
+            "Requests that ended. outcome: stop, length, abort, error, refused (what was asked for is impossible)",
+            "outcome",
+        )
         self._preemptions = self._counter("num_preemptions", "Times a request lost its slots and was computed again")
         self._steps = self._counter("steps", "Forward passes")
-        self._rows = self._counter("step_rows", "Rows of forward passes", "phase")
+        self._rows = self._counter("step_rows", "Rows of forward passes. phase: prefill, decode", "phase")
         self._responses = self._counter("http_responses", "HTTP responses", "endpoint", "status")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token")
         self._tpot = self._histogram("time_per_output_token_seconds", "Between tokens, mean of a request")
@@ -90,8 +94,10 @@ class PrometheusRecorder:
         self._step_time = self._histogram("step_seconds", "Duration of a step")
         self._running = self._gauge("num_requests_running", "Admitted requests")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for admission")
-        self._slots = self._gauge("kv_slots", "K/V slots by holder", "holder")
-        self._pool_used = self._gauge("memory_used_bytes", "Bytes in use by pool", "pool")
+        self._slots = self._gauge("kv_slots", "K/V slots on the device. holder: free, request, cached, donor", "holder")
+        self._pool_used = self._gauge(
+            "memory_used_bytes", "Bytes in use. pool: kv, host_donors, host_prefixes, process", "pool"
+        )
         self._pool_limit = self._gauge("memory_limit_bytes", "Bytes that a pool may take", "pool")
         self._host_prefixes = self._gauge("prefix_host_tokens", "Tokens of exact prefixes in host memory")
         self._sessions = self._gauge("sessions", "Open sessions")
@@ -101,7 +107,11 @@ class PrometheusRecorder:
             "healed_tokens", "Tokens computed exactly after the answer, where grafts were"
         )
         self._healed_requests = self._counter("healed_requests", "Grafted requests whose K/V were healed to their end")
-        self._heals_dropped = self._counter("heals_dropped", "Grafted requests that were not healed", "reason")
+        self._heals_dropped = self._counter(
+            "heals_dropped",
+            "Grafted requests that were not healed. reason: too_many, no_room, evicted, error, reset",
+            "reason",
+        )
         self._last_heals: dict[str, int] = {}
         self._last_errors = 0
         self._last_counts: dict[tuple[ReuseMetric, str], int] = {}

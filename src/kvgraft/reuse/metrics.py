@@ -66,22 +66,34 @@ class Sample(NamedTuple):
     value: float
 
 
-PROMPT_TOKENS = Metric("prompt_tokens", MetricKind.COUNTER, "Prompt tokens by how they came about", ("kind", "outcome"))
+PROMPT_TOKENS = Metric(
+    "prompt_tokens",
+    MetricKind.COUNTER,
+    "Prompt tokens, once per request. kind: prefix (exact), segment (shifted), substituted (another text's), recomputed "
+    "(reused and computed again), fresh (the rest). outcome of the request: approx (something was grafted), exact, "
+    "rejected (a graft was refused), fallback (reuse failed)",
+    ("kind", "outcome"),
+)
 GRAFTED_REQUESTS = Metric("grafted_requests", MetricKind.COUNTER, "Requests with a graft")
 REPAIRS = Metric(
     "repairs",
     MetricKind.COUNTER,
-    "Grafts by when the policy's choice was computed: before or after the first token, and whether the answer came to it",
+    "Grafts of which tokens are computed again. time: before or after the first token. outcome: repaired, exact (nothing "
+    "approximate was left in the end), none (the answer ended before the repair)",
     ("time", "outcome"),
 )
-GRAFT_MISSES = Metric("graft_misses", MetricKind.COUNTER, "Requests without a graft, and why", ("reason",))
+GRAFT_MISSES = Metric(
+    "graft_misses", MetricKind.COUNTER, f"Requests without a graft. reason: {', '.join(MissReason)}", ("reason",)
+)
 GRAFT_ERRORS = Metric("graft_errors", MetricKind.COUNTER, "Failures of reuse that became misses; the log names them")
-LOOKUP_SECONDS = Metric("lookup_seconds", MetricKind.HISTOGRAM, "Finding and planning reuse", (), _QUICK_S)
-GRAFT_SECONDS = Metric("graft_seconds", MetricKind.HISTOGRAM, "Copying and rotating K/V", (), _QUICK_S)
+LOOKUP_SECONDS = Metric("lookup_seconds", MetricKind.HISTOGRAM, "Finding and planning reuse, per request", (), _QUICK_S)
+GRAFT_SECONDS = Metric(
+    "graft_seconds", MetricKind.HISTOGRAM, "Copying and rotating K/V, per grafted request", (), _QUICK_S
+)
 RECOMPUTE_SECONDS = Metric(
     "recompute_seconds",
     MetricKind.HISTOGRAM,
-    "Computing gaps and chosen tokens of a graft beside the engine",
+    "Passes over gaps and chosen tokens beside the engine's own, per grafted request",
     (),
     _QUICK_S,
 )
@@ -113,25 +125,33 @@ GRAFT_REFUSED = Metric(
 PROPOSALS = Metric(
     "proposals",
     MetricKind.COUNTER,
-    "Donors that an embedder named, tokens matched only thanks to that, texts embedded, dropped and failed; on the "
-    "embedded engine only",
+    "Work of an embedder, on the embedded engine only. what: donors (named), tokens (matched only thanks to that), "
+    "embedded, dropped, errors (texts)",
     ("what",),
 )
 SEMANTIC_CALLS = Metric(
     "semantic_calls",
     MetricKind.COUNTER,
-    "Calls of a semantic provider by what became of them: hit, miss, timeout, error",
+    "Calls of a semantic provider. outcome: hit (its text stands in), miss, timeout, error",
     ("outcome",),
 )
 STORE_READS = Metric(
-    "store_reads", MetricKind.COUNTER, "Reads of stored donors by what became of them", ("store", "outcome")
+    "store_reads",
+    MetricKind.COUNTER,
+    "Reads of stored donors. outcome: hit, missing, corrupt, failed, refused (not begun), cancelled, late, look_failed "
+    "(the store could not be asked what it has)",
+    ("store", "outcome"),
 )
 STORE_READ_BYTES = Metric("store_read_bytes", MetricKind.COUNTER, "Bytes of stored donors that arrived", ("store",))
 STORE_READ_SECONDS = Metric(
     "store_read_seconds", MetricKind.HISTOGRAM, "Waiting of a request for K/V from stores", (), _QUICK_S
 )
 STORE_WRITES = Metric(
-    "store_writes", MetricKind.COUNTER, "Donors offered to stores by what became of them", ("store", "outcome")
+    "store_writes",
+    MetricKind.COUNTER,
+    "Donors offered to stores. outcome: stored, known (the store had it), dropped (too much waited, or their K/V were "
+    "gone), refused (it is full), failed",
+    ("store", "outcome"),
 )
 STORE_WRITTEN_BYTES = Metric("store_written_bytes", MetricKind.COUNTER, "Bytes of donors written to stores", ("store",))
 STORE_RESTING = Metric("store_resting", MetricKind.GAUGE, "1 while a store is left alone after failures", ("store",))
@@ -139,7 +159,8 @@ STORE_COLD_DONORS = Metric("store_cold_donors", MetricKind.GAUGE, "Donors whose 
 RISK_AUDITS = Metric(
     "risk_audits",
     MetricKind.GAUGE,
-    "Grafted requests compared with full prefill at the present notch; on the embedded engine only",
+    "Grafted requests compared with full prefill at the present notch, on the embedded engine with a calibration. part "
+    "of the answer: first (the first token, drawn before the repair), later, whole (answers that waited for it)",
     ("reuse_class", "part", "notch", "status"),
 )
 RISK_CERTIFIED = Metric(

@@ -112,7 +112,12 @@ _INPUT = (
     _refused("truncation", (_R,), "disabled", instead="cut the input"),
     _read("documents", (_H,), "texts for templates that read them; others refuse them"),
     _refused("chat_template", (_H, _T), instead="give the rendered conversation to `/v1/completions`"),
-    _read("chat_template_kwargs", (_H, _R), "what the chat template reads besides: [below](#chat-templates)", "`{}`"),
+    _read(
+        "chat_template_kwargs",
+        (_H, _R),
+        "what its template reads besides: [how](../server.md#chat-templates)",
+        "`{}`",
+    ),
     _read("add_generation_prompt", (_H,), "the prompt ends where the assistant begins to speak", "true"),
     _read("continue_final_message", (_H,), "the answer goes on with the last message", "false"),
     _refused("chat_template_kwargs", (_T,), {}),
@@ -126,7 +131,7 @@ _INPUT = (
     _refused("web_search_options", (_H,), instead="give what was found as a message"),
     _refused("functions", (_H,), [], instead="use `tools`"),
     _refused("function_call", (_H,), "none", "auto", instead="use `tool_choice`"),
-    _read("tool_choice", (_H, _R), "whether tools are called, and which: [below](#tools)", "auto"),
+    _read("tool_choice", (_H, _R), "whether tools are called, and which: [how](../server.md#tools)", "auto"),
     _read("parallel_tool_calls", (_H, _R), "false allows one call at most", "true"),
     _refused("max_tool_calls", (_R,)),
     _refused("previous_response_id", (_R,), instead="responses are not stored; send the whole conversation as `input`"),
@@ -175,8 +180,14 @@ _SAMPLING = (
     _refused("thinking_token_budget", (_C, _H), -1, instead="use `max_tokens`"),
     _refused("logits_processors", (_C, _H), []),
     _refused("vllm_xargs", _GENERATE, {}),
-    _read("response_format", (_C, _H), "[what the answer has to be](#structured-output)", '`{"type": "text"}`'),
-    _read("structured_outputs", (_C, _H), "[the same, as vLLM says it](#structured-output); not in OpenAI's API"),
+    _read(
+        "response_format", (_C, _H), "[what the answer has to be](../server.md#structured-output)", '`{"type": "text"}`'
+    ),
+    _read(
+        "structured_outputs",
+        (_C, _H),
+        "[the same, as vLLM says it](../server.md#structured-output); not in OpenAI's API",
+    ),
     _refused("structured_outputs", (_R,), instead="say it in `text.format`"),
     _refused("guided_json", (_C, _H), instead='use `structured_outputs`: `{"json": ...}`'),
     _refused("guided_regex", (_C, _H), instead='use `structured_outputs`: `{"regex": ...}`'),
@@ -236,7 +247,11 @@ _ANSWER = (
 
 _SERVING = (
     _read("cache_salt", (*_GENERATE, _S), "K/V are shared only among requests of the same salt"),
-    _read("session_id", (_C, _H), "the session that this is a turn of ([sessions](#sessions)); one prompt, `n` of 1"),
+    _read(
+        "session_id",
+        (_C, _H),
+        "the session that it is a turn of ([sessions](../server.md#sessions)); one prompt, `n` of 1",
+    ),
     _refused("session_id", (_R,), instead="sessions are for `/v1/completions` and `/v1/chat/completions`"),
     _read(
         "priority",
@@ -244,7 +259,7 @@ _SERVING = (
         "with `eviction_policy: priority`, prefixes of higher ones stay longer in the cache; orders no requests",
         "0",
     ),
-    _read("kvgraft", _GENERATE, "what may be reused for this request: [below](#options-of-kvgraft)"),
+    _read("kvgraft", _GENERATE, "what may be reused for this request: [how](../server.md#options-of-kvgraft)"),
     _read("id", (_S,), "1 to 128 letters, digits and `._:-`", "made up"),
     _read("ttl_s", (_S,), "seconds without a turn after which it is closed", "`session_ttl_s`"),
     _refused(

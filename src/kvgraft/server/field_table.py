@@ -1,7 +1,7 @@
 """Checks of the fields of a body: each is read, refused unless it asks for nothing, or ignored as it changes nothing.
 
 A field that is in no table is refused, too: what a client asks for is done, or refused. The tables are
-in `body_fields`; `docs/server.md` holds what `field_tables` writes of them.
+in `body_fields`; `docs/reference/http.md` holds what `field_tables` writes of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _unknown(name: str, endpoint: Endpoint) -> BadRequestError:
     else:
         known = [field.name for field in table_of(endpoint).values() if field.handling is Handling.READ]
         closest = closest_name(name, known)
-        hint = f"did you mean {closest!r}?" if closest else "docs/server.md lists the fields; leave it out"
+        hint = f"did you mean {closest!r}?" if closest else "docs/reference/http.md lists the fields; leave it out"
     return BadRequestError(f"{short!r} is no field of {endpoint}; {hint}", param=short, code="unknown_field")
 
 

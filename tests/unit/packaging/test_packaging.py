@@ -47,6 +47,7 @@ def test_links_become_absolute_where_there_is_an_address(hook):
     metadata = update(hook, ADDRESS + "/")
     found = targets(metadata["readme"]["text"])
     assert f"{ADDRESS}/docs/server.md" in found
+    assert f"{ADDRESS}/docs/images/reuse.svg?raw=true" in found
     assert all(target.startswith((ADDRESS, "#", "https://")) for target in found)
     assert metadata["urls"]["Changelog"] == f"{ADDRESS}/CHANGELOG.md"
 
@@ -55,7 +56,7 @@ def test_without_an_address_no_link_and_no_url_leads_nowhere(hook):
     metadata = update(hook, "")
     text = metadata["readme"]["text"]
     assert all(target.startswith(("#", "https://")) for target in targets(text))
-    assert "docs/server.md" in text
+    assert "concepts · all pages · server" in text
     assert metadata["urls"] == {}
 
 
@@ -66,13 +67,13 @@ def test_urls_lead_to_files(hook):
 def test_code_is_left_alone(hook):
     text = "[a](b.md)\n```\nx[0](y)\n```\n![i](c.png) [w](https://x.example) [h](#head)\n"
     packaged = hook.packaged(text, ADDRESS)
-    assert packaged == text.replace("(b.md)", f"({ADDRESS}/b.md)")
+    assert packaged == text.replace("(b.md)", f"({ADDRESS}/b.md)").replace("(c.png)", f"({ADDRESS}/c.png?raw=true)")
 
 
 def test_all_is_everything_but_engines_and_what_the_system_must_have():
     extras = PROJECT["optional-dependencies"]
     (everything,) = re.findall(r"kvgraft\[([\w,]+)\]", " ".join(extras["all"]))
-    assert set(everything.split(",")) == set(extras) - {"all", "dev", "vllm", "sglang", "lmcache", "mooncake"}
+    assert set(everything.split(",")) == set(extras) - {"all", "dev", "docs", "vllm", "sglang", "lmcache", "mooncake"}
 
 
 def test_metadata_names_author_and_versions_of_python():

@@ -13,9 +13,8 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from kvgraft.server.body_fields import BODY_FIELDS, SHOWN, Endpoint, Handling
-from kvgraft.server.field_table import field_tables, table_of
+from kvgraft.server.field_table import table_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 VERSIONS = json.loads((Path(__file__).parent / "vllm_fields.json").read_text())
 VLLM = {body: {name for lists in VERSIONS.values() for name in lists[body]} for body in VERSIONS["0.33.0"]}
 OPENAI = {
@@ -57,12 +56,6 @@ def test_a_name_stands_once_for_an_endpoint():
     assert max(count.values()) == 1
 
 
-def test_docs_hold_the_tables():
-    assert field_tables() in PAGE.read_text(), (
-        "paste the output of kvgraft.server.field_table.field_tables() into server.md"
-    )
-
-
 def test_every_endpoint_that_is_served_is_tested_here():
     assert set(BODIES) == SHOWN
 
@@ -97,14 +90,14 @@ def test_true_is_not_one_and_zero_is_not_false(server):
     [
         ("max_token", "did you mean 'max_tokens'?"),
         ("temprature", "did you mean 'temperature'?"),
-        ("penalty_last_n", "docs/server.md lists the fields; leave it out"),
-        ("top_a", "docs/server.md lists the fields; leave it out"),
-        ("min_length", "docs/server.md lists the fields; leave it out"),
-        ("stop_sequences", "docs/server.md lists the fields; leave it out"),
+        ("penalty_last_n", "docs/reference/http.md lists the fields; leave it out"),
+        ("top_a", "docs/reference/http.md lists the fields; leave it out"),
+        ("min_length", "docs/reference/http.md lists the fields; leave it out"),
+        ("stop_sequences", "docs/reference/http.md lists the fields; leave it out"),
         ("max_new_tokens", "did you mean 'max_tokens'?"),
-        ("zzz", "docs/server.md lists the fields; leave it out"),
+        ("zzz", "docs/reference/http.md lists the fields; leave it out"),
         ("top_logprobs", "it is one of chat, responses"),
-        ("x" * 100_000, "docs/server.md lists the fields; leave it out"),
+        ("x" * 100_000, "docs/reference/http.md lists the fields; leave it out"),
     ],
 )
 def test_unknown_field_is_refused_with_what_was_meant(server, field, hint):

@@ -193,8 +193,9 @@ def _prefill(
     repair, work = repair_report(kv, outcome), outcome.work
     if outcome.repair is not None and repair is not None:
         kv.is_answered = True
-        work = (yield from _run(adapter, manager, kv, outcome.repair, max_rows)).work
-        repair = replace(repair, from_token=2)
+        repaired = yield from _run(adapter, manager, kv, outcome.repair, max_rows)
+        work = repaired.work
+        repair = replace(repair, from_token=2, exact_from_token=2 if repaired.is_exact else None)
     kv.lineage.recompute(work.recomputed_runs)
     return Score(outcome.logits[None], prompt_report(kv, work, manager.flops, repair))
 
