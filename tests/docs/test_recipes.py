@@ -19,7 +19,9 @@ from tests.docs.pages import page
 
 from kvgraft.donors import CostModel, DonorCatalogue
 from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine.model.adapter import TransformersAdapter
 from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.model.self_check import probe_slots, self_check
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.graft.rope import RopePairing, RopeSpec
 from kvgraft.memory.store import register_store
@@ -34,6 +36,7 @@ from kvgraft.types import GraftPlan, Namespace
 RECIPES = {
     "a selection policy": "test_a_selection_policy",
     "an architecture": "test_an_architecture",
+    "a kind of layer": "test_a_kind_of_layer",
     "an attention backend": "test_an_attention_backend",
     "an engine": "TestEngine",
     "a setting": "test_a_setting",
@@ -237,6 +240,15 @@ def test_an_architecture(monkeypatch):
     llm = LLM(adopt_model("seed_oss", tiny_models.tiny_model("seed_oss"), None), num_slots=500)
     assert llm.graft_refusal is None
     assert len(llm.generate(np.arange(3, 40), SamplingParams(3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_a_kind_of_layer(monkeypatch):
+    """A family with states that is not among the tested ones, and needs no code."""
+    sizes = tiny_models.STATE_FAMILIES["qwen3_next"]
+    monkeypatch.setitem(tiny_models.STATE_FAMILIES, "qwen3_5_moe_text", sizes)
+    adapter = TransformersAdapter.create(tiny_models.tiny_model("qwen3_5_moe_text"), num_slots=256)
+    assert len(adapter.layers.mixers) == 2
+    assert self_check(adapter, np.arange(probe_slots(adapter))).forward_error < 1e-4
 
 
 def test_a_prefix_cache_backend(monkeypatch, tmp_path):

@@ -11,9 +11,12 @@ Documents are long enough to be worth a graft, under policies that look at the q
 from __future__ import annotations
 
 import sys
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
+from hypothesis import event as note
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,10 +24,12 @@ from tests.engine_runs import submit
 from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from tests.support.repaired_kv import RepairedKV
+from tests.support.states import ColdRuns
 
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.model import slot_plan
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.schedule.active import Phase
@@ -42,28 +47,30 @@ class PoisonedSlots:
         self.adapter, space = engine.adapter, engine.space
         pool = engine.adapter.pool
         if not isinstance(pool, HybridSlotPool):
-            self.watch(space.allocator, pool)
+            self.watch(space.allocator, partial(self.poison, pool))
         else:
-            self.watch(space.windows, pool.window)
+            self.watch(space.windows, partial(self.poison, pool.window))
             if pool.full is not None:
-                self.watch(space.allocator, pool.full)
+                self.watch(space.allocator, partial(self.poison, pool.full))
+        if self.adapter.states is not None:
+            self.watch(space.states, self.poison_states)
         self.forward, self.adapter.forward = self.adapter.forward, self.checked
 
-    def watch(self, allocator, pool):
+    def watch(self, allocator, poison):
         allocate, release = allocator.allocate, allocator.release
 
         def allocated(num_tokens, *, after=None):
             slots = allocate(num_tokens, after=after)
-            self.poison(pool, slots)
+            poison(slots)
             return slots
 
         def released(slots, owner):
             freed = release(slots, owner)
-            self.poison(pool, freed)
+            poison(freed)
             return freed
 
         allocator.allocate, allocator.release = allocated, released
-        self.poison(pool, np.arange(pool.num_slots))
+        poison(np.arange(allocator.num_slots))
 
     @staticmethod
     def poison(pool, slots):
@@ -72,6 +79,12 @@ class PoisonedSlots:
             for layer in range(len(pool.layers)):
                 pool.keys(layer)[index] = 0.0
                 pool.values(layer)[index] = POISON
+
+    def poison_states(self, states):
+        """A state that is neither cleared nor copied has read nothing that anybody knows."""
+        pool, index = self.adapter.states, torch.from_numpy(np.array(states))
+        for number, part in enumerate(pool.parts if len(states) else ()):
+            pool.scatter(number, index, torch.full((len(states), *part.shape), POISON, dtype=part.dtype))
 
     def checked(self, batch):
         outputs = self.forward(batch)
@@ -84,6 +97,8 @@ class PoisonedSlots:
             for layer in range(self.adapter.num_layers):
                 for written in place.read(layer):
                     assert torch.isfinite(written).all()
+            if rows.state is not None:
+                assert all(torch.isfinite(part).all() for part in self.adapter.states.export(rows.state).parts)
         return outputs
 
 
@@ -103,8 +118,22 @@ class ComputedMachine(RuleBasedStateMachine):
         heal=st.sampled_from(["idle", "always"]),
         side_by_side=st.booleans(),
         repair_rows=st.sampled_from([0, 5, 40]),
+        tokens_per_state=st.sampled_from([16, 1 << 20]),
     )
-    def start(self, seed, family, slots, max_rows, page_size, host_tokens, host_bytes, heal, side_by_side, repair_rows):  # noqa: PLR0917
+    def start(  # noqa: PLR0917
+        self,
+        seed,
+        family,
+        slots,
+        max_rows,
+        page_size,
+        host_tokens,
+        host_bytes,
+        heal,
+        side_by_side,
+        repair_rows,
+        tokens_per_state,
+    ):
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(
@@ -119,7 +148,9 @@ class ComputedMachine(RuleBasedStateMachine):
             repair_rows=repair_rows,
         )
         name = self.families[family % len(self.families)]
-        self.engine = Engine(adopt_model(name, tiny_model(name), None), config, max_step_s=0.01)
+        # Where there are few states, requests wait for them, and recorded ones leave.
+        with mock.patch.object(slot_plan, "_TOKENS_PER_STATE", tokens_per_state):
+            self.engine = Engine(adopt_model(name, self.model(name), None), config, max_step_s=0.01)
         if side_by_side:  # several prompts are computed at once, however short they are
             self.engine.scheduler._is_long = lambda active: True
         poisoned = PoisonedSlots(self.engine)
@@ -145,6 +176,10 @@ class ComputedMachine(RuleBasedStateMachine):
             if sys.exc_info()[0] is None:
                 self.run_dry()
             self.engine.close()
+
+    @staticmethod
+    def model(name):
+        return tiny_model(name)
 
     def words(self, count):
         return self.rng.integers(3, VOCABULARY, count)
@@ -259,8 +294,10 @@ class ComputedMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.open
+        self.assert_exact(self.engine.builder.build(self.documents[0]).namespace)
+
+    def assert_exact(self, namespace):
         engine = self.engine
-        namespace = engine.builder.build(self.documents[0]).namespace
         for text in self.texts[-8:]:
             assert_prefix_is_exact(engine.adapter, engine.space, namespace, text)
         assert_donors_are_exact(engine.adapter, engine.space, self.texts, last=8)
@@ -279,10 +316,28 @@ class HybridComputedMachine(ComputedMachine):
     families = ("gemma2", "mistral", "cohere2")
 
 
+class StateComputedMachine(ComputedMachine):
+    """The same on models with layers that keep a state; a state that is stored is that of a cold run."""
+
+    families = ("qwen3_next", "granitemoehybrid", "lfm2")
+    cold = None
+
+    def assert_exact(self, namespace):
+        engine = self.engine
+        self.cold = self.cold or ColdRuns(engine.adapter.model, 384)
+        found = [
+            self.cold.assert_prefix_is_exact(engine.adapter, engine.space, namespace, text) for text in self.texts[-4:]
+        ]
+        note(f"stored of {sum(length > 0 for length in found)} texts")
+        assert not len(engine.space.donors)
+
+
 ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=18, deadline=None)
 HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=18, deadline=None)
+StateComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=18, deadline=None)
 TestComputed = ComputedMachine.TestCase
 TestHybridComputed = HybridComputedMachine.TestCase
+TestStateComputed = StateComputedMachine.TestCase
 
 
 def test_a_prefix_that_is_published_before_it_is_computed_is_seen(rng, monkeypatch):

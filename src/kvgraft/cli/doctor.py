@@ -79,11 +79,24 @@ def _embedded(args: argparse.Namespace) -> dict[str, object]:
         "layers": llm.adapter.num_layers,
         "kv_bytes_per_token": llm.adapter.pool.bytes_per_token,
         "num_slots": llm.adapter.pool.num_slots,
+        **_states(llm),
         "attention": llm.adapter.attention.reason,
         "sparse_forward_error": check.forward_error,
         "rope": ", ".join(sorted(pairings)) or "-",
         "rope_error": check.rope_error,
         "shifted_reuse": "refused: " + check.refusal if check.refusal else "accepted",
+    }
+
+
+def _states(llm: LLM) -> dict[str, object]:
+    """Return what layers keep instead of K/V; nothing for a model of attention layers alone."""
+    states, layers = llm.adapter.states, llm.adapter.layers
+    if states is None:
+        return {}
+    return {
+        "state_layers": len(layers.mixers),
+        "bytes_per_state": states.bytes_per_state,
+        "num_states": states.num_states,
     }
 
 

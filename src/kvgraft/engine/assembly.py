@@ -1,4 +1,4 @@
-"""Build the parts of an engine that suit its model: one space of slots or two, and their managers."""
+"""Build the parts of an engine that suit its model: one space of slots, two, or one and states, and their managers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from kvgraft.engine.kv.cache_manager import CacheManager
 from kvgraft.engine.kv.host_tier import WRITE_POLICY, HostTier, TieredKVSpace
 from kvgraft.engine.kv.hybrid_space import HybridKVSpace
 from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.kv.layer_slots import LayerSlots
 from kvgraft.engine.kv.planning import Planner
-from kvgraft.engine.kv.request_donors import HostDonors, RequestDonors, SlotDonors
+from kvgraft.engine.kv.request_donors import HostDonors, NoDonors, RequestDonors, SlotDonors
+from kvgraft.engine.kv.running_states import RunningStates
 from kvgraft.engine.kv.sliding_windows import SlidingWindows
-from kvgraft.engine.kv.windows import RequestWindows
+from kvgraft.engine.kv.state_space import StateKVSpace
 from kvgraft.engine.model.adapter import TransformersAdapter, take_over
 from kvgraft.engine.model.flops import ModelFlops
-from kvgraft.engine.model.slot_plan import SlotPlan
+from kvgraft.engine.model.slot_plan import SlotPlan, running_states
 from kvgraft.errors import ConfigError
 from kvgraft.memory import HybridSlotPool, SlotPool
-from kvgraft.prefix import HierarchicalRadixCache, PrefixCache, SWARadixCache, create_tree_cache
+from kvgraft.prefix import (
+    BranchingPoints,
+    HierarchicalRadixCache,
+    PrefixCache,
+    StateRadixCache,
+    SWARadixCache,
+    create_tree_cache,
+)
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.lookup import Lookup, ResidentDonors
 from kvgraft.reuse.substitute import Substitutes
@@ -69,6 +78,8 @@ def adapter_and_prefix(
     """
     model = loaded.model
     layers = take_over(model)
+    if layers.mixers:
+        return _with_states(loaded, layers, config, events)
     sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
     uniform = SlotPlan.uniform(*sizes)
     windowed = partial(SlotPlan.windowed, *sizes, max_running=config.max_running, ratio=config.hybrid_kvcache_ratio)
@@ -94,6 +105,28 @@ def _require_room_for_a_page(prefix: PrefixCache, plan: SlotPlan) -> None:
             f"page_size={prefix.page_size} is more than the {plan.num_slots} K/V slots, so that no prefix could be kept; "
             "lower page_size or raise num_slots"
         )
+
+
+def _with_states(
+    loaded: LoadedModel, layers: ModelLayers, config: EngineConfig, events: EventLog | None
+) -> tuple[TransformersAdapter, PrefixCache]:
+    """Allocate states besides, which only a prefix cache that records them can keep for others.
+
+    Window layers, if there are any, share the slots of tokens with the others.
+    """
+    if config.prefix_host_bytes:
+        raise ConfigError("prefix_host_bytes is for models without layers that keep a state; leave it at 0")
+    model = loaded.model
+    sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
+    plan = SlotPlan.with_states(*sizes, max_running=config.max_running)
+    prefix = create_tree_cache(tree_cache_context(loaded, layers, config, uniform=plan, windowed=None, events=events))
+    if not isinstance(prefix, StateRadixCache):
+        raise ConfigError(
+            f"prefix-cache backend {config.radix_cache_backend!r} records no states, which layers of this model "
+            "keep; choose radix_cache_backend 'default'"
+        )
+    _require_room_for_a_page(prefix, plan)
+    return TransformersAdapter.over(model, layers, plan, config.attention), prefix
 
 
 def _with_host_tier(
@@ -159,16 +192,22 @@ def cache_manager(
     sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
     rules = partial(DonorRules, min_run=config.min_run, max_generation=config.max_generation)
     space: KVSpace
-    windows: RequestWindows
+    slots: LayerSlots
     request_donors: RequestDonors
     try:
         if isinstance(adapter.pool, HybridSlotPool):
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
             hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
-            windows = sliding = SlidingWindows(hybrid)
+            slots = sliding = SlidingWindows(hybrid)
             request_donors = HostDonors(hybrid, rules(space.donors, finder=ResidentDonors(space.donors)), sliding)
+        elif adapter.states is not None:
+            assert isinstance(prefix, StateRadixCache), "states are planned for a prefix cache that knows them"
+            space = with_states = StateKVSpace(adapter.pool, adapter.states, prefix, **sizes)
+            most_running = running_states(adapter.states.num_states, config.max_running)
+            slots = RunningStates(with_states, adapter.states, BranchingPoints(), max_running=most_running)
+            request_donors = NoDonors(space, rules(space.donors))
         else:
-            space, windows = _one_space(adapter.pool, prefix, sizes), RequestWindows()
+            space, slots = _one_space(adapter.pool, prefix, sizes), LayerSlots()
             request_donors = SlotDonors(space, rules(space.donors))
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise
@@ -186,12 +225,12 @@ def cache_manager(
         proposer=proposer,
         near=ResidentDonors(space.donors),
     )
-    flops = ModelFlops.of_model(adapter.model)
+    flops = ModelFlops.of_model(adapter.model, adapter.layers)
     if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):
         raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
     substitutes = Substitutes.configured(config, loaded)
     planner = Planner(space, flops, lookup, risk, refusal=refusal, substitutes=substitutes)
-    return CacheManager(adapter, space, windows, request_donors, planner)
+    return CacheManager(adapter, space, slots, request_donors, planner)
 
 
 def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KVSpace:

@@ -17,7 +17,7 @@ from kvgraft.engine.idle.healing import MOST_ROWS, IdleHealer
 from kvgraft.engine.kv.build_context import eviction_parameters
 from kvgraft.engine.kv.sessions import Sessions
 from kvgraft.engine.model.loading import LoadedModel, eos_token_ids, fingerprint, load_model
-from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, self_check
+from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, probe_slots, self_check
 from kvgraft.engine.requests.request_builder import RequestBuilder
 from kvgraft.engine.requests.risk import HeldRisk
 from kvgraft.engine.requests.text import OutputText
@@ -149,7 +149,8 @@ class Engine:
         self.builder = RequestBuilder(self.loaded, config, self.adapter.pool.num_slots)
         self.adapter.lengths.require(self.builder.max_model_len)
         stage("checking the model")
-        self.self_check: SelfCheckReport = self_check(self.adapter, np.arange(PROBE_SLOTS), self.builder.longest)
+        slots = np.arange(probe_slots(self.adapter))
+        self.self_check: SelfCheckReport = self_check(self.adapter, slots, self.builder.longest)
         self.risk = HeldRisk.configured(config, self.loaded, self.builder.policy)
         self.builder.policy = self.risk.policy
         self.proposer = donor_proposer(config, self.loaded.tokenizer)
@@ -320,6 +321,11 @@ class Engine:
             raise CorruptCacheError(
                 f"unfinished requests hold {held} slots, of which the allocator counts {references}"
             )
+        states = self.space.state_usage()
+        if states is not None and states.request != self._num_states_held():
+            raise CorruptCacheError(
+                f"unfinished requests hold {self._num_states_held()} states, of which the allocator counts {states.request}"
+            )
 
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
@@ -342,6 +348,11 @@ class Engine:
     def _num_held(self) -> int:
         """Slots of unfinished requests, one that two of them hold twice."""
         return sum(0 if active.kv is None else len(active.kv.kv_indices) for active in self._active.values())
+
+    def _num_states_held(self) -> int:
+        """States of unfinished requests, running and recorded ones."""
+        rows = (active.kv.states for active in self._active.values() if active.kv is not None)
+        return sum(len(list(row.held)) for row in rows if row is not None)
 
     def heal_step(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """Heal a piece of a finished request; False if none was healed now, for want of one or because `is_wanted` said so.

@@ -15,8 +15,8 @@ class MemoryUse:
     """Bytes and tokens in use, each with its limit; a limit of 0 means that none are kept.
 
     Attributes:
-        kv_bytes: K/V on the device that requests, prefixes or donors hold.
-        kv_limit_bytes: K/V slots of the device, all of which are allocated at the start.
+        kv_bytes: K/V and states on the device that requests, prefixes or donors hold.
+        kv_limit_bytes: Slots of the device, all of which are allocated at the start.
         host_bytes: K/V of donors in host memory.
         host_limit_bytes: The setting `host_bytes`.
         prefix_host_bytes: K/V of exact prefixes in host memory.
@@ -39,7 +39,7 @@ class MemoryUse:
         """Read a space; cheap, callable from any thread, numbers may be of neighbouring moments."""
         return cls(
             kv_bytes=space.held_bytes,
-            kv_limit_bytes=space.pool.num_bytes,
+            kv_limit_bytes=space.limit_bytes,
             host_bytes=space.host.used_bytes,
             host_limit_bytes=space.host.budget_bytes,
             prefix_host_bytes=space.prefix_host_tokens * space.pool.bytes_per_token,

@@ -23,6 +23,7 @@ class EngineSnapshot:
     Attributes:
         usage: K/V slots by holder.
         window_usage: Slots of window layers by holder, where these have slots of their own.
+        state_usage: States by holder, where layers keep states.
         donor_tokens: Of donors in all tiers.
         slots_kept: Slots that are kept for sessions.
         num_errors: Lookups, grafts and publications that failed and became misses.
@@ -44,6 +45,7 @@ class EngineSnapshot:
     num_waiting: int
     usage: SlotUsage
     window_usage: SlotUsage | None
+    state_usage: SlotUsage | None
     num_donors: int
     donor_tokens: int
     host_bytes: int
@@ -77,6 +79,7 @@ class EngineSnapshot:
             num_waiting=len(engine.scheduler.waiting),
             usage=engine.space.usage(),
             window_usage=engine.space.window_usage(),
+            state_usage=engine.space.state_usage(),
             num_donors=len(engine.space.donors),
             donor_tokens=engine.space.donors.num_tokens,
             host_bytes=engine.space.host.used_bytes,

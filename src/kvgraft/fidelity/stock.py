@@ -49,11 +49,10 @@ def stock_answer(model: PreTrainedModel, prompt: TokenArray, num_tokens: int) ->
     """
     given = torch.from_numpy(prompt)[None].to(model.device)
     output = model(given, use_cache=True, logits_to_keep=1)
-    tokens = [int(output.logits[0, -1].argmax())]
+    tokens, past = [int(output.logits[0, -1].argmax())], cache_of(output)
     while len(tokens) < num_tokens:
-        newest = given.new_tensor([[tokens[-1]]])
-        output = model(newest, use_cache=True, **cache_argument(model, cache_of(output)))
-        tokens.append(int(output.logits[0, -1].argmax()))
+        (logits,) = _feed(model, np.asarray(tokens[-1:]), past, len(prompt) + len(tokens) - 1)
+        tokens.append(int(logits[-1].argmax()))
     token_ids = np.asarray(tokens, np.int64)
     return StockAnswer(token_ids, stock_logits(model, prompt, token_ids))
 
@@ -86,11 +85,11 @@ def stock_reference(model: PreTrainedModel, prompt: TokenArray, num_tokens: int,
     gold_logits = first[:0]
     if len(gold):
         # The cache grows in place, and window layers forget: the answer gets a copy.
-        rest = _feed(model, gold[:-1], copy.deepcopy(cache_of(output)))
+        rest = _feed(model, gold[:-1], copy.deepcopy(cache_of(output)), len(prompt))
         gold_logits = torch.cat([first, *rest])
     rows, tokens, past = [first], [int(first.argmax())], cache_of(output)
     while len(tokens) < num_tokens:
-        rows += _feed(model, np.asarray(tokens[-1:]), past)
+        rows += _feed(model, np.asarray(tokens[-1:]), past, len(prompt) + len(tokens) - 1)
         tokens.append(int(rows[-1].argmax()))
     return StockReference(np.asarray(tokens, np.int64), torch.cat(rows).float(), gold_logits.float())
 
@@ -103,9 +102,11 @@ def stock_logits(model: PreTrainedModel, prompt: TokenArray, continuation: Token
     return logits.float()
 
 
-def _feed(model: PreTrainedModel, token_ids: TokenArray, past: Cache) -> list[Tensor]:
-    """Logits (len(token_ids), vocab_size) after `token_ids`, as a list of none or one; `past` grows."""
+def _feed(model: PreTrainedModel, token_ids: TokenArray, past: Cache, start: int) -> list[Tensor]:
+    """Logits (len(token_ids), vocab_size) after `token_ids` from position `start` on, a list of none or one; `past` grows."""
     if not len(token_ids):
         return []
     given = torch.from_numpy(token_ids)[None].to(model.device)
-    return [model(given, use_cache=True, **cache_argument(model, past)).logits[0]]
+    # Said, because some models (Bamba) count from 0 in every pass by themselves.
+    places = torch.arange(start, start + len(token_ids), device=model.device)[None]
+    return [model(given, position_ids=places, use_cache=True, **cache_argument(model, past)).logits[0]]

@@ -61,6 +61,9 @@ class SequenceRows:
             stay; earlier layers are written. There are no logits then. 0 to run all layers.
         is_abandoned: Asked at every layer of a pass that these rows have for themselves: True ends the pass, and its K/V are
             worth nothing. None for a pass that runs to its end.
+        state: Of a model with layers that keep a state, the slot of this sequence's. The rows are the next positions of that
+            state, without a gap; a pass that ends well has moved it behind the last of them, any other leaves it alone, so
+            that the same rows can be computed again.
     """
 
     token_ids: NDArray[np.int64]
@@ -73,6 +76,7 @@ class SequenceRows:
     drift: DriftRuns | None = None
     deviation_layer: int = 0
     is_abandoned: Callable[[], bool] | None = None
+    state: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +97,10 @@ class SequenceOutput:
 
 
 class PassAbandonedError(Exception):
-    """A forward pass ended before its end because `SequenceRows.is_abandoned` said so; its slots hold K/V of no use."""
+    """A forward pass ended before its end because `SequenceRows.is_abandoned` said so; its slots hold K/V of no use.
+
+    Its state, where the model keeps one, is the one from before the pass: the rows may be computed again, or others.
+    """
 
 
 class ModelAdapter(Protocol):

@@ -39,7 +39,9 @@ class PromptPasses:
         token_ids: TokenArray,
         kv_indices: NDArray[np.int64],
         steps: GraftSteps,
+        *,
         swa_indices: NDArray[np.int64] | None,
+        state: int | None,
         on_policy_error: Callable[[PolicyError], None] | None,
     ) -> None:
         """Begin nothing yet; arguments as for `SparsePrefill`."""
@@ -47,6 +49,7 @@ class PromptPasses:
         self._token_ids = token_ids
         self._kv_indices = kv_indices
         self._swa_indices = swa_indices
+        self._state = state
         self._steps = steps
         self._logits: Tensor | None = None
         self._done = self._pending = 0
@@ -120,6 +123,7 @@ class PromptPasses:
             num_logits=int(is_last),
             observed_rows=max(0, stop - first_observed) if planned.observe_query else 0,
             swa_indices=self._swa_indices,
+            state=self._state,
             seq_len=len(self._token_ids),
             drift=planned.drift.between(start, stop),
             deviation_layer=planned.deviation_layer,

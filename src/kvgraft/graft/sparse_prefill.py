@@ -54,6 +54,7 @@ class SparsePrefill:
         steps: GraftSteps,
         *,
         swa_indices: NDArray[np.int64] | None = None,
+        state: int | None = None,
         on_policy_error: Callable[[PolicyError], None] | None = None,
     ) -> None:
         """Ask the policy for its first step.
@@ -63,10 +64,13 @@ class SparsePrefill:
             kv_indices: int64, slots by position.
             steps: Of the whole prompt, none of them taken.
             swa_indices: As `kv_indices` of window layers, where these have slots of their own.
+            state: Slot of the running state, where layers keep states; nothing is grafted then.
             on_policy_error: Called once if the policy fails: nothing is grafted then.
         """
         self._steps = steps
-        self._passes = PromptPasses(token_ids, kv_indices, steps, swa_indices, on_policy_error)
+        self._passes = PromptPasses(
+            token_ids, kv_indices, steps, swa_indices=swa_indices, state=state, on_policy_error=on_policy_error
+        )
         self._begin()
 
     @property

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvgraft.memory.host_store import HostKVStore, StoreKey
     from kvgraft.memory.hybrid_pool import HybridSlotPool
     from kvgraft.memory.pool import KVPlace, KVPool, LayerShape, SlotIndex, SlotPlace, SlotPool, as_index
+    from kvgraft.memory.state_pool import StateBlock, StatePart, StatePool
     from kvgraft.memory.store import KVStore, StoreFactory, open_stores, register_store
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "SlotPlace",
     "SlotPool",
     "SlotUsage",
+    "StateBlock",
+    "StatePart",
+    "StatePool",
     "StoreFactory",
     "StoreKey",
     "as_index",
@@ -54,6 +58,9 @@ _NEEDS_TORCH = {
     "SlotIndex": "kvgraft.memory.pool",
     "SlotPlace": "kvgraft.memory.pool",
     "SlotPool": "kvgraft.memory.pool",
+    "StateBlock": "kvgraft.memory.state_pool",
+    "StatePart": "kvgraft.memory.state_pool",
+    "StatePool": "kvgraft.memory.state_pool",
     "StoreFactory": "kvgraft.memory.store",
     "StoreKey": "kvgraft.memory.host_store",
     "as_index": "kvgraft.memory.pool",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from kvgraft.models.checkpoint import Checkpoint
 
+_WITHOUT_KV = frozenset({"linear_attention", "conv", "mamba", "moe", "mlp"})
+"""Kinds of layers, in configurations, that keep a state or nothing."""
 _LARGEST_HEADER = 100 << 20
 """Longest header that the safetensors format allows."""
 
@@ -29,7 +31,7 @@ class Footprint:
     Attributes:
         num_weights: Elements of all weights; 0 where the files do not say.
         file_bytes: Of the files that hold them.
-        kv_per_token: Elements of K/V per token; 0 where the files do not say.
+        kv_per_token: Elements of K/V per token; 0 where the files do not say. Layers that keep a state have none.
     """
 
     num_weights: int = 0
@@ -112,6 +114,26 @@ def _kv_per_token(config: dict[str, Any]) -> int:
     try:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        return int(2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * head_dim)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return int(2 * _num_attention_layers(config) * (config.get("num_key_value_heads") or heads) * head_dim)
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
         return 0
+
+
+def _num_attention_layers(config: dict[str, Any]) -> int:
+    """Layers with K/V, by the names under which configurations say which of theirs are no attention layers."""
+    for name in ("layer_types", "layers_block_type"):
+        types = config.get(name)
+        if isinstance(types, list) and types:
+            return sum(kind not in _WITHOUT_KV for kind in types)
+    for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
+        if isinstance(config.get(name), list):
+            return len(config[name])
+    pattern = config.get("hybrid_override_pattern")  # Nemotron-H
+    if isinstance(pattern, str):
+        return pattern.count("*")
+    count = int(config["num_hidden_layers"])
+    if config.get("full_attention_interval"):  # Qwen3-Next, Qwen3.5
+        return count // int(config["full_attention_interval"])
+    if config.get("attn_layer_period"):  # Jamba
+        return len(range(config.get("attn_layer_offset", 0), count, config["attn_layer_period"]))
+    return count

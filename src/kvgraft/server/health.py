@@ -53,12 +53,12 @@ class HealthMonitor:
         snapshot = self._context.engine.snapshot()
         if snapshot.is_alive and not self._context.draining:
             await self._refresh()
-        windows = {} if snapshot.window_usage is None else {"window_slots": _by_holder(snapshot.window_usage)}
+        own = {"window_slots": snapshot.window_usage, "states": snapshot.state_usage}
         return {
             "status": self._status(is_alive=snapshot.is_alive),
             "invariant": self._problem or "ok",
             "slots": _by_holder(snapshot.usage),
-            **windows,
+            **{name: _by_holder(usage) for name, usage in own.items() if usage is not None},
             "requests": {"running": snapshot.num_running, "waiting": snapshot.num_waiting},
             "memory": _memory(snapshot.memory),
             "donors": snapshot.num_donors,

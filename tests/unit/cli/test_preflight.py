@@ -154,6 +154,27 @@ def test_a_footprint_is_told_by_headers_alone(tmp_path):
     assert found.weight_bytes(4) == 88
 
 
+@pytest.mark.parametrize(
+    ("kinds", "num_attention_layers"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention", "conv", "sliding_attention"]}, 2),
+        ({"layer_types": ["hybrid", "hybrid", "linear_attention", "moe"]}, 2),
+        ({"layers_block_type": ["mamba", "attention", "moe", "mlp"]}, 1),
+        ({"attn_layer_indices": [3]}, 1),
+        ({"full_attn_idxs": [1, 2, 3]}, 3),
+        ({"hybrid_override_pattern": "M-*M-*"}, 2),
+        ({"full_attention_interval": 2}, 2),
+        ({"attn_layer_period": 3, "attn_layer_offset": 0}, 2),
+        ({"layer_types": None, "full_attention_interval": None}, 4),
+        ({"layer_types": [["full_attention"]]}, 0),
+    ],
+)
+def test_layers_that_keep_a_state_have_no_kv(tmp_path, kinds, num_attention_layers):
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32} | kinds
+    found = footprint_of(find_checkpoint(model(tmp_path, json.dumps(config), b"")))
+    assert found.kv_per_token == 2 * num_attention_layers * 2 * 8
+
+
 def test_of_what_cannot_be_read_the_files_size_counts(tmp_path):
     found = footprint_of(find_checkpoint(model(tmp_path, "{}", b"\xff" * 100)))
     assert (found.num_weights, found.kv_per_token, found.weight_bytes(4)) == (0, 0, 100)

@@ -84,7 +84,7 @@ class FakeEngine:
         self.check_error = None
         self.num_checks = 0
         self.num_resets = 0
-        self.window_usage = None
+        self.window_usage = self.state_usage = None
         self.class_risks = {}
         self.closed_with = []
         self.sessions = []
@@ -174,6 +174,7 @@ class FakeEngine:
             num_waiting=2,
             usage=SlotUsage(60, 10, 20, 10, 100),
             window_usage=self.window_usage,
+            state_usage=self.state_usage,
             num_donors=3,
             donor_tokens=300,
             host_bytes=4,

@@ -47,6 +47,7 @@ def test_health_says_who_holds_slots(server):
     assert report["status"] == report["invariant"] == "ok"
     assert report["slots"] == {"free": 60, "request": 10, "cached": 20, "donor": 10, "total": 100}
     assert "window_slots" not in report
+    assert "states" not in report
     assert report["requests"] == {"running": 1, "waiting": 2}
     assert (report["model"], report["graft"]) == ("fake", "accepted")
 
@@ -107,6 +108,11 @@ def test_metrics_say_whether_grafts_are_refused(server):
 def test_health_says_who_holds_slots_of_window_layers(server):
     server.engine.window_usage = SlotUsage(5, 1, 2, 0, 8)
     assert server.get("/health").json["window_slots"] == {"free": 5, "request": 1, "cached": 2, "donor": 0, "total": 8}
+
+
+def test_health_says_who_holds_states(server):
+    server.engine.state_usage = SlotUsage(5, 1, 2, 0, 8)
+    assert server.get("/health").json["states"] == {"free": 5, "request": 1, "cached": 2, "donor": 0, "total": 8}
 
 
 @pytest.mark.parametrize(

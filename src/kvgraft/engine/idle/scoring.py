@@ -67,13 +67,14 @@ class Probe:
     Attributes:
         first_logits: float32 (vocab_size,), after the last prompt token.
         report: Of the prompt.
-        can_rewind: A second continuation may follow a first; window slots that were released cannot be had again.
+        can_rewind: A second continuation may follow a first; window slots that were released cannot be had again, and a state
+            forgets nothing.
     """
 
     def __init__(self, adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, first: Score) -> None:
         self.first_logits = first.logits[0]
         self.report = first.report
-        self.can_rewind = manager.longest_piece is None
+        self.can_rewind = manager.can_rewind
         self._adapter = adapter
         self._manager = manager
         self._kv = kv
@@ -223,7 +224,9 @@ def _feed(
         part = token_ids[offset : offset + piece]
         positions = np.arange(start + offset, start + offset + len(part))
         manager.grow(kv, start + offset + len(part))
-        rows = SequenceRows(part, positions, kv.kv_indices, num_logits=len(part), swa_indices=kv.swa_indices)
+        rows = SequenceRows(
+            part, positions, kv.kv_indices, num_logits=len(part), swa_indices=kv.swa_indices, state=kv.state
+        )
         logits.append(adapter.forward([rows])[0].logits)
         yield
     return torch.cat(logits)

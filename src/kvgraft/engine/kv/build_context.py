@@ -67,6 +67,7 @@ def tree_cache_context(
         attention_chunk_size=layers.window.size if isinstance(layers.window, ChunkedWindow) else None,
         is_hybrid_swa=windowed is not None and not layers.is_all_swa,
         is_all_swa=windowed is not None and layers.is_all_swa,
+        is_hybrid_ssm=bool(layers.mixers),
         eviction_policy=config.eviction_policy,
         eviction_policy_config=eviction_parameters(config),
         events=events,

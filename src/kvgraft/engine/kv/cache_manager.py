@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.layer_slots import LayerSlots
     from kvgraft.engine.kv.planning import Planner
     from kvgraft.engine.kv.request_donors import RequestDonors
-    from kvgraft.engine.kv.windows import RequestWindows
     from kvgraft.engine.model.adapter import TransformersAdapter
     from kvgraft.engine.requests.request import Request
     from kvgraft.errors import PolicyError
-    from kvgraft.prefix import StoredLength
+    from kvgraft.prefix import MatchResult, StoredLength
     from kvgraft.reuse import ProposalCounters
     from kvgraft.types import DonorId, Namespace, TokenArray
 
@@ -52,7 +52,7 @@ class CacheManager:
         self,
         adapter: TransformersAdapter,
         space: KVSpace,
-        windows: RequestWindows,
+        layers: LayerSlots,
         request_donors: RequestDonors,
         planner: Planner,
     ) -> None:
@@ -61,7 +61,7 @@ class CacheManager:
         self._num_errors = 0
         self._adapter = adapter
         self._lengths = adapter.lengths
-        self._windows = windows
+        self._layers = layers
         self._request_donors = request_donors
         self._planner = planner
         self._grafting = Grafting(adapter, space, planner.flops)
@@ -79,7 +79,7 @@ class CacheManager:
     @property
     def num_errors(self) -> int:
         """Lookups, transfers, grafts, publications and calls of a semantic provider that failed and became misses."""
-        parts = (self._windows, self._planner, self.space, self._grafting)
+        parts = (self._layers, self._planner, self.space, self._grafting)
         return self._num_errors + sum(part.num_errors for part in parts)
 
     def begin(self, request: Request, *, headroom: int = 0, stop: int | None = None, stored_len: int = 0) -> RequestKV:
@@ -99,9 +99,11 @@ class CacheManager:
         epoch = self.space.epoch
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
         num_tokens = len(request.token_ids[:stop])
-        held = self._hold_prefix(request, namespace, stop)
+        held, match = self._hold_prefix(request, namespace, stop)
         prefix_len = len(held.kv_indices)
         try:
+            is_donor = self._leaves_donors(request, is_healing=stop is not None)
+            held.layers = self._layers.adopt(match, held.lock, num_tokens, is_donor=is_donor)
             decision = self._planner.decide(request, namespace, num_tokens, prefix_len)
             kv = RequestKV(
                 request,
@@ -152,19 +154,20 @@ class CacheManager:
             kv.made = self._request_donors.join([*made, *kv.made])
             self._grafting.names.note(kv.request, kv.made)
 
-    def _hold_prefix(self, request: Request, namespace: Namespace, stop: int | None) -> Holdings:
-        """Lock the exact prefix of what begins, and hold its slots."""
-        slots, swa_indices, lock = np.empty(0, np.int64), np.empty(0, np.int64), None
-        if request.reuse is not ReuseMode.OFF:
-            # The last token is always computed: its logits are what the request is for.
-            key = RadixKey(request.token_ids[:stop][:-1], namespace.key)
-            match = self.space.match(key)
-            slots, swa_indices, lock = match.kv_indices, match.swa_indices, self.space.lock(match.handle)
-            if request.session is not None:
-                slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
-            self.space.allocator.retain(slots, Owner.REQUEST)
-        is_donor = self._leaves_donors(request, is_healing=stop is not None)
-        return Holdings(self.space, slots, lock, self._windows.adopt(lock, swa_indices, is_donor=is_donor))
+    def _hold_prefix(
+        self, request: Request, namespace: Namespace, stop: int | None
+    ) -> tuple[Holdings, MatchResult | None]:
+        """Lock the exact prefix of what begins, and hold its slots; None where none is looked for."""
+        if request.reuse is ReuseMode.OFF:
+            return Holdings(self.space, np.empty(0, np.int64), None), None
+        # The last token is always computed: its logits are what the request is for.
+        key = RadixKey(request.token_ids[:stop][:-1], namespace.key)
+        match = self.space.match(key)
+        slots, lock = match.kv_indices, self.space.lock(match.handle)
+        if request.session is not None:
+            slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
+        self.space.allocator.retain(slots, Owner.REQUEST)
+        return Holdings(self.space, slots, lock), match
 
     def graft(self, kv: RequestKV) -> None:
         """Copy the plan's spans into the request's slots and unpin their donors. A failure becomes a miss.
@@ -216,6 +219,7 @@ class CacheManager:
             kv.kv_indices,
             steps,
             swa_indices=kv.swa_indices,
+            state=kv.state,
             on_policy_error=lambda error: self._policy_failed(kv, error),
         )
 
@@ -253,15 +257,15 @@ class CacheManager:
             count = min(missing + headroom, max(missing, self.space.available))
             slots = self.space.allocate(count, after=after)
             kv.held.kv_indices = np.concatenate([kv.kv_indices, slots])
-            self._windows.widen(kv)
-        self._windows.grow(kv, num_tokens)
+            self._layers.widen(kv)
+        self._layers.grow(kv, num_tokens)
 
     def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
         """Prepare to compute prompt rows at `positions`; returns how many of them can be computed now, maybe none.
 
-        All of them, unless window layers have slots of their own and these are short.
+        All of them, unless window layers have slots of their own and these are short, or a state is to be recorded before.
         """
-        return self._windows.reserve(kv, positions)
+        return self._layers.reserve(kv, positions)
 
     def outgrows(self, kv: RequestKV, num_tokens: int) -> bool:
         """Return whether a sequence of `num_tokens` needs other angles than its K/V have, and must begin again."""
@@ -278,7 +282,12 @@ class CacheManager:
     @property
     def longest_piece(self) -> int | None:
         """Rows of a sequence that can be computed in one piece whenever it runs alone; None for any number."""
-        return self._windows.longest_piece
+        return self._layers.longest_piece
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether positions of a request that were computed can be computed again."""
+        return self._layers.can_rewind
 
     def publish(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
@@ -292,14 +301,16 @@ class CacheManager:
         """
         with self._counted(kv):
             if kv.epoch == self.space.epoch:
+                self._layers.record(kv, len(token_ids))
                 self._publish_prefix(kv, token_ids)
                 self._request_donors.register(kv, token_ids)
                 self._grafting.names.note(kv.request, kv.made)
-        self._windows.advance(kv, len(token_ids))
+        self._layers.advance(kv, len(token_ids))
 
     def finish(self, kv: RequestKV, token_ids: TokenArray, *, keep_as: Hashable = None) -> None:
         """Publish and release the request; keep what is exact from eviction for the session `keep_as`, if there is one."""
         try:
+            self._layers.conclude(kv, len(token_ids))
             self.publish(kv, token_ids)
             if keep_as is not None:
                 self._keep(keep_as, kv, token_ids)
@@ -323,6 +334,7 @@ class CacheManager:
         try:
             with self._counted(kv):
                 if kv.epoch == self.space.epoch:
+                    self._layers.conclude(kv, len(token_ids))
                     self._publish_prefix(kv, token_ids)
         finally:
             self._release(kv.held)
@@ -389,7 +401,7 @@ class CacheManager:
         exact_len = kv.lineage.exact_len(len(token_ids))
         key = RadixKey(token_ids[:exact_len], kv.namespace.key)
         self.space.store_prefix(
-            key, kv.kv_indices[:exact_len], kv.windows, priority=kv.request.priority, counted_len=kv.stored_len
+            key, kv.kv_indices[:exact_len], kv.held.layers, priority=kv.request.priority, counted_len=kv.stored_len
         )
         kv.stored_len = max(kv.stored_len, exact_len)
 
@@ -415,20 +427,20 @@ class CacheManager:
 
     def _begin_windows(self, kv: RequestKV) -> None:
         """Take the window slots that a graft needs, or see to it that there are some for the first rows to compute."""
-        self._windows.widen(kv)
+        self._layers.widen(kv)
         if kv.plan.spans:
             try:
                 # Drafted tokens, and the row that a repair has beside it, attend to positions that are computed again.
                 goes_on = kv.request.reuse is ReuseMode.VERIFIED or kv.repairs_after
-                self._windows.fill(kv, len(kv.kv_indices) if goes_on else kv.plan.num_tokens)
+                self._layers.fill(kv, len(kv.kv_indices) if goes_on else kv.plan.num_tokens)
             except CapacityError:
                 self._give_up(kv, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots"))
             else:
                 return
-        self._windows.require_room(kv, kv.plan.num_tokens)
+        self._layers.require_room(kv, kv.plan.num_tokens)
 
     def _release(self, held: Holdings) -> None:
-        self._windows.release(held.windows)
+        self._layers.release(held.layers)
         held.release()
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.reuse.reads import StoredReads
     from kvgraft.types import DonorId
@@ -30,7 +31,7 @@ class Holdings:
         space: Owner of all of it.
         kv_indices: int64, slot of each position; there may be more than tokens so far.
         lock: On the exact prefix.
-        windows: Slots of window layers, where these have slots of their own; `RequestWindows` moves and releases them.
+        layers: Slots of layers that have slots of their own; `LayerSlots` moves and releases them.
         pinned: Donors that cannot be evicted before they are copied.
         stand_in_lock: On a stored prefix of other text, until it is copied.
         reads: Spans on their way from a store; None if none are.
@@ -39,7 +40,7 @@ class Holdings:
     space: KVSpace
     kv_indices: NDArray[np.int64]
     lock: PrefixLock | None
-    windows: WindowRow | None
+    layers: WindowRow | StateRow | None = None
     pinned: list[DonorId] = field(default_factory=list)
     stand_in_lock: PrefixLock | None = None
     reads: StoredReads | None = None
@@ -70,7 +71,7 @@ class Holdings:
             self.space.unlock(lock)
 
     def release(self) -> None:
-        """Give everything back but window slots."""
+        """Give everything back but `layers`."""
         self.release_donors()
         if self.lock is not None:
             lock, self.lock = self.lock, None

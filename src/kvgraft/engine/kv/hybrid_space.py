@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.kv.kv_space import HostDonorKV, KVSpace
+from kvgraft.engine.kv.window_row import WindowRow
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import HybridSlotPool, KVBlock, Owner, SlotAllocator
 from kvgraft.prefix import RadixKey
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor, DonorText
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
-    from kvgraft.engine.kv.window_row import WindowRow
+    from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.memory import SlotUsage, StoreKey
     from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
     from kvgraft.types import DonorId
@@ -119,14 +120,14 @@ class HybridKVSpace(KVSpace):
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        windows: WindowRow | None,
+        layers: WindowRow | StateRow | None,
         *,
         priority: int = 0,
         counted_len: int = 0,
     ) -> None:
         """See `KVSpace.store_prefix`; the window slots that the request still holds are stored, too."""
-        assert windows is not None, "requests of a hybrid model have window slots"
-        swa_indices, swa_start = windows.swa_indices[: len(slots)], windows.start
+        assert isinstance(layers, WindowRow), "requests of a hybrid model have window slots"
+        swa_indices, swa_start = layers.swa_indices[: len(slots)], layers.start
         page_size = self._prefix.page_size
         evicted = min(swa_start + -swa_start % page_size, len(key))
         evicted -= evicted % page_size

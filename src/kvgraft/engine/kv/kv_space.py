@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import DonorText
+    from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.stores.store_tier import StoreTier
     from kvgraft.graft.executor import KVSource
@@ -120,11 +121,20 @@ class KVSpace:
         """Slots of window layers by holder, where these have slots of their own."""
         return None
 
+    def state_usage(self) -> SlotUsage | None:
+        """States by holder, where layers keep states."""
+        return None
+
     @property
     def held_bytes(self) -> int:
         """Bytes of K/V on the device that requests, the prefix cache or donors hold."""
         usage = self.usage()
         return (usage.total - usage.free) * self.pool.bytes_per_token
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of all that is allocated on the device for K/V."""
+        return self.pool.num_bytes
 
     @property
     def available(self) -> int:
@@ -174,7 +184,7 @@ class KVSpace:
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        windows: WindowRow | None,
+        layers: WindowRow | StateRow | None,
         *,
         priority: int = 0,
         counted_len: int = 0,
@@ -184,7 +194,7 @@ class KVSpace:
         Args:
             key: Tokens and namespace.
             slots: Slot of each.
-            windows: The request's window slots; None where all layers share one space.
+            layers: The request's slots of layers that have slots of their own; None where there are no such layers.
             priority: Of the request.
             counted_len: Tokens that the request has stored before, which count as used once.
         """

@@ -1,7 +1,8 @@
 """Carry out what becomes a donor: `reuse.DonorRules` decides, this keeps the K/V.
 
 Where all layers share one space of slots, a donor refers to the slots of the request that computed it. Donors of hybrid
-models are copies on the host, because the window slots of their text are given back as soon as no row can see them.
+models are copies on the host, because the window slots of their text are given back as soon as no row can see them. Models
+with layers that keep states have none: nothing could be made of their K/V at another place.
 """
 
 from __future__ import annotations
@@ -101,6 +102,13 @@ class RequestDonors(ABC):
         donor_id = add()
         writes.registered(donor_id, carried)
         return donor_id
+
+
+class NoDonors(RequestDonors):
+    """Nothing becomes a donor."""
+
+    def register(self, kv: RequestKV, token_ids: TokenArray) -> None:
+        """Keep nothing."""
 
 
 class SlotDonors(RequestDonors):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgraft.engine.kv.state_row import StateRow
+from kvgraft.engine.kv.window_row import WindowRow
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from kvgraft.engine.kv.holdings import Holdings
-    from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.requests.request import Request
     from kvgraft.reuse.decision import Decision
     from kvgraft.reuse.lineage import Lineage
@@ -79,7 +81,17 @@ class RequestKV:
     @property
     def windows(self) -> WindowRow | None:
         """Slots of window layers, where these have slots of their own."""
-        return self.held.windows
+        return self.held.layers if isinstance(self.held.layers, WindowRow) else None
+
+    @property
+    def states(self) -> StateRow | None:
+        """Running and recorded states, where layers keep states."""
+        return self.held.layers if isinstance(self.held.layers, StateRow) else None
+
+    @property
+    def state(self) -> int | None:
+        """Slot of the running state, where layers keep states."""
+        return None if self.states is None else self.states.running
 
     @property
     def swa_indices(self) -> NDArray[np.int64] | None:

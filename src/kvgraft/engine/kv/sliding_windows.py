@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.engine.kv.layer_slots import LayerSlots
 from kvgraft.engine.kv.window_row import CapturedWindows, WindowRow
-from kvgraft.engine.kv.windows import RequestWindows
 from kvgraft.engine.model.slot_plan import DECODE_TOKENS
 from kvgraft.errors import CapacityError
 from kvgraft.memory import KVBlock, Owner
@@ -37,14 +37,17 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.hybrid_space import HybridKVSpace
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.request_kv import RequestKV
+    from kvgraft.engine.kv.state_row import StateRow
+    from kvgraft.prefix import MatchResult
 
 logger = logging.getLogger(__name__)
 
 _MIN_PIECE_TOKENS = 512
 """A piece of prefill takes free slots, and has cached windows evicted for this many rows, or one window, at most."""
+_NO_SLOTS = np.empty(0, np.int64)
 
 
-class SlidingWindows(RequestWindows):
+class SlidingWindows(LayerSlots):
     """Slots of window layers, taken before a request's rows and given back after them. Not thread-safe.
 
     Invariant: the request that locked a window holds its slots, so that all slots without a request can be evicted.
@@ -55,10 +58,14 @@ class SlidingWindows(RequestWindows):
         self._space = space
         self._kind = space.window_kind
         self._window = self.longest_piece = self._kind.size
+        self.can_rewind = False  # window slots that were released cannot be had again
         self._page_size = space.prefix.page_size
 
-    def adopt(self, lock: PrefixLock | None, swa_indices: NDArray[np.int64], *, is_donor: bool) -> WindowRow:
-        """See `RequestWindows.adopt`."""
+    def adopt(
+        self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_donor: bool
+    ) -> WindowRow:
+        """See `LayerSlots.adopt`."""
+        swa_indices = _NO_SLOTS if match is None else match.swa_indices
         stop = len(swa_indices)
         start = stop if lock is None else window_of(lock)
         row = np.array(swa_indices, dtype=np.int64)
@@ -67,13 +74,13 @@ class SlidingWindows(RequestWindows):
         return WindowRow(row, stop, start, stop, stop, is_donor)
 
     def widen(self, kv: RequestKV) -> None:
-        """See `RequestWindows.widen`."""
+        """See `LayerSlots.widen`."""
         row = _row(kv)
         missing = len(kv.kv_indices) - len(row.swa_indices)
         row.swa_indices = np.concatenate([row.swa_indices, np.full(missing, -1)])
 
     def require_room(self, kv: RequestKV, num_tokens: int) -> None:
-        """See `RequestWindows.require_room`."""
+        """See `LayerSlots.require_room`."""
         needed = min(num_tokens - _row(kv).stop, self._window + DECODE_TOKENS)
         if needed > self._space.available_windows:
             raise CapacityError(
@@ -82,11 +89,11 @@ class SlidingWindows(RequestWindows):
             )
 
     def fill(self, kv: RequestKV, num_tokens: int) -> None:
-        """See `RequestWindows.fill`."""
+        """See `LayerSlots.fill`."""
         self._take(_row(kv), num_tokens)
 
     def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
-        """See `RequestWindows.reserve`.
+        """See `LayerSlots.reserve`.
 
         Slots that the request itself no longer sees are given back first, then cached windows leave.
         """
@@ -102,7 +109,7 @@ class SlidingWindows(RequestWindows):
         return int(np.searchsorted(positions, row.stop))
 
     def grow(self, kv: RequestKV, num_tokens: int) -> None:
-        """See `RequestWindows.grow`."""
+        """See `LayerSlots.grow`."""
         row = _row(kv)
         missing = num_tokens - row.stop
         if missing <= 0:
@@ -113,7 +120,7 @@ class SlidingWindows(RequestWindows):
         self._take(row, row.stop + max(missing, min(ahead, self._space.available_windows)))
 
     def advance(self, kv: RequestKV, num_computed: int) -> None:
-        """See `RequestWindows.advance`."""
+        """See `LayerSlots.advance`."""
         row = _row(kv)
         frontier = min(self._kind.frontier(num_computed, self._page_size), row.stop)
         if frontier <= row.start or frontier < row.prefix_len:
@@ -126,9 +133,9 @@ class SlidingWindows(RequestWindows):
         row.swa_indices[row.start : frontier] = -1
         row.start = frontier
 
-    def release(self, row: WindowRow | None) -> None:
-        """See `RequestWindows.release`."""
-        if row is None:
+    def release(self, row: WindowRow | StateRow | None) -> None:
+        """See `LayerSlots.release`."""
+        if not isinstance(row, WindowRow):
             return
         self._drop_captured(row)
         self._space.windows.release(row.swa_indices[row.start : row.stop], Owner.REQUEST)

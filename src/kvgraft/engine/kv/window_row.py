@@ -1,4 +1,4 @@
-"""The window slots of one request, as data that `RequestWindows` changes."""
+"""The window slots of one request, as data that `SlidingWindows` changes."""
 
 from __future__ import annotations
 

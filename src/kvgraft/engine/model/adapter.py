@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -26,10 +26,12 @@ from kvgraft.engine.attention import (
     choose_attention,
 )
 from kvgraft.engine.model.drift_pass import BatchDrift
-from kvgraft.engine.model.layers import ModelLayers, layer_shapes, layer_window, unsupported_attention
+from kvgraft.engine.model.layers import ModelLayers, cached_layers, layer_window, unsupported_attention
 from kvgraft.engine.model.masks import marked_mask, marked_masks, require_known, require_mask
+from kvgraft.engine.model.mixers import NoLayer, StatefulCache, find_mixers, unwrap, wrap
 from kvgraft.engine.model.rope_lengths import RopeLengths
-from kvgraft.engine.model.slot_plan import SlotPlan, build_pool
+from kvgraft.engine.model.slot_plan import SlotPlan, build_pool, build_states
+from kvgraft.engine.model.state_pass import StatePass
 from kvgraft.errors import ConfigError, ModelError
 from kvgraft.fidelity import cache_argument
 from kvgraft.graft.model import PassAbandonedError, SequenceOutput, SequenceRows
@@ -45,8 +47,11 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.masks import MaskRule
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.memory.pool import KVPlace, SlotPool
+    from kvgraft.memory.state_pool import StatePool
 
 ATTENTION_NAME = "kvgraft"
+_FEW_STATES = 8
+"""States of a model with layers that keep one, without a plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +59,8 @@ class _PackedBatch:
     """One forward pass: where each row's K/V goes, and which keys each row sees.
 
     Rows of the pass beyond `num_rows` belong to no sequence: their K/V are not kept, and they see nothing. A look ends at
-    `deviation_layer`; its slots keep what they hold; 0 is no look.
+    `deviation_layer`; its slots keep what they hold; 0 is no look. Layers are numbered as in the pool, and `numbers` says
+    which layers of the model they are.
     """
 
     target: KVPlace
@@ -63,6 +69,12 @@ class _PackedBatch:
     drift: BatchDrift
     deviation_layer: int
     is_abandoned: Callable[[], bool] | None
+    numbers: Sequence[int]
+    states: StatePass | None
+
+    def number_of(self, layer: int) -> int:
+        """Number, among the attention layers, of a layer of the model."""
+        return self.numbers.index(layer)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Take the K/V of the rows, (num_rows, num_kv_heads, head_dim), and correct the tokens beside them.
@@ -102,98 +114,130 @@ class TransformersAdapter:
     """A `ModelAdapter` over a transformers decoder and a pool of slots. Not thread-safe.
 
     Attributes:
-        pool: K/V of all layers; window layers may have slots of their own.
+        layers: What its layers keep.
+        pool: K/V of all attention layers; window layers may have slots of their own.
+        states: States of sequences in layers that keep one; None for a model without such layers.
         attention: The attention backend and why it was chosen.
         rope: Per layer how keys rotate; set by the self-check, None while shifting is refused.
         lengths: At which lengths of sequences the model's angles change.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: SlotPool | HybridSlotPool, attention: AttentionChoice) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: ModelLayers,
+        pool: SlotPool | HybridSlotPool,
+        attention: AttentionChoice,
+        states: StatePool | None = None,
+    ) -> None:
         self._model = model
+        self.layers = layers
+        self._numbers = layers.numbers or tuple(range(len(layers.shapes)))
         config = model.config.get_text_config(decoder=True)
         self.lengths = RopeLengths.of_model(config)
         # Llama 4 takes a row's position for this from its number in the pass and the length of the cache.
         self._scales_by_length = bool(getattr(config, "attn_temperature_tuning", False))
         self.pool = pool
+        self.states = states
         self.attention = attention
         self.rope: Sequence[RopeSpec | None] | None = None
 
     @classmethod
     def create(
-        cls, model: PreTrainedModel, *, num_slots: int = 0, kv_bytes: int = 0, attention: str = "auto"
+        cls,
+        model: PreTrainedModel,
+        *,
+        num_slots: int = 0,
+        kv_bytes: int = 0,
+        attention: str = "auto",
+        num_states: int = _FEW_STATES,
     ) -> TransformersAdapter:
         """Take `model` over and allocate `num_slots`, or what `kv_bytes` hold, in one space for all layers.
+
+        A model with layers that keep a state gets `num_states` of them beside.
 
         Raises:
             ConfigError: There is no attention backend of that name.
             ModelError: See `take_over`.
         """
         layers = take_over(model)
-        return cls.over(model, layers, SlotPlan.uniform(layers, model.dtype, num_slots, kv_bytes), attention)
+        plan = replace(SlotPlan.uniform(layers, model.dtype, num_slots, kv_bytes), num_states=num_states)
+        return cls.over(model, layers, plan, attention)
 
     @classmethod
     def over(
         cls, model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, attention: str = "auto"
     ) -> TransformersAdapter:
-        """Allocate slots as planned for a model that `take_over` described.
+        """Allocate slots and states as planned for a model that `take_over` described.
 
         Raises:
-            ConfigError: There is no attention backend of that name.
+            ConfigError: There is no attention backend of that name, or what is planned does not fit.
         """
         pool = build_pool(layers, plan, model.dtype, model.device)
         num_heads = model.config.get_text_config(decoder=True).num_attention_heads
         heads = AttentionHeads(layers.shapes[0], num_heads, layers.has_sinks)
-        return cls(model, pool, choose_attention(attention, heads, model.dtype, pool.device))
+        choice = choose_attention(attention, heads, model.dtype, pool.device)
+        return cls(model, layers, pool, choice, build_states(layers, plan, pool.device))
 
     @property
     def num_layers(self) -> int:
-        """Attention layers of the model, each with K/V in the pool."""
+        """Attention layers of the model, each with K/V in the pool; layers that keep a state are not among them."""
         return len(self.pool.layers)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model; its attention is kvgraft's outside of `stock`."""
+        """The transformers model; its attention and its mixers are kvgraft's outside of `stock`."""
         return self._model
 
     @contextmanager
     def stock(self, implementation: str = "eager") -> Iterator[PreTrainedModel]:
-        """Lend the model with transformers' own attention, for comparisons."""
+        """Lend the model with transformers' own attention and mixers, for comparisons."""
         self._model.set_attn_implementation(implementation)
+        unwrap(self._model)
         try:
             yield self._model
         finally:
+            wrap(self._model, self.layers.mixers)
             self._model.set_attn_implementation(ATTENTION_NAME)
 
     def forward(self, batch: Sequence[SequenceRows]) -> list[SequenceOutput]:
-        """Compute `batch`; writes the K/V of its rows into their slots.
+        """Compute `batch`; writes the K/V of its rows into their slots, and moves their states on at the very end.
 
         One pass, or several where sequences lie on both sides of a length at which the model's angles change, and where
-        some only look at a layer.
+        some only look at a layer. A look moves no state.
 
         Raises:
             ConfigError: A look is for a layer that the model does not have.
+            CorruptCacheError: Rows are not the next ones of their state.
             PassAbandonedError: See `ModelAdapter.forward`.
         """
         kinds = [
             (self.lengths.is_long(rows.seq_len or int(rows.positions[-1]) + 1), rows.deviation_layer) for rows in batch
         ]
         outputs: dict[int, SequenceOutput] = {}
+        moved: list[StatePass] = []
         for kind in sorted(set(kinds)):
             members = [index for index, own in enumerate(kinds) if own == kind]
             is_long, deviation_layer = kind
-            found = self._forward_pass([batch[i] for i in members], deviation_layer, is_long=is_long)
+            part = [batch[i] for i in members]
+            states = None if self.states is None else StatePass(part, self.states)
+            found = self._forward_pass(part, states, deviation_layer, is_long=is_long)
             outputs.update(zip(members, found, strict=True))
+            if states is not None and not deviation_layer:
+                moved.append(states)
+        for states in moved:
+            states.commit()
         return [outputs[index] for index in range(len(batch))]
 
     @torch.inference_mode()
     def _forward_pass(
-        self, batch: Sequence[SequenceRows], deviation_layer: int, *, is_long: bool
+        self, batch: Sequence[SequenceRows], states: StatePass | None, deviation_layer: int, *, is_long: bool
     ) -> list[SequenceOutput]:
         if deviation_layer >= self.num_layers:
             raise ConfigError(
                 f"layer {deviation_layer} cannot be looked at: this model has {self.num_layers}; choose a lower one"
             )
-        packed = self._lay_out(batch, deviation_layer)
+        packed = self._lay_out(batch, states, deviation_layer)
         token_ids = np.concatenate([rows.token_ids for rows in batch])
         positions = np.concatenate([rows.positions for rows in batch])
         switch = self.lengths.switch
@@ -206,7 +250,7 @@ class TransformersAdapter:
             output = self._model(
                 input_ids=torch.from_numpy(token_ids).to(device)[None],
                 position_ids=torch.from_numpy(positions).to(device)[None],
-                **cache_argument(self._model, _PoolCache(packed, self.num_layers, ahead)),
+                **cache_argument(self._model, _PoolCache(packed, ahead)),
                 use_cache=True,
                 logits_to_keep=torch.from_numpy(_rows_with_logits(batch)).to(device),
                 kvgraft_batch=packed,
@@ -217,24 +261,34 @@ class TransformersAdapter:
         logits = output.logits[0].float().split([rows.num_logits for rows in batch])
         return [SequenceOutput(part, mass) for part, mass in zip(logits, packed.attention.masses, strict=True)]
 
-    def _lay_out(self, batch: Sequence[SequenceRows], deviation_layer: int) -> _PackedBatch:
+    def _lay_out(self, batch: Sequence[SequenceRows], states: StatePass | None, deviation_layer: int) -> _PackedBatch:
         target = np.concatenate([rows.kv_indices[rows.positions] for rows in batch])
         backend, pool = self.attention.backend, self.pool
-        drift = BatchDrift(batch, pool, self.rope)
-        is_abandoned = batch[0].is_abandoned if len(batch) == 1 else None
-        if not isinstance(pool, HybridSlotPool):
-            slots, attention = pool.place(target), backend.plan(batch, pool)
-            return _PackedBatch(slots, attention, len(target), drift, deviation_layer, is_abandoned)
-        windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
-        place = pool.place(target, np.concatenate(windows))
-        return _PackedBatch(place, HybridBatch(batch, pool, backend), len(target), drift, deviation_layer, is_abandoned)
+        place: KVPlace
+        attention: BatchAttention
+        if isinstance(pool, HybridSlotPool):
+            windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
+            place, attention = pool.place(target, np.concatenate(windows)), HybridBatch(batch, pool, backend)
+        else:
+            place, attention = pool.place(target), backend.plan(batch, pool)
+        return _PackedBatch(
+            place,
+            attention,
+            len(target),
+            BatchDrift(batch, pool, self.rope),
+            deviation_layer,
+            batch[0].is_abandoned if len(batch) == 1 else None,
+            self._numbers,
+            states,
+        )
 
 
 def take_over(model: PreTrainedModel) -> ModelLayers:
-    """Put `model` into evaluation mode with kvgraft's attention, and describe its layers.
+    """Put `model` into evaluation mode with kvgraft's attention and mixers, and describe its layers.
 
     Raises:
-        ModelError: Its K/V are not slots of keys and values, or it does not use transformers' attention interface.
+        ModelError: It keeps other things than slots of keys and values and states, or it does not use transformers'
+            attention interface.
     """
     unsupported = unsupported_attention(model)
     if unsupported is not None:
@@ -243,7 +297,9 @@ def take_over(model: PreTrainedModel) -> ModelLayers:
     model.requires_grad_(False)
     if model.config._attn_implementation == ATTENTION_NAME:  # another engine runs the model, too
         model.set_attn_implementation("eager")
-    shapes = layer_shapes(model)
+    unwrap(model)
+    cached = cached_layers(model)
+    mixers = find_mixers(model, sorted(cached.states.items()))
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ModelError(
@@ -256,13 +312,21 @@ def take_over(model: PreTrainedModel) -> ModelLayers:
         raise ModelError(
             f"model type {model.config.model_type!r} keeps its attention sinks to itself; choose another model"
         )
-    windows = tuple(asked[layer].window if layer in asked else None for layer in range(len(shapes)))
+    foreign = sorted(asked.keys() - cached.shapes.keys())
+    if foreign:
+        raise ModelError(
+            f"layers of model type {model.config.model_type!r} share attention under the number {foreign[0]}, where no K/V "
+            "are kept; choose another model"
+        )
+    windows = tuple(asked[layer].window if layer in asked else None for layer in cached.shapes)
     try:
         widest(windows)
     except ConfigError as error:
         raise ModelError(f"{error}; choose another model") from error
     probe.require_masks(model.config.get_text_config(decoder=True))
-    return ModelLayers(tuple(shapes), windows, has_sinks)
+    wrap(model, mixers)
+    numbers = tuple(cached.shapes) if mixers else ()
+    return ModelLayers(tuple(cached.shapes.values()), windows, has_sinks, numbers, mixers)
 
 
 @torch.inference_mode()
@@ -282,6 +346,11 @@ class _QueryProbe:
         self.queries: dict[int, LayerQuery] = {}
         self.masks: dict[int, Tensor | None] = {}
         self._rules = rules
+
+    @staticmethod
+    def number_of(layer: int) -> int:
+        """Layers are asked about by their number in the model."""
+        return layer
 
     def require_masks(self, config: PretrainedConfig) -> None:
         """Raise `ModelError` if rows of a layer see other keys than its window says."""
@@ -331,9 +400,15 @@ class _PoolLayer(CacheLayerMixin):
         return -1
 
 
-class _PoolCache(Cache):
-    def __init__(self, batch: _PackedBatch, num_layers: int, ahead: Tensor | int) -> None:
-        super().__init__(layers=[_PoolLayer(layer, batch, ahead) for layer in range(num_layers)])
+class _PoolCache(StatefulCache):
+    """All layers of the model; those without K/V are empty places here, and their states are in `states`."""
+
+    def __init__(self, batch: _PackedBatch, ahead: Tensor | int) -> None:
+        layers: list[Any] = [NoLayer() for _ in range(batch.numbers[-1] + 1)]
+        for number, layer in enumerate(batch.numbers):
+            layers[layer] = _PoolLayer(number, batch, ahead)
+        super().__init__(layers=layers)
+        self.states = batch.states
 
 
 def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
@@ -355,6 +430,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
         raise ModelError("this model type does not pass arguments on to its attention function; choose another model")
     layer = module.layer_idx
     assert isinstance(layer, int)
+    number = kvgraft_batch.number_of(layer)
     if isinstance(kvgraft_batch, _QueryProbe):
         kvgraft_batch.masks[layer], attention_mask = attention_mask, None
     require_known(type(module).__name__, attention_mask, options)
@@ -362,7 +438,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - transformers' interface
         getattr(module, "config", None), layer, sliding_window or getattr(module, "sliding_window", None)
     )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    mixed = kvgraft_batch.attend(layer, LayerQuery(query[0], scale, window, softcap, s_aux))
+    mixed = kvgraft_batch.attend(number, LayerQuery(query[0], scale, window, softcap, s_aux))
     return mixed.transpose(0, 1)[None].contiguous(), None
 
 

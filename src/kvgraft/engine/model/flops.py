@@ -1,7 +1,8 @@
 """Number of floating-point operations that a set of prompt positions costs; the yardstick for speed-ups and plans.
 
 `2 P` per token for the linear layers and `4 n_h d_h` per layer, token and visible key for attention
-(the formulas of https://arxiv.org/abs/2001.08361, appendix B, without the embedding).
+(the formulas of https://arxiv.org/abs/2001.08361, appendix B, without the embedding). A recurrent state costs 6 per token and
+element at any position: it decays, takes the token in and is read, each a product and a sum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from kvgraft.engine.model.layers import ModelLayers
     from kvgraft.graft.drift import DriftCorrection
+
+_PER_STATE_ELEMENT = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +29,10 @@ class ModelFlops:
     """Operations of one forward pass.
 
     Attributes:
-        per_token: Of the linear layers, for one token (experts of a mixture that a token does not visit are counted too).
+        per_token: Of the linear layers and the states, for one token (experts of a mixture that a token does not visit are
+            counted too).
         per_visible_key: Of attention in all layers, for one token and one key that it sees.
-        num_layers: Layers of the model.
+        num_layers: Attention layers of the model.
         kv_width: Numbers that one token keeps in one layer, keys and values together.
     """
 
@@ -37,7 +42,7 @@ class ModelFlops:
     kv_width: int = 0
 
     @classmethod
-    def of_model(cls, model: PreTrainedModel) -> ModelFlops:
+    def of_model(cls, model: PreTrainedModel, layers: ModelLayers) -> ModelFlops:
         """Count the parameters of all matrices but the embedding and the output projection."""
         embeddings = {id(model.get_input_embeddings().weight)}
         if model.get_output_embeddings() is not None:
@@ -45,10 +50,11 @@ class ModelFlops:
         matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in embeddings)
         config = model.config.get_text_config(decoder=True)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_layers = len(layers.shapes)
         return cls(
-            2.0 * matrices,
-            4.0 * config.num_attention_heads * head_dim * config.num_hidden_layers,
-            config.num_hidden_layers,
+            2.0 * matrices + _PER_STATE_ELEMENT * layers.num_recurrent_elements,
+            4.0 * config.num_attention_heads * head_dim * num_layers,
+            num_layers,
             2 * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim,
         )
 

@@ -1,10 +1,12 @@
 """Prove, once per loaded model, that kvgraft may touch its K/V; refuse with a reason where it cannot be proved.
 
 Four proofs: K/V written to the pool reads back unchanged; the sparse forward of a whole prompt, and of gaps in it, equals
-the model's own forward; one sequence's length changes another's logits nowhere but where the engine keeps them apart
-(`rope_lengths`); and moved keys equal keys computed at the new position, in every layer. For the last one a prompt
-of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each layer's
-key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair up.
+the model's own forward (where layers keep a state, that of two prompts in pieces of many lengths side by side, longer than
+the chunks in which such layers compute); one sequence's length changes another's logits nowhere but where the engine
+keeps them apart (`rope_lengths`); and moved keys equal keys computed at the new position, in every layer. For the last one a
+prompt of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each
+layer's key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair
+up.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.engine.model.loading import embedding_size
+from kvgraft.engine.model.probe_tokens import probe_tokens
 from kvgraft.engine.model.rope_lengths import check_lengths
+from kvgraft.engine.model.state_check import STATE_CHECK_TOKENS, state_error
 from kvgraft.errors import ModelError
 from kvgraft.fidelity import cache_of
 from kvgraft.graft.model import SequenceRows
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 PROBE_SLOTS = 64
 """K/V slots that the self-check needs; a smaller pool serves no useful prompt either."""
+PROBE_STATES = 2
+"""States that it takes of a model that has them."""
+_NO_POSITIONS = "layers of this model keep a state, which has no positions; K/V of this model are not moved"
 _PROMPT_TOKENS = 40
 _PROBE_POSITIONS = (0, 1, 7, 130, 1_021)
 
@@ -50,12 +56,19 @@ class SelfCheckReport:
     refusal: str | None
 
 
+def probe_slots(adapter: TransformersAdapter) -> int:
+    """K/V slots that the self-check makes use of: `PROBE_SLOTS`, and for a model with states more, if the pool has them."""
+    wanted = PROBE_SLOTS if adapter.states is None else STATE_CHECK_TOKENS + adapter.layers.chunk_size
+    return min(wanted, adapter.pool.num_slots)
+
+
 def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int = 4096) -> SelfCheckReport:
     """Run the proofs and set `adapter.rope`.
 
     Args:
         adapter: The model.
-        kv_indices: Slots to run them in, `PROBE_SLOTS` of them, of every space.
+        kv_indices: Slots to run them in, `probe_slots` of them, of every space. Of a model with states the first
+            `PROBE_STATES` are taken, too, and left cleared.
         longest: Tokens of the longest sequence that is to be served.
 
     Raises:
@@ -67,13 +80,18 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: in
             f"dtype {adapter.model.dtype} is not supported; load the model in float32, bfloat16 or float16"
         )
     _check_slots(adapter, kv_indices)
-    forward_error = _forward_error(adapter, kv_indices)
+    if adapter.states is None:
+        forward_error = _forward_error(adapter, kv_indices)
+    else:
+        forward_error = state_error(adapter, adapter.states, kv_indices)
     forward_error = max(forward_error, _length_error(adapter, kv_indices, longest, tolerance))
     if not forward_error <= tolerance:
         raise ModelError(
             f"self-check failed: logits differ from the model's own by {forward_error:.1e} (allowed {tolerance:.0e}); "
             "kvgraft does not understand this architecture, serve it without kvgraft and report the model type"
         )
+    if adapter.states is not None:
+        return SelfCheckReport(forward_error, None, _NO_POSITIONS)
     refusal = refused_rope(adapter.model.config.get_text_config(decoder=True), adapter.model)
     if refusal is not None:
         return SelfCheckReport(forward_error, None, refusal)
@@ -115,7 +133,7 @@ def find_rope(adapter: TransformersAdapter, tolerance: float) -> tuple[list[Rope
 @torch.inference_mode()
 def _single_token_keys(model: PreTrainedModel, positions: np.ndarray) -> list[Tensor]:
     """Keys (num_positions, num_kv_heads, head_dim) per layer of one token that is alone at each position."""
-    token = torch.from_numpy(_probe_tokens(model, 1)).to(model.device)[None]
+    token = torch.from_numpy(probe_tokens(model, 1)).to(model.device)[None]
     caches = []
     for position in positions:
         place = torch.tensor([[int(position)]], device=model.device)
@@ -142,7 +160,7 @@ def _check_slots(adapter: TransformersAdapter, kv_indices: np.ndarray) -> None:
 @torch.inference_mode()
 def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> float:
     """Whole prompt, then two gaps again over zeroed K/V, each against the model's own forward."""
-    token_ids = _probe_tokens(adapter.model, _PROMPT_TOKENS)
+    token_ids = probe_tokens(adapter.model, _PROMPT_TOKENS)
     with adapter.stock() as model:
         expected = (
             model(input_ids=torch.from_numpy(token_ids).to(model.device)[None], use_cache=False).logits[0, -1].float()
@@ -167,15 +185,16 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
 def _length_error(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int, tolerance: float) -> float:
     """Difference to the model's own logits of a piece of a sequence that is long enough for the second RoPE table."""
     num_tokens = min(_PROMPT_TOKENS, longest, adapter.lengths.switch or _PROMPT_TOKENS)
-    token_ids = _probe_tokens(adapter.model, num_tokens)
+    token_ids = probe_tokens(adapter.model, num_tokens)
     with adapter.stock() as model:
         expected = check_lengths(model, token_ids, adapter.lengths, longest, tolerance)
     if expected is None:
         return 0.0
-    rows = SequenceRows(token_ids, np.arange(num_tokens), kv_indices, swa_indices=kv_indices, seq_len=longest)
+    state = None
+    if adapter.states is not None:
+        adapter.states.clear(0)
+        state = 0
+    rows = SequenceRows(
+        token_ids, np.arange(num_tokens), kv_indices, swa_indices=kv_indices, seq_len=longest, state=state
+    )
     return relative_error(adapter.forward([rows])[0].logits[-1], expected)
-
-
-def _probe_tokens(model: PreTrainedModel, count: int) -> np.ndarray:
-    vocabulary = embedding_size(model)
-    return np.random.default_rng(7).integers(min(3, vocabulary - 1), vocabulary, count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Number of K/V slots of an engine: one per token, and for window layers fewer of their own where that pays."""
+"""Number of K/V slots of an engine: one per token, for window layers fewer of their own where that pays, and of states."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvgraft.config import physical_memory, quoted
 from kvgraft.errors import ConfigError
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 from kvgraft.memory.pool import SlotPool
+from kvgraft.memory.state_pool import StatePool
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,20 @@ _NUMBERS_PER_WINDOW_SLOT = 16
 _MIN_PIECE_TOKENS = 32
 DECODE_TOKENS = 16
 """Window slots that a stream takes at a time; it gives back as many. Bounds what it holds beyond its window."""
+_STATE_SHARE = 0.5
+"""Share of the bytes that states get. A request that goes on from a recorded state needs the K/V of its tokens, too, and at
+a few thousand tokens a state of the models that we know takes about as much as they do. SGLang gives states 0.47."""
+_FEWEST_STATES = 4
+"""Two requests that run, and a state recorded of each."""
+_TOKENS_PER_STATE = 16
+"""More states than one for so many tokens would find no text to be recorded for."""
 _BOOK_BYTES = 24
 """Of a slot beside its K/V: who holds it."""
+
+
+def running_states(num_states: int, max_running: int) -> int:
+    """How many of so many states are for requests that run; the others can be recorded."""
+    return min(max_running, num_states // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +53,43 @@ class SlotPlan:
     Attributes:
         num_slots: Tokens that have K/V in full-attention layers, or in all layers where there is one space.
         num_window_slots: Tokens that have K/V in window layers; 0 where there is one space for all layers.
+        num_states: States of sequences in layers that keep one, beside the slots; 0 for a model without such layers.
     """
 
     num_slots: int
     num_window_slots: int = 0
+    num_states: int = 0
 
     @classmethod
     def uniform(cls, layers: ModelLayers, dtype: torch.dtype, num_slots: int, kv_bytes: int) -> SlotPlan:
         """One space for all layers: `num_slots`, or for 0 as many as `kv_bytes` hold."""
         return cls(num_slots or max(MIN_SLOTS, kv_bytes // sum(layers.bytes_per_token(dtype))))
+
+    @classmethod
+    def with_states(
+        cls, layers: ModelLayers, dtype: torch.dtype, num_slots: int, kv_bytes: int, *, max_running: int
+    ) -> SlotPlan:
+        """Slots of tokens and states, half of the bytes for each: `num_slots` and as much, or for 0 what `kv_bytes` hold.
+
+        Requests that run may come to hold half of the states, or `max_running` if these are fewer; others wait.
+
+        Raises:
+            ConfigError: `kv_bytes` hold too few of either.
+        """
+        token_bytes, state_bytes = sum(layers.bytes_per_token(dtype)), layers.bytes_per_state
+        asked = num_slots or int(kv_bytes * (1 - _STATE_SHARE)) // token_bytes
+        most = max_running + asked // _TOKENS_PER_STATE
+        num_states = max(_FEWEST_STATES, min(most, asked * token_bytes // state_bytes))
+        if num_slots:
+            return cls(num_slots, num_states=num_states)
+        num_slots = (kv_bytes - num_states * state_bytes) // token_bytes
+        if num_slots < MIN_SLOTS:
+            needed = _FEWEST_STATES * state_bytes + MIN_SLOTS * token_bytes
+            raise ConfigError(
+                f"kv_bytes={kv_bytes} are too few for {_FEWEST_STATES} states of {state_bytes} bytes and {MIN_SLOTS} tokens "
+                f"of {token_bytes}; raise it to {needed} or more"
+            )
+        return cls(num_slots, num_states=num_states)
 
     @classmethod
     def windowed(
@@ -132,6 +173,29 @@ def build_pool(
             dtype=dtype,
             device=device,
         )
+    except (MemoryError, RuntimeError) as error:
+        raise too_large from error
+
+
+def build_states(layers: ModelLayers, plan: SlotPlan, device: torch.device) -> StatePool | None:
+    """Allocate the planned states; None for a model without layers that keep one.
+
+    Raises:
+        ConfigError: They take more memory than there is, or none are planned.
+    """
+    if not layers.mixers:
+        return None
+    if not plan.num_states:
+        raise ConfigError("this model has layers that keep a state, and no states are planned for them")
+    num_bytes = plan.num_states * layers.bytes_per_state
+    too_large = ConfigError(
+        f"{plan.num_states} states of {quoted(layers.bytes_per_state >> 10)} KiB take {quoted(num_bytes >> 20)} MiB, more "
+        f"than there is on device {str(device)!r}; lower max_running"
+    )
+    if device.type == "cpu" and num_bytes > physical_memory():
+        raise too_large
+    try:
+        return StatePool(layers.state_parts, plan.num_states, device)
     except (MemoryError, RuntimeError) as error:
         raise too_large from error
 

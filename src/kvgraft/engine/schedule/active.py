@@ -252,7 +252,8 @@ class ActiveRequest:
     def _rows_at(self, positions: NDArray[np.int64]) -> SequenceRows:
         assert self.kv is not None
         token_ids = self.all_token_ids[positions] if len(positions) > 1 else np.asarray(self.output_ids[-1:])
-        return SequenceRows(token_ids, positions, self.kv.kv_indices, swa_indices=self.kv.swa_indices)
+        kv = self.kv
+        return SequenceRows(token_ids, positions, kv.kv_indices, swa_indices=kv.swa_indices, state=kv.state)
 
     def receive(self, output: SequenceOutput) -> list[StreamPart]:
         """Take the output of `next_rows`; returns the tokens drawn, none while the prompt is being computed."""

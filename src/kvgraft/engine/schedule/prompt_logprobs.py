@@ -40,7 +40,8 @@ class ScoredPrefill(SparsePrefill):
             count: Most likely tokens to name in each place.
         """
         token_ids = kv.request.token_ids
-        super().__init__(token_ids, kv.kv_indices, GraftSteps(kv.plan, kv.request.policy), swa_indices=kv.swa_indices)
+        steps = GraftSteps(kv.plan, kv.request.policy)
+        super().__init__(token_ids, kv.kv_indices, steps, swa_indices=kv.swa_indices, state=kv.state)
         self.logprobs: list[TokenLogprobs | None] = [None]
         self._ids: list[int] = token_ids.tolist()
         self._count = count

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvgraft.engine.model.adapter import take_over
+from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.layers import ModelLayers
-from kvgraft.engine.model.slot_plan import SlotPlan, fewest_window_slots
+from kvgraft.engine.model.slot_plan import SlotPlan, build_states, fewest_window_slots
 from kvgraft.errors import ConfigError
 from kvgraft.memory import LayerShape
 from kvgraft.testing.tiny_models import tiny_model
@@ -127,3 +128,34 @@ def test_the_remedy_that_is_named_helps():
     layers = make_layers(4, 22)
     assert windowed(layers, num_slots=10_000, max_running=10, ratio=0.528) == SlotPlan(10_000, 5_280)
     assert windowed(layers, num_slots=10_000, max_running=3, ratio=0.2) == SlotPlan(10_000, 2_000)
+
+
+class TestStates:
+    """Of a model with two gated delta nets: 4 heads of 16 x 16, and a convolution of 128 channels over 4 tokens."""
+
+    def test_are_planned_beside_the_slots_of_attention_layers(self):
+        layers = take_over(tiny_model("qwen3_next"))
+        assert layers.numbers == (1, 3)
+        assert layers.bytes_per_state == 2 * (4 * 16 * 16 + 128 * 4) * 4
+        plan = SlotPlan.uniform(layers, DTYPE, 0, 1 << 20)
+        assert plan == SlotPlan((1 << 20) // (2 * 2 * 2 * 16 * 4), 0, 0)
+        states = build_states(layers, SlotPlan(64, num_states=3), torch.device("cpu"))
+        assert (states.num_states, states.bytes_per_state) == (3, layers.bytes_per_state)
+
+    def test_are_none_of_a_model_without_such_layers(self):
+        assert build_states(make_layers(2, 0), SlotPlan(64, num_states=3), torch.device("cpu")) is None
+
+    @pytest.mark.parametrize(("num_states", "words"), [(0, "no states are planned"), (1 << 40, "lower max_running")])
+    def test_that_cannot_be_had_are_refused(self, num_states, words):
+        layers = take_over(tiny_model("qwen3_next"))
+        with pytest.raises(ConfigError, match=words):
+            build_states(layers, SlotPlan(64, num_states=num_states), torch.device("cpu"))
+
+    def test_cost_operations_of_every_token_and_no_keys(self):
+        model = tiny_model("qwen3_next")
+        layers = take_over(model)
+        flops = ModelFlops.of_model(model, layers)
+        assert flops.num_layers == 2
+        assert flops.per_visible_key == 4 * 4 * 16 * 2
+        plain = ModelFlops.of_model(model, ModelLayers(layers.shapes, layers.windows))
+        assert flops.per_token - plain.per_token == 6 * 2 * 4 * 16 * 16

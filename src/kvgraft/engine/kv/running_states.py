@@ -1,0 +1,158 @@
+"""States of requests: one that their rows advance, and those that are recorded for others on the way.
+
+A running state has read exactly the positions that were computed, in order. It begins as a copy of the state at the end of
+the request's exact prefix, or empty, so that nobody ever writes into a state that others read. Where a state is to be
+recorded, the piece of prefill ends, and the running state is copied. A request that ends gives its running state itself.
+
+What is recorded when (`kvgraft.prefix.ssm.recording` chooses the positions of the prompt):
+
+    0 ......... prefix_len ....... branching point ......... prompt ......... answer
+                copied from        copied before the         copied with      given when
+                                   next piece                the first token  the request ends
+
+Where states are recorded at multiples of a page only, an answer ends at none as a rule. There the state of the last multiple
+is kept while the answer grows, one per request.
+
+A copy for others is made only in states that running requests cannot come to need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgraft.engine.kv.layer_slots import LayerSlots
+from kvgraft.engine.kv.state_row import StateRow
+from kvgraft.errors import CapacityError
+from kvgraft.prefix import RecordingPrompt, StateMatchResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvgraft.engine.kv.kept_prefixes import PrefixLock
+    from kvgraft.engine.kv.request_kv import RequestKV
+    from kvgraft.engine.kv.state_space import StateKVSpace
+    from kvgraft.engine.kv.window_row import WindowRow
+    from kvgraft.memory import StatePool
+    from kvgraft.prefix import MatchResult, StateRecording
+
+
+class RunningStates(LayerSlots):
+    """Moves states between requests and the prefix cache. Not thread-safe.
+
+    Invariant: the rows of a request are computed once each, in order and without a gap, with its running state.
+    """
+
+    can_rewind = False
+
+    def __init__(self, space: StateKVSpace, pool: StatePool, recording: StateRecording, *, max_running: int) -> None:
+        """Begin without requests.
+
+        Args:
+            space: Gives and takes slots.
+            pool: The states' bytes.
+            recording: Chooses where the states of a prompt are recorded.
+            max_running: Requests that always find a state.
+        """
+        self._space = space
+        self._pool = pool
+        self._recording = recording
+        self._most_recorded = space.states.num_slots - max_running
+        self._num_running = 0
+
+    def adopt(self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_donor: bool) -> StateRow:
+        """See `LayerSlots.adopt`; the state at the end of the prefix is copied at once."""
+        del is_donor  # nothing of these models is
+        prefix_len = branching_len = 0
+        source: int | None = None
+        if match is not None:
+            assert isinstance(match, StateMatchResult), "the prefix cache of these models has states"
+            prefix_len, branching_len, source = match.prefix_len, match.branching_len, match.state
+        running = self._space.take_state()
+        if source is None:
+            self._pool.clear(running)
+        else:
+            assert lock is not None, "the state at the end of a prefix is locked until it is copied"
+            self._pool.copy(source, running)
+            self._space.unlock_state(lock)
+            assert self._pool.num_tokens(running) == prefix_len, "a state is recorded for exactly its tokens"
+        self._num_running += 1
+        prompt = RecordingPrompt(
+            prompt_len=num_tokens,
+            prefix_len=prefix_len,
+            branching_len=branching_len,
+            alignment=self._space.state_alignment,
+        )
+        return StateRow(running, prefix_len, prefix_len, self._recording.positions(prompt))
+
+    def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
+        """See `LayerSlots.reserve`: rows end where a state is to be recorded."""
+        row, start, stop = _row(kv), int(positions[0]), int(positions[-1]) + 1
+        assert row.num_tokens == start == stop - len(positions), "a state reads every position once, in order"
+        self._record_due(row)
+        row.num_tokens = min([stop, *row.due[:1]])
+        return row.num_tokens - start
+
+    def grow(self, kv: RequestKV, num_tokens: int) -> None:
+        """See `LayerSlots.grow`. Where an answer ends at no multiple of a page, its last multiple is kept."""
+        row = _row(kv)
+        if self._space.state_alignment > 1 and self._may_record(row):
+            self._snapshot(row, instead=row.recorded)
+        row.num_tokens = num_tokens
+
+    def record(self, kv: RequestKV, num_computed: int) -> None:
+        """See `LayerSlots.record`."""
+        row = _row(kv)
+        if row.num_tokens == num_computed:
+            self._record_due(row)
+
+    def conclude(self, kv: RequestKV, num_computed: int) -> None:
+        """See `LayerSlots.conclude`: the running state itself is recorded."""
+        row = _row(kv)
+        if row.running is not None and row.num_tokens == num_computed and self._may_record(row):
+            row.recorded[row.num_tokens], row.running = row.running, None
+            row.recorded_len = row.num_tokens
+            self._num_running -= 1
+
+    def release(self, row: WindowRow | StateRow | None) -> None:
+        """See `LayerSlots.release`."""
+        if not isinstance(row, StateRow):
+            return
+        self._space.give_states_back(row.held)
+        self._num_running -= row.running is not None
+        row.running = None
+        row.recorded.clear()
+
+    def _record_due(self, row: StateRow) -> None:
+        """Copy the running state for others if it is due now."""
+        if row.due and row.due[0] == row.num_tokens:
+            row.due.pop(0)
+            if self._may_record(row):
+                self._snapshot(row, instead={})
+
+    def _may_record(self, row: StateRow) -> bool:
+        """Return whether the prefix cache takes a state at this position, and the request has given it none."""
+        return row.num_tokens > row.recorded_len and not row.num_tokens % self._space.state_alignment
+
+    def _snapshot(self, row: StateRow, instead: dict[int, int]) -> None:
+        """Copy the running state into a slot of its own, or over one of `instead`; not if there is none to spare."""
+        assert row.running is not None, "a request that computes has a running state"
+        state = instead.popitem()[1] if instead else self._spare()
+        if state is not None:
+            self._pool.copy(row.running, state)
+            row.recorded[row.num_tokens] = state
+            row.recorded_len = row.num_tokens
+
+    def _spare(self) -> int | None:
+        """Take a state that running requests cannot come to need; None if there is none."""
+        if self._space.state_usage().request - self._num_running >= self._most_recorded:
+            return None
+        try:
+            return self._space.take_state()
+        except CapacityError:  # requests beside the scheduler's hold more
+            return None
+
+
+def _row(kv: RequestKV) -> StateRow:
+    assert kv.states is not None, "requests of a model with states have states"
+    return kv.states
