@@ -59,7 +59,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Why nothing was grafted, in the words of `kvgraft explain`; empty where something was, or nobody said."""
+        """Why nothing was grafted, in the words of `kvgraft explain`; empty where something was, or without a reason."""
         return reason_in_words(self.miss).words if self.miss else ""
 
 
