@@ -13,7 +13,12 @@ if not IN_CLIENTS_ENVIRONMENT:
     pytest.skip(ELSEWHERE, allow_module_level=True)
 
 # Behind the engine's own packages, which stay those of its environment.
-RUN = "import runpy, sys; sys.argv = sys.argv[1:]; sys.path.append(sys.argv.pop(0)); runpy.run_path(sys.argv[0], run_name='__main__')"
+RUN = """
+import runpy, sys
+sys.argv.pop(0)
+sys.path.append(sys.argv.pop(0))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def test_the_chain_reuses_passages_in_any_order():
