@@ -9,7 +9,7 @@ Then give it a task; this program needs nothing but Python:
     python examples/sglang_agent.py --folder src/kvgraft/donors "Find out how donors are found."
 
 Every prompt begins with the time and the number of the step, as many agents' do, so a prefix cache ends in the first line.
-kvgraft reuses the task and every file behind it.
+kvgraft reuses text behind it; each step says how much.
 """
 
 from __future__ import annotations
