@@ -1,4 +1,4 @@
-"""`kvgraft demo`: a real model answers prompts over real documents, with reuse off, exact and grafted."""
+"""`kvgraft demo`: a real model answers questions over real documents, with reuse off, exact and grafted."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import dataclasses
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraft.cli.model_options import add_model_options, load_llm, resolve_settings
-from kvgraft.cli.progress import progress
+from kvgraft.cli.output_files import check_output
 from kvgraft.errors import ConfigError
 from kvgraft.models import BUNDLED_MODEL, SMOLLM2_INSTALL, SMOLLM2_MODEL, smollm2_path
+from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+    from typing import TextIO
 
     from kvgraft.config import ServerConfig
-    from kvgraft.demo.runner import ModeResult
+    from kvgraft.demo.runner import Answer, ModeSummary
     from kvgraft.demo.session import SessionRequest
-    from kvgraft.engine import LLM
+    from kvgraft.engine import LLM, RequestOutput
     from kvgraft.engine.requests.request_builder import Prompt
 
-_SHOWN, _SHOWN_CHARACTERS = 3, 100
-_CHAT_SIZE, _PLAIN_SIZE = (6, 5), (24, 8)
+_SHOWN_CHARACTERS = 64
+_CHAT_SIZE, _PLAIN_SIZE = (6, 10), (24, 8)
 """Requests and documents per request, for models with a chat template and for others."""
+_NAMES = {ReuseMode.OFF: "no reuse", ReuseMode.EXACT: "exact prefixes", ReuseMode.GRAFT: "kvgraft"}
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,17 +40,22 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "demo",
         help="a RAG session with and without reuse, side by side",
-        description="Build a RAG session from the standard library (its documentation for a model with a chat template, else "
-        "its sources), run it with reuse off, with exact prefixes and grafted, and print answers, tokens reused, time "
-        f"to first token and agreement with full prefill. Without --model it runs on {SMOLLM2_MODEL}, or {BUNDLED_MODEL} if "
-        "that is not installed.",
+        description="Ask a model questions over documents (a handbook for a model with a chat template, else sources of the "
+        "standard library), each without reuse, with exact prefixes and grafted, and print answers, times and "
+        "tokens reused; then write what `kvgraft explain` shows of the request that gained most. Without --model it runs on "
+        f"{SMOLLM2_MODEL}, or {BUNDLED_MODEL} if that is not installed.",
     )
     pairs = zip(_CHAT_SIZE, _PLAIN_SIZE, strict=True)
     sizes = [f"(default {chat}; {plain} without a chat template)" for chat, plain in pairs]
     parser.add_argument("--requests", type=int, metavar="N", help=f"requests in the session {sizes[0]}")
     parser.add_argument("--documents", type=int, metavar="N", help=f"documents per request {sizes[1]}")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    parser.add_argument(
+        "--html", default="kvgraft-demo.html", metavar="FILE", help="where the page goes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object; what is shown otherwise goes to stderr"
+    )
     add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -55,22 +64,25 @@ def run(args: argparse.Namespace) -> int:
     """Run the session under every mode."""
     if (args.requests is not None and args.requests < 1) or not 1 <= (args.documents or 1) <= 24:
         raise ConfigError("--requests must be at least 1 and --documents between 1 and 24")
+    check_output("html", Path(args.html))
     llm = load_llm(_config(args), shows_stages=not args.json)
     if llm.graft_refusal is not None:
         raise ConfigError(f"this model's K/V cannot be moved: {llm.graft_refusal}; choose another --model")
+    shown = sys.stderr if args.json else sys.stdout
     session, prompts = _session(llm, args)
-    results = _run_modes(llm, prompts)
+    given = _ask(llm, session, prompts, shown)
+    modes = _summaries(given)
+    _print_table(modes, shown)
+    _write_page(llm, given, Path(args.html), shown)
     if args.json:
         found = {
             "model": llm.loaded.name,
             "requests": len(session),
             "questions": [request.question for request in session],
-            "modes": [_as_json(result) for result in results],
+            "expected": [request.answer for request in session],
+            "modes": [_as_json(mode) for mode in modes],
         }
         print(json.dumps(found, indent=1))
-    else:
-        _print_answers(session, results)
-        _print_table(llm, results)
     return 0
 
 
@@ -109,65 +121,92 @@ def _session(llm: LLM, args: argparse.Namespace) -> tuple[Sequence[SessionReques
     return session, prompts
 
 
-def _run_modes(llm: LLM, prompts: Sequence[Prompt]) -> list[ModeResult]:
-    from kvgraft.demo.runner import Mode, SessionRunner
+def _ask(
+    llm: LLM, session: Sequence[SessionRequest], prompts: Sequence[Prompt], shown: TextIO
+) -> list[tuple[Answer, ...]]:
+    """Answer every question under every mode, and print each answer as it is there."""
+    from kvgraft.demo.runner import answers, warm_up
 
-    modes = [
-        Mode("exact", ReuseMode.EXACT, "none"),
-        Mode("graft", ReuseMode.GRAFT, llm.policy.name, answers=True),
-        Mode("graft, none recomputed", ReuseMode.GRAFT, "none"),
-    ]
-    with progress(len(prompts) * (1 + len(modes)), "requests") as advance:
-        runner = SessionRunner(llm, prompts, advance)
-        return [runner.full_prefill(), *(runner.run(mode) for mode in modes)]
-
-
-def _print_answers(session: Sequence[SessionRequest], results: Sequence[ModeResult]) -> None:
-    """Print the last questions of the session, by when most has been read, and both answers."""
-    shown = {"without reuse": results[0], "with reuse": next(r for r in results if r.name == "graft")}
-    for number in range(max(0, len(session) - _SHOWN), len(session)):
-        print(f"Question {number + 1}: {session[number].question}")
-        for label, result in shown.items():
-            answer = " ".join(result.answers[number].split())
-            cut = answer if len(answer) <= _SHOWN_CHARACTERS else answer[: _SHOWN_CHARACTERS - 3] + "..."
-            print(f"  {label:14s}{result.ttft_ms[number]:>7,.0f} ms  {cut}")
-        print()
+    mean = sum(len(llm.tokenize(prompt)) for prompt in prompts) // len(prompts)
+    place = f"{llm.loaded.name} on {llm.loaded.model.device}"
+    _print(shown, f"{len(session)} questions, prompts of {mean:,} tokens, {place}")
+    _print(shown, f"{'':18s}first token   whole answer")
+    warm_up(llm, prompts[0])
+    given = []
+    for number, (request, prompt) in enumerate(zip(session, prompts, strict=True), 1):
+        _print(shown, f"\nQuestion {number}: {request.question}")
+        found = []
+        for answer in answers(llm, prompt, request.answer):
+            _print(shown, _answer_line(answer))
+            found.append(answer)
+        given.append(tuple(found))
+    return given
 
 
-def _as_json(result: ModeResult) -> dict[str, object]:
-    median, p95 = np.percentile(result.ttft_ms, (50, 95))
-    return dataclasses.asdict(result) | {
-        "ttft_median_ms": median,
-        "ttft_p95_ms": p95,
-        "reused_share": result.reused_share,
+def _answer_line(answer: Answer) -> str:
+    output = answer.output
+    text = " ".join(output.text.split())
+    cut = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    verdict = "right" if answer.is_right else "wrong"
+    return f"  {_NAMES[answer.mode]:16s}{output.ttft_s:9.2f} s{output.total_s:13.2f} s  {verdict}  {cut}"
+
+
+def _summaries(given: Sequence[tuple[Answer, ...]]) -> list[ModeSummary]:
+    from kvgraft.demo.runner import ModeSummary
+
+    return [ModeSummary.of(answers) for answers in zip(*given, strict=True)]
+
+
+def _print_table(modes: Sequence[ModeSummary], shown: TextIO) -> None:
+    off, exact, graft = modes
+    _print(shown, f"\n{'':18s}{'reused':>8s}{'first token':>14s}{'':>8s}{'all answers':>14s}{'':>8s}{'right':>10s}")
+    for mode in modes:
+        name, ttft, total = _NAMES[ReuseMode(mode.mode)], mode.median_ttft_ms, sum(mode.total_ms)
+        first = f"{ttft / 1e3:>12.2f} s{off.median_ttft_ms / ttft:>7.1f}x"
+        whole = f"{total / 1e3:>12.1f} s{sum(off.total_ms) / total:>7.1f}x"
+        right = f"{sum(mode.right):>6d} of {len(mode.right)}"
+        _print(shown, f"  {name:16s}{mode.reused_share:>8.0%}{first}{whole}{right}")
+    same = sum(a == b for a, b in zip(off.answers, graft.answers, strict=True))
+    _print(
+        shown,
+        f"\nReusing text wherever it stands, kvgraft skipped {graft.reused_share:.0%} of the prompt tokens (exact prefixes: "
+        f"{exact.reused_share:.0%}) and began\nto answer {off.median_ttft_ms / graft.median_ttft_ms:.1f} times sooner "
+        f"(median); {same} of {len(off.answers)} answers are full prefill's, word for word.",
+    )
+
+
+def _write_page(llm: LLM, given: Sequence[tuple[Answer, ...]], file: Path, shown: TextIO) -> None:
+    """Write the page of `kvgraft explain` about the request that gained most."""
+    from kvgraft.explain import read_requests
+    from kvgraft.explain.page import page
+    from kvgraft.explain.text import PromptText
+
+    gains = [off.output.ttft_s / graft.output.ttft_s for off, _, graft in given]
+    number = int(np.argmax(gains))
+    output = given[number][-1].output
+    requests = read_requests(json.dumps(_entry(output, f"question {number + 1}")), "the demo")
+    tokenizer = llm.loaded.tokenizer
+    text = None if tokenizer is None else PromptText(tokenizer, output.prompt_token_ids.tolist())
+    try:
+        file.write_text(page(requests, text=text), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--html {file} cannot be written: {error.strerror or error}; choose another place"
+        ) from error
+    _print(shown, f"Wrote {file}: where each token of question {number + 1} came from. Open it in a browser.")
+
+
+def _entry(output: RequestOutput, name: str) -> dict[str, object]:
+    return {
+        "request_id": name,
+        "token_ids": list(output.token_ids),
+        "report": report_as_dict(output.report),
     }
 
 
-def _print_table(llm: LLM, results: Sequence[ModeResult]) -> None:
-    off = results[0]
-    place = f"model {llm.loaded.name} on {llm.loaded.model.device}"
-    print(f"{len(off.ttft_ms)} requests, {off.prompt_tokens:,} prompt tokens, {place}\n")
-    print(
-        f"{'mode':24s}{'reused':>9s}{'TTFT median':>13s}{'p95':>10s}{'ratio':>8s}{'KL':>10s}{'top-1':>8s}{'greedy-32':>11s}"
-    )
-    base = float(np.median(off.ttft_ms))
-    for result in results:
-        median, p95 = np.percentile(result.ttft_ms, (50, 95))
-        line = f"{result.name:24s}{result.reused_share:>9.1%}{median:>10.0f} ms{p95:>7.0f} ms{base / median:>7.1f}x"
-        if result.agreement is not None:
-            agreement = result.agreement
-            line += f"{agreement.mean_kl:>10.4f}{agreement.top1:>8.1%}{agreement.greedy_equal:>11.1%}"
-        print(line)
-    print(
-        "\nKL (nats per token), top-1 and greedy-32 compare the next-token distributions with full prefill over its own "
-        "answers\nof up to 32 tokens; off and exact reuse nothing approximate."
-    )
-    graft = next(r for r in results if r.name == "graft")
-    exact = next(r for r in results if r.name == "exact")
-    assert graft.agreement is not None
-    print(
-        f"\nReusing text wherever it appears, kvgraft skipped {graft.reused_share:.0%} of the prompt tokens (exact prefixes: "
-        f"{exact.reused_share:.0%}), answered {base / float(np.median(graft.ttft_ms)):.1f} times sooner and agreed with full "
-        f"prefill on {graft.agreement.top1:.1%} of next tokens."
-    )
-    sys.stdout.flush()
+def _print(shown: TextIO, line: str) -> None:
+    print(line, file=shown, flush=True)
+
+
+def _as_json(mode: ModeSummary) -> dict[str, object]:
+    return dataclasses.asdict(mode) | {"ttft_median_ms": mode.median_ttft_ms, "reused_share": mode.reused_share}

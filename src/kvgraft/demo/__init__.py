@@ -1,4 +1,4 @@
 """The main job as a demonstration: a RAG session over real documents, with and without reuse.
 
-Public modules: `docstrings`, `documents`, `runner`, `session`.
+Public modules: `documents`, `handbook`, `runner`, `session`.
 """

@@ -1,4 +1,8 @@
-"""Run a session under each reuse mode and compare: tokens reused, time to first token, agreement with full prefill."""
+"""Answer every prompt without reuse, with exact prefixes and grafted, one right after the other.
+
+Each mode has a `cache_salt` of its own, so that none reuses what another has read, and all three meet the same load of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -8,129 +12,90 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.fidelity import AgreementSummary, Divergence, divergence
-from kvgraft.types import GraftReport, ReuseMode
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
-
+    from kvgraft.engine import RequestOutput
     from kvgraft.engine.requests.request_builder import Prompt
-    from kvgraft.types import TokenArray
 
-CONTINUATION_TOKENS = 32
+MODES = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.GRAFT)
+ANSWER_TOKENS = 24
+"""Longest answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """A request's output under one mode, and whether what was asked for stands in it."""
+
+    mode: ReuseMode
+    output: RequestOutput
+    is_right: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """A way to run the session; its answers are written out if they are to be shown, else only begun."""
-
-    name: str
-    reuse: ReuseMode
-    selection: str
-    answers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModeResult:
-    """Times and answers of a mode over the session.
+class ModeSummary:
+    """A mode over the session.
 
     Attributes:
-        name: Of the mode.
+        mode: Which.
         prompt_tokens: Of all requests.
         reused_tokens: Prompt tokens that were not computed.
         recomputed_tokens: Matched tokens that the selection policy computed again.
         ttft_ms: Milliseconds to the first token, by request.
-        agreement: With full prefill, over its answers of up to `CONTINUATION_TOKENS` tokens; None where reuse is exact.
-        answers: Texts by request; empty where the mode does not write them out.
+        total_ms: Milliseconds to the last token, by request.
+        right: By request, whether the answer is right.
+        answers: Texts by request.
     """
 
-    name: str
+    mode: str
     prompt_tokens: int
     reused_tokens: int
     recomputed_tokens: int
     ttft_ms: tuple[float, ...]
-    agreement: AgreementSummary | None
-    answers: tuple[str, ...] = ()
+    total_ms: tuple[float, ...]
+    right: tuple[bool, ...]
+    answers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> ModeSummary:
+        """Sum up answers of one mode."""
+        outputs = [answer.output for answer in answers]
+        return cls(
+            mode=str(answers[0].mode),
+            prompt_tokens=sum(output.report.num_tokens for output in outputs),
+            reused_tokens=sum(output.report.reused_tokens for output in outputs),
+            recomputed_tokens=sum(output.report.recomputed_tokens for output in outputs),
+            ttft_ms=tuple(output.ttft_s * 1e3 for output in outputs),
+            total_ms=tuple(output.total_s * 1e3 for output in outputs),
+            right=tuple(answer.is_right for answer in answers),
+            answers=tuple(output.text for output in outputs),
+        )
 
     @property
     def reused_share(self) -> float:
         """Reused over all prompt tokens."""
         return self.reused_tokens / self.prompt_tokens
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reference:
-    """Full prefill's greedy answer to a prompt, its end token included, and its logits there."""
-
-    continuation: TokenArray
-    logits: Tensor
+    @property
+    def median_ttft_ms(self) -> float:
+        """Median of milliseconds to the first token."""
+        return float(np.median(self.ttft_ms))
 
 
-class SessionRunner:
-    """Runs the same prompts under several modes, each from an empty cache; `full_prefill` comes first."""
-
-    def __init__(self, llm: LLM, prompts: Sequence[Prompt], advance: Callable[[], object]) -> None:
-        self._llm = llm
-        self._prompts = [llm.tokenize(prompt) for prompt in prompts]
-        self._advance = advance
-        self._references: list[_Reference] = []
-        self._sampling = SamplingParams(CONTINUATION_TOKENS)
-        # The first call of torch's kernels is not a request's cost.
-        llm.generate(self._prompts[0][:64], SamplingParams(2), "off")
-
-    def full_prefill(self) -> ModeResult:
-        """Run with reuse off and keep the references that other modes are compared with."""
-        self._llm.reset()
-        ttft, reports, answers = [], [], []
-        for prompt in self._prompts:
-            output = self._llm.generate(prompt, self._sampling, ReuseMode.OFF)[0]
-            ttft.append(output.ttft_s * 1e3)
-            reports.append(output.report)
-            answers.append(output.text)
-            continuation = np.asarray(output.token_ids, np.int64)
-            # The request has just been published as an exact prefix, so this reads its own K/V and computes one token.
-            score = self._llm.score(prompt, continuation, ReuseMode.EXACT)
-            self._references.append(_Reference(continuation, score.logits))
-            self._advance()
-        return _result("off", reports, ttft, [], answers)
-
-    def run(self, mode: Mode) -> ModeResult:
-        """Run under `mode`; for grafts, compare with full prefill."""
-        self._llm.reset()
-        # An answer of one token would wait for its repair.
-        sampling = self._sampling if mode.answers else SamplingParams(2)
-        ttft, reports, divergences, answers = [], [], [], []
-        for prompt, reference in zip(self._prompts, self._references, strict=True):
-            if mode.reuse is ReuseMode.GRAFT:
-                divergences.append(self._divergence(prompt, reference, mode))
-            output = self._llm.generate(prompt, sampling, mode.reuse, selection=mode.selection)[0]
-            ttft.append(output.ttft_s * 1e3)
-            reports.append(output.report)
-            if mode.answers:
-                answers.append(output.text)
-            self._advance()
-        return _result(mode.name, reports, ttft, divergences, answers)
-
-    def _divergence(self, prompt: TokenArray, reference: _Reference, mode: Mode) -> Divergence:
-        score = self._llm.score(prompt, reference.continuation, mode.reuse, selection=mode.selection)
-        return divergence(reference.logits, score.logits)
+def warm_up(llm: LLM, prompt: Prompt) -> None:
+    """Generate a few tokens: the first call of torch's kernels is not a request's cost."""
+    llm.generate(llm.tokenize(prompt)[:64], SamplingParams(2), ReuseMode.OFF, cache_salt="warm-up")
 
 
-def _result(
-    name: str,
-    reports: Sequence[GraftReport],
-    ttft_ms: Sequence[float],
-    divergences: Sequence[Divergence],
-    answers: Sequence[str],
-) -> ModeResult:
-    return ModeResult(
-        name=name,
-        prompt_tokens=sum(r.num_tokens for r in reports),
-        reused_tokens=sum(r.reused_tokens for r in reports),
-        recomputed_tokens=sum(r.recomputed_tokens for r in reports),
-        ttft_ms=tuple(ttft_ms),
-        agreement=AgreementSummary.of(divergences) if divergences else None,
-        answers=tuple(answers),
-    )
+def answers(llm: LLM, prompt: Prompt, expected: str) -> Iterator[Answer]:
+    """Yield the greedy answer of each mode as it is done."""
+    for mode in MODES:
+        output = llm.generate(prompt, SamplingParams(ANSWER_TOKENS), mode, cache_salt=mode)[0]
+        yield Answer(mode, output, is_right(output.text, expected))
+
+
+def is_right(text: str, expected: str) -> bool:
+    """Return whether `expected` stands in an answer, in whatever case and however its lines break."""
+    return expected.lower() in " ".join(text.split()).lower()

@@ -7,26 +7,25 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvgraft.demo.docstrings import OPENINGS, ask_about, library, message
 from kvgraft.demo.documents import INSTRUCTIONS, Passage, ask, is_held_out, passages, prompt, stdlib_modules
+from kvgraft.demo.handbook import OPENINGS, QUESTIONS, message, pages
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LIBRARY_PASSAGES = 24
-_LIBRARY_NOTES = 12
 _MIN_PASSAGE_CHARACTERS = 900
 _NO_SOURCES = "the standard library's sources are not installed; install Python with its .py files"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """One prompt of the session, the question in it and what a reader would answer."""
+    """One prompt of the session, the question in it and the text that a right answer has in it."""
 
     prompt: str
+    question: str
     answer: str
-    question: str = ""
 
 
 def rag_session(num_requests: int, documents_per_request: int, seed: int) -> list[SessionRequest]:
@@ -38,21 +37,24 @@ def rag_session(num_requests: int, documents_per_request: int, seed: int) -> lis
         documents = rng.sample(library, documents_per_request)
         question = ask(rng.choice(documents), rng)
         instruction = f"Request {number + 1}. {rng.choice(INSTRUCTIONS)}"
-        requests.append(SessionRequest(prompt(instruction, documents, question), question.answer, question.text))
+        requests.append(SessionRequest(prompt(instruction, documents, question), question.text, question.answer))
     return requests
 
 
 def chat_session(num_requests: int, documents_per_request: int, seed: int) -> list[SessionRequest]:
-    """Build a session of questions over documentation; a prompt is one message to a model that takes instructions."""
-    rng = random.Random(seed)
-    known = library(_LIBRARY_NOTES, rng)
-    if len(known) < _LIBRARY_NOTES:
-        raise ConfigError(_NO_SOURCES)
+    """Build a session of guests' questions over a handbook; a prompt is one message to a model that takes instructions.
+
+    The page with the answer comes last, where a search puts its best match; the others lie in any order.
+    """
+    titles = sorted(pages())
     requests = []
-    for _ in range(num_requests):
-        chosen = rng.sample(known, min(documents_per_request, len(known)))
-        question = ask_about(rng.choice(chosen), rng)
-        requests.append(SessionRequest(message(rng.choice(OPENINGS), chosen, question), question.answer, question.text))
+    for number in range(num_requests):
+        question = QUESTIONS[number % len(QUESTIONS)]
+        rng = random.Random(f"{seed} {question.text}")
+        others = [title for title in titles if title != question.page]
+        chosen = [*rng.sample(others, min(documents_per_request, len(titles)) - 1), question.page]
+        text = message(rng.choice(OPENINGS), chosen, question)
+        requests.append(SessionRequest(text, question.text, question.answer))
     return requests
 
 

@@ -34,7 +34,7 @@ _OPTIONS = {
     "--context-length": "8192",
     "--max-total-tokens": "12000",
 }
-_FLAGS = (
+FLAGS = (
     "--disable-cuda-graph",
     "--skip-server-warmup",
     "--skip-tokenizer-init",
@@ -51,9 +51,10 @@ class SGLangServer:
         options: Of `sglang.launch_server`, over the defaults; a value of None is a flag without a value.
         environ: Variables besides those of this process; `KVGRAFT_STATE_DIR` and `KVGRAFT_REPORT_FILE` are set.
         backend: `--radix-cache-backend`, or None for SGLang's own cache.
+        flags: Without a value.
     """
 
-    def __init__(self, model, options=None, environ=None, backend="kvgraft"):
+    def __init__(self, model, options=None, environ=None, backend="kvgraft", flags=FLAGS):
         self._folder = tempfile.TemporaryDirectory(prefix="kvgraft-sglang-")
         folder = Path(self._folder.name)
         self.log_path, self.report_path, self.state_dir = folder / "log", folder / "reports.jsonl", folder / "state"
@@ -61,7 +62,7 @@ class SGLangServer:
         chosen = {**_OPTIONS, **({"--radix-cache-backend": backend} if backend else {}), **(options or {})}
         words = [word for name, value in chosen.items() for word in ([name] if value is None else [name, str(value)])]
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1"]
-        self._command += [*_FLAGS, *words]
+        self._command += [*flags, *words]
         path = os.pathsep.join(filter(None, [str(STANDINS), str(SHARED_STANDINS), os.environ.get("PYTHONPATH", "")]))
         self._environ = {
             **os.environ,
