@@ -10,7 +10,7 @@ DOCUMENT = text(1, 200)
 
 
 def test_the_cache_of_an_engine_goes_with_it(model_folder):
-    """A gigabyte in these tests: what remembers a layer beyond its engine runs a process out of memory that starts several."""
+    """A gigabyte in these tests: what remembers a layer beyond its engine runs a process out of memory that starts others."""
     with engine(model_folder) as one:
         one.donate(text(2, 40) + DOCUMENT + text(3, 20))
         assert one.ask(text(4, 70) + DOCUMENT + text(5, 20)).shifted
