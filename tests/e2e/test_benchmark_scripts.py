@@ -82,6 +82,7 @@ COVERED = HELPERS | {
     "risk_streams.py",
     "soak.py",
     "startup.py",
+    "state_turns.py",
     "store_remote.py",
     "store_bandwidth.py",
     "store_crash.py",
@@ -175,6 +176,25 @@ def test_copies_to_host_memory_are_counted_on_both_kinds_of_memory(load, run, mo
     cache = script.Cache(40, rng)
     for ours, theirs in zip(cache.packed().keys, cache.apart().keys, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def test_next_turn_goes_on_from_a_recorded_state(load, capsys):
+    script = load("state_turns.py")
+    sizes = ("--layers", "4", "--lengths", "40", "80", "--new", "8", "--rounds", "1")
+    assert script.main([*sizes]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [turn["tokens"] for turn in result["turns"]] == [40, 80]
+    assert result["bytes_per_state"] > result["bytes_per_token"]
+    assert all(turn["ratio"] == turn["off_s"] / turn["exact_s"] for turn in result["turns"])
+
+
+def test_a_turn_that_reuses_nothing_is_no_figure(load, monkeypatch):
+    """Its times would be those of two full prefills."""
+    script = load("state_turns.py")
+    llm = script.make_llm("qwen3_5_text", 4, 200)
+    monkeypatch.setattr(llm.space, "store_prefix", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="0 tokens reused of 55"):
+        script.next_turn(llm, np.random.default_rng(0), 40, 8, off_first=True)
 
 
 class TestNewText:
