@@ -18,6 +18,7 @@ PROGRAMS = {
     "docker",
     "export",
     "git",
+    "kubectl",
     "kvgraft",
     "make",
     "make_venv.sh",

@@ -46,6 +46,8 @@ OTHERS = {
     "my_module": "the user's",
     "KVGRAFT_CHAT_SERVICE_HOST": "Kubernetes, of a service called kvgraft-chat",
     "terminationGracePeriodSeconds": "Kubernetes",
+    "ReadWriteMany": "Kubernetes",
+    "newName": "kustomize",
     "proxy_buffering": "nginx",
     "proxy_read_timeout": "nginx",
 }

@@ -81,6 +81,7 @@ OTHER_PROGRAMS = {
     "export": "of the shell",
     "install": "of the shell",
     "git": "there is no address to clone from",
+    "kubectl": "needs a cluster; tests/deploy looks at the manifests",
     "llm": "tests/clients/test_page.py runs it",
     "lm_eval": "asks a hub; tests/clients/test_lm_eval.py runs it on tasks of its own",
     "make_venv.sh": "downloads gigabytes",
