@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from kvgraft.engine.model.adapter import take_over
 from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.layers import ModelLayers
-from kvgraft.engine.model.slot_plan import SlotPlan, build_states, fewest_window_slots
+from kvgraft.engine.model.slot_plan import SlotPlan, build_states, fewest_window_slots, running_states
 from kvgraft.errors import ConfigError
 from kvgraft.memory import LayerShape
 from kvgraft.testing.tiny_models import tiny_model
@@ -141,6 +143,29 @@ class TestStates:
         assert plan == SlotPlan((1 << 20) // (2 * 2 * 2 * 16 * 4), 0, 0)
         states = build_states(layers, SlotPlan(64, num_states=3), torch.device("cpu"))
         assert (states.num_states, states.bytes_per_state) == (3, layers.bytes_per_state)
+
+    def test_get_half_of_the_bytes(self):
+        layers = take_over(tiny_model("qwen3_next"))
+        token_bytes = sum(layers.bytes_per_token(DTYPE))
+        plan = SlotPlan.with_states(layers, DTYPE, 0, 1 << 24, max_running=8)
+        states = plan.num_states * layers.bytes_per_state
+        assert (1 << 23) - layers.bytes_per_state < states <= 1 << 23
+        assert (1 << 24) - token_bytes < states + plan.num_slots * token_bytes <= 1 << 24
+        by_number = SlotPlan.with_states(layers, DTYPE, plan.num_slots, 1, max_running=8)
+        assert by_number.num_slots == plan.num_slots
+        assert by_number.num_states == plan.num_slots * token_bytes // layers.bytes_per_state
+
+    def test_are_never_too_few_to_record_one_beside_each_that_runs(self):
+        layers = take_over(tiny_model("qwen3_next"))
+        assert SlotPlan.with_states(layers, DTYPE, 64, 1, max_running=8) == SlotPlan(64, num_states=4)
+        assert [running_states(number, 8) for number in (4, 5, 16, 40)] == [2, 2, 8, 8]
+
+    def test_too_few_bytes_for_them_are_refused_with_a_remedy_that_helps(self):
+        layers = take_over(tiny_model("qwen3_next"))
+        with pytest.raises(ConfigError, match="raise it to") as caught:
+            SlotPlan.with_states(layers, DTYPE, 0, 1_000, max_running=8)
+        needed = int(re.search("raise it to ([0-9]+)", str(caught.value))[1])
+        assert SlotPlan.with_states(layers, DTYPE, 0, needed, max_running=8).num_slots >= 64
 
     def test_are_none_of_a_model_without_such_layers(self):
         assert build_states(make_layers(2, 0), SlotPlan(64, num_states=3), torch.device("cpu")) is None
