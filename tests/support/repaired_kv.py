@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.engine.core import Engine
+    from kvgraft.engine.kv.request_kv import RequestKV
     from kvgraft.engine.schedule.active import ActiveRequest
 
 TWICE = frozenset({"adaptive"})
@@ -38,27 +39,29 @@ class RepairedKV:
         """Watch `engine`; `forward` runs rows unobserved."""
         self.num_seen = 0
         self._engine, self._forward = engine, forward
-        self._copies: dict[str, tuple[object, list[Tensor]]] = {}
+        self._copies: dict[str, tuple[RequestKV, list[Tensor]]] = {}
 
     def look(self) -> None:
         for active in self._engine.scheduler.running:
-            name = active.request.request_id
-            if active.phase is Phase.REPAIR:
-                if self._copies.get(name, (None,))[0] is not active.kv:
-                    self._copies[name] = (active.kv, self._read(active, np.arange(active.kv.plan.num_tokens)))
+            name, kv = active.request.request_id, active.kv
+            if kv is not None and active.phase is Phase.REPAIR:
+                if name not in self._copies or self._copies[name][0] is not kv:
+                    self._copies[name] = (kv, self._read(kv, np.arange(kv.plan.num_tokens)))
             elif name in self._copies and active.phase is Phase.DECODE:
-                kv, copies = self._copies.pop(name)
-                if kv is active.kv and kv.epoch == self._engine.space.epoch:
-                    self._assert_repaired(active, copies)
+                looked_at, copies = self._copies.pop(name)
+                if looked_at is kv and kv.epoch == self._engine.space.epoch:
+                    self._assert_repaired(active, kv, copies)
 
-    def _read(self, active: ActiveRequest, rows: NDArray[np.int64]) -> list[Tensor]:
-        place = self._engine.adapter.pool.place(active.kv.kv_indices[rows])
+    def _read(self, kv: RequestKV, rows: NDArray[np.int64]) -> list[Tensor]:
+        place = self._engine.adapter.pool.place(kv.kv_indices[rows])
         return [part.clone() for layer in range(self._engine.adapter.num_layers) for part in place.read(layer)]
 
-    def _assert_repaired(self, active: ActiveRequest, copies: list[Tensor]) -> None:
+    def _assert_repaired(self, active: ActiveRequest, kv: RequestKV, copies: list[Tensor]) -> None:
         self.num_seen += 1
-        kv, report, num_tokens = active.kv, active.report, active.kv.plan.num_tokens
+        report, policy, num_tokens = active.report, kv.decision.policy, kv.plan.num_tokens
+        assert report is not None
         if not kv.lineage.is_approximate:
+            assert report.repair is not None
             assert report.repair.exact_from_token is not None
             assert_slots_are_exact(self._engine.adapter, kv.kv_indices, active.known_token_ids)
             return
@@ -67,27 +70,28 @@ class RepairedKV:
             is_computed[start : start + length] = True
         is_live = np.zeros(num_tokens, np.bool_)
         is_live[kv.plan.compute] = True
-        left = self._read(active, np.arange(num_tokens))
+        left = self._read(kv, np.arange(num_tokens))
         is_changed = np.any([(was != now).flatten(1).any(1).numpy() for was, now in zip(copies, left, strict=True)], 0)
         is_copied = ~is_computed & ~is_live
-        if kv.decision.policy.name not in LOOKS:
+        assert policy is not None
+        if policy.name not in LOOKS:
             assert int((is_changed & is_copied).sum()) == report.corrected_tokens
         assert not is_changed[: kv.plan.prefix_len].any()
         rows = np.flatnonzero(is_computed)
-        if not len(rows) or kv.decision.policy.name in TWICE:
+        if not len(rows) or policy.name in TWICE:
             rows = np.arange(num_tokens - 1, num_tokens)
         else:
             query = kv.plan.compute[-QUERY_ROWS:]
             rows = np.union1d(rows, query[query > rows[0]])
-        self._assert_computed(active, rows)
+        self._assert_computed(kv, rows)
 
-    def _assert_computed(self, active: ActiveRequest, rows: NDArray[np.int64]) -> None:
+    def _assert_computed(self, kv: RequestKV, rows: NDArray[np.int64]) -> None:
         """Compute `rows` once more, in order, and put back what was there."""
-        kv, adapter = active.kv, self._engine.adapter
-        token_ids, place = active.request.token_ids, adapter.pool.place(kv.kv_indices[rows])
-        left = self._read(active, rows)
+        adapter = self._engine.adapter
+        token_ids, place = kv.request.token_ids, adapter.pool.place(kv.kv_indices[rows])
+        left = self._read(kv, rows)
         self._forward([SequenceRows(token_ids[rows], rows, kv.kv_indices, seq_len=len(token_ids))])
-        for number, (was, now) in enumerate(zip(left, self._read(active, rows), strict=True)):
+        for number, (was, now) in enumerate(zip(left, self._read(kv, rows), strict=True)):
             error = float((was - now).abs().max())
             assert error <= TOLERANCE * float(now.abs().max()), f"layer {number // 2} of a repair: {error}"
         for layer in range(adapter.num_layers):
