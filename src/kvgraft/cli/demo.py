@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from kvgraft.config import ServerConfig
-    from kvgraft.demo.runner import Answer, ModeSummary
+    from kvgraft.demo.runner import JudgedAnswer, ModeSummary
     from kvgraft.demo.session import SessionRequest
     from kvgraft.engine import LLM, RequestOutput
     from kvgraft.engine.requests.request_builder import Prompt
@@ -123,7 +123,7 @@ def _session(llm: LLM, args: argparse.Namespace) -> tuple[Sequence[SessionReques
 
 def _ask(
     llm: LLM, session: Sequence[SessionRequest], prompts: Sequence[Prompt], shown: TextIO
-) -> list[tuple[Answer, ...]]:
+) -> list[tuple[JudgedAnswer, ...]]:
     """Answer every question under every mode, and print each answer as it is there."""
     from kvgraft.demo.runner import answers, warm_up
 
@@ -143,7 +143,7 @@ def _ask(
     return given
 
 
-def _answer_line(answer: Answer) -> str:
+def _answer_line(answer: JudgedAnswer) -> str:
     output = answer.output
     text = " ".join(output.text.split())
     cut = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
@@ -151,7 +151,7 @@ def _answer_line(answer: Answer) -> str:
     return f"  {_NAMES[answer.mode]:16s}{output.ttft_s:9.2f} s{output.total_s:13.2f} s  {verdict}  {cut}"
 
 
-def _summaries(given: Sequence[tuple[Answer, ...]]) -> list[ModeSummary]:
+def _summaries(given: Sequence[tuple[JudgedAnswer, ...]]) -> list[ModeSummary]:
     from kvgraft.demo.runner import ModeSummary
 
     return [ModeSummary.of(answers) for answers in zip(*given, strict=True)]
@@ -175,7 +175,7 @@ def _print_table(modes: Sequence[ModeSummary], shown: TextIO) -> None:
     )
 
 
-def _write_page(llm: LLM, given: Sequence[tuple[Answer, ...]], file: Path, shown: TextIO) -> None:
+def _write_page(llm: LLM, given: Sequence[tuple[JudgedAnswer, ...]], file: Path, shown: TextIO) -> None:
     """Write the page of `kvgraft explain` about the request that gained most."""
     from kvgraft.explain import read_requests
     from kvgraft.explain.page import page

@@ -26,7 +26,7 @@ ANSWER_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class JudgedAnswer:
     """A request's output under one mode, and whether what was asked for stands in it."""
 
     mode: ReuseMode
@@ -59,7 +59,7 @@ class ModeSummary:
     answers: tuple[str, ...]
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> ModeSummary:
+    def of(cls, answers: Sequence[JudgedAnswer]) -> ModeSummary:
         """Sum up answers of one mode."""
         outputs = [answer.output for answer in answers]
         return cls(
@@ -89,13 +89,13 @@ def warm_up(llm: LLM, prompt: Prompt) -> None:
     llm.generate(llm.tokenize(prompt)[:64], SamplingParams(2), ReuseMode.OFF, cache_salt="warm-up")
 
 
-def answers(llm: LLM, prompt: Prompt, expected: str) -> Iterator[Answer]:
+def answers(llm: LLM, prompt: Prompt, expected: str) -> Iterator[JudgedAnswer]:
     """Yield the greedy answer of each mode as it is done."""
     for mode in MODES:
         output = llm.generate(prompt, SamplingParams(ANSWER_TOKENS), mode, cache_salt=mode)[0]
-        yield Answer(mode, output, is_right(output.text, expected))
+        yield JudgedAnswer(mode, output, is_right(output.text, expected))
 
 
 def is_right(text: str, expected: str) -> bool:
-    """Return whether `expected` stands in an answer, in whatever case and however its lines break."""
+    """Return whether `expected` stands in an answer, upper or lower case and line breaks aside."""
     return expected.lower() in " ".join(text.split()).lower()
