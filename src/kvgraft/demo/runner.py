@@ -97,5 +97,5 @@ def answers(llm: LLM, prompt: Prompt, expected: str) -> Iterator[JudgedAnswer]:
 
 
 def is_right(text: str, expected: str) -> bool:
-    """Return whether `expected` stands in an answer, in upper or lower case and however its lines break."""
+    """Return whether `expected` stands in an answer, upper or lower case and line breaks aside."""
     return expected.lower() in " ".join(text.split()).lower()
