@@ -16,6 +16,7 @@ from kvgraft.engine.idle.audit import Auditor
 from kvgraft.engine.idle.healing import MOST_ROWS, IdleHealer
 from kvgraft.engine.kv.build_context import eviction_parameters
 from kvgraft.engine.kv.sessions import Sessions
+from kvgraft.engine.kv.state_row import StateRow
 from kvgraft.engine.model.loading import LoadedModel, eos_token_ids, fingerprint, load_model
 from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, probe_slots, self_check
 from kvgraft.engine.requests.request_builder import RequestBuilder
@@ -351,8 +352,8 @@ class Engine:
 
     def _num_states_held(self) -> int:
         """States of unfinished requests, running and recorded ones."""
-        rows = (active.kv.states for active in self._active.values() if active.kv is not None)
-        return sum(len(list(row.held)) for row in rows if row is not None)
+        rows = (active.kv.held.layers for active in self._active.values() if active.kv is not None)
+        return sum(len(list(row.held)) for row in rows if isinstance(row, StateRow))
 
     def heal_step(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """Heal a piece of a finished request; False if none was healed now, for want of one or because `is_wanted` said so.

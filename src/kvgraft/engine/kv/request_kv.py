@@ -84,14 +84,9 @@ class RequestKV:
         return self.held.layers if isinstance(self.held.layers, WindowRow) else None
 
     @property
-    def states(self) -> StateRow | None:
-        """Running and recorded states, where layers keep states."""
-        return self.held.layers if isinstance(self.held.layers, StateRow) else None
-
-    @property
     def state(self) -> int | None:
         """Slot of the running state, where layers keep states."""
-        return None if self.states is None else self.states.running
+        return self.held.layers.running if isinstance(self.held.layers, StateRow) else None
 
     @property
     def swa_indices(self) -> NDArray[np.int64] | None:

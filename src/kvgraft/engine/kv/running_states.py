@@ -1,7 +1,7 @@
 """States of requests: one that their rows advance, and those that are recorded for others on the way.
 
 A running state has read exactly the positions that were computed, in order. It begins as a copy of the state at the end of
-the request's exact prefix, or empty, so that no request ever writes into a state that others read. Where a state is to be
+the request's exact prefix, or empty, so that no state that others read is ever written to. Where a state is to be
 recorded, the piece of prefill ends, and the running state is copied. A request that ends gives its running state itself.
 
 What is recorded when (`kvgraft.prefix.ssm.recording` chooses the positions of the prompt):
@@ -154,5 +154,5 @@ class RunningStates(LayerSlots):
 
 
 def _row(kv: RequestKV) -> StateRow:
-    assert kv.states is not None, "requests of a model with states have states"
-    return kv.states
+    assert isinstance(kv.held.layers, StateRow), "requests of a model with states have states"
+    return kv.held.layers

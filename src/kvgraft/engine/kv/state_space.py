@@ -1,6 +1,6 @@
 """All K/V of an engine with layers that keep states: slots of tokens, slots of states, one prefix tree over both.
 
-A state is what such layers hold after any number of tokens: the sum of a text, which no part of it can
+A state is what such layers hold after a number of tokens, large or small: the sum of a text, which no part of it can
 be taken from and nothing can be put into. So it is recorded whole, for the prefix of exactly its tokens, and never moved:
 nothing is a donor here.
 """
