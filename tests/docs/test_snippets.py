@@ -39,7 +39,7 @@ ALL = [snippet for page in PAGES for snippet in snippets(page)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 SHOWN = {
-    "docs/demo.md: Question 4: Which function do I": "what `make demo` prints, with real times",
+    "docs/demo.md: 6 questions, prompts of": "what `make demo` prints, with real times",
     "ARCHITECTURE.md: POST /v1/chat/completions": "a diagram; its names are checked in test_pages.py",
     "docs/graft.md: [project.entry-points": "part of a package's pyproject.toml; tests/docs/test_recipes.py installs one",
     "docs/design/prefix-cache.md: match   [root]": "a diagram",
