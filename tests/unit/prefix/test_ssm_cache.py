@@ -410,7 +410,7 @@ def test_a_dropped_node_holds_no_state():
     cache = StateRadixCache()
     handle = put(cache, 1, 2).handle
     evict(cache, 2)
-    assert handle.state is None
+    assert handle.component is None
     with pytest.raises(CorruptCacheError, match="match again"):
         cache.state_of(handle)
 
@@ -435,7 +435,7 @@ def test_no_provider_and_no_session():
 
 
 def damage_state_of_leaf(cache, node):
-    cache._states.free(node.state)
+    cache._components.free(node.component)
 
 
 def damage_position(cache, node):
@@ -443,19 +443,19 @@ def damage_position(cache, node):
 
 
 def damage_slot(cache, node):
-    node.state.slot = next(iter(cache._tree.root.children.values())).state.slot
+    node.component.slot = next(iter(cache._tree.root.children.values())).component.slot
 
 
 def damage_locks(cache, node):
-    node.state.lock_ref = 1
+    node.component.lock_ref = 1
 
 
 def damage_owner(cache, node):
-    node.state.node = node.parent
+    node.component.node = node.parent
 
 
 def damage_count(cache, node):
-    cache._states.evictable_size += 1
+    cache._components.evictable_size += 1
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_the_deepest_point_in_front_of_a_gap_is_taken():
     cache.match_prefix(RadixKey(sequence(0, 8)))
     lower = cache.insert(RadixKey((*sequence(0, 8), 50)), np.arange(30, 39), swa_indices=np.arange(30, 39) + SWA)
     middle = lower.handle.parent
-    cache._windows.free(middle.window)
+    cache._components.free(middle.component)
     cache.check()
     assert matched(cache, *sequence(0, 8)) == 4
     assert matched(cache, *sequence(0, 8), 50) == 4
@@ -412,8 +412,8 @@ def test_split_halves_own_their_memory():
     upper = cache.match_prefix(RadixKey(sequence(0, 10))).handle
     for node, length in ((upper, 10), (lower, 90)):
         assert node.kv_indices.base is None
-        assert node.window.swa_indices.base is None
-        assert node.window.swa_indices.nbytes == 8 * length
+        assert node.component.swa_indices.base is None
+        assert node.component.swa_indices.nbytes == 8 * length
 
 
 def test_dropped_nodes_are_freed_without_a_garbage_collection():
@@ -421,7 +421,7 @@ def test_dropped_nodes_are_freed_without_a_garbage_collection():
 
     cache = make_cache()
     handle = put(cache, *sequence(0, 4)).handle
-    window = weakref.ref(handle.window.swa_indices)
+    window = weakref.ref(handle.component.swa_indices)
     gc.disable()
     try:
         del handle

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.component.base import BaseComponentCache
 from kvgraft.prefix.key import RadixKey
-from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.results import (
-    NOTHING_FREED,
     EvictResult,
     MatchPrefixParams,
     PrefixHandle,
@@ -19,27 +18,29 @@ from kvgraft.prefix.results import (
     StoredLength,
     join_slots,
 )
-from kvgraft.prefix.ssm.node import StateLock, StateNode
+from kvgraft.prefix.ssm.invariants import check_states
+from kvgraft.prefix.ssm.node import State, StateLock, StateNode
 from kvgraft.prefix.ssm.results import StateMatchResult
 from kvgraft.prefix.ssm.states import TreeStates
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Unpack
 
     from kvgraft.prefix.radix.base import TreeOptions
 
 
-class BaseStateCache(BaseRadixCache[StateNode]):
+class BaseStateCache(BaseComponentCache[StateNode, State, StateLock]):
     """Base of `StateRadixCache`: all but inserts and requests.
 
-    Invariants (verified by `check`), besides those of a radix tree:
+    Invariants (verified by `check`), besides those of a tree over two pools:
         - A state lies at the end of a node, at a multiple of `state_alignment`; no slot of either pool is stored twice.
         - Receipts that hold a state never exceed the locks on its node.
-        - A leaf without a state is locked.
-        - Those of `TreeStates`.
     """
 
     _node_class = StateNode
+    _lock_class = StateLock
+    _components: TreeStates
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class BaseStateCache(BaseRadixCache[StateNode]):
         super().__init__(page_size, simulated=simulated, **options)
         self._state_chunk_size = state_chunk_size
         self._alignment = lcm(page_size, state_chunk_size)
-        self._states = TreeStates(self.policy)
+        self._components = TreeStates(self.policy)
 
     @property
     def state_chunk_size(self) -> int:
@@ -78,17 +79,17 @@ class BaseStateCache(BaseRadixCache[StateNode]):
     @property
     def state_evictable_size(self) -> int:
         """States that no lock holds."""
-        return self._states.evictable_size
+        return self._components.evictable_size
 
     @property
     def state_protected_size(self) -> int:
         """States under at least one lock."""
-        return self._states.protected_size
+        return self._components.protected_size
 
     @property
     def state_total_size(self) -> int:
         """States that are recorded."""
-        return self._states.evictable_size + self._states.protected_size
+        return self._components.total_size
 
     # lookup
 
@@ -107,7 +108,7 @@ class BaseStateCache(BaseRadixCache[StateNode]):
         reached = path[-1].end if path else 0
         if partial is not None:
             reached = partial.start + run
-        while path and path[-1].state is None:
+        while path and path[-1].component is None:
             path.pop()
         self._mark(path)
         return StateMatchResult(path, path[-1] if path else root, reached - reached % self._alignment)
@@ -117,19 +118,19 @@ class BaseStateCache(BaseRadixCache[StateNode]):
         if not path:
             return
         last = path[-1]
-        assert last.state is not None, "a match ends at a state"
+        assert last.component is not None, "a match ends at a state"
         last.last_access = now
         self._requeue(last)
-        self._states.touch(last.state, now)
+        self._components.touch(last.component, now)
 
     def _stored_in(self, path: list[StateNode], stop: int) -> StoredLength:
-        ends = (node.end for node in path if node.state is not None and node.end <= stop)
+        ends = (node.end for node in path if node.component is not None and node.end <= stop)
         return StoredLength(max(ends, default=0))
 
     def _divide(self, node: StateNode, length: int) -> StateNode:
         upper = super()._divide(node, length)
-        if node.state is not None:
-            self._states.requeue(node.state)  # a policy may look at where its node begins
+        if node.component is not None:
+            self._components.requeue(node.component)  # a policy may look at where its node begins
         return upper
 
     def state_of(self, handle: PrefixHandle) -> int | None:
@@ -138,7 +139,7 @@ class BaseStateCache(BaseRadixCache[StateNode]):
         Raises:
             CorruptCacheError: The handle is of a dropped prefix or of another cache.
         """
-        state = self._tree.resolve(handle.node if isinstance(handle, StateLock) else handle).state
+        state = self._tree.resolve(handle.node if isinstance(handle, StateLock) else handle).component
         return None if state is None else state.slot
 
     # locks
@@ -150,39 +151,22 @@ class BaseStateCache(BaseRadixCache[StateNode]):
             CorruptCacheError: The handle is of a dropped prefix or of another cache, or its state was evicted since.
         """
         node = self._tree.resolve(handle)
-        if node.state is None and node.parent is not None:
+        if node.component is None and node.parent is not None:
             raise CorruptCacheError("the state of this prefix was evicted: match again")
         lock = self._lock(node)
-        if node.state is not None:
-            node.state.hit_count += 1  # held now, so it waits in no queue
+        if node.component is not None:
+            node.component.hit_count += 1  # held now, so it waits in no queue
         return lock
 
     def _lock(self, node: StateNode) -> StateLock:
         super().inc_lock_ref(node)
-        if node.state is not None:
-            self._states.lock(node.state)
-        return StateLock(node, state_locked=node.state is not None)
+        if node.component is not None:
+            self._components.lock(node.component)
+        return StateLock(node, state_locked=node.component is not None)
 
-    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
-        """Give back a lock; returns the slots of leaves without state that only the lock kept.
-
-        Raises:
-            CorruptCacheError: The receipt is none, was given back before, or is of another cache. Nothing has changed.
-        """
-        lock = self._open_lock(handle)
+    def _unlock_components(self, lock: StateLock) -> None:
         if lock.state_locked:
             self.dec_state_lock_only(lock)
-        node = lock.node
-        super().dec_lock_ref(node)
-        lock.released = True
-        if node.children or node.lock_ref or node.state is not None:
-            return NOTHING_FREED
-        return _as_result(*self._drop(node))
-
-    def _queue_if_candidate(self, node: StateNode) -> None:
-        """Queue an unlocked leaf; one without a state never waits, it goes with what kept it."""
-        if node.state is not None and not node.children and not node.lock_ref:
-            self._queue.add(node)
 
     def dec_state_lock_only(self, handle: PrefixHandle) -> None:
         """Give the lock on the state back early, once it was copied; the tokens stay locked.
@@ -193,17 +177,11 @@ class BaseStateCache(BaseRadixCache[StateNode]):
             CorruptCacheError: The receipt holds no state, or not any more. Nothing has changed then.
         """
         lock = self._open_lock(handle)
-        state = lock.node.state
+        state = lock.node.component
         if not lock.state_locked or state is None:
             raise CorruptCacheError("this lock holds no state, or its state was released before")
-        self._states.unlock(state)
+        self._components.unlock(state)
         lock.state_locked = False
-
-    def _open_lock(self, handle: PrefixHandle) -> StateLock:
-        if not isinstance(handle, StateLock) or handle.released:
-            raise CorruptCacheError("not a receipt of inc_lock_ref, or given back before")
-        self._tree.resolve(handle.node)
-        return handle
 
     # eviction
 
@@ -216,59 +194,12 @@ class BaseStateCache(BaseRadixCache[StateNode]):
 
         Complexity: O(log n) per dropped node or state plus O(tokens freed).
         """
-        freed: list[SlotArray] = []
-        states: list[int] = []
-        num_freed = 0
-        while (num_freed < num_tokens and self._queue) or (len(states) < num_states and self._states):
-            if num_freed < num_tokens and self._queue:
-                parts, slots = self._drop(self._queue.pop())
-            else:
-                parts, slots = self._evict_state()
-            num_freed += sum(map(len, parts))
-            freed += parts
-            states += slots
-        return _as_result(freed, states)
+        return self._evict_both(num_tokens, num_states)
 
-    def _evict_state(self) -> tuple[list[SlotArray], list[int]]:
-        state = self._states.oldest()
-        node = state.node
-        if not node.children and not node.lock_ref:
-            self._queue.remove(node)
-            return self._drop(node)
-        return [], [self._states.free(state)]
+    def _freed(self, slots: list[SlotArray], components: Sequence[State]) -> EvictResult:
+        return EvictResult(
+            join_slots(slots), state_freed=np.array([state.slot for state in components], dtype=np.int64)
+        )
 
-    def _drop(self, leaf: StateNode) -> tuple[list[SlotArray], list[int]]:
-        """Drop an unlocked, unqueued leaf and the tombstones above that become unlocked leaves; returns slots and states."""
-        freed: list[SlotArray] = []
-        states: list[int] = []
-        node = leaf
-        while True:
-            if node.state is not None:
-                states.append(self._states.free(node.state))
-            freed.append(node.kv_indices)
-            self._evictable_size -= len(node)
-            parent = node.parent
-            assert parent is not None, "the root is never dropped"
-            self._drop_leaf(node)
-            if parent.children or parent.lock_ref or parent.state is not None:
-                return freed, states
-            node = parent
-
-    def reset(self) -> SlotArray:
-        """Forget everything; returns the slots of tokens. `reset_both` returns states, too."""
-        return self.reset_both().freed
-
-    def reset_both(self) -> EvictResult:
-        """Forget everything, locked or not, and return every slot of both pools for the caller to free."""
-        states = [node.state.slot for node in self._tree.root.subtree() if node.state is not None]
-        self._states.clear()
-        return _as_result([super().reset()], states)
-
-    def check(self) -> None:
-        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
-        super().check()
-        self._states.check(self._tree.root, self._alignment, unique_slots=not self._simulated)
-
-
-def _as_result(freed: list[SlotArray], states: list[int]) -> EvictResult:
-    return EvictResult(join_slots(freed), state_freed=np.array(states, dtype=np.int64))
+    def _check_kind(self) -> None:
+        check_states(self._tree.root, self._alignment, unique_slots=not self._simulated)

@@ -19,7 +19,6 @@ import numpy as np
 from kvgraft.errors import ConfigError
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray
 from kvgraft.prefix.ssm.base import BaseStateCache
-from kvgraft.prefix.ssm.node import StateLock, StateNode
 from kvgraft.prefix.ssm.results import StateInsertResult
 from kvgraft.prefix.standalone.lifecycle import StoredRow
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvgraft.prefix.key import RadixKey
     from kvgraft.prefix.semantic import SemanticPrefixProvider, SlotCopier
+    from kvgraft.prefix.ssm.node import StateLock, StateNode
     from kvgraft.prefix.standalone.request import RequestRow
 
 _NO_STATES: Mapping[int, int] = MappingProxyType({})
@@ -71,7 +71,7 @@ class StateRadixCache(BaseStateCache):
         slots = self._offered(key, kv_indices)
         if self._disabled:
             return StateInsertResult(0, 0, self._tree.root, _slots_of(states))
-        start = self._insert_start(key, after)
+        start = self._prefix_of(key, after)
         _require_positions(states, start.end, len(key))
         fitting = {position: states[position] for position in states if not position % self._alignment}
         total_len = max(fitting, default=start.end)
@@ -87,11 +87,6 @@ class StateRadixCache(BaseStateCache):
             self._queue_if_candidate(node)
         return StateInsertResult(prefix_len, total_len, node, _slots_of(returned))
 
-    def _insert_start(self, key: RadixKey, after: PrefixHandle | None) -> StateNode:
-        if after is None:
-            return self._tree.root
-        return self._tree.resolve_prefix(key, after.node if isinstance(after, StateLock) else after)
-
     def _record(self, last: StateNode, states: Mapping[int, int], priority: int) -> dict[int, int]:
         """Record states on the path of `last`, cutting nodes at their positions; returns those that are recorded already."""
         now, reach = self._tree.now, last.end
@@ -103,10 +98,10 @@ class StateRadixCache(BaseStateCache):
                 step = step.parent
             if position < step.end:
                 step = self._divide(step, position - step.start)
-            if step.state is None:
-                self._states.record(step, states[position], now, priority, reach)
+            if step.component is None:
+                self._components.record(step, states[position], now, priority, reach)
             else:
-                self._states.record_again(step.state, now, priority, reach)
+                self._components.record_again(step.component, now, priority, reach)
                 returned[position] = states[position]
         return returned
 

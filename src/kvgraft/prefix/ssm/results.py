@@ -25,7 +25,7 @@ class StateMatchResult(MatchResult):
 
     def __init__(self, path: list[StateNode], handle: StateNode, branching_len: int) -> None:
         super().__init__([node.kv_indices for node in path], handle.end, handle)
-        self.state = None if handle.state is None else handle.state.slot
+        self.state = None if handle.component is None else handle.component.slot
         self.branching_len = branching_len
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
+from kvgraft.prefix.component.base import BaseComponentCache
 from kvgraft.prefix.key import RadixKey
-from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.results import (
     NO_SLOTS,
-    NOTHING_FREED,
     EvictResult,
     MatchPrefixParams,
     PrefixHandle,
@@ -19,31 +18,33 @@ from kvgraft.prefix.results import (
     StoredLength,
     join_slots,
 )
-from kvgraft.prefix.swa.node import SWALock, SWANode
+from kvgraft.prefix.swa.invariants import check_windows
+from kvgraft.prefix.swa.node import SWALock, SWANode, Window
 from kvgraft.prefix.swa.results import SWAMatchResult
 from kvgraft.prefix.swa.windows import TreeWindows
 from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Unpack
 
     from kvgraft.prefix.radix.base import TreeOptions
 
 
-class BaseSWACache(BaseRadixCache[SWANode]):
+class BaseSWACache(BaseComponentCache[SWANode, Window, SWALock]):
     """Base of `SWARadixCache`: all but inserts and requests.
 
     Attributes:
         window: What rows of window layers read.
 
-    Invariants (verified by `check`), besides those of a radix tree:
+    Invariants (verified by `check`), besides those of a tree over two pools:
         - A window has one slot per element of its node; no slot of either pool is stored twice.
         - Receipts that cover a window never exceed the locks on or below its node (`full_lock_ref >= swa_lock_ref`).
-        - A leaf without a window is locked.
-        - Those of `TreeWindows`.
     """
 
     _node_class = SWANode
+    _lock_class = SWALock
+    _components: TreeWindows
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         super().__init__(page_size, simulated=simulated, **options)
         self.window = window
         self._leaf_cap = leaf_cap
-        self._windows = TreeWindows(window)
+        self._components = TreeWindows(window)
 
     @property
     def sliding_window_size(self) -> int:
@@ -80,17 +81,17 @@ class BaseSWACache(BaseRadixCache[SWANode]):
     @property
     def swa_evictable_size(self) -> int:
         """Tokens of windows that no lock covers."""
-        return self._windows.evictable_size
+        return self._components.evictable_size
 
     @property
     def swa_protected_size(self) -> int:
         """Tokens of windows under at least one lock."""
-        return self._windows.protected_size
+        return self._components.protected_size
 
     @property
     def swa_total_size(self) -> int:
         """Tokens that have sliding-window KV."""
-        return self._windows.evictable_size + self._windows.protected_size
+        return self._components.total_size
 
     # lookup
 
@@ -112,7 +113,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         for node in path:
             node.last_access = now
         last = path[-1] if path else root
-        self._windows.touch(last, now)
+        self._components.touch(last, now)
         if last.queue_index >= 0:
             self._queue.update(last)
         return SWAMatchResult(path, last)
@@ -128,7 +129,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         live_start = accepted = 0
         for node in path:
             end = min(node.end, stop)
-            if node.window is None:
+            if node.component is None:
                 live_start = end
                 accepted = max(accepted, self.window.boundary(end, self._page_size))
             elif self.window.first_needed(end) >= live_start:
@@ -144,7 +145,7 @@ class BaseSWACache(BaseRadixCache[SWANode]):
 
     def _divide(self, node: SWANode, length: int) -> SWANode:
         upper = super()._divide(node, length)
-        self._windows.divided(upper, node)
+        self._components.divided(upper, node)
         return upper
 
     # locks
@@ -156,37 +157,19 @@ class BaseSWACache(BaseRadixCache[SWANode]):
             CorruptCacheError: The handle is of a dropped prefix or of another cache, or its window was evicted since.
         """
         node = self._tree.resolve(handle)
-        covered = self._windows.reach(node)
+        covered = self._components.reach(node)
         if _start_of(covered, node) > self.window.first_needed(node.end):
             raise CorruptCacheError("the window of this prefix was evicted: match again")
         return self._lock(node, covered)
 
     def _lock(self, node: SWANode, covered: list[SWANode]) -> SWALock:
         super().inc_lock_ref(node)
-        self._windows.cover(covered)
+        self._components.cover(covered)
         return SWALock(node, _start_of(covered, node))
 
-    def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
-        """Give back a lock; returns the slots of tombstone leaves that only the lock kept.
-
-        Raises:
-            CorruptCacheError: The receipt is none, was given back before, or is of another cache. Nothing has changed.
-        """
-        lock = self._open_lock(handle)
+    def _unlock_components(self, lock: SWALock) -> None:
         if not lock.swa_released:
-            self._windows.uncover(lock.node, lock.swa_start)
-        super().dec_lock_ref(lock.node)
-        lock.released = True
-        node = lock.node
-        if node.children or node.lock_ref or node.window is not None:
-            return NOTHING_FREED
-        freed, swa_freed = self._drop(node)
-        return EvictResult(join_slots(freed), join_slots(swa_freed))
-
-    def _queue_if_candidate(self, node: SWANode) -> None:
-        """Queue an unlocked leaf; a tombstone leaf never waits, it goes with what kept it."""
-        if node.window is not None and not node.children and not node.lock_ref:
-            self._queue.add(node)
+            self._components.uncover(lock.node, lock.swa_start)
 
     def dec_swa_lock_only(self, handle: PrefixHandle) -> EvictResult:
         """Release the window of a lock early, when decoding has passed it; full attention stays locked.
@@ -199,16 +182,10 @@ class BaseSWACache(BaseRadixCache[SWANode]):
         lock = self._open_lock(handle)
         if lock.swa_released:
             raise CorruptCacheError("the window of this lock was released before")
-        uncovered = self._windows.uncover(lock.node, lock.swa_start)
+        uncovered = self._components.uncover(lock.node, lock.swa_start)
         lock.swa_released = True
-        freed = [self._windows.free(window) for window in uncovered if not window.node.children]
+        freed = [self._components.free(window).swa_indices for window in uncovered if not window.node.children]
         return EvictResult(NO_SLOTS, join_slots(freed))
-
-    def _open_lock(self, handle: PrefixHandle) -> SWALock:
-        if not isinstance(handle, SWALock) or handle.released:
-            raise CorruptCacheError("not a receipt of inc_lock_ref, or given back before")
-        self._tree.resolve(handle.node)
-        return handle
 
     # eviction
 
@@ -221,73 +198,23 @@ class BaseSWACache(BaseRadixCache[SWANode]):
 
         Complexity: O(log n) per dropped node or window plus O(tokens freed).
         """
-        freed: list[SlotArray] = []
-        swa_freed: list[SlotArray] = []
-        num_freed = num_swa_freed = 0
-        while (num_freed < num_tokens and self._queue) or (num_swa_freed < swa_num_tokens and self._windows):
-            if num_freed < num_tokens and self._queue:
-                parts, swa_parts = self._drop(self._queue.pop())
-            else:
-                parts, swa_parts = self._evict_window()
-            num_freed += sum(map(len, parts))
-            num_swa_freed += sum(map(len, swa_parts))
-            freed += parts
-            swa_freed += swa_parts
-        return EvictResult(join_slots(freed), join_slots(swa_freed))
+        return self._evict_both(num_tokens, swa_num_tokens)
 
-    def _evict_window(self) -> tuple[list[SlotArray], list[SlotArray]]:
-        window = self._windows.oldest()
-        node = window.node
-        if not node.children and not node.lock_ref:
-            self._queue.remove(node)
-            return self._drop(node)
-        return [], [self._windows.free(window)]
-
-    def _drop(self, leaf: SWANode) -> tuple[list[SlotArray], list[SlotArray]]:
-        """Drop an unlocked, unqueued leaf and the tombstones above that become unlocked leaves; returns their slots."""
-        freed: list[SlotArray] = []
-        swa_freed: list[SlotArray] = []
-        node = leaf
-        while True:
-            if node.window is not None:
-                swa_freed.append(self._windows.free(node.window))
-            freed.append(node.kv_indices)
-            self._evictable_size -= len(node)
-            if self._events is not None:  # not `_drop_leaf`: its calls would cost a twentieth
-                self._events.removed(node)
-            parent = self._tree.remove_leaf(node)
-            parent.learn_from(node)
-            if parent.children or parent.lock_ref:
-                return freed, swa_freed
-            if parent.window is not None:
-                self._queue.add(parent)
-                return freed, swa_freed
-            node = parent
-
-    def reset(self) -> SlotArray:
-        """Forget everything; returns the full-attention slots. `reset_both` returns those of both pools."""
-        return self.reset_both().freed
-
-    def reset_both(self) -> EvictResult:
-        """Forget everything, locked or not, and return every slot of both pools for the caller to free."""
-        windows = [node.window.swa_indices for node in self._tree.root.subtree() if node.window is not None]
-        self._windows.clear()
-        return EvictResult(super().reset(), join_slots(windows))
+    def _freed(self, slots: list[SlotArray], components: Sequence[Window]) -> EvictResult:
+        return EvictResult(join_slots(slots), join_slots([window.swa_indices for window in components]))
 
     def swa_path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
         """Sliding-window slots of positions `[start, end)` of a stored prefix, -1 where they are gone."""
         parts: list[SlotArray] = []
         step: SWANode | None = self._tree.resolve(handle)
         while step is not None and step.end > start:
-            slots = np.full(len(step), -1) if step.window is None else step.window.swa_indices
+            slots = np.full(len(step), -1) if step.component is None else step.component.swa_indices
             parts.append(slots[max(start - step.start, 0) :])
             step = step.parent
         return join_slots(parts[::-1])
 
-    def check(self) -> None:
-        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
-        super().check()
-        self._windows.check(self._tree.root, unique_slots=not self._simulated)
+    def _check_kind(self) -> None:
+        check_windows(self._tree.root, unique_slots=not self._simulated)
 
 
 def _start_of(covered: list[SWANode], node: SWANode) -> int:

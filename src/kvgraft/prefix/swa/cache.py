@@ -88,7 +88,7 @@ class SWARadixCache(BaseSWACache):
             node = self._add_tail(
                 node, key, slots, windows, evicted=swa_evicted_len, priority=priority, counted_len=counted_len
             )
-        self._windows.touch(node, self._tree.now)
+        self._components.touch(node, self._tree.now)
         return SWAInsertResult(prefix_len, node.end, node, join_slots(freed), join_slots(swa_freed))
 
     def _insert_start(
@@ -99,9 +99,7 @@ class SWARadixCache(BaseSWACache):
                 f"prev_prefix_len {prev_prefix_len} and swa_evicted_len {swa_evicted_len} must be multiples of the page "
                 f"size {self._page_size}"
             )
-        if after is None:
-            return self._tree.root
-        node = self._tree.resolve_prefix(key, after.node if isinstance(after, SWALock) else after)
+        node = self._prefix_of(key, after)
         if node.end > prev_prefix_len:
             raise ConfigError(f"`after` ends at {node.end}, after prev_prefix_len {prev_prefix_len}")
         return node
@@ -119,12 +117,12 @@ class SWARadixCache(BaseSWACache):
             if start < prev_prefix_len:
                 raise CorruptCacheError(f"prev_prefix_len {prev_prefix_len} lies inside a node: lock the prefix")
             freed.append(slots[start:end].copy())
-            if node.window is not None:
+            if node.component is not None:
                 swa_freed.append(windows[max(start, evicted) : max(end, evicted)].copy())
             elif evicted < end:
                 if start < evicted:
                     self._divide(node, evicted - start)
-                self._windows.attach(node, windows[max(start, evicted) : end], self._tree.now)
+                self._components.attach(node, windows[max(start, evicted) : end], self._tree.now)
         return freed, swa_freed
 
     def _add_tail(
@@ -143,7 +141,7 @@ class SWARadixCache(BaseSWACache):
         if parent.end < evicted:
             parent = self._add_node(parent, key, slots, evicted, priority, hit_count=int(evicted > counted_len))
         leaf = self._add_node(parent, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
-        self._windows.attach(leaf, windows[leaf.start : leaf.end], self._tree.now)
+        self._components.attach(leaf, windows[leaf.start : leaf.end], self._tree.now)
         cut = self.window.first_needed(total_len) // self._page_size * self._page_size
         if self._leaf_cap and leaf.start < cut < leaf.end:
             self._divide(leaf, cut - leaf.start)
@@ -177,7 +175,7 @@ class SWARadixCache(BaseSWACache):
     def lock_inserted(self, handle: PrefixHandle) -> SWALock:
         """Lock the prefix of an insert, and as much of its last window as is live."""
         node = self._tree.resolve(handle)
-        return self._lock(node, self._windows.reach(node))
+        return self._lock(node, self._components.reach(node))
 
     def cache_finished_req(self, req: RequestRow, *, is_insert: bool = True) -> EvictResult:
         """Store and release as any cache; a row without slots of both pools is refused."""

@@ -1,47 +1,33 @@
-"""Verifies what a hybrid tree promises beyond a plain one: windows, their locks, tombstones."""
+"""Verifies what a hybrid tree promises of its windows: their slots and locks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvgraft.prefix.component.invariants import components_of
 from kvgraft.prefix.radix.invariants import require, require_owned, require_unique
 
 if TYPE_CHECKING:
-    from collections.abc import Set
-
     from kvgraft.prefix.swa.node import SWANode, Window
 
 
-def check_hybrid_tree(root: SWANode, queued: Set[Window], *, unique_slots: bool = True) -> tuple[int, int]:
-    """Verify the window components.
+def check_windows(root: SWANode, *, unique_slots: bool) -> None:
+    """Verify the windows of a tree: their slots and locks.
 
     Args:
         root: Root of the tree.
-        queued: The windows in the eviction queue.
         unique_slots: Whether no slot may be stored twice.
-
-    Returns:
-        Tokens of uncovered and of covered windows.
 
     Raises:
         CorruptCacheError: The first invariant that does not hold.
     """
-    nodes = list(root.subtree())[1:]
-    windows = [node.window for node in nodes if node.window is not None]
-    for node in nodes:
-        require(node.window is not None or bool(node.children) or node.lock_ref > 0, "an unlocked leaf is a tombstone")
+    windows: list[Window] = components_of(root)
     for window in windows:
-        require(window.node.window is window, "a window belongs to another node")
         require(len(window) == len(window.node), "a window has not one slot per token")
         require_owned(window.swa_indices)
     if unique_slots:
         require_unique([window.swa_indices for window in windows])
-    _check_locks(nodes)
-    require(
-        {window for window in windows if not window.lock_ref} == queued, "the window queue is not the uncovered ones"
-    )
-    evictable_size = sum(len(window) for window in windows if not window.lock_ref)
-    return evictable_size, sum(map(len, windows)) - evictable_size
+    _check_locks(list(root.subtree())[1:])
 
 
 def _check_locks(nodes: list[SWANode]) -> None:
@@ -49,5 +35,5 @@ def _check_locks(nodes: list[SWANode]) -> None:
     full_locks: dict[SWANode, int] = {}
     for node in reversed(nodes):
         full_locks[node] = node.handle_locks + sum(full_locks[child] for child in node.children.values())
-        if node.window is not None:
-            require(0 <= node.window.lock_ref <= full_locks[node], "a window has more locks than its node")
+        if node.component is not None:
+            require(0 <= node.component.lock_ref <= full_locks[node], "a window has more locks than its node")

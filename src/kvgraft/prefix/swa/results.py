@@ -20,7 +20,7 @@ class SWAMatchResult(MatchResult):
 
     def __init__(self, path: list[SWANode], handle: SWANode) -> None:
         super().__init__([node.kv_indices for node in path], handle.end, handle)
-        self._path = [(len(node), None if node.window is None else node.window.swa_indices) for node in path]
+        self._path = [(len(node), None if node.component is None else node.component.swa_indices) for node in path]
 
     @property
     def swa_indices(self) -> SlotArray:
