@@ -13,6 +13,7 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.prefix.component.invariants import components_of
 from kvgraft.prefix.component.node import ComponentLock, ComponentNode, Part
 from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.results import NOTHING_FREED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,7 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
         lock.released = True
         node = lock.node
         if node.children or node.lock_ref or node.component is not None:
-            return self._freed([], [])
+            return NOTHING_FREED
         return self._freed(*self._drop(node))
 
     @abstractmethod
@@ -83,14 +84,15 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
         """
         slots: list[SlotArray] = []
         components: list[Part] = []
-        num_freed = size_freed = 0
-        while (num_freed < num_tokens and self._queue) or (size_freed < size and self._components):
+        num_freed, size_left = 0, self._components.evictable_size - size
+        while (num_freed < num_tokens and self._queue) or (
+            self._components.evictable_size > size_left and self._components
+        ):
             if num_freed < num_tokens and self._queue:
                 parts, freed = self._drop(self._queue.pop())
             else:
                 parts, freed = self._evict_component()
             num_freed += sum(map(len, parts))
-            size_freed += sum(map(len, freed))
             slots += parts
             components += freed
         return self._freed(slots, components)

@@ -47,7 +47,8 @@ class TreeWindows(TreeComponents[Window]):
             window = step.component
             assert window is not None, "only live windows are reached"
             window.last_access = now
-            self.requeue(window)
+            if window.queue_index >= 0:  # not `requeue`: most are, and its call would show
+                self._queue.update(window)
 
     def reach(self, node: SWANode) -> list[SWANode]:
         """Nodes whose windows a lock on `node` covers, upwards, ending before a tombstone."""
