@@ -237,12 +237,22 @@ def test_an_engine_in_a_process_of_its_own_that_is_compiled(model_folder):
     pair["warm"].assert_like(alone)
 
 
-def the_pages_question(url):
-    """Ask as the page of this integration shows it, and return the answer."""
-    page = (HERE.parents[2] / "docs/integrations/vllm.md").read_text()
-    (line,) = re.findall(r"^curl .*$", page, re.MULTILINE)
-    command = line.partition(" | ")[0].replace("localhost:8000", url).replace("MODEL", "tiny")
-    return json.loads(subprocess.run(["bash", "-ec", command], capture_output=True, check=True, timeout=300).stdout)
+def the_quickstarts_answer(url):
+    """Ask as the quickstart of this integration does, a smaller model about less text, and return the last answer."""
+    root = HERE.parents[2]
+    page = (root / "docs/quickstart/vllm.md").read_text()
+    (script,) = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    as_here = {
+        "localhost:8000": url,
+        "Qwen/Qwen2.5-1.5B-Instruct": "tiny",
+        "-c 4000": "-c 1500",
+        " | jq .kv_transfer_params.kvgraft": "",
+    }
+    for shown, here in as_here.items():
+        assert shown in script, shown
+        script = script.replace(shown, here)
+    ran = subprocess.run(["bash", "-ec", script], cwd=root, capture_output=True, check=True, timeout=300, text=True)
+    return json.loads(ran.stdout[ran.stdout.rindex('{"id"') :])
 
 
 def test_openai_client_over_http(tmp_path):
@@ -250,8 +260,9 @@ def test_openai_client_over_http(tmp_path):
     log = tmp_path / "server.log"
     with http_server(log, selection="none", min_saved_tokens=16) as url:
         assert "kvgraft is ready" not in log.read_text(), "nothing was proved yet"
-        shown = the_pages_question(url)
+        shown = the_quickstarts_answer(url)
         assert shown["kv_transfer_params"]["kvgraft"]["num_tokens"] > 0
+        assert shown["kv_transfer_params"]["kvgraft"]["shifted_tokens"] > 0
         assert "kvgraft is ready: mode graft, selection none" in log.read_text(), "users see it in vLLM's log"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 

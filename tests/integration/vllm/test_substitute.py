@@ -97,7 +97,7 @@ def test_a_single_shared_token_does_not_silence_it(served):
 def test_equal_text_is_preferred_to_other_text(served, script):
     script.answer(text(33, 500) + STORED)
     served.donate(text(33, 500) + STORED)
-    prompt = text(23, 300) + STORED[100:200] + text(24, 30)
+    prompt = text(23, 300) + STORED[100:400] + text(24, 30)
     assert served.ask(prompt, "substitute").shifted > 0
     assert not script.calls("miss")
 
