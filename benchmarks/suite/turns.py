@@ -1,4 +1,4 @@
-"""Table T4: agents turn by turn: what is reused, and when the first token comes.
+"""Table T4: agents turn by turn: what is reused, and when the first token of eight comes and the last.
 
 Every turn is asked four times, in turns: with reuse off, with exact prefixes, as the engine does by default, and so in an
 engine that has time to heal after every turn, as one has while an agent's tools run. That is an engine of its own, because
@@ -7,7 +7,6 @@ healing takes what it finds; the other modes have a tenant each (`cache_salt`). 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,14 @@ import numpy as np
 from kvgraft.bench.agents import AGENT_KINDS, AgentPrompt, AgentSettings, agent_prompts
 from kvgraft.bench.packs import PackSession, Workload
 from kvgraft.bench.reuse import measure_reuse
-from kvgraft.bench.ttft import ONE_TOKEN
+from kvgraft.bench.ttft import SHORT_ANSWER
 from kvgraft.engine import LLM
 from kvgraft.types import ReuseMode
 
 from .measured import MeasuredTable
 from .settings import TableSettings, clock_option, option
 from .statistics import mean, median, percentile, ratio_of_sums, with_interval
+from .timing import CLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def measure(llm: LLM, settings: TurnsSettings, journal: Journal, advance: Callab
     for kind in settings.chosen:
         prompts = agent_prompts(kind, agents)
         for prompt in prompts:
-            llm.validate(prompt.text, ONE_TOKEN)
+            llm.validate(prompt.text, SHORT_ANSWER)
         shares = _planned(llm, prompts, settings.min_run)
         _ask((llm, rested), kind, prompts, journal, advance)
         records = [record | shares[record["turn"]] for record in journal.under(kind) if record["turn"] < len(prompts)]
@@ -96,7 +96,7 @@ def _ask(
     for one in engines:
         one.reset()
         if pending:
-            one.generate(prompts[0].text, ONE_TOKEN, ReuseMode.GRAFT, cache_salt="warm up")
+            one.generate(prompts[0].text, SHORT_ANSWER, ReuseMode.GRAFT, cache_salt="warm up")
     for prompt in prompts:
         if pending and prompt.turn <= pending[-1]:
             record = {"kind": kind, "turn": prompt.turn, **_turn(engines, prompt)}
@@ -112,16 +112,25 @@ def _turn(engines: tuple[LLM, LLM], prompt: AgentPrompt) -> Row:
     first = prompt.turn % len(MODES)
     for name, mode in [*MODES.items()][first:] + [*MODES.items()][:first]:
         asked = rested if name == "healed" else llm
-        began = time.process_time()
-        output = asked.generate(prompt.text, ONE_TOKEN, mode, cache_salt=name)[0]
-        report = output.report
-        record |= {
-            f"{name}_cpu_ms": round(1e3 * (time.process_time() - began), 3),
-            f"{name}_wall_ms": round(1e3 * output.ttft_s, 3),
-            f"{name}_tokens": int(report.exact_tokens + report.shifted_tokens),
-            f"{name}_first": output.token_ids[0],
-        }
+        record |= {f"{name}_{key}": value for key, value in _answer(asked, prompt.text, mode, salt=name).items()}
     return record | {"healing_tokens": rested.heal()}
+
+
+def _answer(llm: LLM, prompt: str, mode: ReuseMode, *, salt: str) -> Row:
+    """Milliseconds to the first token and to the last by clock, reused tokens, and the first token."""
+    times: list[list[float]] = []
+    began = [clock() for clock in CLOCKS.values()]
+    for part in llm.stream(prompt, SHORT_ANSWER, mode, cache_salt=salt):
+        times.append([round(1e3 * (clock() - start), 3) for clock, start in zip(CLOCKS.values(), began, strict=True)])
+        output = part.output
+    assert output is not None
+    report = output.report
+    return {
+        **{f"{clock}_ms": value for clock, value in zip(CLOCKS, times[0], strict=True)},
+        **{f"{clock}_answer_ms": value for clock, value in zip(CLOCKS, times[-1], strict=True)},
+        "tokens": int(report.exact_tokens + report.shifted_tokens),
+        "first": output.token_ids[0],
+    }
 
 
 def _rows(kind: str, records: Sequence[Row], settings: TurnsSettings) -> list[Row]:
@@ -139,7 +148,11 @@ def _row(kind: str, turns: str, records: Sequence[Row], settings: TurnsSettings)
     def share(name: str) -> float:
         return float(sum(record[f"{name}_tokens"] for record in records) / total)
 
-    times = {name: [float(record[f"{name}_{settings.clock}_ms"]) for record in records] for name in MODES}
+    def milliseconds(kind: str) -> dict[str, list[float]]:
+        key = f"{settings.clock}_{kind}"
+        return {name: [float(record[f"{name}_{key}"]) for record in records] for name in MODES}
+
+    times, answers = milliseconds("ms"), milliseconds("answer_ms")
     row: Row = {
         "kind": kind,
         "turns": turns,
@@ -155,6 +168,9 @@ def _row(kind: str, turns: str, records: Sequence[Row], settings: TurnsSettings)
         row |= {f"{name}_ms": median(values), f"{name}_p95_ms": percentile(values, 95)}
     for name in ("exact", "graft", "healed"):
         row |= with_interval(f"{name}_speedup_ratio", ratio_of_sums, [times["off"], times[name]], settings.seed)
+        sums = [answers["off"], answers[name]]
+        row |= with_interval(f"{name}_answer_speedup_ratio", ratio_of_sums, sums, settings.seed)
+    row |= with_interval("graft_of_exact_ratio", ratio_of_sums, [times["graft"], times["exact"]], settings.seed)
     same = [float(record["graft_first"] == record["off_first"]) for record in records]
     return row | {"same_first_token_share": mean(same)}
 

@@ -20,7 +20,9 @@ _COLUMNS = (
     ("bound", share("bound_share")),
     ("exact: speed-up", ranged("exact_speedup_ratio", ".1f", "x")),
     ("ours: speed-up", ranged("graft_speedup_ratio", ".1f", "x")),
+    ("ours, of exact's time", ranged("graft_of_exact_ratio", ".2f")),
     ("healed: speed-up", ranged("healed_speedup_ratio", ".1f", "x")),
+    ("exact, ours, healed: of 8 tokens", text("answers")),
     ("tokens healed", number("mean_healing_tokens")),
 )
 
@@ -30,7 +32,12 @@ def _last_turns(result: Result) -> list[Row]:
     return list({row["kind"]: row for row in result["rows"]}.values())
 
 
-BLOCKS = {"turns": lambda result: table(_COLUMNS, _last_turns(result))}
+def _with_answers(row: Row) -> Row:
+    ratios = (row[f"{name}_answer_speedup_ratio"] for name in ("exact", "graft", "healed"))
+    return row | {"answers": ", ".join(f"{ratio:.1f}x" for ratio in ratios)}
+
+
+BLOCKS = {"turns": lambda result: table(_COLUMNS, [_with_answers(row) for row in _last_turns(result)])}
 
 
 def panels(result: Result) -> list[Panel]:

@@ -65,16 +65,20 @@ def request_lines(request: ExplainedRequest, *, colour: bool = False, text: Prom
 
 
 def overview_lines(requests: Sequence[ExplainedRequest]) -> Iterator[str]:
-    """Yield a table of requests, a line each."""
+    """Yield a table of requests, a line each, and what the reasons in it mean."""
     yield f"{'request':<{_NAME}} {'tokens':>7} {'exact':>7} {'copied':>7} {'computed':>8}  nothing copied"
+    reasons = []
     for request in requests:
         attempt = request.last
         copied = attempt.tokens(RunKind.SHIFTED) + attempt.tokens(RunKind.SUBSTITUTED)
-        miss = attempt.report.get("miss") or {}
+        reason = (attempt.report.get("miss") or {}).get("reason", "")
         figures = (
             f"{attempt.num_tokens:7} {attempt.tokens(RunKind.EXACT):7} {copied:7} {attempt.tokens(RunKind.COMPUTED):8}"
         )
-        yield f"{printable(request.request_id)[:_NAME]:<{_NAME}} {figures}  {miss.get('reason', '')}".rstrip()
+        yield f"{printable(request.request_id)[:_NAME]:<{_NAME}} {figures}  {printable(reason)}".rstrip()
+        reasons.append(reason)
+    for reason in dict.fromkeys(filter(None, reasons)):
+        yield from _wrapped(f"{printable(reason)}: {reason_in_words(reason).words}", indent="")
 
 
 def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colour: bool = False) -> Iterator[str]:

@@ -353,6 +353,7 @@ def test_requests_are_listed_and_compared():
     first, second = one({"id": "cold", "kvgraft": MISS}), one({"id": "warm", "kvgraft": GRAFTED})
     lines = list(overview_lines([first, second]))
     assert lines[1].split() == ["cold", "1000", "0", "0", "1000", "no_match"]
+    assert " ".join(line.strip() for line in lines[3:]) == f"no_match: {reason_in_words('no_match').words}"
     assert lines[2].split() == ["warm", "1000", "50", "500", "450"]
     told = "\n".join(difference_lines(first, second))
     assert "shifted tokens                0        500  +500" in told

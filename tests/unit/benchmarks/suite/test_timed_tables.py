@@ -84,6 +84,7 @@ def test_turns_tell_what_each_mode_reused(capsys, tmp_path):
         assert 0.6 < clock["graft_share"] <= clock["bound_share"] + 0.05
         assert 0.6 < clock["healed_share"] <= clock["bound_share"] + 0.05
         assert clock["mean_healing_tokens"] > 0
+        assert clock["graft_speedup_ratio"] > 0 < clock["graft_answer_speedup_ratio"]
     before = (tmp_path / "j").read_text()
     run(*options, "--journal", tmp_path / "j")
     assert printed(capsys) == found
