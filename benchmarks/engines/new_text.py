@@ -2,14 +2,15 @@
 
     .venv/bin/python benchmarks/engines/new_text.py --model DIR --engines vLLM --before ../before
 
-Servers of one engine, without reuse and with kvgraft, and with the sources of an earlier checkout if one is named, answer
-prompts of random tokens for one token, in turns, each first in every third round; those that are not asked are held still.
+Servers of one engine, without reuse, as it comes (with its own prefix cache), with kvgraft, and with the sources of an
+earlier checkout if one is named, answer prompts of random tokens for one token, in turns, each first as often as the others;
+those that are not asked are held still.
 K/V have room for a few prompts, so that every prompt has to evict, and what leaves is kept on the host. With `--healing` the
 servers with kvgraft have text to heal all the time, which they do whenever they are not asked.
 
 Processor time is that of all threads of a server from question to answer, by the kernel's scheduler: other load of the
 machine does not count, but for the caches that it empties. Per side: medians, and the ratio of medians to those without
-reuse, with a bootstrapped 95 % interval over rounds. JSON goes to standard output.
+reuse and to those of the engine as it comes, with a bootstrapped 95 % interval over rounds. JSON goes to standard output.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vllm_server import package_versions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OFF = "off"
+OFF, EXACT = "off", "exact"
 _AFTER_S, _BEFORE_S = 0.2, 0.05
 """Rests after an answer and before a question: what a server does meanwhile is in no figure."""
 _FRONT = 40
@@ -112,22 +113,24 @@ def measure(sides: list[Side], args: argparse.Namespace, rng: np.random.Generato
 
 def rows_of(engine: str, sides: list[Side], seed: int) -> list[dict[str, object]]:
     """Return a row per side."""
-    return [{"engine": engine, "side": side.name, **figures(side.found, sides[0].found, seed)} for side in sides]
+    others = {side.name: side.found for side in sides if side.name in (OFF, EXACT)}
+    return [{"engine": engine, "side": side.name, **figures(side.found, others, seed)} for side in sides]
 
 
-def figures(found: list[Measured], off: list[Measured], seed: int) -> dict[str, object]:
-    """Return medians, and their ratios to those without reuse."""
+def figures(found: list[Measured], others: dict[str, list[Measured]], seed: int) -> dict[str, object]:
+    """Return medians, and their ratios to those of other sides."""
     row: dict[str, object] = {
         "rounds": len(found),
         "reused_tokens": max(one.reused_tokens for one in found),
     }
     for name in ("seconds", "cpu_seconds"):
-        mine, theirs = ([getattr(one, name) for one in side] for side in (found, off))
-        ratio, interval = ratio_of_medians(mine, theirs, seed)
+        mine = [getattr(one, name) for one in found]
         key = name.replace("seconds", "ms")
         row[key] = round(1e3 * float(np.median(mine)), 2)
-        row[f"{key}_ratio"] = round(ratio, 4)
-        row[f"{key}_ratio_ci"] = [round(end, 4) for end in interval]
+        for other, theirs in others.items():
+            ratio, interval = ratio_of_medians(mine, [getattr(one, name) for one in theirs], seed)
+            row[f"{key}_of_{other}"] = round(ratio, 4)
+            row[f"{key}_of_{other}_ci"] = [round(end, 4) for end in interval]
         row[f"{key}_each"] = [round(1e3 * value, 2) for value in mine]
     return row
 
@@ -135,14 +138,14 @@ def figures(found: list[Measured], off: list[Measured], seed: int) -> dict[str, 
 def servers_of(name: str, site: Site, args: argparse.Namespace, stack: ExitStack) -> list[Side]:
     """Start a server per side, each held still while the next one starts."""
     here = Path(__file__).parents[2]
-    trees = {OFF: here} | ({"before": args.before.resolve()} if args.before else {}) | {"kvgraft": here}
+    trees = {OFF: here, EXACT: here} | ({"before": args.before.resolve()} if args.before else {}) | {"kvgraft": here}
     sides = []
     for number, (side, tree) in enumerate(trees.items()):
         print(f"{name} {side}: starting", file=sys.stderr)
         os.environ["PYTHONPATH"] = str(tree / "src")
         folder = Site(site.model, site.threads, site.max_tokens, site.folder / side)
         folder.folder.mkdir(exist_ok=True)
-        variant = OFF if side == OFF else "kvgraft"
+        variant = side if side in (OFF, EXACT) else "kvgraft"
         server = stack.enter_context(EngineServer(ENGINES[name], variant, folder, args.port + 20 * number))
         server.pause()
         sides.append(Side(side, server))
