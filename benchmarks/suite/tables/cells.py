@@ -30,14 +30,15 @@ def claims(head: Sequence[str], claimed: Sequence[tuple[str, str, Sequence[str]]
     Args:
         head: Of the three columns.
         claimed: Subject, their words, and the names of our rows that answer it.
-        measured: Figures of those rows by name; a claim whose rows are missing is left out.
+        measured: Figures of those rows by name; those that are missing were not measured.
     """
-    found = [
-        [about, says, "; ".join(measured[name] for name in names if name in measured)]
-        for about, says, names in claimed
-        if measured.keys() & set(names)
-    ]
-    return lines(head, found) if found else ""
+    return lines(
+        head,
+        [
+            [about, says, "; ".join(measured[name] for name in names if name in measured) or "not measured"]
+            for about, says, names in claimed
+        ],
+    )
 
 
 def text(name: str) -> Cell:

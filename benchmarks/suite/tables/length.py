@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Lines, Series
 
-from .cells import NOTHING, Cell, Result, Row, number, ranged, share, table, time
+from .cells import Cell, Result, Row, lines, number, ranged, share, table, time
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -36,12 +36,6 @@ def _of_bound(name: str) -> Cell:
     return lambda row: f"{share(f'{name}_of_bound_share')(row)} of {number(f'{name}_bound_ratio', '.1f', 'x')(row)}"
 
 
-def _claimed(row: Row) -> str:
-    """What SemBlend says of this length."""
-    near = [factor for length, factor in _CLAIMED.items() if abs(row["length"] / length - 1) < _SAME_LENGTH]
-    return f"{near[0]:.1f}x" if near else NOTHING
-
-
 _RATIOS = (
     _PROMPT,
     ("`none`: computed", number("none_computed_tokens", ",")),
@@ -50,13 +44,24 @@ _RATIOS = (
     ("speed-up", _speedup("default")),
     ("of the bound", _of_bound("default")),
     ("same prompt again", _speedup("repeat")),
-    ("SemBlend says", _claimed),
 )
+
+
+def _claims(result: Result) -> str:
+    """A line per length that both sides have; empty if there is none."""
+    found = [
+        [f"{length:,}", f"{claimed:.1f}x", _speedup("none")(row), _speedup("default")(row)]
+        for length, claimed in _CLAIMED.items()
+        for row in result["rows"]
+        if abs(row["length"] / length - 1) < _SAME_LENGTH
+    ]
+    return lines(("prompt", "SemBlend says", "ours, `none`", "ours, default"), found) if found else ""
 
 
 BLOCKS = {
     "times": lambda result: table(_TIMES, result["rows"]),
     "ratios": lambda result: table(_RATIOS, result["rows"]),
+    "claims": _claims,
 }
 
 

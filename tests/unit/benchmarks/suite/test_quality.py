@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -96,9 +96,18 @@ def test_the_perplexity_is_that_of_the_answer_that_is_served(llm, data):
     assert figures["none"]["own_nll"] == pytest.approx(served, rel=1e-3)
 
 
-def test_page_shows_every_method_once(rows):
+def test_page_shows_every_method_and_the_claim_beside_it(rows, llm):
+    settings = asdict(SETTINGS) | {
+        "policy": llm.policy.name,
+        "recompute_ratio": llm.policy.recompute_ratio,
+        "correction": llm.config.correction,
+        "repair": llm.config.repair,
+    }
     everything = [*rows, *(row | {"suite": ALL_SUITES} for row in rows)]
-    text = "\n\n".join(render({"rows": everything}) for render in tables.quality.BLOCKS.values())
+    text = "\n\n".join(render({"rows": everything, "settings": settings}) for render in tables.quality.BLOCKS.values())
     for row in rows:
         name = f"{row['method']}** |" if row["method"] in (OFF, SUBSTITUTED) else f"| {row['method']} |"
         assert text.count(name) == 1, "once: those of each suite are in the record"
+    assert f"verified: {row_of(rows, VERIFIED)['greedy_equal_share']:.1%}".replace("%", " %") in text
+    assert "of its answers to `adversarial` are stale" in text
+    assert f"| {tables.quality.own_method(settings)} |" in text, "the engine's own setting is among the rows"
