@@ -70,17 +70,12 @@ def _claims(result: Result) -> str:
     return claims(head, _CLAIMS, {row["dataset"]: _measured(row) for row in result["rows"]})
 
 
-def _shares(result: Result) -> str:
-    """Shares of all data sets; a record of chosen ones is of the same prompts, and has a longer sample to show."""
-    return "" if result["settings"].get("names") else table(_SHARES, result["rows"])
-
-
 def _sampled(result: Result) -> list[Row]:
     return [row for row in result["rows"] if row["sample"]]
 
 
 BLOCKS = {
-    "shares": _shares,
+    "shares": lambda result: table(_SHARES, result["rows"]),
     "sample": lambda result: table(_SAMPLE, _sampled(result)),
     "claims": _claims,
 }
