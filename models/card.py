@@ -45,7 +45,7 @@ Training loss, smoothed over about 10 steps of 8,192 tokens; the jumps are where
 
 Apache-2.0, as kvgraft. The training text is the Python standard library (PSF license).
 """
-_CURVE_ROWS = 24
+_CURVE_ROWS = 8
 
 
 def model_card(record: dict[str, Any]) -> str:

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 BLOCK = re.compile(
     r"<!-- begin:(?P<record>[\w-]+)/(?P<block>\w+) -->\n.*?<!-- end:(?P=record)/(?P=block) -->", re.DOTALL
 )
-_NOT_SHOWN = frozenset({"seed", "data", "minutes"})
-"""Settings that the line of the source has, or that no figure depends on."""
+_NOT_SHOWN = frozenset({"data", "minutes", "lengths", "edits", "names", "kinds", "suites", "policies", "cases"})
+"""Settings on which no figure depends, and those that name the rows of the table."""
+_USUAL = {"model": "smollm2-135m", "dtype": "float32", "policy": "query_seam", "recompute_ratio": 0.1}
+_USUAL |= {"correction": "drift", "clock": "wall", "random_context": 0, "seed": 0}
+"""Settings that the head of the page names; a record's source shows those that differ."""
 
 
 def load_record(path: Path) -> Record:
@@ -66,11 +69,11 @@ def update(page: str, records: Mapping[str, Record]) -> str:
     return BLOCK.sub(lambda found: _block(found["record"], found["block"], records), page)
 
 
-def blocks_of(record: Record) -> dict[str, str]:
-    """Return the Markdown of every block of a record that has something to show."""
+def blocks_of(name: str, record: Record) -> dict[str, str]:
+    """Return the Markdown of every block of the record in `NAME.json` that has something to show."""
     result = record["result"]
-    found = {name: render(result) for name, render in TABLES[result["table"]].BLOCKS.items()}
-    return {name: text for name, text in found.items() if text} | {"source": _source_block(record)}
+    found = {block: render(result) for block, render in TABLES[result["table"]].BLOCKS.items()}
+    return {block: text for block, text in found.items() if text} | {"source": _source_block(name, record)}
 
 
 def draw_pictures(records: Iterable[Record], folder: Path) -> None:
@@ -111,21 +114,24 @@ def panels_of(record: Record) -> list[Panel]:
 def _block(name: str, block: str, records: Mapping[str, Record]) -> str:
     if name not in records:
         raise ConfigError(f"the page has a block of {name}, and there is no record {name}.json; remove the block")
-    blocks = blocks_of(records[name])
+    blocks = blocks_of(name, records[name])
     if block not in blocks:
         raise ConfigError(f"record {name} has no block {block!r}; choose of {', '.join(blocks)}")
     return f"<!-- begin:{name}/{block} -->\n\n{blocks[block]}\n\n<!-- end:{name}/{block} -->"
 
 
-def _source_block(record: Record) -> str:
-    """Settings of a record, then its command, commit and machine; its versions stand in the record."""
+def _source_block(name: str, record: Record) -> str:
+    """Link a record, with its commit, day and machine and what of its settings is unusual; it has the command."""
     settings = record["result"]["settings"]
-    shown = "; ".join(
+    unusual = [
         f"{name} {_setting(value)}"
         for name, value in settings.items()
-        if name not in _NOT_SHOWN and value not in ([], "")
+        if name not in _NOT_SHOWN and value not in ([], "") and (name, value) not in _USUAL.items()
+    ]
+    link = f"[`{name}.json`](../benchmarks/results/{name}.json)"
+    return (
+        "; ".join([f"Record: {link}, commit {record['commit']}, {record['date']}", record["machine"], *unusual]) + "."
     )
-    return f"Settings: {shown}.\n\nSource: {source_of(record)}, seed {settings.get('seed', 0)}; {record['machine']}."
 
 
 def _setting(value: object) -> str:

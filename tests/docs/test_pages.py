@@ -12,7 +12,6 @@ import shlex
 from functools import cache
 
 import pytest
-from benchmarks.suite.page import load_records, source_of
 from tests.docs.code_index import ROOT, code_index, files
 from tests.docs.pages import PAGES, expanded, page
 
@@ -136,13 +135,6 @@ def options(*command: str) -> frozenset[str] | None:
     return frozenset(option for action in parser._actions for option in action.option_strings)
 
 
-@cache
-def recorded() -> frozenset[str]:
-    """Commands that the records of docs/results.md were made with; they are those of their commits."""
-    records = load_records(ROOT / "benchmarks" / "results")
-    return frozenset(source_of(record).split("`")[1] for record in records.values())
-
-
 def problem_with_command(command: str) -> str | None:
     """Say what is wrong with a command line, or None: the program, its subcommand, script or target, and its options."""
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
@@ -220,7 +212,7 @@ def _without_paths(text: str) -> str:
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_commands_and_their_options_exist(name):
-    wrong = {command: problem_with_command(command) for command in page(name).commands if command not in recorded()}
+    wrong = {command: problem_with_command(command) for command in page(name).commands}
     assert not {command: problem for command, problem in wrong.items() if problem is not None}
 
 

@@ -26,7 +26,7 @@ def test_tables_are_made_of_the_committed_records(records):
 def test_every_block_of_every_record_is_on_the_page_once(records):
     found = [(block["record"], block["block"]) for block in BLOCK.finditer(PAGE.read_text())]
     assert len(found) == len(set(found))
-    assert set(found) == {(name, block) for name, record in records.items() for block in blocks_of(record)}
+    assert set(found) == {(name, block) for name, record in records.items() for block in blocks_of(name, record)}
 
 
 def test_pictures_are_drawn_from_the_committed_records(records):

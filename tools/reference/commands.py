@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _HEAD = """\
 # Commands
 
-Each tells its options, with examples, by `--help`.
+Each shows its options, with examples, by `--help`.
 
 | command | does |
 |---|---|

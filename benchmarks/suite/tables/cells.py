@@ -20,7 +20,8 @@ def table(columns: Columns, rows: Sequence[Row], *, num_names: int = 1) -> str:
 
 def lines(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Return a table of cells that are written already."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells))
+    written = ["| " + " | ".join(line) + " |" for line in (head, *cells)]
+    return "\n".join([written[0], "|" + "---|" * len(head), *written[1:]])
 
 
 def claims(head: Sequence[str], claimed: Sequence[tuple[str, str, Sequence[str]]], measured: Mapping[str, str]) -> str:
@@ -56,18 +57,23 @@ def share(name: str) -> Cell:
 
 
 def time(name: str) -> Cell:
-    """Milliseconds: the median and, in brackets, the 95th percentile."""
-    return lambda row: f"{number(f'{name}_ms')(row)} ({number(f'{name}_p95_ms')(row)})"
+    """Milliseconds: the median and, in brackets, the 95th percentile, which a single round does not have."""
+
+    def write(row: Row) -> str:
+        median, p95 = row[f"{name}_ms"], row[f"{name}_p95_ms"]
+        return number(f"{name}_ms")(row) + ("" if median == p95 else f" ({p95:,.0f})")
+
+    return write
 
 
 def ranged(name: str, form: str = ".2f", unit: str = "") -> Cell:
-    """A figure with its interval, where the row has one."""
+    """A figure with its interval, where the row has one that is not the figure itself."""
 
     def write(row: Row) -> str:
         found, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
         if found is None:
             return NOTHING
-        interval = "" if low is None or high is None else f" [{low:{form}}, {high:{form}}]"
+        interval = "" if low is None or high is None or low == high else f" [{low:{form}}, {high:{form}}]"
         return f"{found:{form}}{unit}{interval}"
 
     return write

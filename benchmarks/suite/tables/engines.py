@@ -34,18 +34,7 @@ _COLUMNS = (
 )
 
 
-def _measured(result: Result) -> str:
-    """Our figures beside the claims, a line per engine."""
-    found = [
-        f"- {row['engine']}: {row['ttft_ratio']:.2f}x at {_REUSED(row)} reused"
-        + (f", {row['rate_ratio']:.2f} times the rate of off" if row.get("rate_ratio") else "")
-        for row in result["rows"]
-        if row["variant"] == "kvgraft" and row["workload"] == "documents" and "failure" not in row
-    ]
-    return "\n".join(found)
-
-
-BLOCKS = {"engines": lambda result: table(_COLUMNS, result["rows"], num_names=3), "measured": _measured}
+BLOCKS = {"engines": lambda result: table(_COLUMNS, result["rows"], num_names=3)}
 
 
 def panels(result: Result) -> list[Panel]:

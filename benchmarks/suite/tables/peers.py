@@ -59,24 +59,7 @@ def _judged(result: Result) -> list[Row]:
     return [row | {"is_right": is_right(row, limits[row["peer"]])} for row in rows]
 
 
-def _measured(result: Result) -> str:
-    """Shares that the connector of SemBlend and kvgraft reused, a line each."""
-    found = {(row["peer"], row["case"]): row for row in result["rows"] if "failure" not in row}
-    return "\n".join(
-        f"- {peer}: "
-        + (
-            ", ".join(
-                f"{case} {found[peer, case]['reused_share']:.0%}"
-                for case in ("front", "moved", "aligned")
-                if (peer, case) in found
-            )
-            or "it did not run here"
-        )
-        for peer in ("semblend-vllm-connector", "kvgraft")
-    )
-
-
-BLOCKS = {"peers": lambda result: table(_COLUMNS, _judged(result), num_names=2), "measured": _measured}
+BLOCKS = {"peers": lambda result: table(_COLUMNS, _judged(result), num_names=2)}
 
 
 def panels(result: Result) -> list[Panel]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from .cells import NOTHING, Cell, Result, Row, ranged, share, table, text
+from .cells import NOTHING, Cell, Result, Row, number, ranged, share, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -16,13 +16,13 @@ def _setting(row: Row) -> str:
     return f"`{row['setting']}`" if "kl_ratio" in row else str(row["setting"])
 
 
-def _of_none(name: str) -> str:
-    return f"KL of `none`'s, {name}"
-
-
 def _known(name: str, cell: Cell) -> Cell:
     """Return the cell, a dash for rows of the control, which lack most figures."""
     return lambda row: NOTHING if row.get(name) is None else cell(row)
+
+
+def _later(name: str) -> Cell:
+    return _known(name, number(name, ".2f"))
 
 
 _COLUMNS = (
@@ -30,19 +30,14 @@ _COLUMNS = (
     ("n", text("requests")),
     ("FLOPs", _known("flops_share", share("flops_share"))),
     ("mean KL", ranged("mean_kl", ".4f")),
-    (_of_none("all"), ranged("kl_ratio")),
-    (_of_none("token 1"), ranged("first_kl_ratio")),
-    (_of_none("2-32"), ranged("later_kl_ratio")),
+    ("KL of `none`'s, all", ranged("kl_ratio")),
+    ("token 1", ranged("first_kl_ratio")),
+    ("2", _later("kl_ratio_2")),
+    ("3-8", _later("kl_ratio_3_8")),
+    ("9-32", _later("kl_ratio_9_32")),
+    ("2-32", ranged("later_kl_ratio")),
     ("first token flips", share("first_flip_share")),
     ("32 tokens equal", share("greedy_equal_share")),
-)
-_WINDOWS = (
-    ("setting", _setting),
-    ("n", text("requests")),
-    ("token 1", ranged("first_kl_ratio")),
-    ("token 2", ranged("kl_ratio_2")),
-    ("3-8", ranged("kl_ratio_3_8")),
-    ("9-32", ranged("kl_ratio_9_32")),
 )
 
 
@@ -51,16 +46,11 @@ def _suites(result: Result) -> str:
     return table(_COLUMNS, _first_suite(result))
 
 
-def _windows(result: Result) -> str:
-    """Error by the number of the token, of all suites or the first."""
-    return table(_WINDOWS, [row for row in _first_suite(result) if "kl_ratio" in row])
-
-
 def _first_suite(result: Result) -> list[Row]:
     return [row for row in result["rows"] if row["suite"] == result["rows"][0]["suite"]]
 
 
-BLOCKS = {"suites": _suites, "windows": _windows}
+BLOCKS = {"suites": _suites}
 
 
 def panels(result: Result) -> list[Panel]:

@@ -14,7 +14,7 @@ from kvgraft.http.fields import MAX_NAME_CHARS, closest_name
 from kvgraft.server.body_fields import BODY_FIELDS, SHOWN, BodyField, Endpoint, Handling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvgraft.http.fields import Fields
 
@@ -50,7 +50,7 @@ def field_tables() -> str:
     shown = [field for field in BODY_FIELDS if field.endpoints & SHOWN]
     tables = []
     for handling, head in _HEADS.items():
-        rows = [_row(field) for field in shown if field.handling is handling]
+        rows = _rows([field for field in shown if field.handling is handling])
         tables.append("\n".join([head, "|" + "---|" * (head.count("|") - 1), *rows]))
     return "\n\n".join(tables) + "\n"
 
@@ -67,19 +67,21 @@ def _unknown(name: str, endpoint: Endpoint) -> BadRequestError:
     return BadRequestError(f"{short!r} is no field of {endpoint}; {hint}", param=short, code="unknown_field")
 
 
-def _row(field: BodyField) -> str:
-    served = ", ".join(str(endpoint) for endpoint in Endpoint if endpoint in field.endpoints & SHOWN)
-    cells = [f"`{field.name}`", served, field.text]
-    if field.handling is Handling.READ:
-        cells.insert(2, field.default)
-    elif field.handling is Handling.REFUSED:
-        cells.insert(2, ", ".join(f"`{json.dumps(value)}`" for value in field.nothing))
-    return f"| {' | '.join(cells)} |"
+def _rows(fields: Sequence[BodyField]) -> list[str]:
+    """Write a row per field; fields of the same endpoints for which the same holds share one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for field in fields:
+        nothing = ", ".join(f"`{json.dumps(value)}`" for value in field.nothing)
+        name = f"`{field.name}`" + (f" ({nothing})" if nothing else "")
+        served = ", ".join(str(endpoint) for endpoint in Endpoint if endpoint in field.endpoints & SHOWN)
+        default = (field.default,) if field.handling is Handling.READ else ()
+        rows.setdefault((served, *default, field.text), []).append(name)
+    return [f"| {', '.join(names)} | {' | '.join(rest)} |" for rest, names in rows.items()]
 
 
 _HEADS = {
     Handling.READ: "| field | of | default | |",
-    Handling.REFUSED: "| refused | of | unless it is | instead |",
+    Handling.REFUSED: "| refused (unless it is) | of | instead |",
     Handling.IGNORED: "| ignored | of | because |",
 }
 _TABLES: Mapping[Endpoint, Mapping[str, BodyField]] = {

@@ -28,6 +28,7 @@ SETTINGS = {
     "engines": {"vLLM": {"torch": "2"}},
     "absent": [],
     "kinds": ["a", "b"],
+    "dtype": "float32",
 }
 
 
@@ -55,15 +56,15 @@ def test_blocks_are_written_and_words_stay():
     assert update(page, {"suite-length": record()}) == page
 
 
-def test_a_source_has_settings_command_and_machine():
-    assert blocks_of(record())["source"] == (
-        "Settings: model m; rounds 3; engines vLLM (torch 2); kinds a, b.\n\n"
-        "Source: `python -m benchmarks.suite length --json`, commit abc1234, 2026-11-23, seed 7; 2 cores."
+def test_a_source_links_the_record_and_has_what_is_unusual_of_its_settings():
+    assert blocks_of("suite-length", record())["source"] == (
+        "Record: [`suite-length.json`](../benchmarks/results/suite-length.json), commit abc1234, 2026-11-23; 2 cores; "
+        "model m; rounds 3; seed 7; engines vLLM (torch 2)."
     )
 
 
 def test_a_block_without_figures_is_none():
-    assert "claims" not in blocks_of(record())
+    assert "claims" not in blocks_of("suite-length", record())
 
 
 @pytest.mark.parametrize(
