@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= pinned
 EXTRAS := torch,gguf,structured,server,router,otel,embedder,ann,redis,mooncake,bench,dev
 
-.PHONY: venv demo test test-slow coverage test-wheel test-transformers test-mooncake test-vllm test-vllm-next test-sglang test-clients test-browser docs check format bench soak soak-prefix clean
+.PHONY: venv demo test test-slow coverage test-wheel test-transformers test-mooncake test-vllm test-vllm-next test-vllm-v2 test-sglang test-clients test-browser docs check format bench bench-gpu soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH) $(VENV)/.smollm2
 
@@ -94,6 +94,16 @@ test-vllm-next: .venv-vllm-next/.installed
 	.venv-vllm/bin/python $(VLLM_TESTS)/overlay.py $(VLLM_NEXT) .venv-vllm-next
 	touch $@
 
+# With Model Runner V2, which GPUs get by default and no other test here sees: Triton's interpreter runs its kernels. 290 MB are loaded, 800 MB stay.
+VLLM_V2_TESTS := test_exactness.py test_failures.py test_repair_after.py
+
+test-vllm-v2: .venv-vllm-v2/.installed
+	KVGRAFT_TEST_RUNNER_V2=.venv-vllm-v2/triton .venv-vllm/bin/python -m pytest $(addprefix $(VLLM_TESTS)/,$(VLLM_V2_TESTS))
+
+.venv-vllm-v2/.installed: .venv-vllm/.installed
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-vllm-v2/triton triton==3.9.0
+	touch $@
+
 # A real SGLang server on this machine's CPU; 2.9 GB, under 10 minutes on 2 quiet cores.
 SGLANG_TESTS := tests/integration/sglang
 
@@ -162,6 +172,11 @@ bench: venv
 	$(BIN)/kvgraft bench ttft --lengths 1024,4096,8192
 	$(BIN)/python benchmarks/bench_lookup.py
 
+# Ten minutes on a GPU (`make TORCH=system bench-gpu` with a CUDA build of torch), no network; the record is for benchmarks/results.
+bench-gpu: venv
+	mkdir -p runs
+	$(BIN)/python benchmarks/record.py gpu -- kvgraft bench gpu --json --out runs/bench-gpu.json
+
 # 10,000 requests against a server that is killed and restarted, then the prefix caches.
 soak: venv soak-prefix
 	$(BIN)/python benchmarks/soak.py
@@ -171,4 +186,4 @@ soak-prefix: venv
 	$(BIN)/python -m benchmarks.prefix.soak --operations 1000000
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-next .venv-sglang .venv-clients .venv-transformers .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-vllm-next .venv-vllm-v2 .venv-sglang .venv-clients .venv-transformers .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -38,7 +38,7 @@ def main() -> int:
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if is_changed else ""),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_cpu_model()}, no GPU",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_cpu_model()}, {_gpu()}",
         "result": json.loads(finished.stdout),
     }
     _RESULTS.mkdir(exist_ok=True)
@@ -60,6 +60,15 @@ def _version(package: str) -> str:
 def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+
+
+def _gpu() -> str:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found = ""
+    return "; ".join(found.splitlines()) or "no GPU"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from kvgraft.donors import DonorCatalogue
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "standins")]  # engines.py and models.py; stand-ins of other tests too
 
+from triton_on_cpu import VARIABLE, use_runner_v2  # noqa: E402 - one of ours
+
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py", "contract/*"]
 else:
@@ -25,6 +27,8 @@ else:
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_LOGGING_LEVEL="ERROR",
     )
+    if os.environ.get(VARIABLE):
+        use_runner_v2(os.environ[VARIABLE])
 
 
 def pytest_addoption(parser):

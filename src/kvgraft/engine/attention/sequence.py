@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvgraft.graft.sinks import kept_share
 
@@ -45,6 +46,8 @@ _MAX_BLOCK_SCORES = 1 << 26
 """The same on other devices, where only memory bounds it: 256 MiB."""
 _MAX_BLOCK_ROWS = 512
 """Scattered rows in one block however few keys they see."""
+ACCELERATOR_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN's, which plans anew for every length, and here every step has another one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,12 +341,41 @@ class SequenceAttention:
 
 def _fused(query: Tensor, layer: LayerInputs, keys: slice, mask: Tensor | None) -> Tensor:
     """PyTorch's attention of `query` over `keys`; causal from the first key where there is no mask."""
+    seen = layer.keys[None, :, keys], layer.values[None, :, keys]
+    if query.device.type != "cpu":
+        with sdpa_kernel(ACCELERATOR_KERNELS):
+            return grouped_attention(query[None], *seen, mask, layer.scale)[0]
     return F.scaled_dot_product_attention(
         query[None],
-        layer.keys[None, :, keys],
-        layer.values[None, :, keys],
+        *seen,
         attn_mask=mask,
         is_causal=mask is None,
         scale=layer.scale,
         enable_gqa=len(query) != len(layer.keys),
     )[0]
+
+
+def grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """PyTorch's attention with each K/V head and its group of query heads as one entry of the batch, keys not copied.
+
+    With `enable_gqa` no kernel but cuDNN's takes a mask on a GPU, and the scores would be formed one by one.
+
+    Args:
+        query: (1, num_heads, num_rows, head_dim).
+        keys: (1, num_kv_heads, num_keys, head_dim); `num_heads` is a multiple of `num_kv_heads`.
+        values: Likewise.
+        mask: (num_rows, num_keys); None for causal from the first key on.
+        scale: Factor of the scores.
+    """
+    num_kv_heads = keys.shape[1]
+    by_head = query.reshape(num_kv_heads, -1, *query.shape[2:])
+    shape = (-1, by_head.shape[1], -1, -1)
+    mixed = F.scaled_dot_product_attention(
+        by_head,
+        keys.transpose(0, 1).expand(shape),
+        values.transpose(0, 1).expand(shape),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return mixed.reshape(1, -1, *mixed.shape[2:])

@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvgraft.donors import GRAM_TOKENS
 from kvgraft.integrations.vllm.refusals import refused_engine
+from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.scheduler import EngineFacts
 from kvgraft.integrations.vllm.scheduler.namespaces import model_fingerprint
 from kvgraft.memory.store import HOST
@@ -45,6 +46,7 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         host_tokens=max(min(host_tokens, capacity), GRAM_TOKENS),
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
         steps_under_way=vllm_config.max_concurrent_batches,
+        takes_running_back=takes_running_back(vllm_config),
     )
 
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.vllm.connector import GraftConnector
 from kvgraft.integrations.vllm.known_stores import check_stores
+from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED, StoredPrefix
 from kvgraft.integrations.vllm.withheld import shown_to_stores
@@ -115,7 +116,9 @@ class GraftMultiConnector(MultiConnector):
             num_tokens, waits = store.get_num_new_matched_tokens(request, num_computed_tokens)
             if num_tokens is None:
                 return None
-            if num_tokens > best[0].num_tokens:
+            # A load that fails would be computed by vLLM, which cannot be trusted with that in every runner.
+            is_safe = waits or takes_running_back(self._vllm_config)
+            if num_tokens > best[0].num_tokens and is_safe:
                 best = StoredPrefix(num_tokens, waits), store
         return best
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import sdpa_kernel
 
-from kvgraft.engine.attention import ATTENTION_BACKENDS, AttentionHeads, choose_attention
+from kvgraft.engine.attention import ATTENTION_BACKENDS, AttentionHeads, choose_attention, sequence
 from kvgraft.engine.attention.choose import difference_to_sdpa
 from kvgraft.engine.attention.flex import FlexBackend
 from kvgraft.engine.model.adapter import TransformersAdapter
@@ -29,6 +30,27 @@ unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch
 def test_flex_gives_what_sdpa_gives(num_heads):
     heads = AttentionHeads(SHAPE, num_heads, has_sinks=True)
     assert difference_to_sdpa(FlexBackend(compiled=False), heads, torch.float32, CPU) < 1e-5
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("rows", [40, 7])
+def test_what_accelerators_run_is_what_processors_run(num_heads, num_kv_heads, rows):
+    query, keys, values = (torch.randn(1, heads, n, 16) for heads, n in ((num_heads, rows), *[(num_kv_heads, 40)] * 2))
+    mask = None if rows == 40 else torch.rand(rows, 40) < 0.5
+    if mask is not None:
+        mask[:, 0] = True
+    grouped = sequence.grouped_attention(query, keys, values, mask, 0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(grouped, expected)
+
+
+def test_accelerators_do_without_the_kernels_that_plan_for_every_length():
+    with sdpa_kernel(sequence.ACCELERATOR_KERNELS):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 @unfused

@@ -42,7 +42,8 @@ def planned(policy, **options):
     matches = catalogue.find(NAMESPACE, prompt)
     plan = plan_graft(len(prompt), 0, matches)
     assert isinstance(plan, GraftPlan)
-    facts = replace(FACTS, **{name: options.pop(name) for name in ("window", "block_sizes") if name in options})
+    own = [name for name in ("window", "block_sizes", "takes_running_back") if name in options]
+    facts = replace(FACTS, **{name: options.pop(name) for name in own})
     return Claims(VLLMConfig(**options), facts, policy, catalogue, lambda _: "host"), plan, matches
 
 
@@ -68,6 +69,13 @@ def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
         assert claim.end == 230
         assert claim.asynchronous is waits
         assert not claim.repairs_after
+
+
+@pytest.mark.parametrize("load", ["sync", "auto"])
+def test_a_request_waits_for_its_graft_where_vllm_sets_no_running_one_back(load):
+    for takes_back in (True, False):
+        claims, plan, matches = planned(NoRecompute(), load=load, takes_running_back=takes_back)
+        assert claims.of(plan, matches).asynchronous is not takes_back
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvgraft.integrations.vllm.codec import choose_codec, scratch_like
 from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
 from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
+from kvgraft.integrations.vllm.codec.scratch import scratch_laid_out_as
 from kvgraft.integrations.vllm.codec.split import SplitCodec
 
 BLOCKS, HEADS, BLOCK, DIM = 6, 3, 16, 8
@@ -148,6 +149,115 @@ def test_a_layout_that_no_codec_reads_is_refused():
 def test_a_shape_that_no_codec_knows_is_refused():
     with pytest.raises(IntegrationError, match="unknown KV cache layout"):
         choose_codec(torch.zeros(BLOCKS, BLOCK, 99), HEADS, DIM, BLOCK, packed_write)
+
+
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+"""vLLM's physical orders of layer, block, head, token and content."""
+LAYERS = 3
+
+
+def laid_out(layout, num_heads, block, dim=DIM):
+    """All the memory of a cache, and the view of its middle layer that vLLM hands over."""
+    order = LAYOUTS[layout]
+    sizes = (LAYERS, BLOCKS, num_heads, block, 2 * dim)
+    memory = torch.zeros([sizes[axis] for axis in order])
+    return memory, memory.permute([order.index(axis) for axis in range(5)])[1]
+
+
+def by_strides(block, dim=DIM):
+    """How kernels for paged caches write: wherever the strides of keys and values say."""
+
+    def write(keys, values, cache, slots):
+        halves = cache.transpose(1, 2).split(dim, dim=-1)
+        for half, given in zip(halves, (keys, values), strict=True):
+            half[slots // block, slots % block] = given
+
+    return write
+
+
+@pytest.mark.parametrize("block", [16, 256])
+@pytest.mark.parametrize("num_heads", [1, 2, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_physical_layout_is_read_and_written_as_the_engine_does(layout, num_heads, block):
+    memory, cache = laid_out(layout, num_heads, block)
+    codec = choose_codec(cache, num_heads, DIM, block, by_strides(block))
+    assert not memory.any(), "the check runs on scratch blocks"
+    slots = torch.randperm(BLOCKS * block)[: 2 * block + 3]
+    keys, values = torch.randn(2, len(slots), num_heads, DIM)
+    by_strides(block)(keys, values, cache, slots)
+    assert all(torch.equal(*pair) for pair in zip(codec.read(cache, slots), (keys, values), strict=True))
+    by_codec, own = laid_out(layout, num_heads, block)
+    codec.write(own, slots, keys, values)
+    assert torch.equal(by_codec, memory), "nothing of other layers is touched"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slots_are_the_same_in_blocks_of_the_backend_that_are_smaller(layout):
+    """A block of 256 tokens may be four of the backend's; only dense blocks are cut, and vLLM counts slots in tokens."""
+    _, cache = laid_out(layout, 2, 64)
+    codec = choose_codec(cache, 2, DIM, 64, by_strides(64))
+    slots = torch.tensor([0, 63, 64, 255, 256, 300])
+    keys, values = torch.randn(2, len(slots), 2, DIM)
+    by_strides(64)(keys, values, cache, slots)
+    assert all(torch.equal(*pair) for pair in zip(codec.read(cache, slots), (keys, values), strict=True))
+
+
+def halves_in_place_of_heads(keys, values, cache, slots):
+    """With two heads `(blocks, 2, block, 2 * dim)` is also keys, then values, of all heads side by side."""
+    for half, given in zip(cache.unbind(1), (keys, values), strict=True):
+        half[slots // BLOCK, slots % BLOCK] = given.flatten(1)
+
+
+def values_first(keys, values, cache, slots):
+    by_strides(BLOCK)(values, keys, cache, slots)
+
+
+def heads_within_content(keys, values, cache, slots):
+    """Channels of both heads in turns."""
+    mixed = torch.stack([keys, values], 1).permute(0, 3, 1, 2).reshape(len(slots), 2, 2 * DIM)
+    cache.transpose(1, 2)[slots // BLOCK, slots % BLOCK] = mixed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("other", [halves_in_place_of_heads, values_first, heads_within_content])
+def test_another_reading_of_the_same_four_numbers_is_refused(layout, other):
+    _, cache = laid_out(layout, 2, BLOCK)
+    assert cache.shape == (BLOCKS, 2, BLOCK, 2 * DIM)
+    with pytest.raises(IntegrationError, match="unknown KV cache layout"):
+        choose_codec(cache, 2, DIM, BLOCK, other)
+
+
+def as_if_dense(keys, values, cache, slots):
+    """An operation that takes its blocks for one dense piece of memory, whatever the strides say."""
+    flat = cache.as_strided((cache.shape[0] * cache[0].numel(),), (1,), cache.storage_offset())
+    by_strides(BLOCK)(keys, values, flat.view(cache.shape), slots)
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
+def test_an_operation_that_would_write_over_pages_of_other_layers_is_refused(layout):
+    _, cache = laid_out(layout, 2, BLOCK)
+    with pytest.raises(IntegrationError, match="unknown KV cache layout"):
+        choose_codec(cache, 2, DIM, BLOCK, as_if_dense)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_check_sees_the_strides_of_the_cache(layout):
+    memory, cache = laid_out(layout, 2, BLOCK)
+    all_of_it, scratch = scratch_laid_out_as(cache, 2, 0)
+    assert scratch.shape == (2, *cache.shape[1:])
+    outside = [axis for axis in range(4) if cache.stride(axis) > cache.stride(0)]
+    expected = [cache.stride(axis) // (BLOCKS // 2 if axis in outside else 1) for axis in range(4)]
+    assert list(scratch.stride()) == expected
+    assert len(all_of_it) <= memory.numel() * 2 // BLOCKS
+    scratch += torch.arange(scratch.numel()).view(scratch.shape)
+    assert len(scratch.unique()) == scratch.numel(), "no two elements share memory"
 
 
 @pytest.mark.parametrize("make", [hnd, nhd])

@@ -10,7 +10,7 @@ from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
 from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
-from kvgraft.integrations.vllm.codec.scratch import scratch_like
+from kvgraft.integrations.vllm.codec.scratch import scratch_laid_out_as
 from kvgraft.integrations.vllm.codec.split import SplitCodec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def choose_codec(
     """Return the codec that reads what the engine writes, and writes what the engine would.
 
     Args:
-        cache: The layer's cache; not touched, the check runs on scratch blocks of the same layout.
+        cache: The layer's cache; not touched, the check runs on scratch blocks of the same strides.
         num_kv_heads: Heads of this rank.
         head_dim: Width of a head.
         block_size: Tokens of a block.
@@ -43,7 +43,7 @@ def choose_codec(
     """
     for codec in CODECS:
         if codec.matches(cache, num_kv_heads, head_dim, block_size):
-            scratch = scratch_like(cache, 2, codec.block_axis)
+            scratch = scratch_laid_out_as(cache, 2, codec.block_axis)
             if _is_right(codec, scratch, (num_kv_heads, head_dim), block_size, engine_write):
                 return codec
     raise IntegrationError(
@@ -60,24 +60,29 @@ def _remedy(cache: Tensor) -> str:
 
 
 def _is_right(
-    codec: KVCodec, scratch: Tensor, shape: tuple[int, int], block_size: int, engine_write: EngineWrite
+    codec: KVCodec,
+    scratch: tuple[Tensor, Tensor],
+    shape: tuple[int, int],
+    block_size: int,
+    engine_write: EngineWrite,
 ) -> bool:
-    """Compare both directions: at slots of two blocks that are not in order, beside which nothing may change, then at all."""
+    """Compare both directions: at slots of two blocks that are not in order, then at all; nothing beside may change."""
+    memory, cache = scratch
     generator = torch.Generator().manual_seed(7)
     some = torch.tensor([block_size + 1, 0, 2 * block_size - 1, 3, block_size])
     for chosen in (some, torch.randperm(2 * block_size, generator=generator)):
-        slots = chosen.to(scratch.device)
+        slots = chosen.to(cache.device)
         keys, values = (
-            torch.randn((len(slots), *shape), generator=generator).to(scratch.device, scratch.dtype) for _ in range(2)
+            torch.randn((len(slots), *shape), generator=generator).to(cache.device, cache.dtype) for _ in range(2)
         )
-        scratch.zero_()
-        engine_write(keys, values, scratch, slots)
-        by_engine = scratch.clone()
-        read_keys, read_values = codec.read(scratch, slots)
+        memory.zero_()
+        engine_write(keys, values, cache, slots)
+        by_engine = memory.clone()
+        read_keys, read_values = codec.read(cache, slots)
         if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
             return False
-        scratch.zero_()
-        codec.write(scratch, slots, keys, values)
-        if not torch.equal(scratch, by_engine):
+        memory.zero_()
+        codec.write(cache, slots, keys, values)
+        if not torch.equal(memory, by_engine):
             return False
     return True

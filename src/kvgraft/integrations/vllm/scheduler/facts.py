@@ -20,6 +20,7 @@ class EngineFacts:
         host_tokens: Donor tokens that fit into the host memory of each worker; None for all of them.
         num_ranks: Workers of the engine.
         steps_under_way: Steps that vLLM schedules at most before it knows the result of the first.
+        takes_running_back: Whether vLLM computes itself what could not be made for a request that runs (`runner.py`).
     """
 
     fingerprint: str
@@ -34,6 +35,7 @@ class EngineFacts:
     host_tokens: int | None = None
     num_ranks: int = 1
     steps_under_way: int = 1
+    takes_running_back: bool = True
 
     @property
     def keeps_no_repair(self) -> str:

@@ -1,1 +1,4 @@
-"""The half of the connector beside the model, on each rank: K/V, no decisions about what is reused."""
+"""The half of the connector beside the model, on each rank: K/V, no decisions about what is reused.
+
+Public modules: `text_reader`.
+"""

@@ -72,14 +72,14 @@ class GraftJob:
         self._donors = donors
         self._homes = _homes(command, rank, max_rows)
         self._end = command.end
-        self._max_rows = max_rows
+        self._max_rows = min(max_rows, rank.most_rows)
         is_chosen_from = command.plan.is_approximate and not command.is_substituted
         self._steps = GraftSteps(
             command.plan,
             policy if is_chosen_from else NoRecompute(),
             token_ids=command.token_ids,
             correction=None if command.is_substituted else correction,
-            scope=_scope(command, self._homes),
+            scope=_scope(command, self._homes, rank.most_runs),
         )
         self._awaited = frozenset(command.stored)
         self.is_blocked = False
@@ -302,8 +302,10 @@ def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
     return homes
 
 
-def _scope(command: Graft, homes: Sequence[GroupKV]) -> Scope:
+def _scope(command: Graft, homes: Sequence[GroupKV], most_runs: int | None) -> Scope:
     longest = [home.longest_piece for home in homes if home.longest_piece is not None]
+    if most_runs is not None:  # what is corrected is computed in one piece, at worst every other token of it
+        longest.append(2 * most_runs)
     return Scope(
         end=command.end,
         is_forgetful=any(home.group.window for home in homes),

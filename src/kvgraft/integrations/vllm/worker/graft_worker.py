@@ -15,6 +15,7 @@ from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, GraftOutcome, StoreReport, WorkerReport
 from kvgraft.integrations.vllm.refusals import refused_engine
+from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.selection import chosen_policy
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob
@@ -360,7 +361,10 @@ class GraftWorker:
             self._loaded.add(job.command.request_id)
 
     def _repair(self, command: GraftRepair) -> None:
-        """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does."""
+        """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does.
+
+        Where vLLM cannot, the graft stays as it was, or closer to a full prefill.
+        """
         job = self._unrepaired.pop(command.request_id, None)
         if job is None:
             self._repairs[command.request_id] = _not_made("what was grafted is of caches or weights that are gone")
@@ -369,10 +373,11 @@ class GraftWorker:
         if outcome.failed:
             outcome = self._run(job, partial(job.compute_everything, outcome.fell_back))
         if outcome.failed:
-            self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
             if job.command.tail is not None:
                 self._lose(job.command.tail)
-            outcome = replace(outcome, failed=False)
+            if takes_running_back(self._vllm_config):
+                self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
+                outcome = replace(outcome, failed=False)
         self._repairs[command.request_id] = outcome
 
     def _run(self, job: GraftJob, begin: Callable[[], None]) -> GraftOutcome:

@@ -107,7 +107,8 @@ class PagedKV(GroupKV):
     @classmethod
     def of(cls, group: LayerGroup, blocks: NDArray[np.int32], *, start: int) -> PagedKV:
         """Return the K/V in vLLM's paged cache of a request that has `blocks`."""
-        return cls(group, BlockTable(blocks, group.block_size), [layer.cache for layer in group.layers], start=start)
+        table = BlockTable(group.own_blocks(blocks), group.block_size)
+        return cls(group, table, [layer.cache for layer in group.layers], start=start)
 
     @classmethod
     def scratch(cls, group: LayerGroup, blocks: NDArray[np.int32]) -> PagedKV:

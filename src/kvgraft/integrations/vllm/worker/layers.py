@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 
@@ -17,9 +19,12 @@ from kvgraft.memory.packed import RowShape
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +67,9 @@ class LayerGroup:
         first_layer: Number of the first layer among all, group by group: the order of `KVBlock`s.
         layers: In the order of the model.
         builders: Metadata builders, each with the names of its layers; our own, for the runner's keep buffers of its batch.
-        block_size: Tokens of a block.
+        block_size: Tokens of a block of the backend.
         window: Tokens that a position attends to, itself included; 0 for all.
+        split: Blocks of the backend in one of vLLM's block tables: a backend may take smaller ones.
     """
 
     first_layer: int
@@ -71,6 +77,14 @@ class LayerGroup:
     builders: tuple[tuple[Any, tuple[str, ...]], ...]
     block_size: int
     window: int
+    split: int = 1
+
+    def own_blocks(self, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the blocks of the backend that `blocks` of vLLM's table consist of; what is 0, no block, stays so."""
+        if self.split == 1:
+            return blocks
+        parts = blocks[:, None] * self.split + np.arange(self.split, dtype=np.int32)
+        return np.where(blocks[:, None] != 0, parts, 0).astype(np.int32).reshape(-1)
 
 
 def layer_groups(
@@ -96,8 +110,10 @@ def layer_groups(
                 _builders(vllm_config, layers),
                 spec.block_size,
                 int(getattr(spec, "sliding_window", 0) or 0),
+                _spec_of(group, names[0]).block_size // spec.block_size,
             )
         )
+    _share_workspace([builder for group in groups for builder, _ in group.builders])
     return tuple(groups)
 
 
@@ -121,6 +137,7 @@ def _layer(
     spec: AttentionSpec,
     codecs: dict[tuple[object, ...], KVCodec],
 ) -> AttentionLayer:
+    spec = _in_blocks_of(cache, spec)
     layout = (type(module.impl), tuple(cache.shape), cache.stride(), cache.dtype, spec.block_size)
     if layout not in codecs:
         codecs[layout] = choose_codec(
@@ -141,6 +158,32 @@ def _engine_write(module: Any, keys: Tensor, values: Tensor, cache: Tensor, slot
             "nothing is grafted"
         )
     update(module, keys, values, cache, slots)
+
+
+def _in_blocks_of(cache: Tensor, spec: AttentionSpec) -> AttentionSpec:
+    """Return the specification in blocks of the backend, which every layout has in its third dimension.
+
+    A wrong idea of them would not pass the check of the layout.
+    """
+    size = cache.shape[2] if cache.ndim > 3 else spec.block_size
+    if size >= spec.block_size or spec.block_size % size:
+        return spec
+    found: AttentionSpec = spec.copy_with_new_block_size(size)
+    return found
+
+
+def _share_workspace(builders: Sequence[Any]) -> None:
+    """Let builders that have a workspace (FlashInfer's: 394 MiB) share one, made now, as vLLM does among its own.
+
+    Passes of all groups follow one another on one stream.
+    """
+    makers = [builder for builder in builders if hasattr(builder, "_get_workspace_buffer")]
+    if not makers:
+        return
+    workspace = makers[0]._get_workspace_buffer()
+    logger.info("kvgraft takes %d MiB of device memory for the attention backend", workspace.nbytes >> 20)
+    for builder in makers[1:]:
+        builder.set_workspace_buffer(workspace)
 
 
 def _spec_of(group: Any, name: str) -> AttentionSpec:  # noqa: ANN401 - vLLM's KVCacheGroupSpec

@@ -85,8 +85,8 @@ class GraftPass(ABC):
     def _cut(self, max_rows: int) -> int:
         """Return the row number at which the next piece ends."""
         limit = min(self._row_limit(int(self._rows[self._done])), self._prompt.spans.ready_end)
-        within = int(np.searchsorted(self._rows, limit))
-        return min(self._done + max_rows, within, len(self._rows))
+        stop = min(self._done + max_rows, int(np.searchsorted(self._rows, limit)), len(self._rows))
+        return self._done + RowRuns.within(self._rows[self._done : stop], self._prompt.rank.most_runs)
 
     def _reach(self, stop: int) -> int:
         """Return the first position after all that a piece up to row number `stop` reads or writes."""

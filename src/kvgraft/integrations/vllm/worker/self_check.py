@@ -193,7 +193,8 @@ def _check_drift(rank: RankModel, tolerance: float) -> None:
     prompt = _Scratch(rank)
     expected = prompt.read()
     moved = prompt.everything[8:-8]
-    sample = moved[::4].copy()  # operations of vLLM read positions as they lie in memory
+    apart = max(4, -(-len(moved) // (rank.most_runs or len(moved))))
+    sample = moved[::apart].copy()  # operations of vLLM read positions as they lie in memory
     _move(rank, prompt.homes, moved)
     run = DriftRun(sample, np.setdiff1d(moved, sample))
     correction = DriftCorrection(MeanShift(shrink=False), first_layer=0)

@@ -47,6 +47,18 @@ class RankModel:
         """Device of the caches."""
         return self.groups[0].layers[0].cache.device
 
+    @property
+    def most_runs(self) -> int | None:
+        """Runs that one pass may have: FlashInfer's builder has room for `max_num_seqs` requests; None for any number."""
+        builders = [builder for group in self.groups for builder, _ in group.builders]
+        limits = [builder.max_num_reqs for builder in builders if hasattr(builder, "max_num_reqs")]
+        return min(limits, default=None)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one pass may have: backends make room for a step's tokens and no more."""
+        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+
     @contextmanager
     def batch(self, runs: RowRuns, homes: Sequence[GroupKV]) -> Iterator[Tensor]:
         """Prepare a pass over `runs` with K/V in `homes`, one per group; yield the positions on the device.

@@ -47,6 +47,14 @@ class RowRuns:
         starts = np.concatenate([[0], breaks, [len(positions)]]).astype(np.int32)
         return cls(positions, starts, (positions[starts[1:] - 1] + 1).astype(np.int32))
 
+    @staticmethod
+    def within(positions: NDArray[np.int64], most_runs: int | None) -> int:
+        """Return how many of ascending positions, from the first on, lie in at most so many runs; None for any number."""
+        if most_runs is None:
+            return len(positions)
+        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        return len(positions) if len(breaks) < most_runs else int(breaks[most_runs - 1])
+
     @classmethod
     def lone(cls, position: int) -> RowRuns:
         """Return one token that attends to itself alone, encoded at `position`."""

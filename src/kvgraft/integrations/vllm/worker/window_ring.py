@@ -32,6 +32,7 @@ class WindowRing(GroupKV):
 
     def __init__(self, group: LayerGroup, blocks: NDArray[np.int32], *, max_rows: int) -> None:
         """Allocate the ring for a request with `blocks`, 0 where vLLM keeps none."""
+        blocks = group.own_blocks(blocks)
         size = min(-(-(group.window + max_rows) // group.block_size) + 1, len(blocks))
         table = BlockTable(np.arange(len(blocks), dtype=np.int32) % size, group.block_size)
         super().__init__(group, table, [layer.scratch(size) for layer in group.layers])

@@ -1,0 +1,68 @@
+"""Copying K/V of a donor with its keys rotated, against the bandwidth that a plain copy reaches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvgraft.bench.gpu.card import gb_per_s
+from kvgraft.bench.gpu.subject import bytes_per_token
+from kvgraft.errors import ConfigError
+from kvgraft.graft.executor import BlockSource, RotatedSpans, SpanCopy, copy_spans
+from kvgraft.memory.block import KVBlock
+from kvgraft.memory.packed import packed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvgraft.bench.gpu.card import Card
+    from kvgraft.bench.gpu.deadline import Deadline
+    from kvgraft.engine import LLM
+    from kvgraft.graft.executor import KVSource
+
+_MOST_TOKENS = 8192
+_SHIFT = 200
+
+
+def measure_copies(
+    llm: LLM, card: Card, bandwidth: Mapping[str, float], *, rounds: int, deadline: Deadline
+) -> dict[str, Any]:
+    """Copy a donor from the pool, in one run of slots and in scattered ones, and from page-locked memory.
+
+    Raises:
+        ConfigError: K/V of this model are not moved, or lie in two spaces.
+    """
+    pool, rope = llm.adapter.pool, llm.adapter.rope
+    if rope is None or not hasattr(pool, "place"):
+        raise ConfigError(f"K/V of this model are not moved: {llm.graft_refusal}")
+    llm.reset()  # no slot is held, so that all may be written
+    count = min(_MOST_TOKENS, (pool.num_slots - _SHIFT) // 2, llm.max_model_len - _SHIFT)
+    num_bytes = count * bytes_per_token(llm.loaded)
+    ours, theirs = np.arange(count), np.arange(count, 2 * count)
+    scattered = np.random.default_rng(0).permutation(theirs)
+    target = pool.place(ours)
+    read = [pool.place(theirs).read(layer) for layer in range(llm.adapter.num_layers)]
+    block = KVBlock(tuple(keys.cpu() for keys, _ in read), tuple(values.cpu() for _, values in read))
+    sources: dict[str, tuple[KVSource, str, int]] = {
+        "run_of_slots": (pool.place(theirs), "device_gb_s", 2),
+        "scattered_slots": (pool.place(scattered), "device_gb_s", 2),
+        "from_host": (BlockSource(packed([block], pin_memory=card.is_cuda), card.device), "from_host_gb_s", 1),
+    }
+    found: dict[str, Any] = {"tokens": count, "bytes": num_bytes}
+    for name, (source, limit, passes) in sources.items():
+
+        def copy(source: KVSource = source) -> None:
+            spans = RotatedSpans([SpanCopy(source, 0, _SHIFT, count)], rope, card.device)
+            copy_spans(spans, target, range(llm.adapter.num_layers))
+
+        timing = card.timed(copy, rounds=rounds, budget_s=deadline.left_s / len(sources))
+        rate = gb_per_s(passes * num_bytes, timing.seconds)
+        found[name] = {
+            "ms": 1e3 * timing.seconds,
+            "queued_ms": 1e3 * timing.queued_s,
+            "gb_s": rate,
+            "of_bandwidth": rate / bandwidth[limit],
+            "rounds": timing.rounds,
+        }
+    return found
