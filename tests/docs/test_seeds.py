@@ -1,4 +1,4 @@
-"""`docs/seeds.md` names tests that exist."""
+"""`docs/seeds.md` and `docs/reports.md` name tests that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = sorted(set(re.findall(r"`(tests/[\w./]+\.py(?:::\w+)?)`", (ROOT / "docs/seeds.md").read_text())))
+PAGES = "".join((ROOT / "docs" / page).read_text() for page in ("seeds.md", "reports.md"))
+NAMED = sorted(set(re.findall(r"`(tests/[\w./]+\.py(?:::\w+)?)`", PAGES)))
 
 
 def test_there_are_many():

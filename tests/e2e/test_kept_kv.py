@@ -91,6 +91,37 @@ def test_donors_made_behind_a_graft_are_never_of_generation_0(family, rng):
     assert_prefix_is_exact(engine.adapter, engine.space, active.request.namespace, prompt)
 
 
+@FAMILIES
+@pytest.mark.parametrize("reuse", ["graft", "exact"])
+@pytest.mark.parametrize("pause", [0, 2], ids=["at once", "later"])
+def test_a_prompt_is_aborted_and_sent_again(family, reuse, pause, rng):
+    """vllm#56525, #37152, in the embedded engine: what was announced of an aborted prompt was never written.
+
+    There the same prompt, sent again, is answered with "multilingual word salad". Here what is kept of the first attempt is
+    exact, wherever it had come to, and the second answers as a cold engine does.
+    """
+    engine = make_engine(family)
+    document = random_prompt(rng, 150)
+    submit(engine, document, 1)
+    run_to_end(engine)
+    for steps in range(0, 12, 2):
+        prompt = np.concatenate([random_prompt(rng, 90), document, random_prompt(rng, 60)])
+        first = submit(engine, prompt, 4, reuse)
+        for _ in range(steps):
+            engine.step()
+        engine.cancel(first.request.request_id)
+        for _ in range(pause):
+            engine.step()
+        assert_prefix_is_exact(engine.adapter, engine.space, first.request.namespace, prompt)
+        submit(engine, prompt, 4, reuse)
+        (again,) = run_to_end(engine).values()
+        assert_kept_is_exact(engine, [again])
+        if reuse == "exact":
+            submit(engine, prompt, 4, "off")
+            (full,) = run_to_end(engine).values()
+            assert again.token_ids == full.token_ids
+
+
 def change_weights(model, seed=9):
     """Load other weights into the same tensors, as a training loop does."""
     model.load_state_dict(tiny_model(model.config.model_type, seed=seed).state_dict())

@@ -24,18 +24,25 @@ def lines(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     return "\n".join([written[0], "|" + "---|" * len(head), *written[1:]])
 
 
-def claims(head: Sequence[str], claimed: Sequence[tuple[str, str, Sequence[str]]], measured: Mapping[str, str]) -> str:
+def claims(
+    head: Sequence[str],
+    claimed: Sequence[tuple[str, str, Sequence[str]]],
+    measured: Mapping[str, str],
+    *,
+    otherwise: str = "not measured",
+) -> str:
     """Return a table of what others say, beside our figures.
 
     Args:
         head: Of the three columns.
         claimed: Subject, their words, and the names of our rows that answer it.
-        measured: Figures of those rows by name; those that are missing were not measured.
+        measured: Figures of those rows by name.
+        otherwise: Stands where none of them was measured.
     """
     return lines(
         head,
         [
-            [about, says, "; ".join(measured[name] for name in names if name in measured) or "not measured"]
+            [about, says, "; ".join(measured[name] for name in names if name in measured) or otherwise]
             for about, says, names in claimed
         ],
     )

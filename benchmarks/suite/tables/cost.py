@@ -34,8 +34,14 @@ def _steps(result: Result) -> str:
     )
 
 
+def _claims(result: Result) -> str:
+    ours = [f"{_figure(row)} at {row['length']:,} tokens" for row in result["rows"] if "share" in row]
+    return lines(("claim", "SemBlend says", "ours, measured"), [["break-even hit rate", "5 %", "; ".join(ours)]])
+
+
 BLOCKS = {
     "steps": _steps,
+    "claims": _claims,
     "memory": lambda result: table(_MEMORY, [row for row in result["rows"] if "bytes" in row]),
 }
 

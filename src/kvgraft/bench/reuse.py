@@ -60,6 +60,7 @@ class ReuseResult:
         prefix_tokens: Of these, in the longest prefix that an earlier prompt begins with too, to the token.
         reused_tokens: `prefix_tokens` and the spans of the plans.
         bound_tokens: In a run of at least `min_run` that occurs at any offset of an earlier prompt, found exactly.
+        half_reused: Prompts of which at least half the tokens are reused.
         wrong_tokens: Reused tokens that differ from the donor's at the planned position. Must be 0.
         lookup_ms: Matching and planning, per request: `p50`, `p99`, `max`.
         register_ms: Registering a prompt as a donor: `p50`, `p99`.
@@ -72,6 +73,7 @@ class ReuseResult:
     prefix_tokens: int
     reused_tokens: int
     bound_tokens: int
+    half_reused: int
     wrong_tokens: int
     lookup_ms: dict[str, float]
     register_ms: dict[str, float]
@@ -92,6 +94,7 @@ class ReuseResult:
             "reused_tokens": self.reused_tokens,
             "bound_tokens": self.bound_tokens,
             "recovered": round(self.recovered, 4),
+            "half_reused": self.half_reused,
             "wrong_tokens": self.wrong_tokens,
             "lookup_ms": self.lookup_ms,
             "register_ms": self.register_ms,
@@ -142,6 +145,7 @@ def measure_reuse(
         prefix_tokens=sum(prompt.prefix_tokens for prompt in found),
         reused_tokens=sum(prompt.reused_tokens for prompt in found),
         bound_tokens=sum(prompt.bound_tokens for prompt in found),
+        half_reused=sum(2 * prompt.reused_tokens >= prompt.tokens > 0 for prompt in found),
         wrong_tokens=tally.wrong,
         lookup_ms=_percentiles(tally.lookup_s, p50=50, p99=99, max=100),
         register_ms=_percentiles(tally.register_s, p50=50, p99=99),

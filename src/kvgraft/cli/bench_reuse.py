@@ -25,7 +25,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Look up and register every prompt of the packs in order, without a model. A pack is "
         "NAME.requests.jsonl with NAME.docs.jsonl, NAME.pairs.jsonl or NAME.jsonl with an 'input' per line, possibly "
         ".gz; 'builtin', 'builtin:rag' and 'agent:KIND' need no file. 'bound' counts tokens in runs of --min-run or more "
-        "that occur anywhere in an earlier prompt; 'recovered' is reused over bound.",
+        "that occur anywhere in an earlier prompt; 'recovered' is reused over bound, 'half' the share of requests with at "
+        "least half their tokens reused.",
     )
     parser.add_argument(
         "packs",
@@ -88,13 +89,14 @@ def _print_table(results: Sequence[ReuseResult]) -> None:
     width = max(8, *(len(result.workload) for result in results))
     print(
         f"{'workload':{width}s}{'requests':>10s}{'tokens':>11s}{'prefix':>8s}{'reused':>8s}{'bound':>8s}{'recovered':>11s}"
-        f"{'wrong':>7s}{'lookup p50':>12s}{'p99':>10s}{'register p50':>14s}"
+        f"{'half':>8s}{'wrong':>7s}{'lookup p50':>12s}{'p99':>10s}{'register p50':>14s}"
     )
     for result in results:
         parts = (result.prefix_tokens, result.reused_tokens, result.bound_tokens)
         shares = "".join(f"{100 * part / max(result.tokens, 1):>6.1f} %" for part in parts)
         print(
             f"{result.workload:{width}s}{result.requests:>10d}{result.tokens:>11d}{shares}"
-            f"{100 * result.recovered:>9.1f} %{result.wrong_tokens:>7d}{result.lookup_ms['p50']:>9.2f} ms"
+            f"{100 * result.recovered:>9.1f} %{100 * result.half_reused / max(result.requests, 1):>6.1f} %"
+            f"{result.wrong_tokens:>7d}{result.lookup_ms['p50']:>9.2f} ms"
             f"{result.lookup_ms['p99']:>7.2f} ms{result.register_ms['p50']:>11.2f} ms"
         )

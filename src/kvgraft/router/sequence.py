@@ -47,9 +47,11 @@ class BatchSequence:
         self.num_lost = self.num_filled = self.num_restarts = 0
         self._can_replay = can_replay
         self._next: int | None = None
+        self._known_from = 0
         self._last_time = -math.inf
         self._waiting: dict[int, EventBatch] = {}
         self._asked_from: int | None = None
+        self._learns_anew = False
         self._witness: int | None = None
 
     @property
@@ -73,6 +75,12 @@ class BatchSequence:
         if self._can_replay and self._next is not None and not self.is_waiting:
             return self._ask(self._next)
         return Progress()
+
+    def retried(self) -> Progress:
+        """Ask for everything once more, as an earlier replay was given up; what is known stays until it comes."""
+        if self._next is None or self.is_waiting:
+            return Progress()
+        return self._ask(0, anew=True)
 
     def disconnected(self) -> Progress:
         """Note that the connection is gone: removals meanwhile are missed, without a replay for good."""
@@ -99,7 +107,7 @@ class BatchSequence:
             return self._restarted(number, batch)
         if number == self._witness:
             self._witness = None
-        if self._next is None or number >= self._next:
+        if self._next is None or number >= self._next or self._learns_anew:
             self._waiting[number] = batch
         return Progress() if len(self._waiting) <= 2 * _MAX_HELD_BACK else self._give_up()
 
@@ -109,15 +117,30 @@ class BatchSequence:
             return self._restarted()
         asked, self._asked_from = self._asked_from, None
         if self._next is None:
-            self._next = min(self._waiting, default=0)
+            self._begin_at(min(self._waiting, default=0))
+        if self._learns_anew:
+            return self._learned_anew()
         progress = self._go_on(asked_in_vain=asked)
         self.num_filled += bool(progress.events) and not progress.forget
         return progress
 
+    def _learned_anew(self) -> Progress:
+        """Begin with what was sent again if that goes back further, without a gap, than what is known."""
+        assert self._next is not None
+        self._learns_anew, first = False, self._next
+        while first - 1 in self._waiting:
+            first -= 1
+        if is_more := first < self._known_from:
+            self._begin_at(first)
+        self._waiting = {number: batch for number, batch in self._waiting.items() if number >= self._next}
+        progress = self._go_on()
+        return replace(progress, forget=progress.forget or is_more)
+
     def _go_on(self, asked_in_vain: int | None = None) -> Progress:
         """Take what is in order; where batches wait after a gap, ask for the gap, once."""
         if self._next is None:
-            self._next = min(self._waiting)
+            self._begin_at(min(self._waiting))
+        assert self._next is not None
         events = self._drained()
         if not self._waiting:
             return Progress(events)
@@ -138,9 +161,12 @@ class BatchSequence:
             return replace(self._go_on(), forget=True)
         return replace(self._ask(0), forget=True)
 
-    def _ask(self, first: int) -> Progress:
-        self._asked_from = first
+    def _ask(self, first: int, *, anew: bool = False) -> Progress:
+        self._asked_from, self._learns_anew = first, anew
         return Progress(ask_from=first)
+
+    def _begin_at(self, number: int) -> None:
+        self._next = self._known_from = number
 
     def _begin_anew(self) -> bool:
         """Begin before the first batch again; return whether anything was known."""
@@ -148,6 +174,7 @@ class BatchSequence:
         self._next, self._last_time = None, -math.inf
         self._waiting.clear()
         self._asked_from = self._witness = None
+        self._learns_anew = False
         return knew
 
     def _give_up(self) -> Progress:
@@ -157,7 +184,8 @@ class BatchSequence:
         while numbers[-1] - numbers[0] >= len(numbers):
             del self._waiting[numbers.pop(0)]
         self._asked_from = self._witness = None
-        self._next = numbers[0]
+        self._learns_anew = False
+        self._begin_at(numbers[0])
         return Progress(self._drained(), forget=True)
 
     def _drained(self) -> list[KVEvent]:

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 2.0
 """A replay endpoint that says nothing for so long is not waited for."""
+RETRY_S = 5.0
+"""So long after a replay that was given up everything is asked for once more; then twice as long, and so on."""
+_LONGEST_RETRY_S = 300.0
 SETTLING_S = 1.0
 """So long after a connection was made it is asked once more for what was published before the subscription took effect."""
 ABANDONED_S = 30.0
@@ -65,7 +68,8 @@ class WorkerStream:
         self._context = zmq.Context.instance()
         self._replay: Any = None
         self._patience_until = 0.0
-        self._settled_at = self._abandoned_at = math.inf
+        self._settled_at = self._abandoned_at = self._retry_at = math.inf
+        self._retry_s = RETRY_S
         self._subscriber: Any
         self._monitor: Any
         self._subscribe()
@@ -89,6 +93,9 @@ class WorkerStream:
         if time.monotonic() > self._settled_at:
             self._settled_at = math.inf
             self._follow(self.sequence.settled())
+        if time.monotonic() > self._retry_at and not self.sequence.is_waiting:
+            self._retry_at = math.inf
+            self._follow(self.sequence.retried())
         if time.monotonic() > self._abandoned_at:
             self._abandoned_at = math.inf
             self._end_replay()
@@ -177,6 +184,7 @@ class WorkerStream:
                 self._unreadable("what is sent again has no sequence number and payload")
                 continue
             if number == END_OF_REPLAY:
+                self._retry_s = RETRY_S
                 self._end_replay()
                 self._follow(self.sequence.replay_ended())
                 return
@@ -185,6 +193,8 @@ class WorkerStream:
             self._end_replay()
         elif self._replay is replay and time.monotonic() > self._patience_until:
             logger.warning("the replay endpoint of worker %s does not answer", self._spec.name)
+            self._retry_at = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             self._end_replay()
             self._follow(self.sequence.replay_ended())
 

@@ -58,13 +58,18 @@ FAMILIES = {
 HYBRIDS = {"jamba": _jamba}
 """Nothing is grafted for these."""
 
+ONE_LAYER = {
+    "llama-1-layer": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE | {"num_hidden_layers": 1}, head_dim=32))
+}
+"""Its K/V follow from token and position alone: whatever was moved, the answer is a full prefill's."""
+
 
 def save_tiny(family: str, folder: Path) -> str:
     """Write a float32 model whose answers depend on its context; returns the path."""
     path = folder / family
     if not (path / "config.json").exists():
         torch.manual_seed(0)
-        model = {**FAMILIES, **HYBRIDS}[family]()
+        model = {**FAMILIES, **HYBRIDS, **ONE_LAYER}[family]()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 # Default initialisation is so small that attention hardly matters; errors would hide.

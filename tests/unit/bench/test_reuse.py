@@ -50,6 +50,14 @@ def test_prefix_and_span_add_up():
     assert counts(measure(words(0, 100), later)) == (50, 90, 90, 0)
 
 
+def test_prompts_that_are_reused_by_half_are_counted():
+    document = words(0, 50)
+    result = measure("", document, words(200, 49) + " " + document, words(300, 51) + " " + document)
+    assert [prompt.reused_tokens for prompt in result.prompts] == [0, 0, 49, 49]
+    assert result.half_reused == 0
+    assert measure(document, words(200, 48) + " " + document).half_reused == 1
+
+
 def test_nothing_in_common_recovers_all_of_nothing():
     result = measure(words(0, 50), words(100, 50))
     assert counts(result) == (0, 0, 0, 0)
@@ -104,6 +112,7 @@ def test_result_as_dict_has_the_documented_keys():
         "reused_tokens",
         "bound_tokens",
         "recovered",
+        "half_reused",
         "wrong_tokens",
         "lookup_ms",
         "register_ms",

@@ -224,6 +224,17 @@ def test_a_salt_may_be_called_as_the_adapter():
     assert index.held(scope_of("tuned", "tuned"), ids(TEXT)).exact == 36
 
 
+@pytest.mark.parametrize("owner", [("tuned", ""), ("", "tuned")], ids=["adapter", "salt"])
+def test_an_adapter_called_as_a_salt_is_another_owner(owner):
+    """vllm#42119, #44250, #53495: an adapter without a salt has the keys of its name as a salt without an adapter."""
+    adapter, salt = owner
+    index = HeldText(grafts=True, max_tokens=1_000)
+    behind = ("tuned",) if adapter else None
+    index.apply([event_of(TEXT, lora_name=adapter or None, extra_keys=(("tuned",), *[behind] * 9))])
+    assert index.held(scope_of(adapter, salt), ids(TEXT)).exact == 36
+    assert index.held(scope_of(salt, adapter), ids([9, 9, *TEXT])) == index.held(scope_of(), ids(TEXT)) == (0, 0)
+
+
 @pytest.mark.parametrize("as_arrays", [False, True])
 def test_salts_survive_the_wire(as_arrays):
     index = HeldText(grafts=False, max_tokens=1_000)

@@ -93,6 +93,49 @@ def test_an_endpoint_that_says_nothing_is_not_waited_for():
     assert numbers(sequence.received(5, batch(5))) == [5]
 
 
+def given_up(*numbers_since):
+    """A sequence that knew 0 to 4, gave a replay from 5 up at batch 10, and has heard more since."""
+    sequence = BatchSequence(can_replay=True)
+    for number in range(5):
+        sequence.received(number, batch(number))
+    assert sequence.received(10, batch(10)).ask_from == 5
+    assert sequence.replay_ended().forget
+    for number in numbers_since:
+        sequence.received(number, batch(number))
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("oldest", "learned"), [(0, range(13)), (3, range(3, 13)), (9, range(9, 13)), (10, [12]), (11, [12])]
+)
+def test_what_a_replay_brings_that_is_asked_for_again_is_learned_whole(oldest, learned):
+    """From the oldest batch on that the publisher has kept; what is known already stays if it has kept less."""
+    sequence = given_up(11)
+    assert sequence.retried().ask_from == 0
+    assert not sequence.received(12, batch(12)).events
+    for number in range(oldest, 12):
+        assert not sequence.replayed(number, batch(number)).events
+    progress = sequence.replay_ended()
+    assert (numbers(progress), progress.forget) == (list(learned), oldest < 10)
+    assert numbers(sequence.received(13, batch(13))) == [13]
+
+
+def test_a_replay_with_a_gap_costs_nothing_of_what_is_known():
+    sequence = given_up(11)
+    sequence.retried()
+    for number in (0, 1, 2, 8):
+        sequence.replayed(number, batch(number))
+    progress = sequence.replay_ended()
+    assert (numbers(progress), progress.forget, progress.ask_from) == ([], False, None)
+    assert numbers(sequence.received(12, batch(12))) == [12]
+
+
+def test_nothing_is_asked_for_again_while_a_replay_is_awaited():
+    sequence = given_up()
+    assert sequence.received(13, batch(13)).ask_from == 11
+    assert sequence.retried().ask_from is None
+
+
 @pytest.mark.parametrize("can_replay", [False, True])
 def test_a_restart_is_known_by_number_and_time(can_replay):
     sequence = BatchSequence(can_replay=can_replay)

@@ -37,8 +37,8 @@ def encoded(value):
 class Watched:
     """A directory that a reader keeps, of one worker `w`."""
 
-    def __init__(self, events, replay=None):
-        spec = WorkerSpec("http://127.0.0.1:1", events=events, replay=replay, name="w")
+    def __init__(self, events, replay=None, topic=""):
+        spec = WorkerSpec("http://127.0.0.1:1", events=events, replay=replay, topic=topic, name="w")
         self.directory = Directory([spec], max_tokens=10_000)
         self.reader = EventReader([spec], self.directory)
 
@@ -73,9 +73,14 @@ def opened(request):
 
 
 class RawPublisher:
-    """Sends what a test says, with the numbers that it says; answers replays as vLLM does, with the topic in front."""
+    """Sends what a test says, with the numbers that it says; answers replays as vLLM does, with the topic in front.
 
-    def __init__(self, events, replay=None):
+    Args:
+        names_topic: Whether replays name the topic; those of older engines do not.
+    """
+
+    def __init__(self, events, replay=None, *, names_topic=True):
+        self.topic = (b"topic",) if names_topic else ()
         context = zmq.Context.instance()
         self.socket = context.socket(zmq.XPUB)
         self.socket.bind(events)
@@ -89,21 +94,22 @@ class RawPublisher:
         assert self.socket.poll(WAIT_S * 1e3), "the reader subscribes"
         self.socket.recv()
 
-    def send(self, number, events, *, timestamp=None, as_arrays=False, lost=False):
+    def send(self, number, events, *, timestamp=None, as_arrays=False, lost=False, topic=b""):
         payload = encode_batch(
             EventBatch(float(number if timestamp is None else timestamp), tuple(events)), as_arrays=as_arrays
         )
         self.kept[number] = payload
         if not lost:
-            self.socket.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            self.socket.send_multipart((topic, number.to_bytes(8, "big"), payload))
 
     def answer_replay(self):
         assert self.router.poll(WAIT_S * 1e3), "a replay is asked for"
         client, _, first = self.router.recv_multipart()
         for number, payload in sorted(self.kept.items()):
             if number >= int.from_bytes(first, "big"):
-                self.router.send_multipart((client, b"", b"topic", number.to_bytes(8, "big"), payload))
-        self.router.send_multipart((client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""))
+                self.router.send_multipart((client, b"", *self.topic, number.to_bytes(8, "big"), payload))
+        end = (-1).to_bytes(8, "big", signed=True)
+        self.router.send_multipart((client, b"", *(b"" for _ in self.topic), end, b""))
         return int.from_bytes(first, "big")
 
     def answer_replays_until(self, condition):
@@ -149,9 +155,10 @@ def test_a_lost_batch_without_replay_makes_everything_forgotten(endpoints, opene
     assert watched.sequence.num_lost == 1
 
 
-def test_a_lost_batch_is_replayed(endpoints, opened, monkeypatch):
+@pytest.mark.parametrize("names_topic", [True, False])
+def test_a_lost_batch_is_replayed(endpoints, opened, monkeypatch, names_topic):
     monkeypatch.setattr(subscriber, "REPLAY_TIMEOUT_S", WAIT_S)
-    publisher = opened(RawPublisher(*endpoints))
+    publisher = opened(RawPublisher(*endpoints, names_topic=names_topic))
     watched = opened(Watched(*endpoints))
     publisher.await_reader()
     engine = EngineModel(16)
@@ -176,6 +183,49 @@ def test_a_replay_endpoint_that_is_silent_is_given_up(endpoints, opened, monkeyp
     publisher.send(2, engine.store(MORE))
     watched.until(MORE, 64)
     assert (watched.exact(TEXT), watched.sequence.num_lost) == (0, 1)
+
+
+def test_a_replay_that_comes_too_late_brings_nothing_back(endpoints, opened, monkeypatch):
+    """llm-d-router#1737, #1887, Mooncake#4159, dynamo#7463, vllm#45174, #45177: a replay times out, and comes later.
+
+    There the live removal is applied first, and the late replay brings the removed block back. Here nothing is believed
+    across the hole, and once the endpoint answers all that is there is known again, and no more.
+    """
+    monkeypatch.setattr(subscriber, "REPLAY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(subscriber, "RETRY_S", 0.2)
+    publisher, engine = opened(RawPublisher(*endpoints)), EngineModel(16)
+    removed, kept, later = (list(range(first, first + 64)) for first in (1_000, 2_000, 3_000))
+    watched = opened(Watched(*endpoints))
+    publisher.await_reader()
+    publisher.answer_replay()
+    publisher.send(0, engine.store(TEXT))
+    publisher.answer_replays_until(lambda: watched.exact(TEXT) == 64)
+    publisher.send(5, engine.store(removed), lost=True)
+    for number in (1, 2, 3, 4, 6, 7, 8):
+        publisher.send(number, engine.store(list(range(5_000 + 100 * number, 5_032 + 100 * number))), lost=True)
+    publisher.send(9, engine.store(kept), lost=True)
+    publisher.send(10, [engine.remove([page[0] for page in engine.chain(removed)], "GPU")])
+    watched.until(TEXT, 0)
+    assert watched.sequence.num_lost == 1
+    assert watched.exact(removed) == watched.exact(kept) == 0
+    publisher.send(11, engine.store(later))
+    watched.until(later, 64)
+    publisher.answer_replays_until(lambda: watched.exact(kept) == 64)
+    assert [watched.exact(text) for text in (removed, TEXT, later)] == [0, 64, 64]
+    publisher.send(12, engine.store(MORE))
+    publisher.answer_replays_until(lambda: watched.exact(MORE) == 64)
+    assert watched.exact(removed) == 0
+
+
+def test_another_topic_is_not_heard(endpoints, opened):
+    publisher, engine = opened(RawPublisher(endpoints[0])), EngineModel(16)
+    watched = opened(Watched(endpoints[0], topic="kv@w@"))
+    publisher.await_reader()
+    publisher.send(7, engine.store(MORE), topic=b"kv@other@")
+    publisher.send(0, engine.store(TEXT), topic=b"kv@w@")
+    watched.until(TEXT, 64)
+    assert watched.exact(MORE) == 0
+    assert watched.sequence.num_lost == watched.sequence.num_restarts == 0
 
 
 def test_batches_in_another_order_are_put_right(endpoints, opened, monkeypatch):

@@ -158,7 +158,8 @@ class MooncakeStore(KVStore):
                     start = number * self._part_bytes
                     self._put_value(lane, name, body[start : start + self._part_bytes])
                 self._put_value(lane, head_name, memoryview(parts.pack() + head))
-                is_mine = self._parts_there(lane, space, key) == parts
+                there = self._parts_in_a_while(lane, space, key)
+                is_mine = there == parts
                 flags = self._call(lane, lambda client: client.batch_is_exist(names)) if names else []
             except BaseException:
                 self._drop_quietly(lane, names)
@@ -166,6 +167,10 @@ class MooncakeStore(KVStore):
             if is_mine and all(flag == 1 for flag in flags):
                 return True
             self._drop_quietly(lane, [head_name, *names] if is_mine else names)
+        if there is None:
+            raise StoreError(
+                f"{self!r} keeps the name of {key} for a writer that has not finished; it is free again later"
+            )
         if is_mine:
             raise CapacityError(f"{self!r} evicted {key} while it was written; lend it more memory")
         return False
@@ -296,6 +301,14 @@ class MooncakeStore(KVStore):
         if code != PARTS_BYTES:
             raise self._error(code)
         return Parts.unpack(bytes(lane.buffer[:PARTS_BYTES]))
+
+    def _parts_in_a_while(self, lane: Lane, space: str, key: str) -> Parts | None:
+        """Where a body lies whose head was just written; None if a put of before holds its name and does not end."""
+        for wait_s in (*_WAITS_S, 0.0):
+            if (there := self._parts_there(lane, space, key)) is not None:
+                return there
+            time.sleep(wait_s)
+        return None
 
     def _put_value(self, lane: Lane, name: str, value: memoryview) -> None:
         """Write a value that fits into a lane's buffer; a full store has a little while to make room."""

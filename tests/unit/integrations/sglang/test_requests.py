@@ -285,9 +285,17 @@ def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_to
 
 
 def test_namespaces_share_nothing(make_world, make_tokens):
+    """sglang#37160, vllm#42119: keys leave out the adapter or the salt, or join them to what another request is called."""
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document, extra_key="tenant", cache_salt="salt")
-    for names in ({}, {"extra_key": "tenant"}, {"cache_salt": "salt"}, {"extra_key": "salt", "cache_salt": "tenant"}):
+    for names in (
+        {},
+        {"extra_key": "tenant"},
+        {"cache_salt": "salt"},
+        {"extra_key": "salt", "cache_salt": "tenant"},
+        {"extra_key": "tenant", "lora_id": "tenant", "cache_salt": "salt"},
+        {"extra_key": "tenantsalt"},
+    ):
         assert promise(world, FakeRequest(str(names), document + make_tokens(5), **names)) == 0
     lora = FakeRequest("lora", document + make_tokens(5), "tenant", "salt", lora_id="adapter")
     assert promise(world, lora) == 0
