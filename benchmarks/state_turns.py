@@ -57,8 +57,8 @@ def next_turn(llm: LLM, rng: np.random.Generator, length: int, num_new: int, *, 
     prompt = np.concatenate([text, answer.token_ids, rng.integers(3, VOCABULARY, num_new)])
     outputs = {}
     for mode in ("off", "exact") if off_first else ("exact", "off"):
-        # What the first of them leaves is a state behind the prompt's last token, which the second computes itself.
-        outputs[mode] = llm.generate(prompt, _FIRST, mode)[0]
+        # Apart, or the state that the first of them leaves would be what the second goes on from.
+        outputs[mode] = llm.generate(prompt, _FIRST, mode, cache_salt="off" if mode == "off" else "")[0]
     reused = outputs["exact"].report.exact_tokens
     if outputs["off"].token_ids != outputs["exact"].token_ids or reused != length + 15:
         raise RuntimeError(f"{reused} tokens reused of {length + 15}, {outputs['off'].token_ids} for all computed")

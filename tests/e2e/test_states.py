@@ -57,6 +57,28 @@ def ask(llm, prompt, count=8, reuse="exact", **options):
     return output
 
 
+def count_passes(llm, monkeypatch):
+    """Rows of each forward pass of a prompt from now on."""
+    own, counts = llm.adapter.forward, []
+
+    def forward(batch):
+        counts.extend(len(rows.positions) for rows in batch)
+        return own(batch)
+
+    monkeypatch.setattr(llm.adapter, "forward", forward)
+    return counts
+
+
+def states_read(llm):
+    """Tokens that each state has read, used or not."""
+    return [llm.adapter.states.num_tokens(state) for state in range(llm.adapter.states.num_states)]
+
+
+def use_up(opened, continuation):
+    with opened as probe:
+        probe.logits(continuation)
+
+
 def assert_idle(llm):
     llm.check()
     assert llm.usage().request == llm.space.state_usage().request == 0
@@ -101,7 +123,7 @@ def test_logits_of_all_positions_are_the_models_own(family, max_rows, rng):
         )
     ask(llm, token_ids[:60])
     score = llm.score(token_ids[:100], token_ids[100:], "exact")
-    assert score.report.exact_tokens == 60
+    assert score.report.exact_tokens == 59
     assert_close(score.logits, due[99:-1])
     assert_idle(llm)
 
@@ -132,11 +154,40 @@ def test_document_in_front_of_other_questions_is_recorded_where_they_part(family
 
 
 @TWO
-def test_prompt_that_is_sent_again_is_recorded_before_its_last_token(family, rng):
-    """The last token is always computed; the state behind it serves a conversation, not the same prompt."""
-    llm = make_llm(family)
-    prompt = random_prompt(rng, 100)
-    assert [ask(llm, prompt).report.exact_tokens for _ in range(3)] == [0, 0, 99]
+@pytest.mark.parametrize(("page_size", "found"), [(1, 95), (16, 80), (64, 64)])
+def test_prompt_that_is_sent_again_is_found_up_to_its_last_token(family, page_size, found, rng):
+    """The last token is always computed, so the state after it would be of no use here, even at the end of a page."""
+    llm = make_llm(family, page_size=page_size)
+    prompt = random_prompt(rng, 96)
+    assert [ask(llm, prompt).report.exact_tokens for _ in range(3)] == [0, found, found]
+
+
+@TWO
+@pytest.mark.parametrize("max_rows", [30, 4096])
+def test_states_are_recorded_without_a_pass_of_their_own(family, max_rows, rng, monkeypatch):
+    llm = make_llm(family, max_rows=max_rows)
+    document = random_prompt(rng, 100)
+    passes = count_passes(llm, monkeypatch)
+    for _ in range(3):
+        ask(llm, np.concatenate([document, random_prompt(rng, 20)]), 1)
+    due = [120, 120, 20]
+    assert passes == [min(max_rows, left) for length in due for left in range(length, 0, -max_rows)]
+
+
+@TWO
+def test_what_leaves_no_trace_records_no_state(family, rng):
+    llm = make_llm(family, page_size=4)
+    prompt, answer = random_prompt(rng, 60), random_prompt(rng, 9)
+    ask(llm, np.concatenate([prompt[:40], random_prompt(rng, 20)]))
+    for use in (
+        lambda: llm.score(prompt, answer, "exact"),
+        lambda: llm.dictate(prompt, answer, SamplingParams(9, ignore_eos=True), "exact"),
+        lambda: use_up(llm.probe(prompt, 9, "exact"), answer),
+    ):
+        before = states_read(llm)
+        use()
+        assert sum(one != other for one, other in zip(states_read(llm), before, strict=True)) <= 1
+        assert_idle(llm)
 
 
 @TWO
@@ -145,7 +196,7 @@ def test_prompt_whose_answer_is_left_out_goes_on_from_its_end(family, rng):
     llm = make_llm(family)
     prompt = random_prompt(rng, 100)
     ask(llm, prompt)
-    assert ask(llm, np.concatenate([prompt, random_prompt(rng, 20)])).report.exact_tokens == 100
+    assert ask(llm, np.concatenate([prompt, random_prompt(rng, 20)])).report.exact_tokens == 99
 
 
 @TWO
@@ -160,7 +211,7 @@ def test_forks_of_one_state_do_not_disturb_each_other(family, rng):
         assert_greedy(llm, prompt, [own[index] for own in tokens])
     cold = ColdRuns(llm.adapter.model, 200)
     namespace = llm.engine.builder.build(front).namespace
-    assert cold.assert_prefix_is_exact(llm.adapter, llm.space, namespace, front) == 80
+    assert cold.assert_prefix_is_exact(llm.adapter, llm.space, namespace, front) == 79
 
 
 @TWO
@@ -182,7 +233,7 @@ def test_salts_keep_states_apart(family, rng):
     ask(llm, prompt, cache_salt="a")
     longer = np.concatenate([prompt, random_prompt(rng, 10)])
     assert ask(llm, longer, cache_salt="b").report.exact_tokens == 0
-    assert ask(llm, longer, cache_salt="a").report.exact_tokens == 100
+    assert ask(llm, longer, cache_salt="a").report.exact_tokens == 99
 
 
 @pytest.mark.parametrize("reuse", ["graft", "verified"])
@@ -319,7 +370,7 @@ def test_dictated_answer_and_probe_are_what_would_be_served(family, rng):
     ask(llm, prompt[:50])
     due = stock_logits(llm, np.concatenate([prompt, answer]))[99:-1]
     dictated = llm.dictate(prompt, answer, SamplingParams(6, ignore_eos=True), "exact")
-    assert dictated.report.exact_tokens == 50
+    assert dictated.report.exact_tokens == 49
     assert_close(dictated.logits, due)
     with llm.probe(prompt, 6, "exact") as probe:
         assert not probe.can_rewind
@@ -396,4 +447,4 @@ def test_request_without_reuse_records_for_others(rng):
     longer = np.concatenate([prompt, random_prompt(rng, 10)])
     ask(llm, prompt, reuse="off")
     assert ask(llm, longer, reuse="off").report.exact_tokens == 0
-    assert ask(llm, np.concatenate([prompt, random_prompt(rng, 10)])).report.exact_tokens == 60
+    assert ask(llm, np.concatenate([prompt, random_prompt(rng, 10)])).report.exact_tokens == 59

@@ -169,6 +169,30 @@ def test_copies_of_a_state_go_on_alone(family, rng):
 
 
 @pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_copies_amid_rows_are_the_states_of_passes_that_end_there(family, rng):
+    """Several of one sequence, at the end and amid it, beside sequences with one and without; and all go on."""
+    adapter = make_adapter(family)
+    first, second = make_sequences(rng, 90, 50)
+    batch = [
+        first.rows(80, snapshots={30: 3, 79: 4, 81: 0}),
+        second.rows(30, snapshots={30: 2}),
+    ]
+    for sequence, output in zip((first, second), adapter.forward(batch), strict=True):
+        sequence.logits.append(output.logits)
+    forward(adapter, [first, second], [10, 20])
+    assert_exact(adapter, first)
+    assert_exact(adapter, second)
+    cold = make_adapter(family)
+    for sequence, length, slot in ((first, 30, 3), (first, 79, 4), (second, 30, 2)):
+        cold.states.clear(0)
+        cut = Sequence(sequence.token_ids, sequence.kv_indices, 0)
+        forward(cold, [cut], [length])
+        assert adapter.states.num_tokens(slot) == length
+        for found, due in zip(state_of(adapter, slot)[:-1], state_of(cold, 0)[:-1], strict=True):
+            assert relative_error(found.float(), due.float()) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 def test_the_self_check_accepts_the_model_and_moves_nothing(family):
     adapter = make_adapter(family)
     report = self_check(adapter, np.arange(probe_slots(adapter)))
@@ -281,6 +305,7 @@ def test_rows_that_do_not_follow_their_state_are_refused(rng):
         ([rows([1], state=3)], "do not follow its state after 0"),
         ([rows([20], state=None)], "without the slot of their state"),
         ([rows([20]), rows([20])], "two sequences of a pass have one state"),
+        ([replace(rows([20, 21]), snapshots={21: 0})], "two sequences of a pass have one state"),
     ):
         with pytest.raises(CorruptCacheError, match=complaint):
             adapter.forward(batch)

@@ -7,13 +7,14 @@ in the slots. Engines implement the protocol; this module holds no model code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvgraft.graft.drift_layout import DriftRun
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.memory.pool import KVPool
+
+NO_SNAPSHOTS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +67,8 @@ class SequenceRows:
         state: Of a model with layers that keep a state, the slot of this sequence's. The rows are the next positions of that
             state, without a gap; a pass that ends well has moved it behind the last of them, any other leaves it alone, so
             that the same rows can be computed again.
+        snapshots: Slots for copies of that state, by the number of tokens that each is to have read. A pass that ends well
+            has filled those that its rows reach; others are left alone. Read when the pass begins.
     """
 
     token_ids: NDArray[np.int64]
@@ -77,6 +82,7 @@ class SequenceRows:
     deviation_layer: int = 0
     is_abandoned: Callable[[], bool] | None = None
     state: int | None = None
+    snapshots: Mapping[int, int] = field(default_factory=lambda: NO_SNAPSHOTS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

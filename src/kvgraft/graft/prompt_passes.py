@@ -13,7 +13,7 @@ from kvgraft.graft.select.base import Observation
 from kvgraft.graft.steps import QUERY_ROWS, GraftSteps, GraftWork, PlannedPass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -42,6 +42,7 @@ class PromptPasses:
         *,
         swa_indices: NDArray[np.int64] | None,
         state: int | None,
+        snapshots: Mapping[int, int],
         on_policy_error: Callable[[PolicyError], None] | None,
     ) -> None:
         """Begin nothing yet; arguments as for `SparsePrefill`."""
@@ -50,6 +51,7 @@ class PromptPasses:
         self._kv_indices = kv_indices
         self._swa_indices = swa_indices
         self._state = state
+        self._snapshots = snapshots
         self._steps = steps
         self._logits: Tensor | None = None
         self._done = self._pending = 0
@@ -124,6 +126,7 @@ class PromptPasses:
             observed_rows=max(0, stop - first_observed) if planned.observe_query else 0,
             swa_indices=self._swa_indices,
             state=self._state,
+            snapshots=self._snapshots,
             seq_len=len(self._token_ids),
             drift=planned.drift.between(start, stop),
             deviation_layer=planned.deviation_layer,

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvgraft.graft.model import NO_SNAPSHOTS
 from kvgraft.graft.prompt_passes import PromptPasses
 from kvgraft.graft.repair import Repair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -55,6 +56,7 @@ class SparsePrefill:
         *,
         swa_indices: NDArray[np.int64] | None = None,
         state: int | None = None,
+        snapshots: Mapping[int, int] = NO_SNAPSHOTS,
         on_policy_error: Callable[[PolicyError], None] | None = None,
     ) -> None:
         """Ask the policy for its first step.
@@ -65,11 +67,18 @@ class SparsePrefill:
             steps: Of the whole prompt, none of them taken.
             swa_indices: As `kv_indices` of window layers, where these have slots of their own.
             state: Slot of the running state, where layers keep states; nothing is grafted then.
+            snapshots: See `SequenceRows`; may be filled between pieces.
             on_policy_error: Called once if the policy fails: nothing is grafted then.
         """
         self._steps = steps
         self._passes = PromptPasses(
-            token_ids, kv_indices, steps, swa_indices=swa_indices, state=state, on_policy_error=on_policy_error
+            token_ids,
+            kv_indices,
+            steps,
+            swa_indices=swa_indices,
+            state=state,
+            snapshots=snapshots,
+            on_policy_error=on_policy_error,
         )
         self._begin()
 

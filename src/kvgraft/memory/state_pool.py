@@ -18,7 +18,7 @@ import torch
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -140,10 +140,11 @@ class StatePool:
         """Store one part of some states, `(len(states), *shape)` in the pool's dtype; no two are the same."""
         self._tensors[part].index_copy_(0, states, values)
 
-    def advance(self, states: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> None:
-        """Say that states have seen `num_tokens` more each; both int64 `(n,)`, no state twice."""
+    def note_tokens(self, num_tokens: Mapping[int, int]) -> None:
+        """Say how many tokens states have seen that were stored part by part, by slot."""
+        states = list(num_tokens)
         self._require(states)
-        self._num_tokens[states] += num_tokens
+        self._num_tokens[states] = list(num_tokens.values())
 
     def _require(self, states: Sequence[int] | NDArray[np.int64]) -> None:
         if min(states) < 0 or max(states) >= self.num_states:

@@ -56,6 +56,7 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_SHAPE, sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2
     ),
+    "lfm2": lambda: transformers.Lfm2Config(**_SHAPE, layer_types=["conv", "full_attention"] * 2),
 }
 
 

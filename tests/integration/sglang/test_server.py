@@ -65,6 +65,21 @@ def test_hybrid_model_is_served_without_reuse(model_dir, ids, monkeypatch):
         assert server.is_healthy()
 
 
+def test_model_with_states_is_served_with_sglangs_own_cache(model_dir, ids, monkeypatch):
+    with SGLangServer(model_dir("lfm2")) as server:
+        monkeypatch.setenv("KVGRAFT_STATE_DIR", str(server.state_dir))
+        said = [line for line in server.log().splitlines() if "kvgraft serves this model without reuse" in line]
+        assert len(said) == 1
+        assert "without reuse: Mamba or linear-attention layers (" in said[0]
+        assert diagnose()["shifted_reuse"] == "refused: Mamba or linear-attention layers"
+        document = ids(300)
+        first = server.generate(document, 4)
+        longer = server.generate(document + first["output_ids"] + ids(5), 4)
+        assert longer["meta_info"]["cached_tokens"] >= 300
+        assert "kvgraft" not in longer["meta_info"]
+        assert "Traceback" not in server.log()
+
+
 @pytest.fixture(scope="class")
 def script(tmp_path_factory):
     """What the provider of `small` answers, and how it is called."""

@@ -33,7 +33,7 @@ def plain_end_of_prompt(prompts, num_states, chunk):
         hits += found
         if found:
             held.move_to_end(prompt[:found])
-        end = len(prompt) - len(prompt) % chunk
+        end = (len(prompt) - 1) // chunk * chunk
         if end > found:
             held[prompt[:end]] = None
             held.move_to_end(prompt[:end])
@@ -57,7 +57,12 @@ def test_nothing_finds_more_than_a_state_at_every_token():
     for policy in (EndOfPrompt(), BranchingPoints(), EveryTokens(8)):
         assert record("made", prompts, "one", policy, Room(1000, 1, 1)).hit_tokens < everything.hit_tokens
     dense = record("made", prompts, "every 1", EveryTokens(1), Room(10**6, 1, 1))
-    assert (dense.hit_tokens, dense.num_recorded) == (everything.hit_tokens, everything.num_recorded)
+    held, hits = set(), 0
+    for prompt in map(tuple, map(np.ndarray.tolist, prompts)):
+        beginnings = [prompt[:end] for end in range(1, len(prompt))]
+        hits += max((len(beginning) for beginning in beginnings if beginning in held), default=0)
+        held.update(beginnings)
+    assert (dense.hit_tokens, dense.num_recorded) == (hits, len(held))
 
 
 def test_branching_points_find_a_system_prompt():
@@ -74,7 +79,7 @@ def test_the_command(tmp_path, capsys):
     assert main([*arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["policy"] for row in rows] == ["everything", "end", "branching", "every 2"]
-    assert rows[1]["hit_tokens"] == rows[0]["hit_tokens"] > 0
+    assert rows[0]["hit_tokens"] > rows[1]["hit_tokens"] > 0
     assert rows[1]["room"] == {"num_states": 2, "state_bytes": 2**20, "chunk_size": 1}
     assert main(arguments) == 0
     assert "of all" in capsys.readouterr().out

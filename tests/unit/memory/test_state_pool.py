@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ def make_pool(num_states=3):
 def fill(pool, state, value, num_tokens):
     for number, part in enumerate(PARTS):
         pool.scatter(number, torch.tensor([state]), torch.full((1, *part.shape), value, dtype=part.dtype))
-    pool.advance(np.array([state]), np.array([num_tokens - pool.num_tokens(state)]))
+    pool.note_tokens({state: num_tokens})
 
 
 def values(pool, state):
@@ -68,7 +67,7 @@ def test_an_exported_state_comes_back_bit_for_bit_and_shares_no_memory():
     pool = make_pool()
     for number, part in enumerate(PARTS):
         pool.scatter(number, torch.tensor([1]), torch.randn((1, *part.shape)).to(part.dtype))
-    pool.advance(np.array([1]), np.array([6]))
+    pool.note_tokens({1: 6})
     before = [part.clone() for part in values(pool, 1)]
     block = pool.export(1)
     fill(pool, 1, 2.0, 8)
@@ -100,7 +99,7 @@ def test_a_slot_outside_of_the_pool_is_refused(state):
         lambda: pool.copy(state, 0),
         lambda: pool.export(state),
         lambda: pool.num_tokens(state),
-        lambda: pool.advance(np.array([0, state]), np.array([1, 1])),
+        lambda: pool.note_tokens({0: 1, state: 1}),
     ):
         with pytest.raises(ConfigError, match=r"\[0, 3\)"):
             call()

@@ -9,26 +9,32 @@ from kvgraft.prefix import BranchingPoints, EndOfPrompt, EveryTokens, RecordingP
 
 
 def test_at_the_end():
-    assert EndOfPrompt().positions(RecordingPrompt(prompt_len=100)) == [100]
+    assert EndOfPrompt().positions(RecordingPrompt(prompt_len=100)) == [99]
     assert EndOfPrompt().positions(RecordingPrompt(prompt_len=100, alignment=64)) == [64]
     assert EndOfPrompt().positions(RecordingPrompt(prompt_len=100, prefix_len=64, alignment=64)) == []
     assert EndOfPrompt().positions(RecordingPrompt(prompt_len=63, alignment=64)) == []
+    assert EndOfPrompt().positions(RecordingPrompt(prompt_len=64, alignment=64)) == []
+    assert EndOfPrompt().positions(RecordingPrompt(prompt_len=128, alignment=64)) == [64]
+    assert EndOfPrompt().positions(RecordingPrompt(prompt_len=1)) == []
 
 
 def test_at_branching_points():
-    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, branching_len=40)) == [40, 100]
-    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, prefix_len=40, branching_len=40)) == [100]
-    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100)) == [100]
+    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, branching_len=40)) == [40, 99]
+    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, prefix_len=40, branching_len=40)) == [99]
+    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100)) == [99]
+    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, prefix_len=99, branching_len=99)) == []
     assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, branching_len=64, alignment=64)) == [64]
+    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, prefix_len=39, branching_len=40)) == [99]
+    assert BranchingPoints().positions(RecordingPrompt(prompt_len=100, prefix_len=38, branching_len=40)) == [40, 99]
     assert BranchingPoints(max_states=1).positions(RecordingPrompt(prompt_len=100, branching_len=40)) == [40]
 
 
 def test_at_every_so_many_tokens():
-    assert EveryTokens(30).positions(RecordingPrompt(prompt_len=100)) == [30, 60, 90, 100]
-    assert EveryTokens(30).positions(RecordingPrompt(prompt_len=100, prefix_len=60)) == [90, 100]
-    assert EveryTokens(30).positions(RecordingPrompt(prompt_len=90)) == [30, 60, 90]
+    assert EveryTokens(30).positions(RecordingPrompt(prompt_len=100)) == [30, 60, 90, 99]
+    assert EveryTokens(30).positions(RecordingPrompt(prompt_len=100, prefix_len=60)) == [90, 99]
+    assert EveryTokens(30).positions(RecordingPrompt(prompt_len=90)) == [30, 60, 89]
     assert EveryTokens(30).positions(RecordingPrompt(prompt_len=100, alignment=16)) == [32, 64, 96]
-    assert EveryTokens(30, max_states=2).positions(RecordingPrompt(prompt_len=100)) == [90, 100]
+    assert EveryTokens(30, max_states=2).positions(RecordingPrompt(prompt_len=100)) == [90, 99]
 
 
 @pytest.mark.parametrize("policy", [EndOfPrompt(0), BranchingPoints(0), EveryTokens(10, 0)])

@@ -82,7 +82,7 @@ def dictate(
     active = ActiveRequest(
         request, text, sampler, flops=manager.flops, eos_token_ids=eos_token_ids, max_model_len=longest
     )
-    kv = manager.begin(request)
+    kv = manager.begin(request, leaves_trace=False)
     try:
         manager.graft(kv)
         manager.settle(kv)

@@ -126,7 +126,7 @@ def probe(adapter: ModelAdapter, manager: CacheManager, request: Request, *, max
     Raises:
         CapacityError: Running requests hold the slots.
     """
-    kv = manager.begin(_undrafted(request))
+    kv = manager.begin(_undrafted(request), leaves_trace=False)
     try:
         manager.graft(kv)
         manager.settle(kv)
@@ -162,7 +162,7 @@ def score_steps(
 ) -> Generator[None, None, Score]:
     """`score` with a yield after every forward pass; closing it gives the slots back."""
     manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
-    kv = manager.begin(_undrafted(request))
+    kv = manager.begin(_undrafted(request), leaves_trace=False)
     try:
         manager.graft(kv)
         manager.settle(kv)

@@ -82,7 +82,15 @@ class CacheManager:
         parts = (self._layers, self._planner, self.space, self._grafting)
         return self._num_errors + sum(part.num_errors for part in parts)
 
-    def begin(self, request: Request, *, headroom: int = 0, stop: int | None = None, stored_len: int = 0) -> RequestKV:
+    def begin(
+        self,
+        request: Request,
+        *,
+        headroom: int = 0,
+        stop: int | None = None,
+        stored_len: int = 0,
+        leaves_trace: bool = True,
+    ) -> RequestKV:
         """Match, decide, hold and allocate the prompt's slots and `headroom` more.
 
         Args:
@@ -91,6 +99,7 @@ class CacheManager:
             stop: Begin with the positions before it alone, which are computed and kept for others under any reuse mode: a
                 piece of a text that heals. None for the whole prompt.
             stored_len: See `RequestKV`.
+            leaves_trace: Others may reuse what it computes: it is published. Nothing is recorded for them otherwise.
 
         Raises:
             CapacityError: There are not enough slots, even after eviction; the request holds nothing.
@@ -102,8 +111,8 @@ class CacheManager:
         held, match = self._hold_prefix(request, namespace, stop)
         prefix_len = len(held.kv_indices)
         try:
-            is_donor = self._leaves_donors(request, is_healing=stop is not None)
-            held.layers = self._layers.adopt(match, held.lock, num_tokens, is_donor=is_donor)
+            is_donor = leaves_trace and self._leaves_donors(request, is_healing=stop is not None)
+            held.layers = self._layers.adopt(match, held.lock, num_tokens, is_stored=leaves_trace, is_donor=is_donor)
             decision = self._planner.decide(request, namespace, num_tokens, prefix_len)
             kv = RequestKV(
                 request,
@@ -220,6 +229,7 @@ class CacheManager:
             steps,
             swa_indices=kv.swa_indices,
             state=kv.state,
+            snapshots=kv.snapshots,
             on_policy_error=lambda error: self._policy_failed(kv, error),
         )
 
@@ -263,7 +273,7 @@ class CacheManager:
     def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
         """Prepare to compute prompt rows at `positions`; returns how many of them can be computed now, maybe none.
 
-        All of them, unless window layers have slots of their own and these are short, or a state is to be recorded before.
+        All of them, unless window layers have slots of their own and these are short.
         """
         return self._layers.reserve(kv, positions)
 
@@ -301,7 +311,6 @@ class CacheManager:
         """
         with self._counted(kv):
             if kv.epoch == self.space.epoch:
-                self._layers.record(kv, len(token_ids))
                 self._publish_prefix(kv, token_ids)
                 self._request_donors.register(kv, token_ids)
                 self._grafting.names.note(kv.request, kv.made)

@@ -32,7 +32,7 @@ class LayerSlots:
     can_rewind: bool = True
 
     def adopt(
-        self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_donor: bool
+        self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_stored: bool, is_donor: bool
     ) -> WindowRow | StateRow | None:
         """Return what a request holds that begins with its exact prefix; None where there is nothing to hold.
 
@@ -40,7 +40,8 @@ class LayerSlots:
             match: The prefix; None where none was looked for.
             lock: On the prefix.
             num_tokens: Of the prompt.
-            is_donor: The request's text is to become a donor.
+            is_stored: What the request computes is to be stored as a prefix.
+            is_donor: Its text is to become a donor.
 
         Raises:
             CapacityError: There is no room to begin with.
@@ -73,9 +74,6 @@ class LayerSlots:
 
     def advance(self, kv: RequestKV, num_computed: int) -> None:
         """Release what no row after the first `num_computed` positions can see; capture it if it is to be a donor."""
-
-    def record(self, kv: RequestKV, num_computed: int) -> None:
-        """Record what prefixes that are stored next need of the first `num_computed` positions, which are computed."""
 
     def conclude(self, kv: RequestKV, num_computed: int) -> None:
         """Let what the request has after `num_computed` positions be stored with its prefix: it computes no more."""

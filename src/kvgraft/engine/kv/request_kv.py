@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvgraft.engine.kv.state_row import StateRow
 from kvgraft.engine.kv.window_row import WindowRow
+from kvgraft.graft.model import NO_SNAPSHOTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -87,6 +90,11 @@ class RequestKV:
     def state(self) -> int | None:
         """Slot of the running state, where layers keep states."""
         return self.held.layers.running if isinstance(self.held.layers, StateRow) else None
+
+    @property
+    def snapshots(self) -> Mapping[int, int]:
+        """Slots of states that are recorded while the prompt is computed, by the number of positions that each reads."""
+        return self.held.layers.recorded if isinstance(self.held.layers, StateRow) else NO_SNAPSHOTS
 
     @property
     def swa_indices(self) -> NDArray[np.int64] | None:

@@ -1,14 +1,14 @@
 """States of requests: one that their rows advance, and those that are recorded for others on the way.
 
 A running state has read exactly the positions that were computed, in order. It begins as a copy of the state at the end of
-the request's exact prefix, or empty, so that no state that others read is ever written to. Where a state is to be
-recorded, the piece of prefill ends, and the running state is copied. A request that ends gives its running state itself.
+the request's exact prefix, or empty, so that no state that others read is ever written to. What is recorded of a prompt
+is copied by the pass whose rows reach it. A request that ends gives its running state itself.
 
 What is recorded when (`kvgraft.prefix.ssm.recording` chooses the positions of the prompt):
 
-    0 ......... prefix_len ....... branching point ......... prompt ......... answer
-                copied from        copied before the         copied with      given when
-                                   next piece                the first token  the request ends
+    0 ......... prefix_len ....... branching point ......... prompt but its last token ......... answer
+                copied from        copied on the way         copied on the way                   given when
+                                                                                                 the request ends
 
 Where states are recorded at multiples of a page only, an answer ends at none as a rule. There the state of the last multiple
 is kept while the answer grows, one per request.
@@ -60,7 +60,9 @@ class RunningStates(LayerSlots):
         self._most_recorded = space.states.num_slots - max_running
         self._num_running = 0
 
-    def adopt(self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_donor: bool) -> StateRow:
+    def adopt(
+        self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_stored: bool, is_donor: bool
+    ) -> StateRow:
         """See `LayerSlots.adopt`; the state at the end of the prefix is copied at once."""
         del is_donor  # nothing of these models is
         prefix_len = branching_len = 0
@@ -83,28 +85,27 @@ class RunningStates(LayerSlots):
             branching_len=branching_len,
             alignment=self._space.state_alignment,
         )
-        return StateRow(running, prefix_len, prefix_len, self._recording.positions(prompt))
+        due = self._recording.positions(prompt) if is_stored else []
+        return StateRow(running, prefix_len, prefix_len, due, is_stored)
 
     def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
-        """See `LayerSlots.reserve`: rows end where a state is to be recorded."""
+        """See `LayerSlots.reserve`: the pass is given slots for what it is to record."""
         row, start, stop = _row(kv), int(positions[0]), int(positions[-1]) + 1
         assert row.num_tokens == start == stop - len(positions), "a state reads every position once, in order"
-        self._record_due(row)
-        row.num_tokens = min([stop, *row.due[:1]])
-        return row.num_tokens - start
+        row.num_tokens = stop
+        while row.due and row.due[0] <= stop:
+            position, state = row.due.pop(0), self._spare()
+            if state is not None:
+                row.recorded[position] = state
+                row.recorded_len = position
+        return len(positions)
 
     def grow(self, kv: RequestKV, num_tokens: int) -> None:
         """See `LayerSlots.grow`. Where an answer ends at no multiple of a page, its last multiple is kept."""
         row = _row(kv)
         if self._space.state_alignment > 1 and self._may_record(row):
-            self._snapshot(row, instead=row.recorded)
+            self._snapshot(row)
         row.num_tokens = num_tokens
-
-    def record(self, kv: RequestKV, num_computed: int) -> None:
-        """See `LayerSlots.record`."""
-        row = _row(kv)
-        if row.num_tokens == num_computed:
-            self._record_due(row)
 
     def conclude(self, kv: RequestKV, num_computed: int) -> None:
         """See `LayerSlots.conclude`: the running state itself is recorded."""
@@ -123,21 +124,14 @@ class RunningStates(LayerSlots):
         row.running = None
         row.recorded.clear()
 
-    def _record_due(self, row: StateRow) -> None:
-        """Copy the running state for others if it is due now."""
-        if row.due and row.due[0] == row.num_tokens:
-            row.due.pop(0)
-            if self._may_record(row):
-                self._snapshot(row, instead={})
-
     def _may_record(self, row: StateRow) -> bool:
         """Return whether the prefix cache takes a state at this position, and the request has given it none."""
-        return row.num_tokens > row.recorded_len and not row.num_tokens % self._space.state_alignment
+        return row.is_stored and row.num_tokens > row.recorded_len and not row.num_tokens % self._space.state_alignment
 
-    def _snapshot(self, row: StateRow, instead: dict[int, int]) -> None:
-        """Copy the running state into a slot of its own, or over one of `instead`; not if there is none to spare."""
+    def _snapshot(self, row: StateRow) -> None:
+        """Copy the running state over one that was recorded before, or into a slot of its own if there is one to spare."""
         assert row.running is not None, "a request that computes has a running state"
-        state = instead.popitem()[1] if instead else self._spare()
+        state = row.recorded.popitem()[1] if row.recorded else self._spare()
         if state is not None:
             self._pool.copy(row.running, state)
             row.recorded[row.num_tokens] = state

@@ -62,9 +62,10 @@ class SlidingWindows(LayerSlots):
         self._page_size = space.prefix.page_size
 
     def adopt(
-        self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_donor: bool
+        self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_stored: bool, is_donor: bool
     ) -> WindowRow:
         """See `LayerSlots.adopt`."""
+        del is_stored  # windows are stored as they are
         swa_indices = _NO_SLOTS if match is None else match.swa_indices
         stop = len(swa_indices)
         start = stop if lock is None else window_of(lock)

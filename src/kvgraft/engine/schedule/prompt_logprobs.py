@@ -41,7 +41,14 @@ class ScoredPrefill(SparsePrefill):
         """
         token_ids = kv.request.token_ids
         steps = GraftSteps(kv.plan, kv.request.policy)
-        super().__init__(token_ids, kv.kv_indices, steps, swa_indices=kv.swa_indices, state=kv.state)
+        super().__init__(
+            token_ids,
+            kv.kv_indices,
+            steps,
+            swa_indices=kv.swa_indices,
+            state=kv.state,
+            snapshots=kv.snapshots,
+        )
         self.logprobs: list[TokenLogprobs | None] = [None]
         self._ids: list[int] = token_ids.tolist()
         self._count = count

@@ -2,11 +2,12 @@
 
 | policy | states are kept | for |
 |---|---|---|
-| `EndOfPrompt` | at the end | conversations: the next turn begins with this prompt |
+| `EndOfPrompt` | at the end | conversations: the next turn begins with this prompt; the same prompt again |
 | `BranchingPoints` | at the end, and where it leaves text that is stored | system prompts, too, from their second use on |
 | `EveryTokens` | at every so many tokens, and at the end | any prompt that begins alike, at many times the bytes |
 
-Positions are what a match can end at: more than is stored already, at most the prompt, multiples of the cache's alignment.
+Positions are what a match can end at: more than is stored already, less than the prompt, multiples of the cache's alignment.
+The end of a prompt is in front of its last token, which is always computed: behind it the same prompt would find nothing.
 
 Source: recording at branching points follows Marconi (Pan et al., arXiv 2411.19379).
 """
@@ -17,6 +18,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvgraft.errors import ConfigError
+
+_LEAST_GAIN = 2
+"""Tokens from a state to a branching point that is recorded. Prompts that go on from another one leave its text one token
+after the state in front of its last token. As many tokens as a state weighs would be too many: a system prompt of 30 tokens
+that thousands of prompts begin with is worth its state (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +39,21 @@ class RecordingPrompt:
 
     @property
     def end(self) -> int:
-        """The last position of the prompt at which a state can be recorded."""
-        return self.prompt_len - self.prompt_len % self.alignment
+        """The last position from which the same prompt can go on; 0 for none."""
+        most = max(self.prompt_len - 1, 0)
+        return most - most % self.alignment
 
 
 class StateRecording(Protocol):
     """Chooses where the states of a prompt are recorded."""
 
     def positions(self, prompt: RecordingPrompt) -> list[int]:
-        """Positions in ascending order, each in `(prefix_len, prompt_len]` and a multiple of the alignment."""
+        """Positions in ascending order, each in `(prefix_len, prompt_len)` and a multiple of the alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfPrompt:
-    """One state per prompt, at its end. The same prompt once more does not find it: its last token is always computed."""
+    """One state per prompt, at its end."""
 
     max_states: int | None = None
     """States that one prompt may record; None for any number."""
@@ -58,7 +65,7 @@ class EndOfPrompt:
 
 @dataclass(frozen=True, slots=True)
 class BranchingPoints:
-    """At most two states per prompt: at its end, and where it leaves text that is stored without a state."""
+    """At most two states per prompt: at its end, and where it leaves text that is stored without a state next to it."""
 
     max_states: int | None = None
     """States that one prompt may record; None for any number. One is spent on the branching point, if there is any."""
@@ -66,7 +73,8 @@ class BranchingPoints:
     def positions(self, prompt: RecordingPrompt) -> list[int]:
         """The branching point and the end."""
         branching = min(prompt.branching_len, prompt.end)
-        found = _affordable({branching, prompt.end}, prompt, None)
+        places = {branching, prompt.end} if branching - prompt.prefix_len >= _LEAST_GAIN else {prompt.end}
+        found = _affordable(places, prompt, None)
         return found if self.max_states is None else found[: self.max_states]
 
 
