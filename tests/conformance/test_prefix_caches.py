@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvgraft.prefix import (
     ChunkCache,
     HierarchicalRadixCache,
+    HierarchicalStateCache,
     RadixCache,
     StateRadixCache,
     StreamingSession,
@@ -16,8 +17,8 @@ from kvgraft.testing.slots import CheckedSlots
 
 
 class Host:
-    def __init__(self):
-        self.slots = CheckedSlots(200)
+    def __init__(self, size=200):
+        self.slots = CheckedSlots(size)
 
     def backup(self, kv_indices):
         return self.slots.alloc(len(kv_indices))
@@ -57,6 +58,18 @@ class TestDisabledStateRadixCache(PrefixCacheTests):
 class TestHierarchicalRadixCache(PrefixCacheTests):
     def make_cache(self, page_size):
         return HierarchicalRadixCache(page_size, transfer=Host())
+
+
+class TestHierarchicalStateCache(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return HierarchicalStateCache(page_size, transfer=Host(), state_transfer=Host())
+
+
+class TestSmallHostOfStates(PrefixCacheTests):
+    def make_cache(self, page_size):
+        return HierarchicalStateCache(
+            page_size, transfer=Host(), state_transfer=Host(2), write_policy="write_back", policy="lfu"
+        )
 
 
 class TestStreamingSession(PrefixCacheTests):

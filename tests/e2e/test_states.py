@@ -429,11 +429,6 @@ def test_snapshot_counts_states_and_their_bytes(rng):
     assert limit == states.num_bytes + llm.adapter.pool.num_bytes
 
 
-def test_prefixes_in_host_memory_are_refused():
-    with pytest.raises(ConfigError, match="prefix_host_bytes"):
-        make_llm(prefix_host_bytes=1 << 20)
-
-
 def test_prefix_cache_without_states_is_refused():
     register_radix_cache_backend("stateless", lambda context: RadixCache(context.page_size))
     with pytest.raises(ConfigError, match="stateless"):

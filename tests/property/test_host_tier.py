@@ -14,25 +14,25 @@ from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 THREE = SamplingParams(3, ignore_eos=True)
 NUM_SLOTS = 200
-BYTES_PER_TOKEN = 4 * 2 * 2 * 16 * 4
-"""4 layers, keys and values of 2 heads of 16 channels, float32."""
 
 
 class HostTierMachine(RuleBasedStateMachine):
     """Conversations that share beginnings, in a pool that holds two of them; a stock forward pass is the oracle."""
 
-    @initialize(seed=st.integers(0, 2**31), host_tokens=st.sampled_from([40, 150, 4000]))
-    def start(self, seed, host_tokens):
+    family = "llama"
+
+    @initialize(seed=st.integers(0, 2**31), host_bytes=st.sampled_from([60 << 10, 200 << 10, 4 << 20]))
+    def start(self, seed, host_bytes):
         torch.manual_seed(0)
         rng = np.random.default_rng(seed)
-        self.model = tiny_model("llama")
+        self.model = tiny_model(self.family)
         self.llm = LLM(
-            adopt_model("llama", tiny_model("llama"), None),
+            adopt_model(self.family, tiny_model(self.family), None),
             num_slots=NUM_SLOTS,
+            max_running=2,
             host_bytes=100_000,
-            prefix_host_bytes=host_tokens * BYTES_PER_TOKEN,
+            prefix_host_bytes=host_bytes,
         )
-        assert self.llm.adapter.pool.bytes_per_token == BYTES_PER_TOKEN
         roots = [rng.integers(3, VOCABULARY, 60) for _ in range(3)]
         self.prompts = [
             np.concatenate([roots[i % 3], rng.integers(3, VOCABULARY, int(rng.integers(5, 70)))]) for i in range(7)
@@ -88,7 +88,7 @@ class HostTierMachine(RuleBasedStateMachine):
     def reset(self):
         self.llm.reset()
         assert self.llm.usage().free == NUM_SLOTS
-        assert self.llm.space.prefix_host_tokens == 0
+        assert self.llm.space.prefix_host_bytes == 0
 
     @invariant()
     def holds(self):
@@ -98,5 +98,11 @@ class HostTierMachine(RuleBasedStateMachine):
             assert self.llm.num_errors == 0
 
 
+class HostStatesMachine(HostTierMachine):
+    family = "granitemoehybrid"
+
+
 HostTierMachine.TestCase.settings = settings(max_examples=5, stateful_step_count=20, deadline=None)
+HostStatesMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=15, deadline=None)
 TestHostTier = HostTierMachine.TestCase
+TestHostStates = HostStatesMachine.TestCase

@@ -1,8 +1,8 @@
-"""Requests of a hybrid model on StateRadixCache, with memory that remembers what was written: nothing else is ever read.
+"""Requests of a hybrid model on caches with states, with memory that remembers what was written: nothing else is ever read.
 
 A slot of tokens holds the tokens up to its own, a slot of states the tokens that the state has read. Requests begin from
 matches, compute, record where a policy says, are stored, aborted and finished in any order, while tokens and states are
-evicted under them.
+evicted under them; in two tiers what was evicted is loaded back, which makes room by evicting.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvgraft.prefix import (
     BranchingPoints,
     EndOfPrompt,
     EveryTokens,
+    HierarchicalStateCache,
     RadixKey,
     RecordingPrompt,
     RequestRow,
@@ -38,11 +39,14 @@ class HybridEngine:
 
     def __init__(self, seed, page_size, chunk_size):
         self.rng = Random(seed)
-        self.cache = StateRadixCache(page_size, state_chunk_size=chunk_size)
         self.slots, self.states = CheckedSlots(300 * page_size), CheckedSlots(24)
         self.memory, self.state_memory = {}, {}
+        self.cache = self.make_cache(page_size, chunk_size)
         self.running = []
         self.num_begun = self.num_hits = 0
+
+    def make_cache(self, page_size, chunk_size):
+        return StateRadixCache(page_size, state_chunk_size=chunk_size)
 
     def begin(self, tokens):
         row = RequestRow(str(self.num_begun), np.array(tokens), np.empty(0, np.int64), prompt_len=len(tokens))
@@ -141,14 +145,75 @@ class HybridEngine:
             self.take_back(self.cache.evict(self.rng.randrange(8), self.rng.randrange(3)))
 
 
+class Copies:
+    """Transfers of one kind of slots; a load evicts to make room, as an engine's does."""
+
+    def __init__(self, slots, memory, host, make_room):
+        self.slots, self.memory, self.host, self.make_room = slots, memory, host, make_room
+        self.host_memory = {}
+
+    def backup(self, device_slots):
+        return self.moved(device_slots, self.memory, self.host.alloc(len(device_slots)), self.host_memory)
+
+    def load(self, host_slots):
+        if len(host_slots) > self.slots.available:
+            self.make_room(len(host_slots) - self.slots.available)
+        return self.moved(host_slots, self.host_memory, self.slots.alloc(len(host_slots)), self.memory)
+
+    def moved(self, source, memory, target, other):
+        if target is not None:
+            other.update(zip(target.tolist(), [memory[slot] for slot in source.tolist()], strict=True))
+        return target
+
+    def free_host(self, host_slots):
+        self.host.free(host_slots)
+
+
+class TieredEngine(HybridEngine):
+    """The same in two tiers."""
+
+    def make_cache(self, page_size, chunk_size):
+        self.slots, self.num_loaded = CheckedSlots(100 * page_size), 0
+        evict = lambda *sizes: self.take_back(self.cache.evict(*sizes))  # noqa: E731
+        self.tokens = Copies(self.slots, self.memory, CheckedSlots(40 * page_size), evict)
+        self.recorded = Copies(self.states, self.state_memory, CheckedSlots(9), lambda missing: evict(0, missing))
+        return HierarchicalStateCache(
+            page_size,
+            transfer=self.tokens,
+            state_transfer=self.recorded,
+            write_policy="write_back",
+            state_chunk_size=chunk_size,
+        )
+
+    def begin(self, tokens):
+        match = self.cache.match_prefix(RadixKey(tokens[:-1]))
+        if match.host_hit_len:
+            loaded = self.cache.load_back(match)
+            self.take_back(loaded)
+            self.num_loaded += loaded.prefix_len - match.prefix_len
+        super().begin(tokens)
+
+    def step(self):
+        if self.rng.random() < 0.1:
+            self.take_back(self.cache.evict(self.rng.randrange(60), self.rng.randrange(20)))
+        super().step()
+
+    def check(self):
+        super().check()
+        assert self.tokens.host.available + self.cache.host_size == self.tokens.host.size
+        assert self.recorded.host.available + self.cache.host_state_size == self.recorded.host.size
+
+
+@pytest.mark.parametrize("kind", [HybridEngine, TieredEngine])
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-def test_requests_read_nothing_but_what_was_computed_for_their_tokens(page_size, chunk_size):
-    engine = HybridEngine(page_size * 10 + chunk_size, page_size, chunk_size)
+def test_requests_read_nothing_but_what_was_computed_for_their_tokens(page_size, chunk_size, kind):
+    engine = kind(page_size * 10 + chunk_size, page_size, chunk_size)
     for _ in range(600):
         engine.step()
         engine.check()
     assert engine.num_hits > 5
+    assert kind is HybridEngine or engine.num_loaded > 5 * page_size
     while engine.running:
         engine.end(engine.running.pop(), is_insert=False)
     engine.take_back(engine.cache.reset_both())

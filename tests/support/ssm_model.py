@@ -19,9 +19,12 @@ from kvgraft.testing.slots import CheckedSlots
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvgraft.prefix import EvictResult, SlotArray, StateLock
+    from kvgraft.prefix import EvictResult, SlotArray, StateLock, StateMatchResult, StoredLength
 
 Tokens = tuple[int, ...]
+
+FIRST_STATE = 10_000_000
+"""Number of the first slot of the pool of states."""
 
 _UNREADABLE = -7
 """Slot offered where the cache must not read."""
@@ -68,19 +71,22 @@ class StateModel:
     """
 
     def __init__(self, page_size: int, chunk_size: int, policy: str = "lru", *, size: int = 4096) -> None:
-        self.cache = StateRadixCache(page_size, state_chunk_size=chunk_size, policy=policy)
+        self.cache = self._make_cache(page_size, chunk_size, policy)
         self.locks: list[HeldLock] = []
         self.num_matches = self.num_evicted_alone = 0
         self.alignment = lcm(page_size, chunk_size)
         self._policy: Any = self.cache.policy
         self._page_size = page_size
         self._slots = CheckedSlots(size)
-        self._state_slots = CheckedSlots(size, first=10_000_000)
+        self._state_slots = CheckedSlots(size, first=FIRST_STATE)
         self._pages: dict[Tokens, Page] = {}
         self._states: dict[Tokens, Recorded] = {}
         self._knows_leaves = policy == "lru"
         self._knows_states = policy != "tlru"  # which looks at where a node begins
         self._now = 0
+
+    def _make_cache(self, page_size: int, chunk_size: int, policy: str) -> StateRadixCache:
+        return StateRadixCache(page_size, state_chunk_size=chunk_size, policy=policy)
 
     # operations
 
@@ -91,6 +97,16 @@ class StateModel:
         result = self.cache.match_prefix(key)
         self.num_matches += 1
         self._now += 1
+        expected = self._compare(tokens, looked, result)
+        if lock:
+            receipt = self.cache.inc_lock_ref(result.handle)
+            if expected:
+                self._states[expected].hit_count += 1
+            self.locks.append(HeldLock(receipt, expected, bool(expected)))
+        return len(expected)
+
+    def _compare(self, tokens: Tokens, looked: StoredLength, result: StateMatchResult) -> Tokens:
+        """Compare a lookup with the oracle; returns what must have matched, which is used now."""
         stored = self._stored(tokens)
         expected = max((prefix for prefix in stored if prefix in self._states), key=len, default=())
         assert result.prefix_len == looked.prefix_len == len(expected), (
@@ -106,12 +122,7 @@ class StateModel:
             self._use(expected)
         else:
             assert result.state is None
-        if lock:
-            receipt = self.cache.inc_lock_ref(result.handle)
-            if expected:
-                self._states[expected].hit_count += 1
-            self.locks.append(HeldLock(receipt, expected, bool(expected)))
-        return len(expected)
+        return expected
 
     def insert(
         self,
@@ -130,6 +141,7 @@ class StateModel:
         slots = np.full(len(tokens), _UNREADABLE)
         slots[start:] = self._alloc(self._slots, len(tokens) - start)
         states = dict(zip(offered, self._alloc(self._state_slots, len(offered)).tolist(), strict=True))
+        self._fill(tokens, slots, states, start)
         result = self.cache.insert(
             key_of(tokens),
             slots,
@@ -194,7 +206,7 @@ class StateModel:
         cache.check()
         stored = len(self._pages) * self._page_size
         assert (cache.total_size, cache.protected_size) == (stored, len(self._protected()) * self._page_size)
-        held = {lock.tokens for lock in self.locks if lock.holds_state}
+        held = self._held_states()
         assert held <= self._states.keys(), "a locked state was freed"
         assert (cache.state_total_size, cache.state_protected_size) == (len(self._states), len(held))
         assert self._slots.available + cache.total_size == self._slots.size
@@ -214,22 +226,37 @@ class StateModel:
         self._now += 1
         fitting = [position for position in states if position % self.alignment == 0]
         total_len = max(fitting, default=start)
-        prefix_len = max(len(self._stored(tokens[:total_len])) * self._page_size, start)
+        prefix_len = max(self._num_on_device(tokens[:total_len]) * self._page_size, start)
         for prefix in self._prefixes(tokens[:total_len])[prefix_len // self._page_size :]:
             own = slots[len(prefix) - self._page_size : len(prefix)]
-            self._pages[prefix] = Page(tuple(own.tolist()), self._now)
+            self._pages[prefix] = self._new_page(prefix, tuple(own.tolist()))
         self._use(tokens[:total_len])
         returned = [states[position] for position in states if position not in fitting]
         for position in fitting:
             recorded = self._states.get(tokens[:position])
             if recorded is None:
-                self._states[tokens[:position]] = Recorded(states[position], self._now, self._now, priority)
+                self._states[tokens[:position]] = self._new_state(tokens[:position], states[position], priority)
                 continue
             returned.append(states[position])
-            recorded.last_access = self._now
-            recorded.hit_count += 1
-            recorded.priority = max(recorded.priority, priority)
+            self._record_again(recorded, priority)
         return prefix_len, total_len, returned
+
+    def _fill(self, tokens: Tokens, slots: SlotArray, states: dict[int, int], start: int) -> None:
+        """Hear what was computed into slots that are about to be stored."""
+
+    def _num_on_device(self, tokens: Tokens) -> int:
+        return len(self._stored(tokens))
+
+    def _new_page(self, prefix: Tokens, slots: tuple[int, ...]) -> Page:
+        return Page(slots, self._now)
+
+    def _new_state(self, prefix: Tokens, slot: int, priority: int) -> Recorded:
+        return Recorded(slot, self._now, self._now, priority)
+
+    def _record_again(self, recorded: Recorded, priority: int) -> None:
+        recorded.last_access = self._now
+        recorded.hit_count += 1
+        recorded.priority = max(recorded.priority, priority)
 
     def _expected_leaves(self, num_tokens: int) -> tuple[list[Tokens], list[Tokens]]:
         """Pages and states that leave when so many tokens are asked for: leaves, the least recently used first."""
@@ -253,7 +280,7 @@ class StateModel:
         gone, left = set(without[0]), set(without[1])
         pages: list[Tokens] = []
         states: list[Tokens] = []
-        held = {lock.tokens for lock in self.locks if lock.holds_state}
+        held = self._held_states()
         while len(states) < num_states:
             open_states = [prefix for prefix in self._states if prefix not in held | left]
             if not open_states:
@@ -299,7 +326,7 @@ class StateModel:
         """Take what must have left out of the oracle; the cache must have freed just that."""
         pages, states = expected
         assert not self._protected() & set(pages), "a locked prefix was freed"
-        held = {lock.tokens for lock in self.locks if lock.holds_state}
+        held = self._held_states()
         assert not held & set(states), "a locked state was freed"
         slots = [slot for prefix in pages for slot in self._pages.pop(prefix).slots]
         assert sorted(result.freed.tolist()) == sorted(slots)
@@ -330,7 +357,13 @@ class StateModel:
         return [tokens[:end] for end in range(self._page_size, len(tokens) + 1, self._page_size)]
 
     def _protected(self) -> set[Tokens]:
-        return {prefix for held in self.locks for prefix in self._prefixes(held.tokens)}
+        return {prefix for held in self._all_locks() for prefix in self._prefixes(held.tokens)}
+
+    def _held_states(self) -> set[Tokens]:
+        return {lock.tokens for lock in self._all_locks() if lock.holds_state}
+
+    def _all_locks(self) -> list[HeldLock]:
+        return self.locks
 
     @staticmethod
     def _alloc(pool: CheckedSlots, num_slots: int) -> SlotArray:

@@ -22,12 +22,13 @@ def random_walk(seed: int, num_operations: int, page_size: int, chunk_size: int,
     rng = Random(seed)
     model = StateModel(page_size, chunk_size, policy, size=200 * page_size)
     for _ in range(num_operations):
-        _step(rng, model, page_size)
+        step(rng, model, page_size)
         model.check()
     return model
 
 
-def _step(rng: Random, model: StateModel, page_size: int) -> None:
+def step(rng: Random, model: StateModel, page_size: int) -> None:
+    """Do one random operation on both."""
     tokens = random_tokens(rng, page_size, max(10, 3 * model.alignment // page_size))
     held: HeldLock | None = rng.choice(model.locks) if model.locks else None
     lock = len(model.locks) < 4 and rng.random() < 0.3

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from kvgraft.config import EngineConfig, quoted, variables
 from kvgraft.engine.kv.build_context import tree_cache_context
 from kvgraft.engine.kv.cache_manager import CacheManager
-from kvgraft.engine.kv.host_tier import WRITE_POLICY, HostTier, TieredKVSpace
+from kvgraft.engine.kv.host_tier import (
+    WRITE_POLICY,
+    HostTier,
+    TieredKVSpace,
+    TieredStateKVSpace,
+    state_tiers,
+    token_tier,
+)
 from kvgraft.engine.kv.hybrid_space import HybridKVSpace
 from kvgraft.engine.kv.kv_space import KVSpace
 from kvgraft.engine.kv.layer_slots import LayerSlots
@@ -26,6 +33,7 @@ from kvgraft.memory import HybridSlotPool, SlotPool
 from kvgraft.prefix import (
     BranchingPoints,
     HierarchicalRadixCache,
+    HierarchicalStateCache,
     PrefixCache,
     StateRadixCache,
     SWARadixCache,
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.layers import ModelLayers
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.risk import HeldRisk
+    from kvgraft.memory import StatePool
     from kvgraft.prefix import EventLog, TreeCacheBuildContext
 
 
@@ -114,12 +123,13 @@ def _with_states(
 
     Window layers, if there are any, share the slots of tokens with the others.
     """
-    if config.prefix_host_bytes:
-        raise ConfigError("prefix_host_bytes is for models without layers that keep a state; leave it at 0")
     model = loaded.model
     sizes = (layers, model.dtype, config.num_slots, config.kv_bytes)
     plan = SlotPlan.with_states(*sizes, max_running=config.max_running)
-    prefix = create_tree_cache(tree_cache_context(loaded, layers, config, uniform=plan, windowed=None, events=events))
+    context = tree_cache_context(loaded, layers, config, uniform=plan, windowed=None, events=events)
+    if config.prefix_host_bytes:
+        return _with_host_states(model, layers, plan, context, config)
+    prefix = create_tree_cache(context)
     if not isinstance(prefix, StateRadixCache):
         raise ConfigError(
             f"prefix-cache backend {config.radix_cache_backend!r} records no states, which layers of this model "
@@ -140,17 +150,45 @@ def _with_host_tier(
         )
     adapter = TransformersAdapter.over(model, layers, plan, config.attention)
     assert isinstance(adapter.pool, SlotPool), "a uniform plan makes one space"
-    tier = HostTier(adapter.pool, config.prefix_host_bytes)
+    tier = token_tier(adapter.pool, config.prefix_host_bytes)
     prefix = create_tree_cache(
         replace(context, enable_hierarchical_cache=True, tier_transfer=tier, host_write_policy=WRITE_POLICY)
     )
     if not isinstance(prefix, HierarchicalRadixCache) or prefix.transfer is not tier:
-        raise ConfigError(
-            f"prefix-cache backend {config.radix_cache_backend!r} keeps nothing in host memory; leave prefix_host_bytes "
-            "at 0 or choose radix_cache_backend 'default'"
-        )
+        raise _keeps_nothing_on_host(config)
     _require_room_for_a_page(prefix, plan)
     return adapter, prefix
+
+
+def _with_host_states(
+    model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, context: TreeCacheBuildContext, config: EngineConfig
+) -> tuple[TransformersAdapter, PrefixCache]:
+    """The same for a model with layers that keep states, which move to host memory with their prefixes."""
+    host_plan = SlotPlan.on_host(layers, model.dtype, config.prefix_host_bytes)
+    adapter = TransformersAdapter.over(model, layers, plan, config.attention)
+    assert isinstance(adapter.pool, SlotPool), "a plan with states makes one space"
+    assert adapter.states is not None, "a plan with states makes states"
+    tier, state_tier = state_tiers(adapter.pool, adapter.states, host_plan, config.prefix_host_bytes)
+    prefix = create_tree_cache(
+        replace(
+            context,
+            enable_hierarchical_cache=True,
+            tier_transfer=tier,
+            state_tier_transfer=state_tier,
+            host_write_policy=WRITE_POLICY,
+        )
+    )
+    if not isinstance(prefix, HierarchicalStateCache) or prefix.state_transfer is not state_tier:
+        raise _keeps_nothing_on_host(config)
+    _require_room_for_a_page(prefix, plan)
+    return adapter, prefix
+
+
+def _keeps_nothing_on_host(config: EngineConfig) -> ConfigError:
+    return ConfigError(
+        f"prefix-cache backend {config.radix_cache_backend!r} keeps nothing in host memory; leave prefix_host_bytes "
+        "at 0 or choose radix_cache_backend 'default'"
+    )
 
 
 def donor_proposer(config: EngineConfig, tokenizer: object) -> DonorProposer | None:
@@ -202,7 +240,7 @@ def cache_manager(
             request_donors = HostDonors(hybrid, rules(space.donors, finder=ResidentDonors(space.donors)), sliding)
         elif adapter.states is not None:
             assert isinstance(prefix, StateRadixCache), "states are planned for a prefix cache that knows them"
-            space = with_states = StateKVSpace(adapter.pool, adapter.states, prefix, **sizes)
+            space = with_states = _space_with_states(adapter.pool, adapter.states, prefix, sizes)
             most_running = running_states(adapter.states.num_states, config.max_running)
             slots = RunningStates(with_states, adapter.states, BranchingPoints(), max_running=most_running)
             request_donors = NoDonors(space, rules(space.donors))
@@ -237,3 +275,13 @@ def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KV
     if isinstance(prefix, HierarchicalRadixCache) and isinstance(prefix.transfer, HostTier):
         return TieredKVSpace(pool, prefix, prefix.transfer, **sizes)
     return KVSpace(pool, prefix, **sizes)
+
+
+def _space_with_states(
+    pool: SlotPool, states: StatePool, prefix: StateRadixCache, sizes: dict[str, int]
+) -> StateKVSpace:
+    if isinstance(prefix, HierarchicalStateCache):
+        tiers = (prefix.transfer, prefix.state_transfer)
+        if isinstance(tiers[0], HostTier) and isinstance(tiers[1], HostTier):
+            return TieredStateKVSpace(pool, states, prefix, (tiers[0], tiers[1]), **sizes)
+    return StateKVSpace(pool, states, prefix, **sizes)

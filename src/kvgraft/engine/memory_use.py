@@ -19,7 +19,7 @@ class MemoryUse:
         kv_limit_bytes: Slots of the device, all of which are allocated at the start.
         host_bytes: K/V of donors in host memory.
         host_limit_bytes: The setting `host_bytes`.
-        prefix_host_bytes: K/V of exact prefixes in host memory.
+        prefix_host_bytes: K/V and states of exact prefixes in host memory.
         prefix_host_limit_bytes: The setting `prefix_host_bytes`, all of which is reserved at the start.
         donor_tokens: Tokens of donors in all tiers.
         donor_tokens_limit: The setting `donor_tokens`.
@@ -42,7 +42,7 @@ class MemoryUse:
             kv_limit_bytes=space.limit_bytes,
             host_bytes=space.host.used_bytes,
             host_limit_bytes=space.host.budget_bytes,
-            prefix_host_bytes=space.prefix_host_tokens * space.pool.bytes_per_token,
+            prefix_host_bytes=space.prefix_host_bytes,
             prefix_host_limit_bytes=config.prefix_host_bytes,
             donor_tokens=space.donors.num_tokens,
             donor_tokens_limit=space.donors.capacity_tokens,

@@ -13,7 +13,8 @@ from kvgraft.memory.extents import SlotArray
 
 if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
-    from kvgraft.memory.host_slots import HostSlots
+    from kvgraft.memory.host_slots import BaseHostSlots, HostSlots
+    from kvgraft.memory.host_states import HostStates
     from kvgraft.memory.host_store import HostKVStore, StoreKey
     from kvgraft.memory.hybrid_pool import HybridSlotPool
     from kvgraft.memory.pool import KVPlace, KVPool, LayerShape, SlotIndex, SlotPlace, SlotPool, as_index
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from kvgraft.memory.store import KVStore, StoreFactory, open_stores, register_store
 
 __all__ = [
+    "BaseHostSlots",
     "HostKVStore",
     "HostSlots",
+    "HostStates",
     "HybridSlotPool",
     "KVBlock",
     "KVPlace",
@@ -47,8 +50,10 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
+    "BaseHostSlots": "kvgraft.memory.host_slots",
     "HostKVStore": "kvgraft.memory.host_store",
     "HostSlots": "kvgraft.memory.host_slots",
+    "HostStates": "kvgraft.memory.host_states",
     "HybridSlotPool": "kvgraft.memory.hybrid_pool",
     "KVBlock": "kvgraft.memory.block",
     "KVPlace": "kvgraft.memory.pool",

@@ -63,8 +63,21 @@ class StatePool:
         device: Where they lie.
     """
 
-    def __init__(self, parts: Sequence[StatePart], num_states: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        parts: Sequence[StatePart],
+        num_states: int,
+        device: torch.device | str = "cpu",
+        *,
+        pin_memory: bool = False,
+    ) -> None:
         """Allocate the slots.
+
+        Args:
+            parts: Shape and dtype of each tensor of a state.
+            num_states: Slots.
+            device: Where they lie.
+            pin_memory: Page-locked, for states on the CPU that a GPU reads and writes.
 
         Raises:
             ConfigError: There are no parts or no states.
@@ -77,7 +90,8 @@ class StatePool:
         self._num_tokens = np.zeros(num_states, np.int64)
         # Filled, not `torch.zeros`: that leaves pages to be committed by the first request that writes to them.
         self._tensors = tuple(
-            torch.empty((num_states, *part.shape), dtype=part.dtype, device=self.device).fill_(0) for part in self.parts
+            torch.empty((num_states, *part.shape), dtype=part.dtype, device=self.device, pin_memory=pin_memory).fill_(0)
+            for part in self.parts
         )
 
     @property
@@ -110,6 +124,17 @@ class StatePool:
         for tensor in self._tensors:
             tensor[target].copy_(tensor[source])
         self._num_tokens[target] = self._num_tokens[source]
+
+    def copy_from(self, other: StatePool, source: int, target: int) -> None:
+        """Make `target` the same state as `source` of another pool of the same parts, which may lie on another device.
+
+        The copy is done when the call returns.
+        """
+        self._require([target])
+        other._require([source])
+        for ours, theirs in zip(self._tensors, other._tensors, strict=True):
+            ours[target].copy_(theirs[source])
+        self._num_tokens[target] = other._num_tokens[source]
 
     def export(self, state: int) -> StateBlock:
         """Copy a state into CPU memory of its own, the caller's."""

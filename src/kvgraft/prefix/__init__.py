@@ -14,6 +14,8 @@ from kvgraft.prefix.events.wire import EventBatch, as_map, decode_batch, encode_
 from kvgraft.prefix.eviction.policies import EVICTION_POLICIES, EvictionKey, EvictionPolicy, make_eviction_policy
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.hierarchical.transfer import WRITE_POLICIES, LoadBack, LoadBackResult, TierTransfer
+from kvgraft.prefix.hierarchical_ssm.cache import HierarchicalStateCache
+from kvgraft.prefix.hierarchical_ssm.results import TieredStateMatchResult
 from kvgraft.prefix.key import RadixKey, frozen_tokens
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
@@ -83,6 +85,7 @@ __all__ = [
     "FidelitySpan",
     "GuardedProvider",
     "HierarchicalRadixCache",
+    "HierarchicalStateCache",
     "InsertResult",
     "KVEvent",
     "LoadBack",
@@ -117,6 +120,7 @@ __all__ = [
     "StoredRow",
     "StreamingSession",
     "TierTransfer",
+    "TieredStateMatchResult",
     "TreeCacheBuildContext",
     "ZmqEventPublisher",
     "ZmqEventSubscriber",

@@ -72,6 +72,8 @@ class TreeCacheBuildContext:
     enable_hierarchical_cache: bool = False
     tier_transfer: TierTransfer | None = None
     """Moves KV between tiers; needed where `enable_hierarchical_cache`."""
+    state_tier_transfer: TierTransfer | None = None
+    """Moves states between tiers; needed besides where `is_hybrid_ssm`."""
     host_write_policy: str = "write_through"
     enable_streaming_session: bool = False
     """Keep sessions of clients that append turn by turn."""

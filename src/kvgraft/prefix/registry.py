@@ -15,6 +15,7 @@ from kvgraft.factories import imported
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.context import TreeCacheBuildContext
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
+from kvgraft.prefix.hierarchical_ssm.cache import HierarchicalStateCache
 from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.ssm.cache import StateRadixCache
 from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
@@ -22,6 +23,7 @@ from kvgraft.prefix.standalone.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
 
 if TYPE_CHECKING:
+    from kvgraft.prefix.hierarchical.transfer import TierTransfer
     from kvgraft.prefix.radix.base import TreeOptions
 
 logger = logging.getLogger(__name__)
@@ -169,7 +171,7 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
     |---|---|
     | chunked prefill, radix cache disabled | `SWAChunkCache` for windows, else `ChunkCache` |
     | native tree asked for | refused: there is none |
-    | hierarchical | `HierarchicalRadixCache`; refused with windows, state-space layers or a unified tree |
+    | hierarchical | `HierarchicalRadixCache`, or `HierarchicalStateCache`; refused with windows or a unified tree |
     | external service | refused: register it as a backend |
     | state-space layers | `StateRadixCache`; refused with windows or streaming sessions |
     | sliding windows | `SWARadixCache` |
@@ -194,12 +196,12 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
             )
         return ChunkCache(context.page_size)
     _refuse_unsupported(context, windows=windows)
+    if context.enable_hierarchical_cache:
+        return _hierarchical_cache(context)
     if context.is_hybrid_ssm:
         return StateRadixCache(context.page_size, state_chunk_size=context.state_chunk_size, **_tree_options(context))
     if windows:
         return _swa_cache(context)
-    if context.enable_hierarchical_cache:
-        return _hierarchical_cache(context)
     return RadixCache(context.page_size, **_tree_options(context))
 
 
@@ -215,13 +217,13 @@ def _tree_options(context: TreeCacheBuildContext) -> TreeOptions:
 def _refuse_unsupported(context: TreeCacheBuildContext, *, windows: bool) -> None:
     if context.use_native_tree:
         raise ConfigError("there is no tree in native code; leave use_native_tree unset for RadixCache")
-    if context.enable_hierarchical_cache and (windows or context.is_hybrid_ssm or context.use_unified_tree):
-        raise ConfigError(
-            "HierarchicalRadixCache takes models with full attention only: its host tier keeps neither windows nor states; "
-            "unset enable_hierarchical_cache, or use_unified_tree if that is what asks for windows"
-        )
     if context.is_hybrid_ssm and windows and not context.disable_radix_cache:
         raise ConfigError("no prefix cache keeps windows and states both; set disable_radix_cache")
+    if context.enable_hierarchical_cache and (windows or context.use_unified_tree):
+        raise ConfigError(
+            "no cache of two tiers keeps windows on the host; unset enable_hierarchical_cache, or use_unified_tree if that "
+            "is what asks for windows"
+        )
     if context.external_backend is not None:
         raise ConfigError(
             f"no external cache service {context.external_backend!r} is built in; register_radix_cache_backend takes a "
@@ -247,9 +249,27 @@ def _swa_cache(context: TreeCacheBuildContext) -> PrefixCache:
 def _hierarchical_cache(context: TreeCacheBuildContext) -> PrefixCache:
     if context.tier_transfer is None:
         raise ConfigError("a hierarchical cache needs tier_transfer, which moves KV between device and host")
+    if context.is_hybrid_ssm:
+        return _hierarchical_state_cache(context, context.tier_transfer)
     return HierarchicalRadixCache(
         context.page_size,
         transfer=context.tier_transfer,
         write_policy=context.host_write_policy,
+        **_tree_options(context),
+    )
+
+
+def _hierarchical_state_cache(context: TreeCacheBuildContext, transfer: TierTransfer) -> PrefixCache:
+    if context.state_tier_transfer is None:
+        raise ConfigError(
+            "a hierarchical cache of a model with states needs state_tier_transfer, which moves states between device "
+            "and host"
+        )
+    return HierarchicalStateCache(
+        context.page_size,
+        transfer=transfer,
+        state_transfer=context.state_tier_transfer,
+        write_policy=context.host_write_policy,
+        state_chunk_size=context.state_chunk_size,
         **_tree_options(context),
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import HierarchicalRadixCache, RadixCache, RadixKey, SWARadixCache
+from kvgraft.prefix import HierarchicalRadixCache, HierarchicalStateCache, RadixCache, RadixKey, SWARadixCache
 
 
 class Copies:
@@ -28,12 +28,14 @@ def filled(kind):
         "plain": RadixCache,
         "hybrid": lambda: SWARadixCache(sliding_window_size=3),
         "two tiers": lambda: HierarchicalRadixCache(transfer=Copies()),
+        "states in two tiers": lambda: HierarchicalStateCache(transfer=Copies(), state_transfer=Copies()),
     }[kind]()
     for first, tokens in enumerate([[1, 2, 3, 4], [1, 2, 3, 9, 9], [5, 6], [5, 7]]):
         slots = np.arange(10 * first, 10 * first + len(tokens))
-        cache.insert(RadixKey(tokens), slots, **({"swa_indices": slots} if kind == "hybrid" else {}))
+        parts = {"hybrid": {"swa_indices": slots}, "states in two tiers": {"states": {len(tokens): 100 + first}}}
+        cache.insert(RadixKey(tokens), slots, **parts.get(kind, {}))
     cache.inc_lock_ref(cache.match_prefix(RadixKey([5, 6])).handle)
-    if kind == "two tiers":
+    if kind.endswith("two tiers"):
         cache.evict(3)
     elif kind == "hybrid":
         cache.evict(0, 3)
@@ -51,12 +53,12 @@ def damages(node, root):
     }
     for name in (name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())):
         values = kinds.get(type(getattr(node, name)), ())
-        if name in ("parent", "window", "tree"):
+        if name in ("parent", "window", "tree", "component", "host_component"):
             values = (None, node, root) if name == "parent" else (None,)
         yield from ((name, value) for value in values)
 
 
-@pytest.mark.parametrize("kind", ["plain", "hybrid", "two tiers"])
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "two tiers", "states in two tiers"])
 def test_check_never_fails_itself(kind):
     _, nodes = filled(kind)
     found = 0

@@ -10,7 +10,9 @@ import pytest
 from kvgraft.errors import ConfigError, IntegrationError
 from kvgraft.prefix import (
     ChunkCache,
+    EventLog,
     HierarchicalRadixCache,
+    HierarchicalStateCache,
     RadixCache,
     StateRadixCache,
     StreamingSession,
@@ -120,6 +122,11 @@ class Transfer:
         ({"use_unified_tree": True}, RadixCache),  # 15
         ({"use_unified_tree": True, "is_hybrid_swa": True, **WINDOW}, SWARadixCache),
         ({"enable_hierarchical_cache": True, "tier_transfer": Transfer()}, HierarchicalRadixCache),  # 16
+        (
+            {"enable_hierarchical_cache": True, "is_hybrid_ssm": True}
+            | {"tier_transfer": Transfer(), "state_tier_transfer": Transfer()},
+            HierarchicalStateCache,
+        ),  # 17
         ({"is_hybrid_swa": True, **WINDOW}, SWARadixCache),  # 20
         ({"is_all_swa": True, **WINDOW}, SWARadixCache),  # 21
         ({"is_hybrid_ssm": True}, StateRadixCache),  # 22
@@ -141,8 +148,16 @@ def test_11_to_24_the_default_chain(fields, expected):
     ("fields", "message"),
     [
         ({"use_native_tree": True}, "no tree in native code"),  # 14
-        ({"enable_hierarchical_cache": True, "is_hybrid_ssm": True}, "neither windows nor states"),  # 17
-        ({"enable_hierarchical_cache": True, "is_hybrid_swa": True, **WINDOW}, "full attention only"),  # 18
+        ({"enable_hierarchical_cache": True, "is_hybrid_swa": True, **WINDOW}, "keeps windows on the host"),  # 18
+        ({"enable_hierarchical_cache": True, "use_unified_tree": True}, "unset enable_hierarchical_cache"),
+        (
+            {"enable_hierarchical_cache": True, "is_hybrid_ssm": True, "is_hybrid_swa": True, **WINDOW},
+            "no prefix cache keeps windows and states",
+        ),
+        (
+            {"enable_hierarchical_cache": True, "is_hybrid_ssm": True, "tier_transfer": Transfer()},
+            "needs state_tier_transfer",
+        ),
         ({"is_hybrid_ssm": True, "is_hybrid_swa": True, **WINDOW}, "no prefix cache keeps windows and states"),
         ({"is_hybrid_ssm": True, "enable_streaming_session": True}, "session keeps no state"),
         ({"is_hybrid_ssm": True, "state_chunk_size": 0}, "state_chunk_size must be at least 1, not 0"),
@@ -170,6 +185,15 @@ def test_settings_reach_the_cache():
     assert swa.sliding_window_size == 77
     ssm = create_tree_cache(context(is_hybrid_ssm=True, page_size=16, state_chunk_size=64))
     assert (ssm.state_chunk_size, ssm.state_alignment) == (64, 64)
+    tiers = {"tier_transfer": Transfer(), "state_tier_transfer": Transfer()}
+    tiered = create_tree_cache(
+        context(
+            is_hybrid_ssm=True, enable_hierarchical_cache=True, state_chunk_size=8, events=(log := EventLog()), **tiers
+        )
+    )
+    assert (tiered.transfer, tiered.state_transfer) == (tiers["tier_transfer"], tiers["state_tier_transfer"])
+    assert tiered.state_chunk_size == 8
+    assert not log.take()
 
 
 def test_third_parties_come_through_entry_points(monkeypatch):

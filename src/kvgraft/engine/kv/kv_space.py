@@ -109,6 +109,11 @@ class KVSpace:
         return 0
 
     @property
+    def prefix_host_bytes(self) -> int:
+        """Bytes of what exact prefixes have in host memory."""
+        return self.prefix_host_tokens * self.pool.bytes_per_token
+
+    @property
     def num_errors(self) -> int:
         """Failures in here that became misses."""
         return 0

@@ -92,6 +92,24 @@ class SlotPlan:
         return cls(num_slots, num_states=num_states)
 
     @classmethod
+    def on_host(cls, layers: ModelLayers, dtype: torch.dtype, num_bytes: int) -> SlotPlan:
+        """Slots of tokens and states in host memory, half of the bytes for each, for a model that keeps states.
+
+        Raises:
+            ConfigError: `num_bytes` hold too few of either.
+        """
+        token_bytes, state_bytes = sum(layers.bytes_per_token(dtype)), layers.bytes_per_state
+        asked = int(num_bytes * (1 - _STATE_SHARE)) // token_bytes
+        num_states = min(asked // _TOKENS_PER_STATE, int(num_bytes * _STATE_SHARE) // state_bytes)
+        if not num_states:
+            needed = 2 * max(state_bytes, _TOKENS_PER_STATE * token_bytes)
+            raise ConfigError(
+                f"prefix_host_bytes={quoted(num_bytes)} hold no state of {state_bytes} bytes beside tokens of {token_bytes}; "
+                f"raise prefix_host_bytes to {needed} or more, or set it to 0"
+            )
+        return cls((num_bytes - num_states * state_bytes) // token_bytes, num_states=num_states)
+
+    @classmethod
     def windowed(
         cls,
         layers: ModelLayers,

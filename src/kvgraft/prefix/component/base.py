@@ -13,6 +13,7 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.prefix.component.invariants import components_of
 from kvgraft.prefix.component.node import ComponentLock, ComponentNode, Part
 from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.radix.invariants import require
 from kvgraft.prefix.results import NOTHING_FREED
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
         super().dec_lock_ref(lock.node)
         lock.released = True
         node = lock.node
-        if node.children or node.lock_ref or node.component is not None:
+        if node.lock_ref or node.component is not None or not self._is_leaf(node):
             return NOTHING_FREED
         return self._freed(*self._drop(node))
 
@@ -69,6 +70,10 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
         if after is None:
             return self._tree.root
         return self._tree.resolve_prefix(key, after.node if isinstance(after, ComponentLock) else after)
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Return whether nothing continues a node."""
+        return not node.children
 
     def _queue_if_candidate(self, node: Node) -> None:
         """Queue an unlocked leaf; a tombstone leaf never waits, it goes with what kept it."""
@@ -100,7 +105,7 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
     def _evict_component(self) -> tuple[list[SlotArray], list[Part]]:
         component = self._components.oldest()
         node = component.node
-        if not node.children and not node.lock_ref:
+        if self._is_leaf(node) and not node.lock_ref:
             self._queue.remove(node)
             return self._drop(node)
         return [], [self._components.free(component)]
@@ -143,6 +148,7 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
     def check(self) -> None:
         """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
         super().check()
+        require(all(node.component is not None for node in self._queue), "an unlocked leaf is a tombstone")
         self._check_kind()
         self._components.check(self._tree.root)
 

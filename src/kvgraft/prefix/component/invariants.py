@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_components(root: ComponentNode[Any], queued: Set[Component]) -> tuple[int, int]:
-    """Verify tombstones, owners and the queue.
+    """Verify owners and the queue.
 
     Args:
         root: Root of the tree.
@@ -26,11 +26,6 @@ def check_components(root: ComponentNode[Any], queued: Set[Component]) -> tuple[
         CorruptCacheError: The first invariant that does not hold.
     """
     require(root.component is None, "the root has a component")
-    nodes = list(root.subtree())[1:]
-    for node in nodes:
-        require(
-            node.component is not None or bool(node.children) or node.lock_ref > 0, "an unlocked leaf is a tombstone"
-        )
     components = components_of(root)
     for component in components:
         require(component.node.component is component, "a component belongs to another node")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.eviction.queue import EvictionQueue
 from kvgraft.prefix.hierarchical.invariants import check_tiered_tree
-from kvgraft.prefix.hierarchical.node import HierNode
+from kvgraft.prefix.hierarchical.node import TieredNode
 from kvgraft.prefix.hierarchical.transfer import (
     HOST_MEDIUM,
     WRITE_POLICIES,
     TieredMatchResult,
     TierTransfer,
 )
-from kvgraft.prefix.radix.cache import SemanticRadixCache
+from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.node import frozen_copy
 from kvgraft.prefix.results import (
     NO_SLOTS,
@@ -30,6 +30,7 @@ from kvgraft.prefix.results import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Unpack
 
     from kvgraft.prefix.key import RadixKey
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class BaseTieredCache(SemanticRadixCache[HierNode]):
-    """Base of `HierarchicalRadixCache`: all but load-backs.
+Node = TypeVar("Node", bound=TieredNode)
+
+
+class BaseTieredCache(BaseRadixCache[Node]):
+    """Base of caches over two tiers: all but load-backs.
 
     Invariants (verified by `check`), besides those of a radix tree:
         - A node lies on the device, on the host, or both; the parent of a node on the device lies there too.
@@ -50,8 +54,6 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
     Attributes:
         num_failed_transfers: Transfers that raised; each left the tree as it was.
     """
-
-    _node_class = HierNode
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         self.num_failed_transfers = 0
         self._transfer = transfer
         self._backup_after = WRITE_POLICIES[write_policy]
-        self._host_queue: EvictionQueue[HierNode] = EvictionQueue(self.policy)
+        self._host_queue: EvictionQueue[Node] = EvictionQueue(self.policy)
         self._host_size = 0
 
     @property
@@ -101,7 +103,7 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         parts = [node.kv_indices for node in device]
         return TieredMatchResult(parts, end, last)
 
-    def _stored_in(self, path: list[HierNode], stop: int) -> StoredLength:
+    def _stored_in(self, path: list[Node], stop: int) -> StoredLength:
         on_device = max((node.end for node in path if node.on_device), default=0)
         return StoredLength(min(on_device, stop), max(0, stop - on_device))
 
@@ -126,13 +128,13 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
             self._write_through(self._tree.resolve(result.handle))
         return result
 
-    def _stored_len(self, node: HierNode, path: list[HierNode], slots: SlotArray) -> int:
+    def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
         missing = [step for step in path if not step.on_device]
         for step in missing:
             self._revive(step, slots[step.start : step.end])
         return missing[0].start if missing else node.end
 
-    def _revive(self, node: HierNode, kv_indices: SlotArray) -> None:
+    def _revive(self, node: Node, kv_indices: SlotArray) -> None:
         """Give a node that lies on the host only device slots again; its parent lies on the device."""
         parent = node.parent
         assert parent is not None, "the root is never on the host"
@@ -148,30 +150,30 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
             self._events.stored(node, self._page_size)
 
     def _add_node(
-        self, parent: HierNode, key: RadixKey, slots: SlotArray, stop: int, priority: int, *, hit_count: int
-    ) -> HierNode:
+        self, parent: Node, key: RadixKey, slots: SlotArray, stop: int, priority: int, *, hit_count: int
+    ) -> Node:
         parent.device_children += 1
         return super()._add_node(parent, key, slots, stop, priority, hit_count=hit_count)
 
-    def _walk(self, key: RadixKey, start: HierNode, length: int) -> tuple[list[HierNode], HierNode]:
+    def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
         path, last = super()._walk(key, start, length)
         for node in path:  # candidates have children here, those that lie on the host only
             node.last_access = last.last_access
             self._requeue(node)
         return path, last
 
-    def _credit(self, start: HierNode, path: list[HierNode], total_len: int, priority: int, counted_len: int) -> None:
+    def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
         super()._credit(start, path, total_len, priority, counted_len)
         for node in path:
             node.priority = max(node.priority, priority)
             node.reach = max(node.reach, total_len)
             self._requeue(node)
 
-    def _requeue(self, node: HierNode) -> None:
+    def _requeue(self, node: Node) -> None:
         if node.queue_index >= 0:
             (self._queue if node.on_device else self._host_queue).update(node)
 
-    def _queue_if_candidate(self, node: HierNode) -> None:
+    def _queue_if_candidate(self, node: Node) -> None:
         if node.queue_index >= 0 or node.parent is None:
             return
         if node.on_device:
@@ -189,22 +191,22 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         self._require_device(self._tree.resolve(handle))
         return super().inc_lock_ref(handle)
 
-    def _require_device(self, node: HierNode) -> None:
+    def _require_device(self, node: Node) -> None:
         if node.parent is not None and not node.on_device:
             raise CorruptCacheError("the prefix lies on the host only: load it back first")
 
     # copies on the host
 
-    def _write_through(self, last: HierNode) -> None:
+    def _write_through(self, last: Node) -> None:
         """Copy the nodes up to `last` that were used often enough and have no copy yet."""
         assert self._backup_after is not None
-        step: HierNode | None = last
+        step: Node | None = last
         while step is not None and step.parent is not None and not step.on_host:
             if step.hit_count >= self._backup_after:
                 self._backup(step)
             step = step.parent
 
-    def _backup(self, node: HierNode) -> bool:
+    def _backup(self, node: Node) -> bool:
         """Copy a node to the host, making room there once; False, with nothing changed, if that fails."""
         host_indices = self._try_backup(node)
         if host_indices is None and self._evict_host(len(node)):
@@ -219,32 +221,42 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
             self._events.stored(node, self._page_size, HOST_MEDIUM)
         return True
 
-    def _try_backup(self, node: HierNode) -> SlotArray | None:
+    def _try_backup(self, node: Node) -> SlotArray | None:
+        told = f"backup of {len(node)} tokens failed; they stay without a copy"
+        return self._transferred(self._transfer.backup, node.kv_indices, told)
+
+    def _transferred(
+        self, copy: Callable[[SlotArray], SlotArray | None], slots: SlotArray, told: str
+    ) -> SlotArray | None:
+        """Copy slots to the other tier; None if there is no room, or, counted and with a line in the log, if it fails."""
         try:
-            return self._transfer.backup(node.kv_indices)
+            return copy(slots)
         except Exception:
             self.num_failed_transfers += 1
-            logger.exception("backup of %d tokens failed; they stay without a copy", len(node))
+            logger.exception("%s", told)
             return None
 
     def _evict_host(self, num_tokens: int) -> bool:
         """Drop what lies on the host only until `num_tokens` are freed there; False if nothing could be."""
         num_freed = 0
         while num_freed < num_tokens and self._host_queue:
-            node = self._host_queue.pop()
-            num_freed += len(node)
-            self._drop_host_leaf(node)
+            num_freed += self._drop_host_leaf(self._host_queue.pop())
         return num_freed > 0
 
-    def _drop_host_leaf(self, node: HierNode) -> None:
-        """Take out an unqueued, childless node that lies on the host only."""
+    def _drop_host_leaf(self, node: Node) -> int:
+        """Take out an unqueued, childless node that lies on the host only; returns how many tokens left."""
+        num_tokens = len(node)
         self._free_copy(node)
         parent = self._tree.remove_leaf(node)
         parent.learn_from(node)
         self._requeue(parent)
         self._queue_if_candidate(parent)
+        return num_tokens
 
-    def _free_copy(self, node: HierNode) -> None:
+    def _free_copy(self, node: Node) -> None:
+        """Forget what the host has of a node, if it has anything."""
+        if not node.on_host:
+            return
         if self._events is not None:
             self._events.removed(node, HOST_MEDIUM)
         self._host_size -= len(node)
@@ -260,10 +272,14 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
         """
         return super().evict(num_tokens)
 
-    def _drop_leaf(self, node: HierNode) -> None:
-        """Take an unqueued node without device children off the device."""
+    def _drop_leaf(self, node: Node) -> None:
+        """Take an unqueued node without device children off the device; its parent may become a candidate."""
+        self._queue_if_candidate(self._take_off_device(node))
+
+    def _take_off_device(self, node: Node) -> Node:
+        """Take an unqueued node without device children off the device; returns its parent."""
         node.lock_ref += 1  # making room for the copy may drop children, which must not queue the node again
-        keeps_copy = node.on_host or self._backup(node)
+        keeps_copy = self._keeps_copy(node)
         node.lock_ref -= 1
         parent = node.parent
         assert parent is not None, "the root is never queued"
@@ -275,11 +291,16 @@ class BaseTieredCache(SemanticRadixCache[HierNode]):
             self._queue_if_candidate(node)
         else:
             self._drop_host_subtree(node)
+            self._free_copy(node)
             self._tree.remove_leaf(node)
         parent.learn_from(node)
-        self._queue_if_candidate(parent)
+        return parent
 
-    def _drop_host_subtree(self, top: HierNode) -> None:
+    def _keeps_copy(self, node: Node) -> bool:
+        """Return whether a node that leaves the device lives on, copied now if it was not before."""
+        return node.on_host or self._backup(node)
+
+    def _drop_host_subtree(self, top: Node) -> None:
         """Drop what hangs on the host below a node that vanishes."""
         for node in list(top.subtree())[:0:-1]:
             if node.queue_index >= 0:

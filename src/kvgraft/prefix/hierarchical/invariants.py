@@ -9,11 +9,11 @@ from kvgraft.prefix.radix.invariants import check_structure, require, require_ow
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from kvgraft.prefix.hierarchical.node import HierNode
+    from kvgraft.prefix.hierarchical.node import TieredNode
 
 
 def check_tiered_tree(
-    root: HierNode, page_size: int, queued: Set[HierNode], host_queued: Set[HierNode]
+    root: TieredNode, page_size: int, queued: Set[TieredNode], host_queued: Set[TieredNode]
 ) -> tuple[int, int, int]:
     """Verify structure, tiers and both sets of eviction candidates.
 
@@ -43,7 +43,7 @@ def check_tiered_tree(
     return evictable, protected, sum(len(node) for node in nodes if node.on_host)
 
 
-def _check_tiers(node: HierNode, root: HierNode) -> None:
+def _check_tiers(node: TieredNode, root: TieredNode) -> None:
     require(node.on_device or node.on_host, "a node lies in no tier")
     require(len(node.kv_indices) in (0, len(node)), "a node has not one device slot per token")
     require(len(node.host_indices) in (0, len(node)), "a node has not one host slot per token")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.prefix.radix.node import RadixNode, frozen_copy
-from kvgraft.prefix.results import NO_SLOTS
+from kvgraft.prefix.results import NO_SLOTS, SlotArray
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-class HierNode(RadixNode):
-    """A node of a two-tier tree.
+class TieredNode(RadixNode):
+    """A node of any two-tier tree; a class of its own has the slots of these attributes.
 
     Attributes:
         length: Elements of the node, in either tier.
@@ -21,7 +21,13 @@ class HierNode(RadixNode):
         device_children: Children with KV on the device.
     """
 
-    __slots__ = ("device_children", "host_indices", "host_locks", "length")
+    if not TYPE_CHECKING:  # mypy takes no attribute of a class with slots that has none for it
+        __slots__ = ()
+
+    length: int
+    host_indices: SlotArray
+    host_locks: int
+    device_children: int
 
     def __init__(self, *args: object, **fields: object) -> None:
         super().__init__(*args, **fields)  # type: ignore[arg-type]
@@ -59,3 +65,9 @@ class HierNode(RadixNode):
         super().detach()
         self.host_indices = NO_SLOTS
         self.length = 0
+
+
+class HierNode(TieredNode):
+    """A node of the two-tier tree of one pool."""
+
+    __slots__ = ("device_children", "host_indices", "host_locks", "length")

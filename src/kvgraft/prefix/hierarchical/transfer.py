@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvgraft.prefix.results import NO_SLOTS, MatchResult, PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.hierarchical.node import HierNode
+    from kvgraft.prefix.hierarchical.node import TieredNode
 
 HOST_MEDIUM = "CPU_PINNED"
 
@@ -17,15 +17,15 @@ WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1,
 
 
 class TierTransfer(Protocol):
-    """Copies of the owner of both pools. On failure it keeps nothing allocated."""
+    """Copies of the owner of both pools, of K/V or of states. On failure it keeps nothing allocated."""
 
-    def backup(self, kv_indices: SlotArray) -> SlotArray | None:
+    def backup(self, device_slots: SlotArray, /) -> SlotArray | None:
         """Copy device slots to new host slots and return those; None if there is no room on the host."""
 
-    def load(self, host_indices: SlotArray) -> SlotArray | None:
+    def load(self, host_slots: SlotArray, /) -> SlotArray | None:
         """Copy host slots to new device slots and return those; None if there is no room on the device."""
 
-    def free_host(self, host_indices: SlotArray) -> None:
+    def free_host(self, host_slots: SlotArray, /) -> None:
         """Take back host slots."""
 
 
@@ -34,7 +34,7 @@ class TieredMatchResult(MatchResult):
 
     __slots__ = ("_host_handle", "host_hit_len")
 
-    def __init__(self, parts: list[SlotArray], device: HierNode, host: HierNode) -> None:
+    def __init__(self, parts: list[SlotArray], device: TieredNode, host: TieredNode) -> None:
         super().__init__(parts, device.end, device)
         self._host_handle = host
         self.host_hit_len = host.end - device.end
@@ -52,9 +52,11 @@ class LoadBack:
     host_indices: SlotArray
     start: int
     """First position of the host part."""
-    node: HierNode
-    lock: PrefixHandle
-    """Lock on the device part before it."""
+    node: TieredNode
+    locks: tuple[PrefixHandle, ...]
+    """Locks on the device part before it."""
+    host_states: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """Host slot of the state at its end; empty where there are no states, or it lies on the device."""
     done: bool = False
 
 
@@ -66,4 +68,6 @@ class LoadBackResult:
     """The prefix that lies on the device now."""
     prefix_len: int
     freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
-    """Device slots that were not needed, because another request brought the same KV meanwhile."""
+    """Device slots that were not needed, because another request brought the same KV meanwhile, or that it failed."""
+    state_freed: SlotArray = field(default_factory=lambda: NO_SLOTS)
+    """The same of states."""

@@ -40,6 +40,7 @@ class BaseStateCache(BaseComponentCache[StateNode, State, StateLock]):
 
     _node_class = StateNode
     _lock_class = StateLock
+    _states_class = TreeStates
     _components: TreeStates
 
     def __init__(
@@ -64,7 +65,7 @@ class BaseStateCache(BaseComponentCache[StateNode, State, StateLock]):
         super().__init__(page_size, simulated=simulated, **options)
         self._state_chunk_size = state_chunk_size
         self._alignment = lcm(page_size, state_chunk_size)
-        self._components = TreeStates(self.policy)
+        self._components = self._states_class(self.policy)
 
     @property
     def state_chunk_size(self) -> int:
@@ -104,14 +105,19 @@ class BaseStateCache(BaseComponentCache[StateNode, State, StateLock]):
         root = self._tree.root
         if self._disabled:
             return StateMatchResult([], root, 0)
-        path, partial, run = self._tree.descend(key, root, key.aligned_len(self._page_size))
-        reached = path[-1].end if path else 0
-        if partial is not None:
-            reached = partial.start + run
+        path, branching_len = self._descend(key)
         while path and path[-1].component is None:
             path.pop()
         self._mark(path)
-        return StateMatchResult(path, path[-1] if path else root, reached - reached % self._alignment)
+        return StateMatchResult(path, path[-1] if path else root, branching_len)
+
+    def _descend(self, key: RadixKey) -> tuple[list[StateNode], int]:
+        """Return the nodes that a key has in full, and how far its tokens reach in whole pages and chunks."""
+        path, partial, run = self._tree.descend(key, self._tree.root, key.aligned_len(self._page_size))
+        reached = path[-1].end if path else 0
+        if partial is not None:
+            reached = partial.start + run
+        return path, reached - reached % self._alignment
 
     def _mark(self, path: list[StateNode]) -> None:
         now = self._tree.tick()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvgraft.prefix.ssm.node import StateLock, StateNode
     from kvgraft.prefix.standalone.request import RequestRow
 
-_NO_STATES: Mapping[int, int] = MappingProxyType({})
+NO_STATES: Mapping[int, int] = MappingProxyType({})
 
 
 class StateRadixCache(BaseStateCache):
@@ -46,7 +46,7 @@ class StateRadixCache(BaseStateCache):
         after: PrefixHandle | None = None,
         priority: int = 0,
         counted_len: int | None = None,
-        states: Mapping[int, int] = _NO_STATES,
+        states: Mapping[int, int] = NO_STATES,
     ) -> StateInsertResult:
         """Store `key` up to the deepest state that is offered and can be recorded, and record the states on the way.
 
@@ -78,8 +78,8 @@ class StateRadixCache(BaseStateCache):
         path, node = self._walk(key, start, total_len)
         counted_len = start.end if counted_len is None else counted_len
         self._credit(start, path, total_len, priority, counted_len)
-        prefix_len = node.end
-        if prefix_len < total_len:
+        prefix_len = self._stored_len(node, path, slots)
+        if node.end < total_len:
             node = self._add_node(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
         returned = {position: states[position] for position in states if position not in fitting}
         returned |= self._record(node, fitting, priority)

@@ -167,6 +167,17 @@ class TestStates:
         needed = int(re.search("raise it to ([0-9]+)", str(caught.value))[1])
         assert SlotPlan.with_states(layers, DTYPE, 0, needed, max_running=8).num_slots >= 64
 
+    def test_get_half_of_host_memory_and_too_little_is_refused_with_a_remedy_that_helps(self):
+        layers = take_over(tiny_model("qwen3_next"))
+        token_bytes, state_bytes = sum(layers.bytes_per_token(DTYPE)), layers.bytes_per_state
+        plan = SlotPlan.on_host(layers, DTYPE, 1 << 24)
+        assert (1 << 23) - state_bytes < plan.num_states * state_bytes <= 1 << 23
+        assert (1 << 24) - token_bytes < plan.num_states * state_bytes + plan.num_slots * token_bytes <= 1 << 24
+        with pytest.raises(ConfigError, match="raise prefix_host_bytes to") as caught:
+            SlotPlan.on_host(layers, DTYPE, 1_000)
+        needed = int(re.search("prefix_host_bytes to ([0-9]+)", str(caught.value))[1])
+        assert SlotPlan.on_host(layers, DTYPE, needed).num_states == 1
+
     def test_are_none_of_a_model_without_such_layers(self):
         assert build_states(make_layers(2, 0), SlotPlan(64, num_states=3), torch.device("cpu")) is None
 
