@@ -94,11 +94,11 @@ test-vllm-next: .venv-vllm-next/.installed
 	.venv-vllm/bin/python $(VLLM_TESTS)/overlay.py $(VLLM_NEXT) .venv-vllm-next
 	touch $@
 
-# With Model Runner V2, which GPUs get by default and no other test here sees: Triton's interpreter runs its kernels. 290 MB are loaded, 800 MB stay.
+# With Model Runner V2, which GPUs get by default and no other test here sees: Triton's interpreter runs its kernels. 290 MB are loaded, 1 GB stays.
 VLLM_V2_TESTS := test_exactness.py test_failures.py test_repair_after.py
 
 test-vllm-v2: .venv-vllm-v2/.installed
-	KVGRAFT_TEST_RUNNER_V2=.venv-vllm-v2/triton .venv-vllm/bin/python -m pytest $(addprefix $(VLLM_TESTS)/,$(VLLM_V2_TESTS))
+	TRITON_FOR_RUNNER_V2=.venv-vllm-v2/triton .venv-vllm/bin/python -m pytest $(addprefix $(VLLM_TESTS)/,$(VLLM_V2_TESTS))
 
 .venv-vllm-v2/.installed: .venv-vllm/.installed
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-vllm-v2/triton triton==3.9.0

@@ -306,7 +306,7 @@ class GhostEngine:
         """Compute the first tokens of each run again, in blocks that nobody else may find or hold."""
         graft, ids = self._unrepaired.pop(repair.request_id, None), repair.block_ids[0]
         if graft is None:
-            return GraftOutcome((), 0.0, 0.0, "not there", failed=True)
+            return GraftOutcome((), 0.0, 0.0, "not there", failed=True, is_gone=True)
         self.num_repairs += 1
         runs = tuple((span.target_start, min(16, span.length)) for span in graft.plan.spans if not span.is_exact)
         written = {ids[position // BLOCK] for start, count in runs for position in range(start, start + count)}

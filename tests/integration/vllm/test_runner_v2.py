@@ -53,6 +53,7 @@ def served(model_folder, calls, set_back):
 @pytest.fixture(autouse=True)
 def leaves_nothing(served, calls, set_back):
     served.forget_donors()
+    served.scheduler.counts.num_errors = 0
     calls.clear()
     set_back.clear()
     yield
@@ -120,6 +121,7 @@ def test_a_repair_that_cannot_be_made_leaves_the_graft(served, monkeypatch):
     assert report["shifted_tokens"] == unrepaired["shifted_tokens"] + unrepaired["recomputed_tokens"]
     assert report["recomputed_tokens"] == 0
     assert "injected" in report["repair"]["reason"]
+    assert served.scheduler.counts.num_errors == 1
     assert "exact_from_token" not in report["repair"] or not report["repair"]["exact_from_token"]
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-VARIABLE = "KVGRAFT_TEST_RUNNER_V2"
+VARIABLE = "TRITON_FOR_RUNNER_V2"
 """Folder with Triton in it; `make test-vllm-v2` installs one and sets this."""
 
 

@@ -156,6 +156,7 @@ class GraftOutcome:
         read_ms: Milliseconds until stores had given what is read of them.
         is_store_miss: It failed because a store did not give what was to be read from it, or not in time.
         is_policy_error: It failed, or fell back, because the selection policy did.
+        is_gone: It failed because what was to be worked on had been forgotten, which is no error.
     """
 
     recomputed_runs: tuple[tuple[int, int], ...]
@@ -167,6 +168,7 @@ class GraftOutcome:
     read_ms: float = 0.0
     is_store_miss: bool = False
     is_policy_error: bool = False
+    is_gone: bool = False
 
     def worst(self, other: GraftOutcome) -> GraftOutcome:
         """Join two ranks' outcomes: a failure of one is a failure of all, times are those of the slowest."""
@@ -180,6 +182,7 @@ class GraftOutcome:
             max(self.read_ms, other.read_ms),
             self.is_store_miss or other.is_store_miss,
             self.is_policy_error or other.is_policy_error,
+            self.is_gone or other.is_gone,
         )
 
 

@@ -194,7 +194,7 @@ class Workers:
         """Choose nothing, but see to it that everything is there that could be chosen from."""
         request = self.engine.requests[command.request_id]
         if self.unrepaired.pop(command.request_id, None) is None:
-            self.repairs[command.request_id] = GraftOutcome((), 0.0, 0.0, "gone", failed=True)
+            self.repairs[command.request_id] = GraftOutcome((), 0.0, 0.0, "gone", failed=True, is_gone=True)
             return
         assert self.epoch == self.engine.epoch, "K/V of a model that is gone are repaired"
         assert len(request.kv) >= request.num_prompt_tokens

@@ -176,6 +176,8 @@ class Attempts:
         assert state.repair is not None
         assert state.outcome is not None
         if outcome.failed:
+            if not outcome.is_gone:
+                self._counts.error()
             state.repair = replace(state.repair, reason=outcome.fell_back)
             return
         if outcome.fell_back:

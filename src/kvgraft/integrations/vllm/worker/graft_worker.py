@@ -367,7 +367,8 @@ class GraftWorker:
         """
         job = self._unrepaired.pop(command.request_id, None)
         if job is None:
-            self._repairs[command.request_id] = _not_made("what was grafted is of caches or weights that are gone")
+            gone = _not_made("what was grafted is of caches or weights that are gone")
+            self._repairs[command.request_id] = replace(gone, is_gone=True)
             return
         outcome = self._run(job, partial(job.repair, command.block_ids))
         if outcome.failed:
