@@ -334,7 +334,13 @@ def test_the_engine_says_something_about_every_field():
         *("attention_chunk_size", "is_all_swa", "is_hybrid_ssm", "state_chunk_size", "disable_radix_cache"),
     }
     nothing_to_ask_for = {"use_native_tree", "use_unified_tree", "external_backend"}
-    tiers = {"enable_hierarchical_cache", "tier_transfer", "host_write_policy", "enable_streaming_session"}
+    tiers = {
+        "enable_hierarchical_cache",
+        "tier_transfer",
+        "state_tier_transfer",
+        "host_write_policy",
+        "enable_streaming_session",
+    }
     assert left <= one_rank | without_settings | not_of_this_model | nothing_to_ask_for | tiers
 
 

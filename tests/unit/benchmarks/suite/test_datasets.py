@@ -97,10 +97,13 @@ def test_page_has_every_row_and_dashes_for_what_was_not_measured():
         | {"dataset": "ShareGPT", "kind": "negative control", "sample": 4, "hits": 0, "off_ms": 80.0, "on_ms": 81.0}
         | {"speedup_all_ratio": 0.98, "speedup_all_ratio_low": 0.9, "speedup_all_ratio_high": 1.1},
     ]
-    text = "\n".join(render({"rows": rows}) for render in tables.datasets.BLOCKS.values())
+    text = "\n".join(render({"rows": rows, "settings": {}}) for render in tables.datasets.BLOCKS.values())
     assert "| lines | 1,200 | 34,567 | 25.0 % |" in text
     assert "| ShareGPT (negative control) | 4 | 0 | - | 0.98x [0.90, 1.10] | - | - |" in text
     assert "lines: 25.0 % of tokens reused where 25.0 % can be" in text
+    assert "| MultiNews | 75 % hits | not measured; with the data" in text
+    chosen = tables.datasets.BLOCKS["claims"]({"rows": rows[:1], "settings": {"names": ["lines"]}})
+    assert ("LongEval" in chosen, "MultiNews" in chosen) == (True, False)
 
 
 def test_times_are_of_both_modes_in_every_round(llm):
