@@ -44,6 +44,7 @@ SHOWN = {
     "docs/graft.md: [project.entry-points": "part of a package's pyproject.toml; tests/docs/test_recipes.py installs one",
     "docs/design/prefix-cache.md: match   [root]": "a diagram",
     "docs/design/prefix-cache.md: [ A:": "diagrams",
+    "docs/design/prefix-cache.md: device    [": "a diagram",
     "docs/server.md: kvgraft 0.1.0 serves": "the line that tests/e2e/test_server.py reads",
     "docs/server.md: data: {": "events, shortened; tests/e2e/test_verified_server.py reads whole ones",
     "docs/server.md: x-kvgraft-report": "a header of an answer; tests/unit/server",

@@ -97,7 +97,7 @@ def test_what_was_loaded_back_is_what_a_cold_run_leaves(family, rng):
     cold = ColdRuns(tiny_model(family), 200)
     before = llm.space.num_loaded_tokens
     namespace = llm.engine.builder.build(prompts[0]).namespace
-    assert cold.assert_prefix_is_exact(llm.adapter, llm.space, namespace, prompts[0]) == 50
+    assert cold.assert_prefix_is_exact(llm.adapter, llm.space, namespace, prompts[0]) == 49
     assert llm.space.num_loaded_tokens > before
     llm.check()
 
@@ -116,7 +116,7 @@ def test_a_transfer_that_fails_is_a_counted_miss(tier, direction, rng, monkeypat
         assert llm.num_errors > 0
     for prompt in prompts[1:]:
         ask(llm, prompt)
-    assert ask(llm, np.concatenate([longer, random_prompt(rng, 5)])).report.exact_tokens >= 60
+    assert ask(llm, np.concatenate([longer, random_prompt(rng, 5)])).report.exact_tokens >= len(longer) - 1
 
 
 def fail(*_):
@@ -132,10 +132,10 @@ def test_requests_that_hold_the_states_leave_none_to_load_into(rng):
     llm.space._release_forgotten(llm.space.prefix.evict(1_000))
     hoarded = [llm.space.take_state() for _ in range(llm.space.states.num_slots - 1)]
     match = llm.space.match(key)
-    assert (match.prefix_len, match.host_hit_len) == (0, 50)
+    assert (match.prefix_len, match.host_hit_len) == (0, 49)
     llm.space.give_states_back(hoarded)
     match = llm.space.match(key)
-    assert (match.prefix_len, match.host_hit_len) == (50, 0)
+    assert (match.prefix_len, match.host_hit_len) == (49, 0)
     llm.check()
 
 

@@ -120,7 +120,8 @@ def test_missing_request_file_and_setting_are_told(report_file, capsys, tmp_path
 
 def test_without_an_id_all_are_listed_and_two_are_compared(report_file, capsys, tmp_path):
     assert main(["explain", "--file", report_file]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["request", "abc1", "def2"]
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["request", "abc1", "def2", "no_match:"]
     assert main(["explain", "--file", report_file, "--diff", "abc", "def"]) == 0
     assert "shifted tokens              300          0  -300" in capsys.readouterr().out
     assert main(["explain", "--file", report_file, "--diff", "abc", "absent"]) == 1

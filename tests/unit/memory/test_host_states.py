@@ -17,7 +17,7 @@ def pool():
     pool = StatePool(PARTS, 5)
     for number, part in enumerate(PARTS):
         pool.scatter(number, torch.arange(5), torch.randn(5, *part.shape).to(part.dtype))
-    pool.advance(np.arange(5), np.arange(10, 15))
+    pool.note_tokens({state: 10 + state for state in range(5)})
     return pool
 
 

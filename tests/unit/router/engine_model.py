@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import groupby
 
 from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.reuse.donor_events import scope_of
@@ -75,11 +76,10 @@ class EngineModel:
                 )
 
     def _event(self, new, salt, medium):
-        # What lies in another medium already is a text of its own, and so is what stands behind it.
-        known = [bool(self.pages[own][3]) for own, _, _ in new]
-        start = known.index(False) if False in known else len(known)
-        if start < len(known) and not any(known[start:]):
-            self.runs.append((salt, [(own, tokens) for own, _, tokens in new[start:]]))
+        # What lies in another medium already is a text of its own; each stretch of what does not is another one.
+        for is_known, stretch in groupby(new, lambda page: bool(self.pages[page[0]][3])):
+            if not is_known:
+                self.runs.append((salt, [(own, tokens) for own, _, tokens in stretch]))
         for own, _, _ in new:
             self.pages[own][3].add(medium)
         return BlockStored(

@@ -94,6 +94,21 @@ class WorkerMachine(RuleBasedStateMachine):
             self.index.check()
 
 
+def test_a_text_whose_first_page_was_lost_in_another_medium_is_held_in_full():
+    """Drawn by the machine: the model of the engine forgot what comes after a page that lies elsewhere."""
+    machine = WorkerMachine()
+    machine.start(page_size=1, grafts=True)
+    text = [*PARTS[0], *PARTS[1]]
+    machine.store(list(PARTS[0]), "", "CPU")
+    first, second = (own for own, _, _ in machine.engine.chain(text)[:2])
+    machine.index.apply([machine.engine.remove([first], "CPU")])
+    machine.lost_any = True
+    machine.store(text, "", "GPU")
+    machine.index.apply([machine.engine.remove([second], "GPU")])
+    assert machine.index.held(scope(), ids([5000, *text])).shifted == len(text) - 1
+    machine._compare([5000, *text], "")
+
+
 TestWorkers = WorkerMachine.TestCase
 TestWorkers.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 

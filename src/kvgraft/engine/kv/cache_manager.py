@@ -181,18 +181,18 @@ class CacheManager:
     def graft(self, kv: RequestKV) -> None:
         """Copy the plan's spans into the request's slots and unpin their donors. A failure becomes a miss.
 
-        Where spans come from a store (`kv.reads`), `load` is called until it returns True.
+        Where spans come from a store (`kv.held.reads`), `load` is called until it returns True.
         """
         with self._attempt(kv):
             self._grafting.copy_resident(kv)
-            if kv.reads is None:
+            if kv.held.reads is None:
                 self._grafting.note(kv)
-        if kv.reads is None:
+        if kv.held.reads is None:
             kv.held.release_donors()
 
     def load(self, kv: RequestKV) -> bool:
         """Copy what has come from stores since the last call; True when the prompt can be computed. Never waits."""
-        reads, stores = kv.reads, self.space.stores
+        reads, stores = kv.held.reads, self.space.stores
         if reads is None or stores is None:
             return True
         with self._attempt(kv):
@@ -241,8 +241,8 @@ class CacheManager:
     def settle(self, kv: RequestKV) -> None:
         """Load the spans of the plan, and wait for them as long as a request may. For callers that run nothing else."""
         while not self.load(kv):
-            assert kv.reads is not None
-            kv.reads.wait(1.0)
+            assert kv.held.reads is not None
+            kv.held.reads.wait(1.0)
 
     @contextmanager
     def _attempt(self, kv: RequestKV) -> Iterator[None]:

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvgraft.engine.kv.state_row import StateRow
 from kvgraft.engine.kv.window_row import WindowRow
-from kvgraft.graft.model import NO_SNAPSHOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from kvgraft.engine.requests.request import Request
     from kvgraft.reuse.decision import Decision
     from kvgraft.reuse.lineage import Lineage
-    from kvgraft.reuse.reads import StoredReads
     from kvgraft.types import DonorId, GraftPlan, Namespace
 
 
@@ -92,16 +88,11 @@ class RequestKV:
         return self.held.layers.running if isinstance(self.held.layers, StateRow) else None
 
     @property
-    def snapshots(self) -> Mapping[int, int]:
+    def snapshots(self) -> dict[int, int]:
         """Slots of states that are recorded while the prompt is computed, by the number of positions that each reads."""
-        return self.held.layers.recorded if isinstance(self.held.layers, StateRow) else NO_SNAPSHOTS
+        return self.held.layers.recorded if isinstance(self.held.layers, StateRow) else {}
 
     @property
     def swa_indices(self) -> NDArray[np.int64] | None:
         """Like `kv_indices` the slots of window layers, where these have slots of their own; -1 where they are given back."""
         return None if self.windows is None else self.windows.swa_indices
-
-    @property
-    def reads(self) -> StoredReads | None:
-        """Spans on their way from a store; None if none are."""
-        return self.held.reads

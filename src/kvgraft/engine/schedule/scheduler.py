@@ -149,8 +149,8 @@ class Scheduler:
     def wait_for_stores(self, timeout_s: float) -> None:
         """Wait until a store has brought something, for at most `timeout_s`. For when nothing else is to do."""
         for active in self.loading[:1]:
-            if active.kv is not None and active.kv.reads is not None:
-                active.kv.reads.wait(timeout_s)
+            if active.kv is not None and active.kv.held.reads is not None:
+                active.kv.held.reads.wait(timeout_s)
 
     def restart_loading(self) -> None:
         """Send prompts back that wait for stores: their donors are gone."""
@@ -267,7 +267,7 @@ class Scheduler:
         kv = self._manager.begin(sequence, headroom=headroom, stored_len=active.stored_len)
         try:
             self._manager.graft(kv)
-            if kv.reads is None:
+            if kv.held.reads is None:
                 active.start(kv, self._manager.prefill(kv))
             else:
                 active.load(kv)
