@@ -173,19 +173,3 @@ def test_a_prompt_is_aborted_and_sent_again(served, pause):
             for _ in range(pause):
                 served.llm.llm_engine.step()
             served.ask(prompt, max_tokens=3).assert_like(expected)
-
-
-def test_an_engine_that_speculates_is_served_without_reuse(model_folder):
-    """vllm#46971, #14649, #50897, #56709, ascend#16131: speculative decoding beside external hits.
-
-    There drafts overwrite the last block and what is kept of them is wrong, or hits are 0 for ever. Here such an engine is
-    refused by name: it keeps nothing, and answers.
-    """
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    with engine(model_folder, "llama-1-layer", options=OPTIONS, speculative_config=speculation) as one:
-        assert one.scheduler.refusal == "speculative decoding is not supported"
-        prompt = HEAD * 3
-        first, again = (one.ask(prompt, max_tokens=20) for _ in range(2))
-        assert first.tokens == again.tokens
-        assert "speculative decoding" in again.report["miss"]["detail"]
-        assert not len(one.scheduler.registry.catalogue)
