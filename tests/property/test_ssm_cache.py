@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
+from tests.support.ssm_machine import KINDS, POSITIONS, BaseStateMachine
 from tests.support.ssm_model import StateModel
 from tests.support.ssm_walk import random_walk
 
@@ -18,62 +19,18 @@ OPERATIONS_PER_LONG_WALK = 800
 """Times 4 pages, 4 chunks and 8 policies: 102,400 operations."""
 
 
-class StateMachine(RuleBasedStateMachine):
-    page_size = 1
-    chunk_size = 1
-    policy = "lru"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = StateModel(self.page_size, self.chunk_size, self.policy)
-
-    def expand(self, kinds, tail):
-        size = self.page_size
-        pages = ((1,) * size, (2,) * size, (1,) * (size - 1) + (3,))
-        return tuple(token for kind in kinds for token in pages[kind]) + (1,) * (tail % size)
-
-    def spread(self, positions):
-        """Small numbers count chunks, others tokens."""
-        return {position * self.model.alignment if position < 10 else position - 10 for position in positions}
-
-    kinds = st.lists(st.integers(0, 2), max_size=9)
-    positions = st.sets(st.integers(1, 60), max_size=3)
-
-    @rule(kinds=kinds, tail=st.integers(0, 15), lock=st.booleans())
-    def match(self, kinds, tail, lock):
-        self.model.match(self.expand(kinds, tail), lock=lock and len(self.model.locks) < 4)
-
-    @rule(kinds=kinds, tail=st.integers(0, 15), positions=positions, priority=st.integers(0, 2), lock=st.booleans())
-    def insert(self, kinds, tail, positions, priority, lock):
-        lock = lock and len(self.model.locks) < 4
-        self.model.insert(self.expand(kinds, tail), self.spread(positions), priority=priority, lock=lock)
+class StateMachine(BaseStateMachine):
+    def make_model(self) -> StateModel:
+        return StateModel(self.page_size, self.chunk_size, self.policy)
 
     @precondition(lambda self: self.model.locks)
-    @rule(data=st.data(), kinds=kinds, positions=positions)
+    @rule(data=st.data(), kinds=KINDS, positions=POSITIONS)
     def insert_behind_a_lock(self, data, kinds, positions):
         held = data.draw(st.sampled_from(self.model.locks))
         begin = len(held.tokens)
         self.model.insert(
             self.expand(kinds, 0), {begin + position for position in self.spread(positions)} | {begin}, held
         )
-
-    @rule(num_tokens=st.integers(0, 40), num_states=st.integers(0, 4), at_once=st.booleans())
-    def evict(self, num_tokens, num_states, at_once):
-        (self.model.evict_at_once if at_once else self.model.evict)(num_tokens, num_states)
-
-    @precondition(lambda self: self.model.locks)
-    @rule(data=st.data())
-    def unlock(self, data):
-        self.model.unlock(data.draw(st.sampled_from(self.model.locks)))
-
-    @precondition(lambda self: any(held.holds_state for held in self.model.locks))
-    @rule(data=st.data())
-    def release_state(self, data):
-        self.model.release_state(data.draw(st.sampled_from([h for h in self.model.locks if h.holds_state])))
-
-    @invariant()
-    def agrees(self):
-        self.model.check()
 
 
 def machine(page_size, chunk_size, policy):

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
+from tests.support.ssm_machine import KINDS, BaseStateMachine
 from tests.support.tiered_ssm_model import TieredStateModel
 from tests.support.tiered_ssm_walk import random_tiered_walk
 
@@ -21,49 +22,19 @@ SMALL = {"host_pages": 14, "host_states": 5}
 """A host that is full most of the time."""
 
 
-class TieredMachine(RuleBasedStateMachine):
-    page_size = 1
-    chunk_size = 1
-    policy = "lru"
+class TieredMachine(BaseStateMachine):
     host: ClassVar[dict[str, Any]] = {}
+    most_locks = 3
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TieredStateModel(
-            self.page_size, self.chunk_size, self.policy, size=60 * self.page_size, **self.host
-        )
+    def make_model(self) -> TieredStateModel:
+        return TieredStateModel(self.page_size, self.chunk_size, self.policy, size=60 * self.page_size, **self.host)
 
-    def expand(self, kinds, tail):
-        size = self.page_size
-        pages = ((1,) * size, (2,) * size, (1,) * (size - 1) + (3,))
-        return tuple(token for kind in kinds for token in pages[kind]) + (1,) * (tail % size)
-
-    def spread(self, positions):
-        """Small numbers count chunks, others tokens."""
-        return {position * self.model.alignment if position < 10 else position - 10 for position in positions}
-
-    kinds = st.lists(st.integers(0, 2), max_size=9)
-    positions = st.sets(st.integers(1, 60), max_size=3)
-
-    @rule(kinds=kinds, tail=st.integers(0, 15), lock=st.booleans())
-    def match(self, kinds, tail, lock):
-        self.model.match(self.expand(kinds, tail), lock=lock and len(self.model.locks) < 3)
-
-    @rule(kinds=kinds, tail=st.integers(0, 15), positions=positions, priority=st.integers(0, 2), lock=st.booleans())
-    def insert(self, kinds, tail, positions, priority, lock):
-        lock = lock and len(self.model.locks) < 3
-        self.model.insert(self.expand(kinds, tail), self.spread(positions), priority=priority, lock=lock)
-
-    @rule(num_tokens=st.integers(0, 40), num_states=st.integers(0, 4), at_once=st.booleans())
-    def evict(self, num_tokens, num_states, at_once):
-        (self.model.evict_at_once if at_once else self.model.evict)(num_tokens, num_states)
-
-    @rule(kinds=kinds, tail=st.integers(0, 15))
+    @rule(kinds=KINDS, tail=st.integers(0, 15))
     def load_back(self, kinds, tail):
         self.model.load_back(self.expand(kinds, tail))
 
     @precondition(lambda self: len(self.model.tickets) < 2)
-    @rule(kinds=kinds)
+    @rule(kinds=KINDS)
     def begin(self, kinds):
         self.model.begin(self.expand(kinds, 0))
 
@@ -72,23 +43,9 @@ class TieredMachine(RuleBasedStateMachine):
     def end(self, commit):
         self.model.end(commit=commit)
 
-    @precondition(lambda self: self.model.locks)
-    @rule(data=st.data())
-    def unlock(self, data):
-        self.model.unlock(data.draw(st.sampled_from(self.model.locks)))
-
-    @precondition(lambda self: any(held.holds_state for held in self.model.locks))
-    @rule(data=st.data())
-    def release_state(self, data):
-        self.model.release_state(data.draw(st.sampled_from([h for h in self.model.locks if h.holds_state])))
-
     @rule()
     def reset(self):
         self.model.reset()
-
-    @invariant()
-    def agrees(self):
-        self.model.check()
 
 
 def machine(page_size, chunk_size, policy, host):
