@@ -15,6 +15,7 @@ import numpy as np
 from kvgraft.bench.agents import AGENT_KINDS, AgentPrompt, AgentSettings, agent_prompts
 from kvgraft.bench.packs import PackSession, Workload
 from kvgraft.bench.reuse import measure_reuse
+from kvgraft.bench.timed_answer import timed_answer
 from kvgraft.bench.ttft import SHORT_ANSWER
 from kvgraft.engine import LLM
 from kvgraft.types import ReuseMode
@@ -22,7 +23,6 @@ from kvgraft.types import ReuseMode
 from .measured import MeasuredTable
 from .settings import TableSettings, clock_option, option
 from .statistics import mean, median, percentile, ratio_of_sums, with_interval
-from .timing import CLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,19 +118,14 @@ def _turn(engines: tuple[LLM, LLM], prompt: AgentPrompt) -> Row:
 
 def _answer(llm: LLM, prompt: str, mode: ReuseMode, *, salt: str) -> Row:
     """Milliseconds to the first token and to the last by clock, reused tokens, and the first token."""
-    times: list[list[float]] = []
-    began = [clock() for clock in CLOCKS.values()]
-    for part in llm.stream(prompt, SHORT_ANSWER, mode, cache_salt=salt):
-        times.append([round(1e3 * (clock() - start), 3) for clock, start in zip(CLOCKS.values(), began, strict=True)])
-        output = part.output
-    assert output is not None
-    report = output.report
-    return {
-        **{f"{clock}_ms": value for clock, value in zip(CLOCKS, times[0], strict=True)},
-        **{f"{clock}_answer_ms": value for clock, value in zip(CLOCKS, times[-1], strict=True)},
-        "tokens": int(report.exact_tokens + report.shifted_tokens),
-        "first": output.token_ids[0],
+    answer = timed_answer(llm, prompt, SHORT_ANSWER, mode, cache_salt=salt)
+    row: Row = {
+        "tokens": int(answer.report.exact_tokens + answer.report.shifted_tokens),
+        "first": answer.output.token_ids[0],
     }
+    for clock, times_s in (("wall", answer.times_s), ("cpu", answer.cpu_times_s)):
+        row |= {f"{clock}_ms": round(1e3 * times_s[0], 3), f"{clock}_answer_ms": round(1e3 * times_s[-1], 3)}
+    return row
 
 
 def _rows(kind: str, records: Sequence[Row], settings: TurnsSettings) -> list[Row]:

@@ -21,10 +21,12 @@ class TimedAnswer:
     Attributes:
         output: The result.
         times_s: Seconds from the call to each token, at least one, ascending.
+        cpu_times_s: The same on the clock of the process, which counts its work alone.
     """
 
     output: RequestOutput
     times_s: tuple[float, ...]
+    cpu_times_s: tuple[float, ...] = ()
 
     @property
     def report(self) -> GraftReport:
@@ -54,13 +56,14 @@ class TimedAnswer:
 
 
 def timed_answer(
-    llm: LLM, prompt: TokenArray, sampling: SamplingParams, reuse: ReuseMode, **options: Unpack[OptionFields]
+    llm: LLM, prompt: str | TokenArray, sampling: SamplingParams, reuse: ReuseMode, **options: Unpack[OptionFields]
 ) -> TimedAnswer:
     """Serve `prompt` and note when each token comes; arguments as for `LLM.stream`."""
-    started = time.perf_counter()
-    times, output = [], None
+    started, cpu_started = time.perf_counter(), time.process_time()
+    times, cpu_times, output = [], [], None
     for part in llm.stream(prompt, sampling, reuse, **options):
         times.append(time.perf_counter() - started)
+        cpu_times.append(time.process_time() - cpu_started)
         output = part.output
     assert output is not None
-    return TimedAnswer(output, tuple(times))
+    return TimedAnswer(output, tuple(times), tuple(cpu_times))

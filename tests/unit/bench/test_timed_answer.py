@@ -28,4 +28,6 @@ def test_every_token_of_a_request_has_a_time():
     answer = timed_answer(llm, prompt, SamplingParams(6, ignore_eos=True), ReuseMode.OFF)
     assert len(answer.times_s) == len(answer.output.token_ids) == 6
     assert list(answer.times_s) == sorted(answer.times_s)
+    assert len(answer.cpu_times_s) == 6
+    assert list(answer.cpu_times_s) == sorted(answer.cpu_times_s)
     assert answer.report.num_tokens == 100

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvgraft.bench.gpu.card import gb_per_s
-from kvgraft.bench.gpu.subject import bytes_per_token
 from kvgraft.bench.ttft import Draws
 from kvgraft.errors import ConfigError
 from kvgraft.graft.model import SequenceRows
@@ -108,7 +107,7 @@ def measure_capture(
             times = _Times(llm, card, rows)
             while not times.landed or (len(times.landed) < rounds and time.perf_counter() < ends):
                 times.take(partial(reader.read, [home], positions))
-            found[name] = times.row(len(positions) * bytes_per_token(llm.loaded)) | {"captured_tokens": len(positions)}
+            found[name] = times.row(len(positions) * pool.bytes_per_token) | {"captured_tokens": len(positions)}
         return {**found, "num_waits": getattr(reader, "num_waits", 0)}
     finally:
         reader.close()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.bench.gpu.card import gb_per_s
-from kvgraft.bench.gpu.subject import bytes_per_token
 from kvgraft.errors import ConfigError
 from kvgraft.graft.executor import BlockSource, RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory.block import KVBlock
@@ -38,7 +37,7 @@ def measure_copies(
         raise ConfigError(f"K/V of this model are not moved: {llm.graft_refusal}")
     llm.reset()  # no slot is held, so that all may be written
     count = min(_MOST_TOKENS, (pool.num_slots - _SHIFT) // 2, llm.max_model_len - _SHIFT)
-    num_bytes = count * bytes_per_token(llm.loaded)
+    num_bytes = count * pool.bytes_per_token
     ours, theirs = np.arange(count), np.arange(count, 2 * count)
     scattered = np.random.default_rng(0).permutation(theirs)
     target = pool.place(ours)

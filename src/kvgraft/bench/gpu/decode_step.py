@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.bench.gpu.card import gb_per_s
-from kvgraft.bench.gpu.subject import bytes_per_token, weight_bytes
+from kvgraft.bench.gpu.subject import weight_bytes
 from kvgraft.bench.ttft import Draws
 from kvgraft.graft.model import SequenceRows
 
@@ -45,12 +45,12 @@ def measure_decode_step(
             skipped[length] = reason or f"it is shorter than {2 * max(REPAIR_ROWS)} tokens"
             continue
         plain_s = 0.0
+        num_bytes = weight_bytes(llm.loaded.model) + length * llm.adapter.pool.bytes_per_token
         for count in REPAIR_ROWS:
             batch = [_rows(llm, length, count, seed)]
             share_s = deadline.left_s / (len(REPAIR_ROWS) * len(lengths))
             timing = card.timed(partial(llm.adapter.forward, batch), rounds=rounds, budget_s=share_s)
             plain_s = plain_s or timing.seconds
-            num_bytes = weight_bytes(llm.loaded.model) + length * bytes_per_token(llm.loaded)
             rows.append(
                 {
                     "length": length,

@@ -79,7 +79,7 @@ def one_layer(loaded: LoadedModel, seed: int) -> LoadedModel:
 
 
 def bytes_per_token(loaded: LoadedModel) -> int:
-    """Return the bytes of one token's K/V in all layers."""
+    """Return the bytes of one token's K/V in all layers by the configuration, where no engine has read them off the model."""
     text = loaded.model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
