@@ -172,19 +172,19 @@ class TieredKVSpace(KVSpace):
                 f"{self._tier.num_held} host slots are held and {self._tiered.host_size} tokens of prefixes lie there"
             )
 
-    def take_slots(self, num_tokens: int) -> SlotArray | None:
+    def take_slots(self, num_slots: int) -> SlotArray | None:
         """See `DeviceSlots.take_slots`."""
         try:
-            slots = self.allocate(num_tokens)
+            slots = self.allocate(num_slots)
         except CapacityError as error:
             logger.debug("a prefix stays on the host: %s", error)
             return None
         self.allocator.transfer(slots, Owner.REQUEST, Owner.CACHE)
         return slots
 
-    def give_slots_back(self, kv_indices: SlotArray) -> None:
+    def give_slots_back(self, slots: SlotArray) -> None:
         """See `DeviceSlots.give_slots_back`."""
-        self.allocator.release(kv_indices, Owner.CACHE)
+        self.allocator.release(slots, Owner.CACHE)
 
 
 class TieredStateKVSpace(TieredKVSpace, StateKVSpace):
@@ -232,13 +232,13 @@ class _DeviceStates:
     def __init__(self, space: StateKVSpace) -> None:
         self._space = space
 
-    def take_slots(self, num_tokens: int) -> SlotArray | None:
+    def take_slots(self, num_slots: int) -> SlotArray | None:
         """Give states while one is left for the request that asks: it goes on from a copy."""
         usage = self._space.state_usage()
-        if usage.total - usage.request <= num_tokens:
+        if usage.total - usage.request <= num_slots:
             return None
         try:
-            taken = [self._space.take_state() for _ in range(num_tokens)]
+            taken = [self._space.take_state() for _ in range(num_slots)]
         except CapacityError as error:
             logger.debug("a state stays on the host: %s", error)
             return None
@@ -246,6 +246,6 @@ class _DeviceStates:
         self._space.states.transfer(states, Owner.REQUEST, Owner.CACHE)
         return states
 
-    def give_slots_back(self, kv_indices: SlotArray) -> None:
+    def give_slots_back(self, slots: SlotArray) -> None:
         """See `DeviceSlots.give_slots_back`."""
-        self._space.states.release(kv_indices, Owner.CACHE)
+        self._space.states.release(slots, Owner.CACHE)
