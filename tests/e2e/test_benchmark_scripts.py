@@ -228,8 +228,10 @@ class TestNewText:
 
     def test_ratios_are_those_of_medians(self, script):
         off = [script.Measured(1.0, 0.5, 0)] * 5
-        row = script.figures([script.Measured(1.1, 0.6, 0)] * 5, off, 0)
-        assert (row["ms_ratio"], row["cpu_ms_ratio"], row["ms_ratio_ci"]) == (1.1, 1.2, [1.1, 1.1])
+        exact = [script.Measured(0.5, 0.3, 0)] * 5
+        row = script.figures([script.Measured(1.1, 0.6, 0)] * 5, {"off": off, "exact": exact}, 0)
+        assert (row["ms_of_off"], row["cpu_ms_of_off"], row["ms_of_off_ci"]) == (1.1, 1.2, [1.1, 1.1])
+        assert (row["ms_of_exact"], row["cpu_ms_of_exact"]) == (2.2, 2.0)
 
     def test_processor_time_is_that_of_the_group(self, script):
         before, started = script.cpu_seconds(os.getpgid(0)), time.process_time()
