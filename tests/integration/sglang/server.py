@@ -28,7 +28,7 @@ _OPTIONS = {
     "--attention-backend": "torch_native",
     "--grammar-backend": "none",
     "--dtype": "float32",
-    "--mem-fraction-static": "0.1",
+    "--mem-fraction-static": "0.8",  # of what is free when it starts, whatever else takes memory then; tokens are the bound
     "--max-running-requests": "16",
     "--chunked-prefill-size": "8192",
     "--context-length": "8192",
