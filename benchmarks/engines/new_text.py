@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,10 +143,10 @@ def servers_of(name: str, site: Site, args: argparse.Namespace, stack: ExitStack
     for number, (side, tree) in enumerate(trees.items()):
         print(f"{name} {side}: starting", file=sys.stderr)
         os.environ["PYTHONPATH"] = str(tree / "src")
-        folder = Site(site.model, site.threads, site.max_tokens, site.folder / side)
-        folder.folder.mkdir(exist_ok=True)
+        own = replace(site, folder=site.folder / side)
+        own.folder.mkdir(exist_ok=True)
         variant = side if side in (OFF, EXACT) else "kvgraft"
-        server = stack.enter_context(EngineServer(ENGINES[name], variant, folder, args.port + 20 * number))
+        server = stack.enter_context(EngineServer(ENGINES[name], variant, own, args.port + 20 * number))
         server.pause()
         sides.append(Side(side, server))
     return sides
@@ -164,6 +164,10 @@ def main() -> int:
     parser.add_argument("--healing", action="store_true", help="leave text to heal")
     parser.add_argument("--threads", type=int, default=1, help="that engines compute on")
     parser.add_argument("--kv-tokens", type=int, default=4_800, help="that K/V have room for; vLLM has its 1 GiB")
+    parser.add_argument(
+        "--host-bytes",
+        help="host memory of donors; what 12 prompts fill shows a server that has run for long, whose memory has its pages",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=31_600)
     args = parser.parse_args()
@@ -171,7 +175,7 @@ def main() -> int:
     suite_servers.KV_BYTES = f"{args.kv_tokens * (1 << 30) // 23_000}"
     rows, versions = [], {}
     with tempfile.TemporaryDirectory(prefix="kvgraft-new-text-") as folder:
-        site = Site(args.model.resolve(), args.threads, 3 * args.tokens + 256, Path(folder))
+        site = Site(args.model.resolve(), args.threads, 3 * args.tokens + 256, Path(folder), args.host_bytes)
         for name in args.engines:
             engine = ENGINES[name]
             versions[name] = package_versions(Path(site.python(engine.venv)).parents[1], engine.packages)

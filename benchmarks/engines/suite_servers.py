@@ -41,6 +41,7 @@ class Site:
         threads: That every engine computes on.
         max_tokens: Longest sequence.
         folder: For what servers leave behind.
+        host_bytes: Host memory of donors; None is each engine's default.
         root: Folder of the environments `.venv`, `.venv-vllm` and `.venv-sglang`.
     """
 
@@ -48,6 +49,7 @@ class Site:
     threads: int
     max_tokens: int
     folder: Path
+    host_bytes: str | None = None
     root: Path = _ROOT
 
     def python(self, venv: str) -> str:
@@ -184,11 +186,13 @@ def _embedded(site: Site, variant: str, port: int) -> list[str]:
         "--kv-bytes": KV_BYTES,
         "--reuse": modes[variant],
     }
+    values |= {"--host-bytes": site.host_bytes} if site.host_bytes else {}
     return ["-m", "kvgraft", "serve", *_words(values)]
 
 
 def _vllm(site: Site, variant: str, port: int) -> list[str]:
-    transfer = CONNECTOR if variant == "kvgraft" else None
+    extra = {"kv_connector_extra_config": {"host_bytes": site.host_bytes}} if site.host_bytes else {}
+    transfer = CONNECTOR | extra if variant == "kvgraft" else None
     settings = ServerSettings(
         site.root / ".venv-vllm",
         site.model,
@@ -230,6 +234,7 @@ def _sglang_environ(site: Site, variant: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(site.threads),
         "PYTHONPATH": path,
         "KVGRAFT_STATE_DIR": str(site.folder / f"sglang-{variant}"),
+        **({"KVGRAFT_HOST_BYTES": site.host_bytes} if site.host_bytes else {}),
     }
 
 
