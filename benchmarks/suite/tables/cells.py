@@ -29,7 +29,7 @@ def claims(
     claimed: Sequence[tuple[str, str, Sequence[str]]],
     measured: Mapping[str, str],
     *,
-    otherwise: str = "not measured",
+    otherwise: Callable[[str], str] = lambda _: "",
 ) -> str:
     """Return a table of what others say, beside our figures.
 
@@ -37,12 +37,17 @@ def claims(
         head: Of the three columns.
         claimed: Subject, their words, and the names of our rows that answer it.
         measured: Figures of those rows by name.
-        otherwise: Stands where none of them was measured.
+        otherwise: Returns, for a subject, what stands after the figures of it; empty for nothing.
     """
     return lines(
         head,
         [
-            [about, says, "; ".join(measured[name] for name in names if name in measured) or otherwise]
+            [
+                about,
+                says,
+                "; ".join([*(measured[name] for name in names if name in measured), *filter(None, [otherwise(about)])])
+                or "not measured",
+            ]
             for about, says, names in claimed
         ],
     )

@@ -6,34 +6,38 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
+from ..sources import PUBLIC, chosen_datasets
 from .cells import Result, Row, claims, number, ranged, share, sides, table, text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgraft.bench.panels import Panel
 
 _CLAIMS = (
-    ("LongEval", "82.6 % hits; its repository has 7.4-9.4 %", ("lines",)),
-    ("WikiText-103", "75.7 % hits; its repository has 9.8-15.5 %", ()),
-    ("NarrativeQA", "29.6 % hits; its repository has 8 %", ()),
-    ("TriviaQA", "24.8 % hits; its repository has 90.6 %", ()),
-    ("SCBench", "17.6 % hits; its repository has 23-40 %", ()),
+    ("LongEval", "82.6 % hits; its repository has 7.4-9.4 %", ("LongEval", "lines")),
+    ("WikiText-103", "75.7 % hits; its repository has 9.8-15.5 %", ("WikiText-103",)),
+    ("NarrativeQA", "29.6 % hits; its repository has 8 %", ("NarrativeQA",)),
+    ("TriviaQA", "24.8 % hits; its repository has 90.6 %", ("TriviaQA",)),
+    ("SCBench", "17.6 % hits; its repository has 23-40 %", ("SCBench",)),
     (
         "CNN/DailyMail",
         "50 % hits; first tokens 7.1x at 8K, 9.4x at 16K, 12.2x at 24K, of donors that match",
-        ("xtemplate: CNN/DailyMail",),
+        ("CNN/DailyMail", "xtemplate: CNN/DailyMail"),
     ),
-    ("MultiNews", "75 % hits", ()),
-    ("SAMSum", "88 % hits, perplexity ratio 1.140-1.198", ("xtemplate: SAMSum",)),
+    ("MultiNews", "75 % hits", ("MultiNews",)),
+    ("SAMSum", "88 % hits, perplexity ratio 1.140-1.198", ("SAMSum", "xtemplate: SAMSum")),
     (
         "real conversations (WildChat)",
         "29.2 and 30.0 % hits, first tokens: one cold median over each request's own time",
-        ("ShareGPT", "Arena-Hard"),
+        ("WildChat", "ShareGPT", "Arena-Hard"),
     ),
     ("conversations of several turns", "99.5 % hits, 5.1x", ("mturn",)),
     ("a passage behind other instructions", "3.26x and 3.71x", ("xinstr", "rag: XQuAD", "rag: HotpotQA")),
 )
 """READMEs of SemBlend 0.3.25 and of earlier versions, and the rows that answer them."""
-_COMMAND = 'not measured; with the data as lines of `{"input": ...}`: `kvgraft bench reuse FILE.jsonl`'
+_STAND_INS = frozenset({"ShareGPT", "Arena-Hard"})
+"""Rows that say something of a claim, and are no data of it."""
 
 
 def _name(row: Row) -> str:
@@ -73,7 +77,26 @@ def _claims(result: Result) -> str:
     measured = {row["dataset"]: _measured(row) for row in result["rows"]}
     is_chosen = bool(result["settings"].get("names"))
     found = [claim for claim in _CLAIMS if not is_chosen or measured.keys() & set(claim[2])]
-    return claims(("claim", "SemBlend says", "ours, measured"), found, measured, otherwise=_COMMAND)
+    remedies = {about: _remedy(names) for about, _, names in found if not measured.keys() & set(names) - _STAND_INS}
+    return claims(
+        ("claim", "SemBlend says", "ours, measured"), found, measured, otherwise=lambda about: remedies.get(about, "")
+    )
+
+
+def _remedy(names: Sequence[str]) -> str:
+    """Return the commands that measure the first of these rows with files of the data set, if it is one of these."""
+    dataset = chosen_datasets(names[:1])[0]
+    if dataset not in PUBLIC:
+        return ""
+    return remedy(dataset.name, dataset.pack, "datasets --names")
+
+
+def remedy(name: str, pack: str, table_and_option: str) -> str:
+    """Say that a data set is not measured, and return the commands that make a pack of its file and measure that."""
+    return (
+        f"{name} is not among the packs; with a file of it: `kvgraft bench pack dataset {pack} FILE --output packs`, "
+        f"then `python -m benchmarks.suite {table_and_option} {pack} --data packs`"
+    )
 
 
 def _sampled(result: Result) -> list[Row]:
