@@ -91,6 +91,20 @@ def ranged(name: str, form: str = ".2f", unit: str = "") -> Cell:
     return write
 
 
+def ranged_share(name: str) -> Cell:
+    """A share as percent, to a tenth, with its interval where the row has one that is not the share itself."""
+
+    def write(row: Row) -> str:
+        percents = {
+            f"{name}{end}": value * 100
+            for end in ("", "_low", "_high")
+            if (value := row.get(f"{name}{end}")) is not None
+        }
+        return ranged(name, ".1f", " %")(percents)
+
+    return write
+
+
 def sides(name: str) -> Cell:
     """The figures of a request without and with reuse."""
 
