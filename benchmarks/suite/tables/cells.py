@@ -28,8 +28,7 @@ def claims(
     head: Sequence[str],
     claimed: Sequence[tuple[str, str, Sequence[str]]],
     measured: Mapping[str, str],
-    *,
-    otherwise: Callable[[str], str] = lambda _: "",
+    remedies: Mapping[str, str] | None = None,
 ) -> str:
     """Return a table of what others say, beside our figures.
 
@@ -37,20 +36,14 @@ def claims(
         head: Of the three columns.
         claimed: Subject, their words, and the names of our rows that answer it.
         measured: Figures of those rows by name.
-        otherwise: Returns, for a subject, what stands after the figures of it; empty for nothing.
+        remedies: By subject, how to measure what was not; stands after the figures.
     """
-    return lines(
-        head,
-        [
-            [
-                about,
-                says,
-                "; ".join([*(measured[name] for name in names if name in measured), *filter(None, [otherwise(about)])])
-                or "not measured",
-            ]
-            for about, says, names in claimed
-        ],
-    )
+    written = []
+    for about, says, names in claimed:
+        found = [measured[name] for name in names if name in measured]
+        found += [remedies[about]] if remedies and about in remedies else []
+        written.append([about, says, "; ".join(found) or "not measured"])
+    return lines(head, written)
 
 
 def text(name: str) -> Cell:

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from ..sources import PUBLIC, chosen_datasets
+from ..sources import PUBLIC
 from .cells import Result, Row, claims, number, ranged, share, sides, table, text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvgraft.bench.panels import Panel
 
 _CLAIMS = (
@@ -79,18 +77,15 @@ def _claims(result: Result) -> str:
     measured = {row["dataset"]: _measured(row) for row in result["rows"]}
     is_chosen = bool(result["settings"].get("names"))
     found = [claim for claim in _CLAIMS if not is_chosen or measured.keys() & set(claim[2])]
-    remedies = {about: _remedy(names) for about, _, names in found if not measured.keys() & set(names) - _STAND_INS}
-    return claims(
-        ("claim", "SemBlend says", "ours, measured"), found, measured, otherwise=lambda about: remedies.get(about, "")
-    )
+    remedies = {about: _remedy(names[0]) for about, _, names in found if not measured.keys() & set(names) - _STAND_INS}
+    remedies = {about: commands for about, commands in remedies.items() if commands}
+    return claims(("claim", "SemBlend says", "ours, measured"), found, measured, remedies)
 
 
-def _remedy(names: Sequence[str]) -> str:
-    """Return the commands that measure the first of these rows with files of the data set, if it is one of these."""
-    dataset = chosen_datasets(names[:1])[0]
-    if dataset not in PUBLIC:
-        return ""
-    return remedy(dataset.name, dataset.pack, "datasets --names")
+def _remedy(row: str) -> str:
+    """Return the commands that measure a row with files of its data set, if it is one of those that have some."""
+    pack = next((dataset.pack for dataset in PUBLIC if dataset.name == row), None)
+    return "" if pack is None else remedy(row, pack, "datasets --names")
 
 
 def remedy(name: str, pack: str, table_and_option: str) -> str:
