@@ -128,6 +128,7 @@ def planned(suite: Suite, tokenize: Callable[[str], NDArray[np.int32]], min_run:
         "aligned_chunks_share": chunks / tokens,
         "reused_share": found.reused_tokens / tokens,
         "bound_share": found.bound_tokens / tokens,
+        "half_share": found.half_reused / max(found.requests, 1),
         "wrong_tokens": found.wrong_tokens,
         "lookup_ms": found.lookup_ms["p50"],
         "lookup_p99_ms": found.lookup_ms["p99"],

@@ -35,6 +35,19 @@ class Dataset:
     is_control: bool = False
 
 
+PUBLIC = (
+    Dataset("WildChat", "wildchat"),
+    Dataset("LongEval", "longeval"),
+    Dataset("WikiText-103", "wikitext-103"),
+    Dataset("NarrativeQA", "narrativeqa"),
+    Dataset("TriviaQA", "triviaqa"),
+    Dataset("SCBench", "scbench"),
+    Dataset("CNN/DailyMail", "cnn_dailymail"),
+    Dataset("MultiNews", "multi_news"),
+    Dataset("SAMSum", "samsum"),
+    Dataset("LooGLE", "loogle"),
+)
+"""Packs that `kvgraft bench pack dataset` makes of files of these data sets."""
 DATASETS = (
     Dataset(BUILTIN, BUILTIN),
     Dataset(BUILTIN_RAG, BUILTIN_RAG, has_documents=False),
@@ -51,6 +64,7 @@ DATASETS = (
     Dataset("agents: tau-bench", "agent_taubench"),
     Dataset("ShareGPT", "sharegpt_aibrix", has_documents=False, is_control=True),
     Dataset("Arena-Hard", "arena_hard_v01", has_documents=False, is_control=True),
+    *PUBLIC,
 )
 
 

@@ -112,6 +112,9 @@ TRANSCRIPT_FILES = {
     "answers.json": (Path(__file__).parent / "answers.json").read_text(),
 }
 
+CONVERSATION = json.dumps({"hashed_ip": "a", "conversation": [{"role": "user", "content": "word " * 1_000}]}) + "\n"
+"""A line of WildChat."""
+
 
 def name_of(snippet: Snippet, table: Mapping[str, str]) -> str | None:
     """The entry of a table that means this block."""
@@ -264,6 +267,7 @@ def test_the_line_does_what_it_says(snippet, command, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "server.yaml").write_text("port: 9000\n")
     (tmp_path / "answers.json").write_text(TRANSCRIPT_FILES["answers.json"])
+    (tmp_path / "train.jsonl").write_text(2 * CONVERSATION)
     for old, new in SHORTER.items():
         command = re.sub(rf"^{re.escape(old)}(?=$| )", new, command)
     code = main(words_of(command)[1:])

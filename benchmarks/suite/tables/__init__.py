@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import answers, cost, datasets, engines, length, peers, quality, repair, similarity, turns
+from . import answers, cosine, cost, datasets, engines, length, peers, quality, repair, similarity, turns
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,5 +20,6 @@ TABLES: dict[str, ModuleType] = {
     "cost": cost,
     "repair": repair,
     "answers": answers,
+    "cosine": cosine,
 }
-"""In the order of the page, T1 to T10."""
+"""In the order of the page, T1 to T11."""

@@ -28,8 +28,7 @@ def claims(
     head: Sequence[str],
     claimed: Sequence[tuple[str, str, Sequence[str]]],
     measured: Mapping[str, str],
-    *,
-    otherwise: str = "not measured",
+    remedies: Mapping[str, str] | None = None,
 ) -> str:
     """Return a table of what others say, beside our figures.
 
@@ -37,15 +36,14 @@ def claims(
         head: Of the three columns.
         claimed: Subject, their words, and the names of our rows that answer it.
         measured: Figures of those rows by name.
-        otherwise: Stands where none of them was measured.
+        remedies: By subject, how to measure what was not; stands after the figures.
     """
-    return lines(
-        head,
-        [
-            [about, says, "; ".join(measured[name] for name in names if name in measured) or otherwise]
-            for about, says, names in claimed
-        ],
-    )
+    written = []
+    for about, says, names in claimed:
+        found = [measured[name] for name in names if name in measured]
+        found += [remedies[about]] if remedies and about in remedies else []
+        written.append([about, says, "; ".join(found) or "not measured"])
+    return lines(head, written)
 
 
 def text(name: str) -> Cell:
@@ -82,6 +80,20 @@ def ranged(name: str, form: str = ".2f", unit: str = "") -> Cell:
             return NOTHING
         interval = "" if low is None or high is None or low == high else f" [{low:{form}}, {high:{form}}]"
         return f"{found:{form}}{unit}{interval}"
+
+    return write
+
+
+def ranged_share(name: str) -> Cell:
+    """A share as percent, to a tenth, with its interval where the row has one that is not the share itself."""
+
+    def write(row: Row) -> str:
+        percents = {
+            f"{name}{end}": value * 100
+            for end in ("", "_low", "_high")
+            if (value := row.get(f"{name}{end}")) is not None
+        }
+        return ranged(name, ".1f", " %")(percents)
 
     return write
 

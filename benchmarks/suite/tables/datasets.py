@@ -6,34 +6,36 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
+from ..sources import PUBLIC
 from .cells import Result, Row, claims, number, ranged, share, sides, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
 
 _CLAIMS = (
-    ("LongEval", "82.6 % hits; its repository has 7.4-9.4 %", ("lines",)),
-    ("WikiText-103", "75.7 % hits; its repository has 9.8-15.5 %", ()),
-    ("NarrativeQA", "29.6 % hits; its repository has 8 %", ()),
-    ("TriviaQA", "24.8 % hits; its repository has 90.6 %", ()),
-    ("SCBench", "17.6 % hits; its repository has 23-40 %", ()),
+    ("LongEval", "82.6 % hits; its repository has 7.4-9.4 %", ("LongEval", "lines")),
+    ("WikiText-103", "75.7 % hits; its repository has 9.8-15.5 %", ("WikiText-103",)),
+    ("NarrativeQA", "29.6 % hits; its repository has 8 %", ("NarrativeQA",)),
+    ("TriviaQA", "24.8 % hits; its repository has 90.6 %", ("TriviaQA",)),
+    ("SCBench", "17.6 % hits; its repository has 23-40 %", ("SCBench",)),
     (
         "CNN/DailyMail",
         "50 % hits; first tokens 7.1x at 8K, 9.4x at 16K, 12.2x at 24K, of donors that match",
-        ("xtemplate: CNN/DailyMail",),
+        ("CNN/DailyMail", "xtemplate: CNN/DailyMail"),
     ),
-    ("MultiNews", "75 % hits", ()),
-    ("SAMSum", "88 % hits, perplexity ratio 1.140-1.198", ("xtemplate: SAMSum",)),
+    ("MultiNews", "75 % hits", ("MultiNews",)),
+    ("SAMSum", "88 % hits, perplexity ratio 1.140-1.198", ("SAMSum", "xtemplate: SAMSum")),
     (
         "real conversations (WildChat)",
         "29.2 and 30.0 % hits, first tokens: one cold median over each request's own time",
-        ("ShareGPT", "Arena-Hard"),
+        ("WildChat", "ShareGPT", "Arena-Hard"),
     ),
     ("conversations of several turns", "99.5 % hits, 5.1x", ("mturn",)),
     ("a passage behind other instructions", "3.26x and 3.71x", ("xinstr", "rag: XQuAD", "rag: HotpotQA")),
 )
 """READMEs of SemBlend 0.3.25 and of earlier versions, and the rows that answer them."""
-_COMMAND = 'not measured; with the data as lines of `{"input": ...}`: `kvgraft bench reuse FILE.jsonl`'
+_STAND_INS = frozenset({"ShareGPT", "Arena-Hard"})
+"""Rows that say something of a claim, and are no data of it."""
 
 
 def _name(row: Row) -> str:
@@ -41,6 +43,7 @@ def _name(row: Row) -> str:
 
 
 _SPEEDUP = ranged("speedup_all_ratio", ".2f", "x")
+_HALF = "half reused"
 _SHARES = (
     ("data set", _name),
     ("prompts", number("requests", ",")),
@@ -50,6 +53,7 @@ _SHARES = (
     ("256-chunks", share("aligned_chunks_share")),
     ("ours", share("reused_share")),
     ("bound", share("bound_share")),
+    (_HALF, share("half_share")),
     ("wrong tokens", text("wrong_tokens")),
 )
 _SAMPLE = (
@@ -73,15 +77,37 @@ def _claims(result: Result) -> str:
     measured = {row["dataset"]: _measured(row) for row in result["rows"]}
     is_chosen = bool(result["settings"].get("names"))
     found = [claim for claim in _CLAIMS if not is_chosen or measured.keys() & set(claim[2])]
-    return claims(("claim", "SemBlend says", "ours, measured"), found, measured, otherwise=_COMMAND)
+    remedies = {about: _remedy(names[0]) for about, _, names in found if not measured.keys() & set(names) - _STAND_INS}
+    remedies = {about: commands for about, commands in remedies.items() if commands}
+    return claims(("claim", "SemBlend says", "ours, measured"), found, measured, remedies)
+
+
+def _remedy(row: str) -> str:
+    """Return the commands that measure a row with files of its data set, if it is one of those that have some."""
+    pack = next((dataset.pack for dataset in PUBLIC if dataset.name == row), None)
+    return "" if pack is None else remedy(row, pack, "datasets --names")
+
+
+def remedy(name: str, pack: str, table_and_option: str) -> str:
+    """Say that a data set is not measured, and return the commands that make a pack of its file and measure that."""
+    return (
+        f"{name} is not among the packs; with a file of it: `kvgraft bench pack dataset {pack} FILE --output packs`, "
+        f"then `python -m benchmarks.suite {table_and_option} {pack} --data packs`"
+    )
 
 
 def _sampled(result: Result) -> list[Row]:
     return [row for row in result["rows"] if row["sample"]]
 
 
+def _shares(result: Result) -> str:
+    """Of a record from before prompts with half their tokens reused were counted, the other columns."""
+    counts_halves = all("half_share" in row for row in result["rows"])
+    return table([each for each in _SHARES if counts_halves or each[0] != _HALF], result["rows"])
+
+
 BLOCKS = {
-    "shares": lambda result: table(_SHARES, result["rows"]),
+    "shares": _shares,
     "sample": lambda result: table(_SAMPLE, _sampled(result)),
     "claims": _claims,
 }

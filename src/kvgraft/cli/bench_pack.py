@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraft.cli import bench_pack_dataset
 from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.errors import ConfigError
 
@@ -24,7 +25,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command."""
     parser = subparsers.add_parser(
         "pack",
-        help="make request packs of agents",
+        help="make request packs of agents, or of a public data set's files",
         description="Make request packs that other benchmarks read.",
     )
     makers = parser.add_subparsers(title="packs", metavar="PACK", required=True)
@@ -58,6 +59,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--json", action="store_true", help="print the counts of every turn as JSON")
     add_plot_option(agent)
     agent.set_defaults(run=run)
+    bench_pack_dataset.register(makers)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,10 +3,13 @@
 850 tokens of SmolLM2 in float32, 39 MB, one thread: 13 ms into new memory, 2.5 ms into memory that was used before. Pages of
 2 MiB make new memory cheap where the kernel has such pages, and cost 100 ms where it has to make them first. So memory that
 comes back is kept for later blocks, and what the next block will need is touched by a thread, a moment after the last one.
+
+Page-locked memory is kept in the same way, within a limit: a piece for which no room is left comes from memory that is not.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import time
@@ -25,12 +28,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.memory.extents import SlotArray
+    from kvgraft.memory.page_lock import PageLock
+
+logger = logging.getLogger(__name__)
 
 UNIT = 1 << 16
 """Bytes in which slabs are divided."""
 LEAST_BYTES = 1 << 20
 """Smaller pieces are left to the system's own allocator, which has such memory at hand."""
 _SLAB_BYTES = 256 << 20
+_SLABS_OF_LIMIT = 8
+"""Slabs of which page-locked memory is made, or more where these would be longer than it takes to lock one in a moment."""
 _PAGE = 4096
 _REST_S = 0.05
 """Between a block and the touching of memory for the next one: an answer that is on its way goes first."""
@@ -69,11 +77,16 @@ class HostMemory:
         slab_bytes: Memory that is asked of the system at once, or more where a piece is longer; it has pages once it is used.
         touches: Whether a thread touches what the next piece will need.
         num_touched: Units that the thread has touched.
+        pages: Locks the pages of slabs; None leaves them to the system. A device may still read what came back: memory is
+            used again after it has settled.
+        limit_bytes: Most memory that is locked. What does not fit is taken from `HOST_MEMORY`.
     """
 
     slab_bytes: int = _SLAB_BYTES
     touches: bool = True
     num_touched: int = 0
+    pages: PageLock | None = None
+    limit_bytes: int = 0
     _slabs: list[_Slab] = field(default_factory=list)
     _returned: deque[tuple[_Slab, SlotArray]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,10 +95,13 @@ class HostMemory:
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 memory of exactly `num_bytes`, with anything in it."""
-        if num_bytes < LEAST_BYTES:
+        if num_bytes < LEAST_BYTES and self.pages is None:
             return torch.empty(num_bytes, dtype=torch.uint8)
         with self._lock:
-            slab, units = self._found(-(-num_bytes // UNIT))
+            found = self._found(max(1, -(-num_bytes // UNIT)))
+            if found is None:
+                return HOST_MEMORY.take(num_bytes)
+            slab, units = found
             self._look_ahead(slab, units)
         start = int(units[0]) * UNIT
         piece = slab.memory[start : start + num_bytes]
@@ -98,20 +114,55 @@ class HostMemory:
         """Slabs that are held."""
         return len(self._slabs)
 
-    def _found(self, num_units: int) -> tuple[_Slab, SlotArray]:
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all slabs."""
+        return sum(len(slab.memory) for slab in self._slabs)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in memory of a slab."""
+        address = tensor.data_ptr()
+        # Without the lock, under which another thread may wait for a device: what a tensor views has a slab that stays.
+        return any(0 <= address - slab.memory.ctypes.data < len(slab.memory) for slab in tuple(self._slabs))
+
+    def _found(self, num_units: int) -> tuple[_Slab, SlotArray] | None:
         self._take_back()
         for slab in self._slabs:
             units = slab.take(num_units)
             if units is not None:
                 return slab, units
-        slab = _Slab.of(max(num_units, self.slab_bytes // UNIT))
-        self._slabs.append(slab)
-        return slab, slab.free.take(num_units)
+        new = self._new_slab(num_units)
+        if new is None:
+            return None
+        self._slabs.append(new)
+        return new, new.free.take(num_units)
+
+    def _new_slab(self, num_units: int) -> _Slab | None:
+        """Make a slab with room for a piece; None if its pages cannot be locked, or may not be."""
+        wanted = max(num_units, self.slab_bytes // UNIT)
+        if self.pages is None:
+            return _Slab.of(wanted)
+        wanted = min(wanted, (self.limit_bytes - self.held_bytes) // UNIT)
+        if wanted < num_units:
+            return None
+        slab = _Slab.of(wanted)
+        address = slab.memory.ctypes.data
+        try:
+            self.pages.lock(address, len(slab.memory))
+        except MemoryError as error:
+            logger.warning("K/V are kept in memory that is not page-locked: %s", error)
+            self.limit_bytes = self.held_bytes
+            return None
+        # Its pages are unlocked when the last piece of it has gone, and before the system takes them.
+        weakref.finalize(slab.memory, self.pages.unlock, address).atexit = False
+        return slab
 
     def _take_back(self) -> None:
         """Take what has come back; a slab of which nothing is used any more goes back to the system, if there is another."""
-        while self._returned:
-            slab, units = self._returned.popleft()
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        if returned and self.pages is not None:
+            self.pages.settle()
+        for slab, units in returned:
             slab.free.give_back(units)
         empty = [slab for slab in self._slabs if len(slab.free.slots()) * UNIT == len(slab.memory)]
         for slab in empty[1:]:
@@ -122,7 +173,7 @@ class HostMemory:
         stop = int(units[-1]) + 1
         slab.touched = max(slab.touched, stop)
         missing = stop + len(units) - slab.touched
-        if missing <= 0 or not self.touches:
+        if missing <= 0 or not self.touches or self.pages is not None:
             return
         ahead = slab.free.take_at(slab.touched, missing)
         if not len(ahead):
@@ -146,3 +197,9 @@ class HostMemory:
 
 HOST_MEMORY = HostMemory()
 """That of this process."""
+
+
+def page_locked_memory(limit_bytes: int, pages: PageLock) -> HostMemory:
+    """Return memory of which at most `limit_bytes`, rounded up to whole units, are page-locked, as they are needed."""
+    limit = -(-limit_bytes // UNIT) * UNIT
+    return HostMemory(max(_SLAB_BYTES, limit // _SLABS_OF_LIMIT), pages=pages, limit_bytes=limit)

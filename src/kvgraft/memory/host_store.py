@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvgraft.config import check_host_memory
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError, StoreError
+from kvgraft.memory.host_memory import HOST_MEMORY, page_locked_memory
 from kvgraft.memory.packed import keeps_nothing_else, packed
 
 if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
+    from kvgraft.memory.host_memory import HostMemory
+    from kvgraft.memory.page_lock import PageLock
 
 StoreKey = int | str | bytes
 """Names one block; a `DonorId` is one."""
 
 
 class HostKVStore:
-    """Blocks as CPU tensors under keys, within a budget of bytes, pinned on demand. Not thread-safe.
+    """Blocks as CPU tensors under keys, within a budget of bytes, page-locked on demand. Not thread-safe.
 
     It evicts nothing by itself and replaces no block: what is worth keeping is decided elsewhere. Each rank of an engine has
     one of its own.
@@ -28,12 +29,12 @@ class HostKVStore:
         - Every block keeps exactly its bytes alive: no tensor is a view of more than is counted.
     """
 
-    def __init__(self, budget_bytes: int, *, pin_memory: bool = False) -> None:
+    def __init__(self, budget_bytes: int, *, pages: PageLock | None = None) -> None:
         """Make an empty store.
 
         Args:
-            budget_bytes: Upper bound of `used_bytes`.
-            pin_memory: Keep blocks page-locked for asynchronous copies to a GPU. Ignored where there is no CUDA.
+            budget_bytes: Upper bound of `used_bytes`, and of what is page-locked.
+            pages: Locks the memory of blocks for asynchronous copies to a GPU; None leaves it to the system.
 
         Raises:
             ConfigError: The bound is negative, or more than the machine's memory.
@@ -42,7 +43,7 @@ class HostKVStore:
             raise ConfigError(f"budget_bytes must not be negative, not {budget_bytes}")
         check_host_memory("host_bytes", budget_bytes)
         self._budget_bytes = budget_bytes
-        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._memory = HOST_MEMORY if pages is None else page_locked_memory(budget_bytes, pages)
         self._blocks: dict[StoreKey, KVBlock] = {}
         self._used_bytes = 0
 
@@ -58,9 +59,9 @@ class HostKVStore:
         return self._budget_bytes
 
     @property
-    def pins_memory(self) -> bool:
-        """Whether blocks are kept page-locked: one that is not is copied when it is put."""
-        return self._pin_memory
+    def memory(self) -> HostMemory:
+        """Where blocks lie: one that does not, and should be page-locked, is copied there when it is put."""
+        return self._memory
 
     @property
     def used_bytes(self) -> int:
@@ -74,6 +75,8 @@ class HostKVStore:
     def put(self, key: StoreKey, block: KVBlock) -> None:
         """Keep `block` under `key`; its tensors are the store's from now on, views are copied.
 
+        Memory that should be page-locked and has no room left for a block in one piece keeps it unlocked.
+
         Raises:
             CapacityError: It does not fit; nothing has changed.
             ConfigError: A tensor is not in host memory.
@@ -85,7 +88,7 @@ class HostKVStore:
             raise ConfigError("a host store takes CPU tensors: export the block first")
         if not self.fits(block.num_bytes):
             raise CapacityError(f"{block.num_bytes} bytes do not fit in {self._budget_bytes - self._used_bytes}")
-        self._blocks[key] = block if self._is_own(block) else packed([block], pin_memory=self._pin_memory)
+        self._blocks[key] = block if self.is_own(block) else packed([block], self._memory)
         self._used_bytes += block.num_bytes
 
     def get(self, key: StoreKey, start: int = 0, length: int | None = None) -> KVBlock:
@@ -124,10 +127,11 @@ class HostKVStore:
             if not keeps_nothing_else(block):
                 raise CorruptCacheError(f"the block under {key!r} keeps more memory alive than is counted")
 
-    def _is_own(self, block: KVBlock) -> bool:
-        """Return whether the block can be kept as it is: in memory of its own, page-locked if it should be."""
-        is_pinned = not self._pin_memory or all(tensor.is_pinned() for tensor in (*block.keys, *block.values))
-        return is_pinned and keeps_nothing_else(block)
+    def is_own(self, block: KVBlock) -> bool:
+        """Return whether `put` keeps a block as it is: in memory of its own, page-locked if that is wanted."""
+        if not keeps_nothing_else(block):
+            return False
+        return self._memory is HOST_MEMORY or all(map(self._memory.holds, (*block.keys, *block.values)))
 
     def _find(self, key: StoreKey) -> KVBlock:
         try:

@@ -1,7 +1,7 @@
 """Blocks in one piece of host memory: one allocation for all layers.
 
 The K/V of a text are dozens of tensors of some hundred KB: one piece is taken from, and goes back to, memory that is used
-again (`host_memory.py`), and is page-locked in one call.
+again (`host_memory.py`), page-locked or not.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvgraft.memory.block import KVBlock
 from kvgraft.memory.host_memory import HOST_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+
+    from kvgraft.memory.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,14 @@ class PackedLayout:
         ordered = [tensors[index] for index in range(len(rows))]
         return KVBlock(tuple(ordered[: len(self.keys)]), tuple(ordered[len(self.keys) :]))
 
-    def empty(self, num_tokens: int, *, pin_memory: bool = False) -> KVBlock:
-        """Return a block in memory of its own, to be filled before anybody else sees it."""
-        return self.view(_memory(num_tokens * self.bytes_per_token, pin_memory=pin_memory), num_tokens)
+    def empty(self, num_tokens: int, memory: HostMemory = HOST_MEMORY) -> KVBlock:
+        """Return a block in a piece of `memory` of its own, to be filled before anybody else sees it."""
+        return self.view(memory.take(num_tokens * self.bytes_per_token), num_tokens)
 
 
-def packed(blocks: Sequence[KVBlock], *, pin_memory: bool = False) -> KVBlock:
-    """Copy runs of the same layers, one after the other, into one block in memory of its own."""
-    whole = PackedLayout.of(blocks[0]).empty(sum(block.num_tokens for block in blocks), pin_memory=pin_memory)
+def packed(blocks: Sequence[KVBlock], memory: HostMemory = HOST_MEMORY) -> KVBlock:
+    """Copy runs of the same layers, one after the other, into one block in a piece of `memory` of its own."""
+    whole = PackedLayout.of(blocks[0]).empty(sum(block.num_tokens for block in blocks), memory)
     start = 0
     for block in blocks:
         part = whole.span(start, block.num_tokens)
@@ -95,9 +97,3 @@ def keeps_nothing_else(block: KVBlock) -> bool:
         return False
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes.values()) == block.num_bytes
-
-
-def _memory(num_bytes: int, *, pin_memory: bool) -> torch.Tensor:
-    if pin_memory:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    return HOST_MEMORY.take(num_bytes)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.memory.page_ledger import PageLedger
 
 from kvgraft.errors import ConfigError, CorruptCacheError, StoreError
 from kvgraft.memory import HostKVStore, KVBlock
+from kvgraft.memory.host_memory import UNIT
+from kvgraft.memory.page_lock import CudaPages
 
 
 def make_block(num_tokens=4, num_layers=2):
@@ -86,17 +89,23 @@ def test_negative_budget_is_refused():
         HostKVStore(-1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without CUDA")
-def test_pinning_is_ignored_without_cuda():
-    store = HostKVStore(10_000, pin_memory=True)
+def test_what_should_be_page_locked_is_copied_there_once():
+    pages = PageLedger()
+    store = HostKVStore(10 * UNIT, pages=pages)
     store.put(1, make_block())
-    assert not store.get(1).keys[0].is_pinned()
+    assert pages.total == 10 * UNIT
+    kept = store.get(1)
+    assert store.is_own(kept)
+    store.remove(1)
+    store.put(2, kept)
+    assert store.get(2).keys[0].data_ptr() == kept.keys[0].data_ptr()
+    store.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_pinned_blocks_are_page_locked():
-    store = HostKVStore(10_000, pin_memory=True)
+def test_blocks_are_page_locked_as_cuda_sees_it():
+    store = HostKVStore(10_000, pages=CudaPages())
     store.put(1, make_block())
     assert store.get(1).keys[0].is_pinned()
     store.check()

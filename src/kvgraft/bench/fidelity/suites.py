@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 _ALIASES = {"adversarial": "adversarial.pairs"}
-_VALUES = {"lines"}
+_VALUES = {"lines", "longeval"}
 """Suites with a value for an answer, right or wrong; answers of the others are scored by their words."""
 
 _SAME_TEXT = 60

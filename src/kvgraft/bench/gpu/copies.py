@@ -10,7 +10,9 @@ from kvgraft.bench.gpu.card import gb_per_s
 from kvgraft.errors import ConfigError
 from kvgraft.graft.executor import BlockSource, RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory.block import KVBlock
+from kvgraft.memory.host_memory import HOST_MEMORY, page_locked_memory
 from kvgraft.memory.packed import packed
+from kvgraft.memory.page_lock import CudaPages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,11 +44,12 @@ def measure_copies(
     scattered = np.random.default_rng(0).permutation(theirs)
     target = pool.place(ours)
     read = [pool.place(theirs).read(layer) for layer in range(llm.adapter.num_layers)]
+    memory = page_locked_memory(num_bytes, CudaPages()) if card.is_cuda else HOST_MEMORY
     block = KVBlock(tuple(keys.cpu() for keys, _ in read), tuple(values.cpu() for _, values in read))
     sources: dict[str, tuple[KVSource, str, int]] = {
         "run_of_slots": (pool.place(theirs), "device_gb_s", 2),
         "scattered_slots": (pool.place(scattered), "device_gb_s", 2),
-        "from_host": (BlockSource(packed([block], pin_memory=card.is_cuda), card.device), "from_host_gb_s", 1),
+        "from_host": (BlockSource(packed([block], memory), card.device), "from_host_gb_s", 1),
     }
     found: dict[str, Any] = {"tokens": count, "bytes": num_bytes}
     for name, (source, limit, passes) in sources.items():

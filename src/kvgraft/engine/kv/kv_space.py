@@ -19,6 +19,7 @@ from kvgraft.engine.kv.kept_prefixes import KeptPrefix, KeptPrefixes, PrefixLock
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
+from kvgraft.memory.page_lock import CudaPages
 from kvgraft.prefix import RadixKey
 from kvgraft.reuse.stored import StoredKV
 
@@ -92,7 +93,7 @@ class KVSpace:
         self.allocator = SlotAllocator(pool.num_slots)
         self.prefix = prefix
         self.donors = DonorCatalogue(donor_tokens, min_run=min_run)
-        self.host = HostKVStore(host_bytes, pin_memory=pool.device.type == "cuda")
+        self.host = HostKVStore(host_bytes, pages=CudaPages() if pool.device.type == "cuda" else None)
         self.kept = KeptPrefixes(pool.num_slots)
         self.num_spilled = 0
         self.num_dropped = 0

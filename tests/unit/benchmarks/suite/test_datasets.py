@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks.suite import datasets, tables
+from benchmarks.suite.__main__ import build_parser as suite_parser
 from benchmarks.suite.datasets import CHUNK_TOKENS, DatasetsSettings, aligned_tokens, planned
+from benchmarks.suite.sources import chosen_datasets
 from benchmarks.suite.timing import first_token_times
 
+from kvgraft.bench.datasets import DATASETS as PUBLIC_DATASETS
 from kvgraft.bench.fidelity.request import FidelityRequest, Part
 from kvgraft.bench.fidelity.suites import Suite
 from kvgraft.bench.journal import Journal
+from kvgraft.cli import build_parser
 from kvgraft.engine import LLM
 
 SETTINGS = DatasetsSettings(names=("xtemplate: SAMSum",), limit=2, rounds=2, clock="cpu", max_prompt_tokens=500)
@@ -101,9 +107,23 @@ def test_page_has_every_row_and_dashes_for_what_was_not_measured():
     assert "| lines | 1,200 | 34,567 | 25.0 % |" in text
     assert "| ShareGPT (negative control) | 4 | 0 | - | 0.98x [0.90, 1.10] | - | - |" in text
     assert "lines: 25.0 % of tokens reused where 25.0 % can be" in text
-    assert "| MultiNews | 75 % hits | not measured; with the data" in text
+    assert "| MultiNews | 75 % hits | MultiNews is not among the packs; with a file of it: `kvgraft bench pack" in text
+    assert "over all; WildChat is not among the packs" in text, "ShareGPT stands in for it and is none of it"
     chosen = tables.datasets.BLOCKS["claims"]({"rows": rows[:1], "settings": {"names": ["lines"]}})
     assert ("LongEval" in chosen, "MultiNews" in chosen) == (True, False)
+
+
+def test_the_commands_of_rows_without_data_are_there():
+    text = tables.datasets.BLOCKS["claims"]({"rows": [], "settings": {}})
+    made = [shlex.split(command) for command in re.findall(r"`(kvgraft [^`]+)`", text)]
+    measured = [shlex.split(command) for command in re.findall(r"`python -m benchmarks.suite ([^`]+)`", text)]
+    assert len(made) == len(measured) == 9
+    for pack, table in zip(made, measured, strict=True):
+        name = build_parser().parse_args(pack[1:]).name
+        chosen = suite_parser().parse_args(table)
+        assert name in PUBLIC_DATASETS
+        assert chosen.data == build_parser().parse_args(pack[1:]).output
+        assert [each.pack for each in chosen_datasets(chosen.names)] == [name]
 
 
 def test_times_are_of_both_modes_in_every_round(llm):

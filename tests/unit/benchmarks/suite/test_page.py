@@ -133,5 +133,17 @@ def test_of_several_records_of_a_table_the_first_is_drawn(tmp_path):
 
 def test_panels_are_of_the_table():
     assert panels_of(record())[0].series[0].name == "cold"
-    names = ["length", "similarity", "datasets", "turns", "engines", "quality", "peers", "cost", "repair", "answers"]
+    names = [
+        "length",
+        "similarity",
+        "datasets",
+        "turns",
+        "engines",
+        "quality",
+        "peers",
+        "cost",
+        "repair",
+        "answers",
+        "cosine",
+    ]
     assert list(TABLES) == names

@@ -111,3 +111,7 @@ def test_page_shows_every_method_and_the_claim_beside_it(rows, llm):
     assert f"verified: {row_of(rows, VERIFIED)['greedy_equal_share']:.1%}".replace("%", " %") in text
     assert "of its answers to `adversarial` are stale" in text
     assert f"| {tables.quality.own_method(settings)} |" in text, "the engine's own setting is among the rows"
+    assert "`python -m benchmarks.suite quality --suites loogle --data packs`" in text
+    scored = [row | {"suite": "loogle", "score": 0.25} for row in rows]
+    text = tables.quality.BLOCKS["claims"]({"rows": [*everything, *scored], "settings": settings})
+    assert f"| 0.250 | off: 0.250, {tables.quality.own_method(settings)}: 0.250 |" in text

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.unit.memory.page_ledger import PageLedger
 from tests.unit.memory.test_host_store_contract import assert_same
 
 from kvgraft.errors import CapacityError, StoreError
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.text_reader import HostReader, StagedReader, fill, layout_of, read_block
 from kvgraft.memory import HostKVStore
+from kvgraft.memory.host_memory import UNIT
 from kvgraft.memory.packed import RowShape
 
 HEADS, DIM, NUM_SLOTS, NUM_LAYERS = 2, 4, 64, 3
@@ -264,3 +266,35 @@ def test_without_a_device_text_is_at_hand_at_once_in_one_piece_of_memory(home):
     assert_same(block, staged)
     assert len({tensor.untyped_storage().data_ptr() for tensor in (*block.keys, *block.values)}) == 1
     assert part.num_bytes == 7 * TOKEN_BYTES
+
+
+def test_texts_and_donors_share_one_page_locked_budget(home):
+    """Of texts in parts, whole ones and donors together."""
+    pages, tokens = PageLedger(), 40 * (UNIT // TOKEN_BYTES)
+    store = HostKVStore(tokens * TOKEN_BYTES, pages=pages)
+    donors = DonorStore(store, StagedReader(Late(), 64 * TOKEN_BYTES, store.memory))
+    number = 0
+    for count in (5, 17, 33, 60):
+        kept = range(number, number := number + 20)
+        for donor_id in kept:
+            for start in range(0, count, 16):
+                donors.capture(donor_id, [home], positions(start, min(start + 16, count)))
+            donors.seal(donor_id, donor_id)
+        expected = read_block([home], positions(0, count))
+        assert_same(donors.get(kept[-1], 0, count), expected)
+        assert all(map(store.memory.holds, donors.get(kept[-1], 0, count).keys))
+        for donor_id in kept:
+            donors.drop(donor_id)
+    donors.close()
+    assert pages.most < store.budget_bytes + UNIT
+
+
+def test_a_text_in_one_piece_is_moved_once(home):
+    store = HostKVStore(4 * UNIT, pages=PageLedger())
+    reader = StagedReader(Late(), 64 * TOKEN_BYTES, store.memory)
+    donors = DonorStore(store, reader)
+    (part,) = reader.read([home], positions(0, 5))
+    donors.append(1, part.block.result(PATIENCE_S))
+    donors.seal(1, 1)
+    assert donors.get(1, 0, 5).keys[0].data_ptr() == part.block.result().keys[0].data_ptr()
+    donors.close()

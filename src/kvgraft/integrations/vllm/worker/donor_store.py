@@ -50,7 +50,7 @@ class DonorStore:
 
     def capture(self, text_id: TextId, homes: Sequence[GroupKV], positions: NDArray[np.int64]) -> None:
         """Add the K/V of the next tokens of a text, as they are in `homes` now."""
-        self._reader = self._reader or text_reader(homes[0].caches[0].device)
+        self._reader = self._reader or text_reader(homes[0].caches[0].device, self._store.memory)
         self._texts.setdefault(text_id, []).extend(self._reader.read(homes, positions))
 
     def append(self, text_id: TextId, block: KVBlock) -> None:
@@ -166,10 +166,11 @@ class DonorStore:
             self._lost.add(donor_id)
 
     def _joined(self, parts: Sequence[Future[KVBlock]]) -> Future[KVBlock]:
-        """Return one block of all parts, page-locked if donors are; the thread that copies has them all by then."""
-        pins = self._store.pins_memory
-        if len(parts) == 1 and not pins:
-            return parts[0]
+        """Return one block of all parts, as the store keeps it; the thread that copies has them all by then."""
         if self._reader is None:
-            return TextCopy.at_hand(packed([part.result() for part in parts], pin_memory=pins)).block
-        return self._reader.thread.submit(lambda: packed([part.result() for part in parts], pin_memory=pins))
+            return TextCopy.at_hand(self._one_of([part.result() for part in parts])).block
+        return self._reader.thread.submit(lambda: self._one_of([part.result() for part in parts]))
+
+    def _one_of(self, blocks: Sequence[KVBlock]) -> KVBlock:
+        is_whole = len(blocks) == 1 and self._store.is_own(blocks[0])
+        return blocks[0] if is_whole else packed(blocks, self._store.memory)

@@ -29,6 +29,7 @@ from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 from kvgraft.integrations.vllm.worker.stores import RankStores
 from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
 from kvgraft.memory import HostKVStore
+from kvgraft.memory.page_lock import CudaPages
 from kvgraft.memory.store import open_stores
 from kvgraft.reuse.failures import miss_of
 from kvgraft.types import MissReason
@@ -64,7 +65,9 @@ class GraftWorker:
         self._kv_cache_config = kv_cache_config
         self._policy = chosen_policy(config)
         self._correction = drift_correction(config.correction)
-        self._donors = DonorStore(HostKVStore(config.host_bytes, pin_memory=torch.cuda.is_available()))
+        self._donors = DonorStore(
+            HostKVStore(config.host_bytes, pages=CudaPages() if torch.cuda.is_available() else None)
+        )
         self._stores = RankStores(open_stores(config.store), max_queued_bytes=_under_way(config))
         self._reads = GraftReads(self._stores, self._donors)
         self._groups: tuple[LayerGroup, ...] = ()

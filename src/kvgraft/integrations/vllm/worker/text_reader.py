@@ -2,7 +2,7 @@
 
 On a GPU the gather runs on the engine's own stream, into a ring of device memory of ours: it is over before all that the
 engine queues later, so that blocks which are freed, preempted or written again need no care. A second stream copies from the
-ring to page-locked memory, one copy per piece of text, and a thread moves that into the donor's own memory when the copy has
+ring to its page-locked half, one copy per piece of text, and a thread moves that into the memory of donors when the copy has
 arrived. A range of the ring is used again when its text has left it, never before. Never run on a GPU by us.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvgraft.memory.host_memory import HOST_MEMORY
 from kvgraft.memory.packed import PackedLayout, packed
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
     from kvgraft.memory.block import KVBlock
+    from kvgraft.memory.host_memory import HostMemory
 
 RING_BYTES = 256 << 20
 """Text on its way, on the device and page-locked beside it: 2,048 tokens of a model of 8B in bfloat16."""
@@ -140,7 +142,9 @@ class StagedReader(TextReader):
         - Only the thread reads the host's half, after the event of its copy.
     """
 
-    def __init__(self, device: CopyDevice, ring_bytes: int = RING_BYTES) -> None:
+    def __init__(self, device: CopyDevice, ring_bytes: int = RING_BYTES, memory: HostMemory = HOST_MEMORY) -> None:
+        """Take a device, the size of both halves of the ring, and the memory in which text lies afterwards."""
+        self._memory = memory
         self.thread = ThreadPoolExecutor(1, "kvgraft-capture")
         self.num_waits = 0
         self._copies = device
@@ -161,7 +165,7 @@ class StagedReader(TextReader):
         on_device, on_host = (half[start : start + num_bytes] for half in (self._on_device, self._on_host))
         fill(layout.view(on_device, len(positions)), homes, positions)
         copied = self._copies.copy(on_device, on_host)
-        landed = self.thread.submit(_landed, layout.view(on_host, len(positions)), copied)
+        landed = self.thread.submit(_landed, layout.view(on_host, len(positions)), copied, self._memory)
         self._taken.append((start, start + num_bytes, landed))
         return TextCopy(num_bytes, landed)
 
@@ -190,15 +194,15 @@ class StagedReader(TextReader):
         return start if start + num_bytes <= oldest else None
 
 
-def _landed(staged: KVBlock, copied: CopyEvent) -> KVBlock:
+def _landed(staged: KVBlock, copied: CopyEvent, memory: HostMemory) -> KVBlock:
     """Return a copy of what has arrived in the ring, once it has."""
     copied.synchronize()
-    return packed([staged])
+    return packed([staged], memory)
 
 
-def text_reader(device: torch.device) -> TextReader:
-    """Return the reader for K/V on `device`."""
-    return StagedReader(CudaCopies(device)) if device.type == "cuda" else HostReader()
+def text_reader(device: torch.device, memory: HostMemory = HOST_MEMORY) -> TextReader:
+    """Return the reader for K/V on `device`, which leaves text in `memory` if it comes from a GPU."""
+    return StagedReader(CudaCopies(device), memory=memory) if device.type == "cuda" else HostReader()
 
 
 def layout_of(homes: Sequence[GroupKV]) -> PackedLayout:
