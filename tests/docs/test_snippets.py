@@ -100,7 +100,6 @@ SCRIPTS = {
     "docs/server.md: JSON='Content-Type": "run against the server",
     "docs/quickstart/vllm.md: ask()": "speaks to a vLLM server: tests/integration/vllm; its syntax is checked",
     "docs/quickstart/sglang.md: ask()": "speaks to an SGLang server: tests/integration/sglang; its syntax is checked",
-    "docs/integrations/sglang.md: ask()": "speaks to an SGLang server: tests/integration/sglang; its syntax is checked",
 }
 """Shell blocks that are more than lines to type one by one."""
 

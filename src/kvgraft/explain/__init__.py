@@ -4,7 +4,7 @@ Reports have the same form in all engines (`kvgraft.reuse.report`). Nothing here
 the network.
 
 Public modules: `requests` (reads reports), `live` (asks a server for them), `hints` (reasons in words), `terminal`, `page`,
-`text`.
+`palette`, `text`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.explain.hints import cost_in_words, hints, reason_in_words
+from kvgraft.explain.palette import PALETTE
 from kvgraft.explain.requests import RunKind
 
 if TYPE_CHECKING:
@@ -20,11 +21,7 @@ _MOST_RUNS = 240
 _COPIED = ("positions", "tokens", "class", "donor", "from", "moved by", "generation", "memory", "documents")
 """Heads of the table of copied runs; beside each value where there is no room for a table."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_STYLE = """
-:root { color-scheme: light dark; --exact: #2e7d32; --shifted: #1565c0; --substituted: #8e24aa; --computed: #e08a00;
-  --recomputed: #c62828; --line: #8886; --pale: #8882; }
-@media (prefers-color-scheme: dark) { :root { --exact: #66bb6a; --shifted: #64b5f6; --substituted: #ce93d8;
-  --computed: #ffb74d; --recomputed: #ef5350; } }
+_STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 1.6rem; }
 svg { display: block; width: 100%; } .part { white-space: nowrap; }
@@ -65,7 +62,7 @@ def page(requests: Sequence[ExplainedRequest], *, text: PromptText | None = None
     parts = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
     parts.append(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">')
     parts.append('<meta name="viewport" content="width=device-width, initial-scale=1"><title>kvgraft explain</title>')
-    parts.append(f"<style>{_STYLE}{_NARROW_STYLE}</style></head><body>")
+    parts.append(f"<style>{PALETTE}{_STYLE}{_NARROW_STYLE}</style></head><body>")
     for number, request in enumerate(requests):
         parts += _request(request, text if number == 0 else None)
     return "".join([*parts, "</body></html>\n"])

@@ -22,6 +22,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 
 from kvgraft.explain.page import page
+from kvgraft.explain.palette import PALETTE
 from kvgraft.inspector.access import Access
 from kvgraft.inspector.entries import Filter
 from kvgraft.inspector.following import followed
@@ -88,6 +89,7 @@ class _Inspector:
         return Starlette(
             routes=[
                 Route("/", self.index),
+                Route("/static/palette.css", self.palette),
                 Route("/static/{name}", self.static),
                 Route("/events", self.events),
                 Route("/api/requests", self.requests),
@@ -100,6 +102,10 @@ class _Inspector:
     async def index(self, _request: Request) -> Response:
         """The page."""
         return _file("inspector.html")
+
+    async def palette(self, _request: Request) -> Response:
+        """Colours, which a request's own page has too."""
+        return Response(PALETTE, media_type="text/css")
 
     async def static(self, request: Request) -> Response:
         """A file of the page."""

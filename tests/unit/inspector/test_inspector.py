@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ from kvgraft.engine.requests.risk import AuditFacts
 from kvgraft.errors import ConfigError
 from kvgraft.explain import ExplainedRequest, RunKind, read_requests
 from kvgraft.explain.hints import REASONS
+from kvgraft.explain.page import page
 from kvgraft.fidelity.control.controller import RiskEvent
 from kvgraft.inspector import FileSource, RequestHistory, create_inspector, inspector_server
 from kvgraft.inspector import app as app_module
@@ -294,10 +296,18 @@ class TestAccess:
         assert b"onclick" not in reply.body
 
     @pytest.mark.parametrize(
-        "name", ["inspector.css", "inspector.js", "list.js", "uplot.iife.min.js", "uplot.LICENSE.txt"]
+        "name", ["palette.css", "inspector.css", "inspector.js", "list.js", "uplot.iife.min.js", "uplot.LICENSE.txt"]
     )
     def test_its_files_are_there(self, name):
         assert ask(Source(), f"/static/{name}").status == 200
+
+    def test_colours_stand_once_for_it_and_for_the_page_of_a_request(self):
+        colours = ask(Source(), "/static/palette.css").body.decode()
+        variables = set(re.findall(r"--([\w-]+):", colours))
+        used = set(re.findall(r"var\(--([\w-]+)", ask(Source(), "/static/inspector.css").body.decode()))
+        assert used <= variables
+        assert colours in page([])
+        assert not re.search(r"--[\w-]+:", ask(Source(), "/static/inspector.css").body.decode())
 
     @pytest.mark.parametrize("name", ["app.py", "..%2fapp.py", "../app.py", "", "inspector"])
     def test_other_files_are_not(self, name):
