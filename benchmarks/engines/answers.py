@@ -141,12 +141,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[600, 4_000], help="of the document")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2, help="that engines compute on")
+    parser.add_argument(
+        "--kv-tokens", type=int, default=23_000, help="that K/V have room for; exact hits need three prompts"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=31_500)
     args = parser.parse_args()
     rows, versions = [], {}
     with tempfile.TemporaryDirectory(prefix="kvgraft-answers-") as folder:
-        site = Site(args.model.resolve(), args.threads, max(args.tokens) + 400, Path(folder))
+        site = Site(args.model.resolve(), args.threads, max(args.tokens) + 400, Path(folder), kv_tokens=args.kv_tokens)
         for name in args.engines:
             engine = ENGINES[name]
             versions[name] = package_versions(Path(site.python(engine.venv)).parents[1], engine.packages)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import suite_servers
 from rounds import ratio_of_medians, tokens
 from suite_servers import ENGINES, EngineServer, Site
 from vllm_server import package_versions
@@ -171,11 +170,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=31_600)
     args = parser.parse_args()
-    suite_servers.KV_TOKENS = args.kv_tokens
-    suite_servers.KV_BYTES = f"{args.kv_tokens * (1 << 30) // 23_000}"
     rows, versions = [], {}
     with tempfile.TemporaryDirectory(prefix="kvgraft-new-text-") as folder:
-        site = Site(args.model.resolve(), args.threads, 3 * args.tokens + 256, Path(folder), args.host_bytes)
+        site = Site(
+            args.model.resolve(), args.threads, 3 * args.tokens + 256, Path(folder), args.host_bytes, args.kv_tokens
+        )
         for name in args.engines:
             engine = ENGINES[name]
             versions[name] = package_versions(Path(site.python(engine.venv)).parents[1], engine.packages)

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 VARIANTS = ("off", "exact", "kvgraft")
-KV_BYTES = "1GiB"
-KV_TOKENS = 23_000
-"""About as many tokens as `KV_BYTES` holds of SmolLM2-135M in float32."""
+_TOKENS_PER_GIB = 23_000
+"""Of SmolLM2-135M in float32, about."""
 
 _ROOT = Path(__file__).parents[2]
 _SGLANG_STANDINS = (_ROOT / "tests/integration/sglang/standins", _ROOT / "tests/standins")
@@ -42,6 +41,7 @@ class Site:
         max_tokens: Longest sequence.
         folder: For what servers leave behind.
         host_bytes: Host memory of donors; None is each engine's default.
+        kv_tokens: That K/V have room for; vLLM takes whole GiB, one at least.
         root: Folder of the environments `.venv`, `.venv-vllm` and `.venv-sglang`.
     """
 
@@ -50,6 +50,7 @@ class Site:
     max_tokens: int
     folder: Path
     host_bytes: str | None = None
+    kv_tokens: int = _TOKENS_PER_GIB
     root: Path = _ROOT
 
     def python(self, venv: str) -> str:
@@ -183,7 +184,7 @@ def _embedded(site: Site, variant: str, port: int) -> list[str]:
         "--port": port,
         "--dtype": "float32",
         "--max-model-len": site.max_tokens,
-        "--kv-bytes": KV_BYTES,
+        "--kv-bytes": site.kv_tokens * (1 << 30) // _TOKENS_PER_GIB,
         "--reuse": modes[variant],
     }
     values |= {"--host-bytes": site.host_bytes} if site.host_bytes else {}
@@ -220,7 +221,7 @@ def _sglang(site: Site, variant: str, port: int) -> list[str]:
         "--max-running-requests": 16,
         "--chunked-prefill-size": site.max_tokens,
         "--context-length": site.max_tokens,
-        "--max-total-tokens": KV_TOKENS,
+        "--max-total-tokens": site.kv_tokens,
     }
     flags = ["--disable-cuda-graph", "--skip-server-warmup", "--enable-cache-report", "--sleep-on-idle"]
     flags += {"off": ["--disable-radix-cache"], "exact": [], "kvgraft": ["--radix-cache-backend", "kvgraft"]}[variant]
@@ -239,7 +240,8 @@ def _sglang_environ(site: Site, variant: str) -> dict[str, str]:
 
 
 def _vllm_environ(site: Site, _: str) -> dict[str, str]:
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": f"0-{site.threads - 1}"}
+    gib = -(-site.kv_tokens // _TOKENS_PER_GIB)
+    return {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_CPU_OMP_THREADS_BIND": f"0-{site.threads - 1}"}
 
 
 def _words(values: Mapping[str, object]) -> list[str]:
