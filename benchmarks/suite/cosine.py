@@ -18,8 +18,8 @@ from kvgraft.semantic import create_embedder
 from kvgraft.semantic.decoder import decoder_of
 
 from .measured import MeasuredTable
-from .settings import PACKS, TableSettings, option
-from .sources import Dataset, chosen_datasets, is_present, load_dataset
+from .settings import option
+from .sources import ChosenDatasets, Dataset, load_dataset
 from .statistics import array_mean, ratio_of_sums, with_interval
 
 if TYPE_CHECKING:
@@ -40,26 +40,15 @@ EDGES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
-class CosineSettings(TableSettings):
+class CosineSettings(ChosenDatasets):
     """Data sets, and what says how much alike prompts are."""
 
     names: tuple[str, ...] = option(
         ("ShareGPT", "Arena-Hard", "mturn", "xtemplate", "rag: XQuAD"), "rows, packs or families"
     )
-    data: str = option(PACKS, "folder of packs; those that are not there are left out")
     limit: int = option(200, "requests per data set, from the first on; minilm takes some 0.3 ms per token", least=1)
     embedder: str = option("minilm", "embedder of docs/semantic.md; minilm is the one SemBlend uses")
     min_run: int = option(16, "shortest run that planning counts, 16 as in SemBlend's planner", least=16)
-
-    @property
-    def present(self) -> tuple[Dataset, ...]:
-        """Data sets that can be measured here."""
-        return tuple(each for each in chosen_datasets(self.names) if is_present(each, self.data))
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """Data sets that need a pack that is not on this machine."""
-        return tuple(each.name for each in chosen_datasets(self.names) if not is_present(each, self.data))
 
     @property
     def num_steps(self) -> int:

@@ -21,8 +21,8 @@ from kvgraft.bench.packs import PackSession, Workload
 from kvgraft.bench.reuse import measure_reuse
 
 from .measured import MeasuredTable
-from .settings import PACKS, TableSettings, clock_option, option
-from .sources import Dataset, chosen_datasets, is_present, load_dataset
+from .settings import clock_option, option
+from .sources import ChosenDatasets, Dataset, load_dataset
 from .statistics import mean, median, off_and_on, ratio_of_sums, task_scores, with_interval
 from .timing import first_token_times, milliseconds
 from .walk import Walk, consecutive, drawn, pending_steps
@@ -44,26 +44,14 @@ CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class DatasetsSettings(TableSettings):
+class DatasetsSettings(ChosenDatasets):
     """Data sets, and the sample of each that is measured."""
 
-    names: tuple[str, ...] = option((), "rows, packs or families of rows")
-    data: str = option(PACKS, "folder of packs; those that are not there are left out")
     limit: int = option(12, "requests per data set that are measured", least=1)
     rounds: int = option(3, "how often each request is timed, off and on in turns", least=1)
     clock: str = clock_option()
     min_run: int = option(32, "shortest run that planning counts", least=16)
     max_prompt_tokens: int = option(4608, "longer prompts are not measured", least=1)
-
-    @property
-    def present(self) -> tuple[Dataset, ...]:
-        """Rows that can be measured here."""
-        return tuple(each for each in chosen_datasets(self.names) if is_present(each, self.data))
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """Rows that need a pack that is not on this machine."""
-        return tuple(each.name for each in chosen_datasets(self.names) if not is_present(each, self.data))
 
     @property
     def num_steps(self) -> int:

@@ -10,6 +10,8 @@ from kvgraft.bench.fidelity.suites import BUILTIN, Suite, has_suite, load_suite
 from kvgraft.bench.serve_workload import BUILTIN_RAG, load_workload
 from kvgraft.errors import ConfigError
 
+from .settings import PACKS, TableSettings, option
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,6 +68,24 @@ DATASETS = (
     Dataset("Arena-Hard", "arena_hard_v01", has_documents=False, is_control=True),
     *PUBLIC,
 )
+
+
+@dataclass(frozen=True)
+class ChosenDatasets(TableSettings):
+    """Settings of a table with a part per data set."""
+
+    names: tuple[str, ...] = option((), "rows, packs or families of rows")
+    data: str = option(PACKS, "folder of packs; those that are not there are left out")
+
+    @property
+    def present(self) -> tuple[Dataset, ...]:
+        """Data sets that can be measured here."""
+        return tuple(each for each in chosen_datasets(self.names) if is_present(each, self.data))
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Data sets that need a pack that is not on this machine."""
+        return tuple(each.name for each in chosen_datasets(self.names) if not is_present(each, self.data))
 
 
 def chosen_datasets(names: Sequence[str]) -> tuple[Dataset, ...]:

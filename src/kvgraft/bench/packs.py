@@ -189,7 +189,7 @@ def _text(record: dict[str, object], key: str, line: str) -> str:
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield `file:line` and the object of every line that is not blank; at least one."""
     is_empty = True
-    for number, text in enumerate(_lines(path), 1):
+    for number, text in enumerate(read_lines(path), 1):
         if not text.strip():
             continue
         is_empty = False
@@ -205,10 +205,15 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
         raise ConfigError(f"{path}: the file is empty; it needs one JSON object per line")
 
 
-def _lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path, newline: str = "\n") -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, possibly packed by gzip; `newline` as `open` takes it.
+
+    Raises:
+        ConfigError: The file cannot be read; names the remedy.
+    """
     opened = gzip.open if path.name.endswith(".gz") else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+        with opened(path, "rt", encoding="utf-8", newline=newline) as file:
             yield from file
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); give a UTF-8 text file, or one packed by gzip") from error

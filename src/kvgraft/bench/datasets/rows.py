@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import csv
-import gzip
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvgraft.bench.packs import read_records
+from kvgraft.bench.packs import read_lines, read_records
 from kvgraft.errors import ConfigError
 
 Row = Mapping[str, object]
@@ -97,12 +95,7 @@ def _literal(text: str) -> object:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    opened = gzip.open if path.name.endswith(".gz") else open
-    try:
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
-            yield from file
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a UTF-8 text file, or one packed by gzip") from error
+    return read_lines(path, newline="")  # as they end: CSV has ends of lines within cells
 
 
 def _text_rows(path: Path) -> Iterator[tuple[str, Row]]:
