@@ -68,6 +68,14 @@ class _Slab:
         self.free.give_back(units)
         return None
 
+    def has_room(self, num_units: int) -> bool:
+        """Return whether there are so many units side by side."""
+        units = self.take(num_units)
+        if units is None:
+            return False
+        self.free.give_back(units)
+        return True
+
 
 @dataclass(eq=False)
 class HostMemory:
@@ -98,7 +106,7 @@ class HostMemory:
         if num_bytes < LEAST_BYTES and self.pages is None:
             return torch.empty(num_bytes, dtype=torch.uint8)
         with self._lock:
-            found = self._found(max(1, -(-num_bytes // UNIT)))
+            found = self._found(_units_of(num_bytes))
             if found is None:
                 return HOST_MEMORY.take(num_bytes)
             slab, units = found
@@ -124,6 +132,15 @@ class HostMemory:
         address = tensor.data_ptr()
         # Without the lock, under which another thread may wait for a device: what a tensor views has a slab that stays.
         return any(0 <= address - slab.memory.ctypes.data < len(slab.memory) for slab in tuple(self._slabs))
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether a piece would lie in a slab now. Waits for the device if something has come back, as `take` does."""
+        num_units = _units_of(num_bytes)
+        with self._lock:
+            self._take_back()
+            if self.pages is None or (self.limit_bytes - self.held_bytes) // UNIT >= num_units:
+                return True
+            return any(slab.has_room(num_units) for slab in self._slabs)
 
     def _found(self, num_units: int) -> tuple[_Slab, SlotArray] | None:
         self._take_back()
@@ -193,6 +210,10 @@ class HostMemory:
             slab.memory[start:stop:_PAGE] = 0
             self.num_touched += len(units)
             self._returned.append((slab, units))
+
+
+def _units_of(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // UNIT))
 
 
 HOST_MEMORY = HostMemory()

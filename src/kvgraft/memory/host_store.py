@@ -128,10 +128,12 @@ class HostKVStore:
                 raise CorruptCacheError(f"the block under {key!r} keeps more memory alive than is counted")
 
     def is_own(self, block: KVBlock) -> bool:
-        """Return whether `put` keeps a block as it is: in memory of its own, page-locked if that is wanted."""
+        """Return whether `put` keeps a block as it is: in memory of its own, page-locked if that is wanted and has room."""
         if not keeps_nothing_else(block):
             return False
-        return self._memory is HOST_MEMORY or all(map(self._memory.holds, (*block.keys, *block.values)))
+        if self._memory is HOST_MEMORY or all(map(self._memory.holds, (*block.keys, *block.values))):
+            return True
+        return not self._memory.has_room(block.num_bytes)
 
     def _find(self, key: StoreKey) -> KVBlock:
         try:

@@ -102,6 +102,18 @@ def test_what_should_be_page_locked_is_copied_there_once():
     store.check()
 
 
+def test_what_has_no_room_among_locked_pages_stays_where_it_is():
+    store = HostKVStore(UNIT, pages=PageLedger())
+    store.put(1, make_block())
+    over = make_block()
+    assert store.is_own(over)
+    store.put(2, over)
+    assert store.get(2).keys[0].data_ptr() == over.keys[0].data_ptr(), "a copy would lie in such memory, too"
+    store.check()
+    store.remove(1)
+    assert not store.is_own(over), "there is room for it now"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_blocks_are_page_locked_as_cuda_sees_it():
