@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.page_index import PageIndex, tree_pages
 from tests.sampling_rules import RULES, assert_scored, ruled
+from tests.support.drawn_time import drawn_time
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, assert_slots_are_exact
 
 from kvgraft.config import EngineConfig
@@ -77,6 +80,7 @@ class BatchingMachine(RuleBasedStateMachine):
     def start(self, seed, slots, max_rows, number, page, policy, repair_rows):  # noqa: PLR0917 - hypothesis passes by keyword
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
+        self.clock = drawn_time(seed)
         config = EngineConfig(
             num_slots=max(slots, self.fewest_slots[page]),
             host_bytes=1_000_000,
@@ -107,10 +111,11 @@ class BatchingMachine(RuleBasedStateMachine):
             self.ask(self.quoting([0, 1], 9), SamplingParams(6, ignore_eos=True), "graft", selection=selection)
 
     def teardown(self):
-        if hasattr(self, "engine"):
-            if sys.exc_info()[0] is None:
-                self.run_dry()
-            self.engine.close()
+        with getattr(self, "clock", nullcontext()):
+            if hasattr(self, "engine"):
+                if sys.exc_info()[0] is None:
+                    self.run_dry()
+                self.engine.close()
 
     def read_documents(self):
         """Prompts that quote them are grafted from now on."""
@@ -155,7 +160,7 @@ class BatchingMachine(RuleBasedStateMachine):
         if len(self.open) >= 15:
             return
         request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **options))
-        request = replace(request, provisional=provisional)
+        request = replace(request, provisional=provisional, arrival=time.perf_counter())
         self.engine.add(request)
         self.open[request.request_id] = (request, Answer())
         self.prompts.append(request.token_ids.astype(np.int64))

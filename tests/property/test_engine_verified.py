@@ -7,7 +7,9 @@ exact must be what the model computes, also while requests draft beside it.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from unittest import mock
@@ -18,6 +20,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.sampling_rules import RULES, ruled
+from tests.support.drawn_time import drawn_time
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
@@ -127,6 +130,7 @@ class VerifiedMachine(RuleBasedStateMachine):
     )
     def start(self, seed, slots, max_rows, family, page, window_share, heal):  # noqa: PLR0917 - hypothesis passes arguments by keyword
         self.rng = np.random.default_rng(seed)
+        self.clock = drawn_time(seed)
         self.family = family
         config = EngineConfig(
             num_slots=slots,
@@ -145,10 +149,11 @@ class VerifiedMachine(RuleBasedStateMachine):
         self.read_documents()
 
     def teardown(self):
-        if hasattr(self, "engine"):
-            if sys.exc_info()[0] is None:
-                self.run_dry()
-            self.engine.close()
+        with getattr(self, "clock", nullcontext()):
+            if hasattr(self, "engine"):
+                if sys.exc_info()[0] is None:
+                    self.run_dry()
+                self.engine.close()
 
     @rule(asked=st.lists(ASKED, min_size=1, max_size=4), count=st.integers(0, 30))
     def serve(self, asked, count):
@@ -174,9 +179,8 @@ class VerifiedMachine(RuleBasedStateMachine):
             self.step(1)
 
     def add_request(self, prompt, sampling, reuse, *, provisional=False, **others):
-        request = replace(
-            self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **others)), provisional=provisional
-        )
+        request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **others))
+        request = replace(request, provisional=provisional, arrival=time.perf_counter())
         self.engine.add(request)
         self.open[request.request_id] = Client(request)
         self.texts.append(request.token_ids.astype(np.int64))
