@@ -2,15 +2,19 @@
 
     .venv/bin/python benchmarks/engines/new_text.py --model DIR --engines vLLM --before ../before
 
-Servers of one engine, without reuse, as it comes (with its own prefix cache), with kvgraft, and with the sources of an
-earlier checkout if one is named, answer prompts of random tokens for one token, in turns, each first as often as the others;
-those that are not asked are held still.
+Servers of one engine, without reuse, as it comes (with its own prefix cache), with kvgraft, with the sources of an
+earlier checkout if one is named, and in vLLM with a connector that does nothing, answer prompts of random tokens for one
+token, in turns, each first as often as the others; those that are not asked are held still.
 K/V have room for a few prompts, so that every prompt has to evict, and what leaves is kept on the host. With `--healing` the
 servers with kvgraft have text to heal all the time, which they do whenever they are not asked.
 
+One server of an engine is some per cent faster than another that was started the same way, for as long as it runs: its memory
+lies elsewhere. `--starts` starts all of them several times.
+
 Processor time is that of all threads of a server from question to answer, by the kernel's scheduler: other load of the
 machine does not count, but for the caches that it empties. Per side: medians, and the ratio of medians to those without
-reuse and to those of the engine as it comes, with a bootstrapped 95 % interval over rounds. JSON goes to standard output.
+reuse and to those of the engine as it comes, with a bootstrapped 95 % interval over rounds, and the ratios of each start.
+JSON goes to standard output.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rounds import ratio_of_medians, tokens
-from suite_servers import ENGINES, EngineServer, Site
+from suite_servers import ENGINES, SEAM, EngineServer, Site
 from vllm_server import package_versions
 
 if TYPE_CHECKING:
@@ -110,10 +114,20 @@ def measure(sides: list[Side], args: argparse.Namespace, rng: np.random.Generato
         print(f"round {number + 1} of {args.warmup + args.rounds}", file=sys.stderr)
 
 
-def rows_of(engine: str, sides: list[Side], seed: int) -> list[dict[str, object]]:
-    """Return a row per side."""
-    others = {side.name: side.found for side in sides if side.name in (OFF, EXACT)}
-    return [{"engine": engine, "side": side.name, **figures(side.found, others, seed)} for side in sides]
+def rows_of(engine: str, starts: list[dict[str, list[Measured]]], seed: int) -> list[dict[str, object]]:
+    """Return a row per side over what was measured of it in all starts."""
+    found = {name: [one for start in starts for one in start[name]] for name in starts[0]}
+    others = {name: mine for name, mine in found.items() if name in (OFF, EXACT, SEAM)}
+    return [
+        {"engine": engine, "side": name, **figures(mine, others, seed), "ms_of_exact_by_start": of_exact(starts, name)}
+        for name, mine in found.items()
+    ]
+
+
+def of_exact(starts: list[dict[str, list[Measured]]], name: str) -> list[float]:
+    """Return a side's ratio of medians to those of the engine as it comes, start by start."""
+    medians = [{side: np.median([one.seconds for one in start[side]]) for side in (name, EXACT)} for start in starts]
+    return [round(float(start[name] / start[EXACT]), 4) for start in medians]
 
 
 def figures(found: list[Measured], others: dict[str, list[Measured]], seed: int) -> dict[str, object]:
@@ -137,14 +151,15 @@ def figures(found: list[Measured], others: dict[str, list[Measured]], seed: int)
 def servers_of(name: str, site: Site, args: argparse.Namespace, stack: ExitStack) -> list[Side]:
     """Start a server per side, each held still while the next one starts."""
     here = Path(__file__).parents[2]
-    trees = {OFF: here, EXACT: here} | ({"before": args.before.resolve()} if args.before else {}) | {"kvgraft": here}
+    trees = {OFF: here, EXACT: here} | ({SEAM: here} if name == "vLLM" else {})
+    trees |= ({"before": args.before.resolve()} if args.before else {}) | {"kvgraft": here}
     sides = []
     for number, (side, tree) in enumerate(trees.items()):
         print(f"{name} {side}: starting", file=sys.stderr)
-        os.environ["PYTHONPATH"] = str(tree / "src")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(tree / "src"), str(Path(__file__).parent)])
         own = replace(site, folder=site.folder / side)
         own.folder.mkdir(exist_ok=True)
-        variant = side if side in (OFF, EXACT) else "kvgraft"
+        variant = side if side in (OFF, EXACT, SEAM) else "kvgraft"
         server = stack.enter_context(EngineServer(ENGINES[name], variant, own, args.port + 20 * number))
         server.pause()
         sides.append(Side(side, server))
@@ -158,7 +173,8 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--before", type=Path, help="checkout to measure beside this one")
     parser.add_argument("--tokens", type=int, default=400, help="of a prompt")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40, help="of each start")
+    parser.add_argument("--starts", type=int, default=1, help="of all servers")
     parser.add_argument("--warmup", type=int, default=12, help="rounds that are not counted: they fill the K/V")
     parser.add_argument("--healing", action="store_true", help="leave text to heal")
     parser.add_argument("--threads", type=int, default=1, help="that engines compute on")
@@ -178,12 +194,16 @@ def main() -> int:
         for name in args.engines:
             engine = ENGINES[name]
             versions[name] = package_versions(Path(site.python(engine.venv)).parents[1], engine.packages)
-            with ExitStack() as stack:
-                sides = servers_of(name, site, args, stack)
-                measure(sides, args, np.random.default_rng(args.seed))
-                rows += rows_of(name, sides, args.seed)
+            starts = []
+            for number in range(args.starts):
+                with ExitStack() as stack:
+                    sides = servers_of(name, site, args, stack)
+                    measure(sides, args, np.random.default_rng([args.seed, number]))
+                    starts.append({side.name: side.found for side in sides})
+            rows += rows_of(name, starts, args.seed)
     settings = {
-        key: getattr(args, key) for key in ("tokens", "rounds", "warmup", "healing", "threads", "kv_tokens", "seed")
+        key: getattr(args, key)
+        for key in ("tokens", "rounds", "starts", "warmup", "healing", "threads", "kv_tokens", "seed")
     }
     print(json.dumps({"table": "new-text", "settings": {**settings, "engines": versions}, "rows": rows}))
     return 0

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 VARIANTS = ("off", "exact", "kvgraft")
+SEAM = "seam"
+"""Of vLLM alone: `exact` with a connector that does nothing."""
+IDLE_CONNECTOR = {"kv_connector": "IdleConnector", "kv_connector_module_path": "idle_connector", "kv_role": "kv_both"}
 _TOKENS_PER_GIB = 23_000
 """Of SmolLM2-135M in float32, about."""
 
@@ -193,7 +196,7 @@ def _embedded(site: Site, variant: str, port: int) -> list[str]:
 
 def _vllm(site: Site, variant: str, port: int) -> list[str]:
     extra = {"kv_connector_extra_config": {"host_bytes": site.host_bytes}} if site.host_bytes else {}
-    transfer = CONNECTOR | extra if variant == "kvgraft" else None
+    transfer = {"kvgraft": CONNECTOR | extra, SEAM: IDLE_CONNECTOR}.get(variant)
     settings = ServerSettings(
         site.root / ".venv-vllm",
         site.model,
