@@ -104,6 +104,7 @@ COVERED = HELPERS | {
     "prefix/table.py",
     "engines/answers.py",
     "engines/dynamo_selection.py",
+    "engines/idle_connector.py",
     "engines/make_model.py",
     "engines/make_smollm2.py",
     "engines/new_text.py",
@@ -225,6 +226,14 @@ class TestNewText:
         assert [name for name, _ in alone[:4]] == ["off", "kvgraft", "kvgraft", "off"]
         grafted = {prompt for _, prompt in asked if len(prompt) == 100}
         assert len(grafted) == 2, "text to heal is left anew after four rounds"
+
+    def test_starts_are_counted_together_and_told_apart(self, script):
+        starts = [
+            {"exact": [script.Measured(1.0, 0.5, 0)] * 4, "kvgraft": [script.Measured(value, 0.5, 0)] * 4}
+            for value in (0.9, 1.2)
+        ]
+        row = script.rows_of("vLLM", starts, 0)[1]
+        assert (row["rounds"], row["ms_of_exact"], row["ms_of_exact_by_start"]) == (8, 1.05, [0.9, 1.2])
 
     def test_ratios_are_those_of_medians(self, script):
         off = [script.Measured(1.0, 0.5, 0)] * 5
