@@ -39,7 +39,7 @@ def moved(rng):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_third_question_about_a_moved_document_makes_it_exact(family, moved, rng):
-    llm = make_llm(family)
+    llm = make_llm(family, refresh_after=2)
     document, instruction = moved
     llm.generate(document, GREEDY)
     reports = []
@@ -55,7 +55,7 @@ def test_the_third_question_about_a_moved_document_makes_it_exact(family, moved,
 
 
 def test_a_conversation_that_goes_on_is_an_exact_prefix_from_the_third_turn_on(moved, rng):
-    llm = make_llm()
+    llm = make_llm(refresh_after=2)
     document, instruction = moved
     llm.generate(document, GREEDY)
     text, shifted = np.concatenate([instruction, document]), []

@@ -65,7 +65,7 @@ class ReuseSettings(Settings):
         2, "highest generation of a donor: 0 is text computed after exact K/V, g + 1 after donors of g", REUSE, low=0
     )
     refresh_after: int = setting(
-        2,
+        4,
         "prompts that may reuse one beginning approximately before the next one is computed in full, so that those to come "
         "have it exactly; 0 for any number",
         REUSE,
