@@ -7,7 +7,7 @@ reuses exact prefixes alone.
 
 This is the problem of renting or buying: renting until the rent has cost as much as buying, and buying then, never costs more
 than twice what hindsight would (Karlin et al., Competitive snoopy caching, 1988). The shares that a policy computes again,
-with its look at the prompt and the correction, are a third of a prefill or more, so a few prompts rent and the next one buys.
+with its look at the prompt and the correction, are about a fifth of a prefill, so a few prompts rent and the next one buys.
 """
 
 from __future__ import annotations
