@@ -31,6 +31,7 @@ def served(model_folder, tmp_path_factory):
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": server.port,
                 "lmcache.mp.save_decode_cache": True,
+                "lmcache.mp.heartbeat_interval": 3600.0,  # and time for an answer: after a late one LMCache keeps nothing
             },
         }
 

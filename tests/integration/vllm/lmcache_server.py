@@ -34,6 +34,7 @@ class LMCacheServer:
             "--chunk-size": chunk_size,
             "--l1-size-gb": 0.25,
             "--eviction-policy": "LRU",
+            "--worker-reap-timeout-seconds": 0,  # never, however slow the machine is
             "--supported-transfer-mode": "auto",  # the default waits for CUDA
         }
         words = [str(word) for pair in arguments.items() for word in pair]
