@@ -71,6 +71,17 @@ def test_a_conversation_that_goes_on_is_an_exact_prefix_from_the_third_turn_on(m
     assert_kept_is_exact(llm, text[: output.report.num_tokens])
 
 
+def test_by_default_the_fifth_question_makes_it_exact(moved, rng):
+    llm = make_llm()
+    document, instruction = moved
+    llm.generate(document, GREEDY)
+    shifted = []
+    for _ in range(6):
+        output = llm.generate(np.concatenate([instruction, document, new_text(rng, TURN)]), GREEDY)[0]
+        shifted.append(output.report.shifted_tokens > 0)
+    assert shifted == [True, True, True, True, False, False]
+
+
 def test_a_reset_forgets_who_reused_what(moved, rng):
     llm = make_llm(refresh_after=1)
     document, instruction = moved

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -12,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 from tests.page_index import PageIndex, tree_pages
 from tests.sampling_rules import RULES, assert_scored, ruled
-from tests.support.drawn_time import drawn_time
+from tests.support.drawn_time import DrawnTimeMachine
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, assert_slots_are_exact
 
 from kvgraft.config import EngineConfig
@@ -61,7 +58,7 @@ class Answer:
         self.tokens.append(part.token_id)
 
 
-class BatchingMachine(RuleBasedStateMachine):
+class BatchingMachine(DrawnTimeMachine):
     """Requests share documents; at most a few fit at once."""
 
     families: tuple[str, ...] = ("llama",)
@@ -80,7 +77,7 @@ class BatchingMachine(RuleBasedStateMachine):
     def start(self, seed, slots, max_rows, number, page, policy, repair_rows):  # noqa: PLR0917 - hypothesis passes by keyword
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
-        self.clock = drawn_time(seed)
+        self.draw_time(seed)
         config = EngineConfig(
             num_slots=max(slots, self.fewest_slots[page]),
             host_bytes=1_000_000,
@@ -109,13 +106,6 @@ class BatchingMachine(RuleBasedStateMachine):
             "first_k",
         ):  # there is something to disturb, whatever rules hypothesis leaves out
             self.ask(self.quoting([0, 1], 9), SamplingParams(6, ignore_eos=True), "graft", selection=selection)
-
-    def teardown(self):
-        with getattr(self, "clock", nullcontext()):
-            if hasattr(self, "engine"):
-                if sys.exc_info()[0] is None:
-                    self.run_dry()
-                self.engine.close()
 
     def read_documents(self):
         """Prompts that quote them are grafted from now on."""
@@ -160,8 +150,8 @@ class BatchingMachine(RuleBasedStateMachine):
         if len(self.open) >= 15:
             return
         request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **options))
-        request = replace(request, provisional=provisional, arrival=time.perf_counter())
-        self.engine.add(request)
+        request = replace(request, provisional=provisional)
+        self.submit(request)
         self.open[request.request_id] = (request, Answer())
         self.prompts.append(request.token_ids.astype(np.int64))
 

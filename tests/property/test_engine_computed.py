@@ -10,10 +10,6 @@ Documents are long enough to be worth a graft, under policies that look at the q
 
 from __future__ import annotations
 
-import sys
-import time
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -22,9 +18,9 @@ import torch
 from hypothesis import event as note
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 from tests.engine_runs import submit
-from tests.support.drawn_time import drawn_time
+from tests.support.drawn_time import DrawnTimeMachine
 from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 from tests.support.repaired_kv import RepairedKV
@@ -112,7 +108,7 @@ class PoisonedSlots:
         return outputs
 
 
-class ComputedMachine(RuleBasedStateMachine):
+class ComputedMachine(DrawnTimeMachine):
     """Texts are made of a few beginnings and documents, and pieces of prompts are small."""
 
     families: tuple[str, ...] = ("llama",)
@@ -146,7 +142,7 @@ class ComputedMachine(RuleBasedStateMachine):
     ):
         torch.manual_seed(0)
         self.rng = np.random.default_rng(seed)
-        self.clock = drawn_time(seed)
+        self.draw_time(seed)
         config = EngineConfig(
             num_slots=slots,
             host_bytes=host_bytes,
@@ -182,13 +178,6 @@ class ComputedMachine(RuleBasedStateMachine):
         while self.open.keys() & set(names):
             self.step(1)
 
-    def teardown(self):
-        with getattr(self, "clock", nullcontext()):
-            if hasattr(self, "engine"):
-                if sys.exc_info()[0] is None:
-                    self.run_dry()
-                self.engine.close()
-
     @staticmethod
     def model(name):
         return tiny_model(name)
@@ -209,7 +198,7 @@ class ComputedMachine(RuleBasedStateMachine):
                     repair=repair,
                 ),
             )
-            self.engine.add(replace(request, arrival=time.perf_counter()))
+            self.submit(request)
             self.open[request.request_id] = request
             self.texts.append(request.token_ids.astype(np.int64))
 

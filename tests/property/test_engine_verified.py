@@ -6,10 +6,7 @@ exact must be what the model computes, also while requests draft beside it.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from unittest import mock
@@ -18,9 +15,9 @@ import numpy as np
 import torch
 from hypothesis import event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 from tests.sampling_rules import RULES, ruled
-from tests.support.drawn_time import drawn_time
+from tests.support.drawn_time import DrawnTimeMachine
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
@@ -116,7 +113,7 @@ ASKED = st.fixed_dictionaries(
 )
 
 
-class VerifiedMachine(RuleBasedStateMachine):
+class VerifiedMachine(DrawnTimeMachine):
     """Requests share documents; at most a few fit at once."""
 
     @initialize(
@@ -130,7 +127,7 @@ class VerifiedMachine(RuleBasedStateMachine):
     )
     def start(self, seed, slots, max_rows, family, page, window_share, heal):  # noqa: PLR0917 - hypothesis passes arguments by keyword
         self.rng = np.random.default_rng(seed)
-        self.clock = drawn_time(seed)
+        self.draw_time(seed)
         self.family = family
         config = EngineConfig(
             num_slots=slots,
@@ -147,13 +144,6 @@ class VerifiedMachine(RuleBasedStateMachine):
         self.open = {}
         self.texts = []
         self.read_documents()
-
-    def teardown(self):
-        with getattr(self, "clock", nullcontext()):
-            if hasattr(self, "engine"):
-                if sys.exc_info()[0] is None:
-                    self.run_dry()
-                self.engine.close()
 
     @rule(asked=st.lists(ASKED, min_size=1, max_size=4), count=st.integers(0, 30))
     def serve(self, asked, count):
@@ -180,8 +170,8 @@ class VerifiedMachine(RuleBasedStateMachine):
 
     def add_request(self, prompt, sampling, reuse, *, provisional=False, **others):
         request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, **others))
-        request = replace(request, provisional=provisional, arrival=time.perf_counter())
-        self.engine.add(request)
+        request = replace(request, provisional=provisional)
+        self.submit(request)
         self.open[request.request_id] = Client(request)
         self.texts.append(request.token_ids.astype(np.int64))
         return request.request_id
