@@ -45,6 +45,8 @@ class EngineStoresMachine(RuleBasedStateMachine):
         self.scale = [0, 0]
         self.llms = [self.make(0), self.make(1)]
         self.documents = [self.rng.integers(3, VOCABULARY, int(self.rng.integers(70, 300))) for _ in range(4)]
+        for new in (0, 9):  # the second quotes what the first has read, whatever rules hypothesis leaves out
+            self.llms[0].generate(self.prompt([0], new), TWO)
 
     def make(self, number):
         llm = LLM(

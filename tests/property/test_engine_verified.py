@@ -144,6 +144,9 @@ class VerifiedMachine(DrawnTimeMachine):
         self.open = {}
         self.texts = []
         self.read_documents()
+        for reuse in ("verified", "graft"):  # there is something to disturb, whatever hypothesis asks for
+            prompt = np.concatenate([self.rng.integers(3, VOCABULARY, 9), self.documents[0], self.documents[1]])
+            self.add_request(prompt, SamplingParams(6, ignore_eos=True), reuse)
 
     @rule(asked=st.lists(ASKED, min_size=1, max_size=4), count=st.integers(0, 30))
     def serve(self, asked, count):
