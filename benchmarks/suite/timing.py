@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvgraft.engine import SamplingParams
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
     Times = dict[str, dict[str, list[float]]]
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+CLOCKS = ("wall", "cpu")
+_TWO = SamplingParams(2, ignore_eos=True)
 
 
 def first_token_times(llm: LLM, prompt: TokenArray, rounds: int) -> tuple[Times, GraftReport]:
-    """Return seconds until the logits of the first token are there, and the report of the last hit or miss.
+    """Return seconds until the first token of an answer of two, and the report of the last hit or miss.
 
-    They are those of an answer of one token, which is repaired before it.
+    A repair after the first token, which an answer of one token would have before it, is not among them.
 
     Seconds are by mode and clock, in turns that swap their order. Lookup, copy and prefill count; a queue and what is
     published after the first token do not. Nothing is left in the cache, so that every round finds the same.
@@ -33,11 +34,10 @@ def first_token_times(llm: LLM, prompt: TokenArray, rounds: int) -> tuple[Times,
     report: GraftReport | None = None
     for number in range(rounds):
         for mode in modes[:: -1 if number % 2 else 1]:
-            started = {name: clock() for name, clock in CLOCKS.items()}
-            with llm.probe(prompt, 1, mode) as probe:
-                for name, clock in CLOCKS.items():
-                    found[mode.value][name].append(round(clock() - started[name], 6))
-                report = probe.report if mode is ReuseMode.GRAFT else report
+            answer = llm.dictate(prompt, [], _TWO, mode)
+            for name, times in zip(CLOCKS, (answer.times_s, answer.cpu_times_s), strict=True):
+                found[mode.value][name].append(round(times[0], 6))
+            report = answer.report if mode is ReuseMode.GRAFT else report
     assert report is not None
     return found, report
 

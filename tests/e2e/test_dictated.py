@@ -85,6 +85,14 @@ def test_a_repair_after_the_first_token_shows_from_the_second_on_and_rows_until_
     assert exact[5:].max() < 1e-6
 
 
+def test_it_says_when_each_token_came(llm, prompt):
+    dictated = llm.dictate(prompt, [5, 6, 7], SAMPLING)
+    for times in (dictated.times_s, dictated.cpu_times_s):
+        assert len(times) == NUM_TOKENS
+        assert times[0] > 0
+        assert list(times) == sorted(times)
+
+
 def test_nothing_is_left_in_the_cache(llm, prompt):
     before = llm.usage()
     llm.dictate(prompt, [5, 6, 7], SAMPLING, repair=WAYS["rows"])

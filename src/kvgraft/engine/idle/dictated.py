@@ -6,6 +6,7 @@ what is served: there each token's logits depend on how many steps there were be
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,15 @@ class DictatedAnswer:
         token_ids: The tokens that were dictated, and the greedy ones after them.
         logits: float32 (len(token_ids), vocab_size); row i predicts `token_ids[i]`.
         report: Of the request, as its owner would get it.
+        times_s: Seconds from the lookup to each token.
+        cpu_times_s: The same on the clock of the process, which counts its work alone.
     """
 
     token_ids: tuple[int, ...]
     logits: Tensor
     report: GraftReport
+    times_s: tuple[float, ...]
+    cpu_times_s: tuple[float, ...]
 
 
 class _Dictation(Sampler):
@@ -46,10 +51,15 @@ class _Dictation(Sampler):
     def __init__(self, request: Request, token_ids: TokenArray) -> None:
         super().__init__(request.sampling, torch.device("cpu"))
         self.logits: list[Tensor] = []
+        self.times_s: list[float] = []
+        self.cpu_times_s: list[float] = []
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
         self._token_ids = token_ids
 
     def sample(self, logits: Tensor) -> int:
         number = len(self.logits)
+        self.times_s.append(time.perf_counter() - self._started)
+        self.cpu_times_s.append(time.process_time() - self._cpu_started)
         self.logits.append(logits.clone())
         return int(self._token_ids[number] if number < len(self._token_ids) else logits.argmax())
 
@@ -94,6 +104,12 @@ def dictate(
             if active.is_prefilling and not (count := manager.reserve(kv, active.remaining[: active.piece(max_rows)])):
                 raise CapacityError("running requests hold the slots of window layers; dictate when they have ended")
             active.receive(adapter.forward([active.next_rows(count)])[0])
-        return DictatedAnswer(tuple(active.output_ids), torch.stack(sampler.logits), active.output().report)
+        return DictatedAnswer(
+            tuple(active.output_ids),
+            torch.stack(sampler.logits),
+            active.output().report,
+            tuple(sampler.times_s),
+            tuple(sampler.cpu_times_s),
+        )
     finally:
         manager.abort(kv)

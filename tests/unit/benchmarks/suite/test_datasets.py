@@ -21,7 +21,8 @@ from kvgraft.bench.fidelity.request import FidelityRequest, Part
 from kvgraft.bench.fidelity.suites import Suite
 from kvgraft.bench.journal import Journal
 from kvgraft.cli import build_parser
-from kvgraft.engine import LLM
+from kvgraft.engine import LLM, SamplingParams
+from kvgraft.types import RepairTime
 
 SETTINGS = DatasetsSettings(names=("xtemplate: SAMSum",), limit=2, rounds=2, clock="cpu", max_prompt_tokens=500)
 ARTICLE = " ".join(f"Word {number} of the article is followed by the next one." for number in range(12))
@@ -139,3 +140,12 @@ def test_times_are_of_both_modes_in_every_round(llm):
     assert SimpleNamespace(request=usage.request, cached=usage.cached, donor=usage.donor) == SimpleNamespace(
         request=0, cached=0, donor=0
     )
+
+
+def test_first_tokens_do_not_wait_for_a_repair_after_them(llm):
+    llm.reset()
+    document = "A document that is read first, and quoted by what is asked about it. " * 12
+    llm.generate(document, SamplingParams(1))
+    _, report = first_token_times(llm, llm.tokenize("Something else first. " * 4 + document), 1)
+    assert report.shifted_tokens > 0
+    assert (report.repair.time, report.repair.from_token) == (RepairTime.AFTER, 2)
