@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
+from tests.support.drawn_time import DrawnTimeMachine
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
@@ -20,7 +21,7 @@ NUM_SLOTS = 600
 LAYERS = {"gemma3_text": {"num_hidden_layers": 6}}
 
 
-class EngineHealingMachine(RuleBasedStateMachine):
+class EngineHealingMachine(DrawnTimeMachine):
     """Requests of a few documents in a pool that is too small for them; steps and pieces in any order."""
 
     @initialize(
@@ -34,6 +35,7 @@ class EngineHealingMachine(RuleBasedStateMachine):
     def start(self, seed, family, page_size, heal, most_rows, host_bytes):  # noqa: PLR0917
         self.most_rows, healing.MOST_ROWS = healing.MOST_ROWS, most_rows
         self.rng = np.random.default_rng(seed)
+        self.draw_time(seed)
         config = EngineConfig(
             num_slots=NUM_SLOTS,
             host_bytes=host_bytes,
@@ -53,11 +55,10 @@ class EngineHealingMachine(RuleBasedStateMachine):
         self.ask([0, 1], 9, 6, "graft", "", 2)
 
     def teardown(self):
-        if hasattr(self, "engine"):
-            healing.MOST_ROWS = self.most_rows
-            self.engine.cancel_all()
-            self.engine.check()
-            self.engine.close()
+        try:
+            super().teardown()
+        finally:
+            healing.MOST_ROWS = getattr(self, "most_rows", healing.MOST_ROWS)
 
     chosen = st.lists(st.integers(0, 3), min_size=1, max_size=2)
 
@@ -75,7 +76,7 @@ class EngineHealingMachine(RuleBasedStateMachine):
         prompt = np.concatenate([*parts, self.rng.integers(3, VOCABULARY, 20)])[:280]
         sampling = SamplingParams(count, ignore_eos=True)
         request = self.engine.builder.build(prompt, RequestOptions(sampling, reuse, cache_salt=salt))
-        self.engine.add(request)
+        self.submit(request)
         self.running[request.request_id] = request
         self.step(steps)
 
@@ -87,7 +88,7 @@ class EngineHealingMachine(RuleBasedStateMachine):
             request = self.engine.builder.build(
                 text, RequestOptions(SamplingParams(2, ignore_eos=True), cache_salt=namespace.tenant_salt)
             )
-            self.engine.add(request)
+            self.submit(request)
             self.running[request.request_id] = request
 
     @rule(steps=st.integers(1, 12))
@@ -98,7 +99,7 @@ class EngineHealingMachine(RuleBasedStateMachine):
                 self.engine.check()
 
     @rule()
-    def run_to_the_end(self):
+    def run_dry(self):
         for _ in range(2_000):
             if not self.engine.has_work:
                 break
