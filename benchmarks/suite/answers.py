@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,9 @@ from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
 
 from .measured import MeasuredTable
-from .settings import RoundsSettings, option
+from .settings import RoundsSettings, minutes_option, option
 from .statistics import array_median, median, percentile, with_interval
+from .timing import deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class AnswersSettings(RoundsSettings):
     question: int = option(50, "new tokens after it", least=1)
     tokens: int = option(16, "of every answer", least=3)
     policies: tuple[str, ...] = option(POLICIES, "NAME[:RATIO][+CORRECTION][@TIME[:ROWS]] or default")
-    minutes: float = option(0.0, "begin no further round after so long; rows are of what the journal has", least=0)
+    minutes: float = minutes_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,13 +59,13 @@ class AnswersSettings(RoundsSettings):
 def measure(llm: LLM, settings: AnswersSettings, journal: Journal, advance: Callable[[], object]) -> list[Row]:
     """Return a row per length and way; `advance` is called once per round."""
     compared = parse_settings(settings.policies, [], default_setting(llm))
-    end = time.monotonic() + 60 * settings.minutes if settings.minutes else None
+    is_over = deadline(settings.minutes)
     bench = _Rounds(llm, settings, compared)
     llm.validate(bench.tokens(max(settings.lengths), 0), bench.sampling)
     bench.measure(min(settings.lengths), settings.rounds)  # once per path, so that no round pays for first calls
     for number in range(settings.rounds):
         for length in settings.lengths:
-            if (length, number) not in journal and (end is None or time.monotonic() < end):
+            if (length, number) not in journal and not is_over():
                 journal.add({"length": length, "round": number, "ways": bench.measure(length, number)})
             advance()
     ways = (OFF, HIT, *(each.label for each in compared))

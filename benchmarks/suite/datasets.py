@@ -21,7 +21,7 @@ from kvgraft.bench.packs import PackSession, Workload
 from kvgraft.bench.reuse import measure_reuse
 
 from .measured import MeasuredTable
-from .settings import clock_option, option
+from .settings import clock_option, minutes_option, option
 from .sources import ChosenDatasets, Dataset, load_dataset
 from .statistics import mean, median, off_and_on, ratio_of_sums, task_scores, with_interval
 from .timing import first_token_times, milliseconds
@@ -52,6 +52,7 @@ class DatasetsSettings(ChosenDatasets):
     clock: str = clock_option()
     min_run: int = option(32, "shortest run that planning counts", least=16)
     max_prompt_tokens: int = option(4608, "longer prompts are not measured", least=1)
+    minutes: float = minutes_option()
 
     @property
     def num_steps(self) -> int:
@@ -64,24 +65,24 @@ def measure(llm: LLM, settings: DatasetsSettings, journal: Journal, advance: Cal
     subject = Subject(llm, settings.max_prompt_tokens)
     own = default_setting(llm)
     instrument = Instrument(llm, subject, [own])
-    rows = []
+    shares, walks = [], []
     for dataset in settings.present:
         suite = load_dataset(dataset, settings.data)
-        shares = _shares(suite, llm, settings, journal)
+        shares.append(_shares(suite, llm, settings, journal))
+        walks.append(_walk(dataset, suite, subject, settings))
         advance()
-        walk = _walk(dataset, suite, subject, settings)
-        for step, _ in pending_steps(walk, llm, instrument, journal, advance):
-            asked = instrument.ask(step.request, suite.metric)
-            record = instrument.measure(step, asked)
-            times, _ = first_token_times(llm, asked.prompt, settings.rounds)
-            journal.add({"suite": suite.name, **record, "on": record["settings"][own.label], "times": times})
-        rows.append(
-            {"dataset": dataset.name, "kind": "negative control" if dataset.is_control else "workload"}
-            | shares
-            | _measured(list(journal.under(suite.name)), settings)
-            | {"too_long": walk.too_long}
-        )
-    return rows
+    for suite, step, _ in pending_steps(walks, llm, instrument, journal, advance, minutes=settings.minutes):
+        asked = instrument.ask(step.request, suite.metric)
+        record = instrument.measure(step, asked)
+        times, _ = first_token_times(llm, asked.prompt, settings.rounds)
+        journal.add({"suite": suite.name, **record, "on": record["settings"][own.label], "times": times})
+    return [
+        {"dataset": dataset.name, "kind": "negative control" if dataset.is_control else "workload"}
+        | found
+        | _measured(list(journal.under(walk.suite.name)), settings)
+        | {"too_long": walk.too_long}
+        for dataset, found, walk in zip(settings.present, shares, walks, strict=True)
+    ]
 
 
 def _walk(dataset: Dataset, suite: Suite, subject: Subject, settings: DatasetsSettings) -> Walk:

@@ -28,7 +28,7 @@ from kvgraft.types import ReuseMode
 from .measured import MeasuredTable
 from .methods import ALL_SUITES, EXACT, OFF, SUBSTITUTED, VERIFIED
 from .read_prompts import ReadPrompt, StockPrompt, common_beginning, substitute
-from .settings import PACKS, TableSettings, option
+from .settings import PACKS, TableSettings, minutes_option, option
 from .statistics import array_mean, mean, median, ratio_of_perplexities, with_interval
 from .walk import drawn, pending_steps
 
@@ -60,6 +60,7 @@ class QualitySettings(TableSettings):
     limit: int = option(12, "requests per suite", least=1)
     noise_floor: int = option(4, "requests per suite that are computed in another number format, too", least=0)
     max_prompt_tokens: int = option(4608, "longer prompts are not measured", least=1)
+    minutes: float = minutes_option()
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -81,15 +82,17 @@ def measure(llm: LLM, settings: QualitySettings, journal: Journal, advance: Call
     """Return a row per suite and method, and per method over all suites; `advance` is called once per request."""
     subject = Subject(llm, settings.max_prompt_tokens)
     methods = Methods(llm, subject, parse_settings(settings.policies, [], default_setting(llm)))
-    found: dict[str, list[Record]] = {}
-    for name in settings.present:
-        suite = load_suite(name, settings.data)
-        walk = drawn(suite, subject, side=TEST, limit=settings.limit, seed=settings.seed).all_read()
-        noisy = {step.index for step in [step for block in walk.blocks for step in block][: settings.noise_floor]}
-        for step, read in pending_steps(walk, llm, methods.instrument, journal, advance):
-            figures = methods.measure(step.request, suite.metric, read, has_noise=step.index in noisy)
-            journal.add({"suite": suite.name, "index": step.index, "methods": figures})
-        found[name] = list(journal.under(suite.name))
+    walks = [
+        drawn(load_suite(name, settings.data), subject, side=TEST, limit=settings.limit, seed=settings.seed).all_read()
+        for name in settings.present
+    ]
+    noisy = {walk.suite.name: frozenset(walk.indices[: settings.noise_floor]) for walk in walks}
+    steps = pending_steps(walks, llm, methods.instrument, journal, advance, minutes=settings.minutes)
+    for suite, step, read in steps:
+        has_noise = step.index in noisy[suite.name]
+        figures = methods.measure(step.request, suite.metric, read, has_noise=has_noise)
+        journal.add({"suite": suite.name, "index": step.index, "methods": figures})
+    found: dict[str, list[Record]] = {walk.suite.name: list(journal.under(walk.suite.name)) for walk in walks}
     if len(found) > 1:
         found[ALL_SUITES] = [record for records in found.values() for record in records]
     return [

@@ -6,7 +6,6 @@ compared request by request. What is after a repair with rows per decode step is
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from kvgraft.types import ReuseMode
 
 from .measured import MeasuredTable
 from .methods import ALL_SUITES
-from .settings import PACKS, TableSettings, option
+from .settings import PACKS, TableSettings, minutes_option, option
 from .statistics import array_mean, mean, median, ratio_of_sums, with_interval
 from .walk import Walk, drawn, pending_steps
 
@@ -69,7 +68,7 @@ class RepairSettings(TableSettings):
     )
     controls: int = option(1, "requests per suite that are also asked with exact prefixes alone", least=0)
     max_prompt_tokens: int = option(4096, "longer prompts are not measured", least=1)
-    minutes: float = option(0.0, "measure no further request after so long; rows are of what the journal has", least=0)
+    minutes: float = minutes_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,7 +98,6 @@ class RepairSettings(TableSettings):
 
 def measure(llm: LLM, settings: RepairSettings, journal: Journal, advance: Callable[[], object]) -> list[Row]:
     """Return a row per suite and setting, and per setting over all suites; `advance` is called once per request."""
-    end = time.monotonic() + 60 * settings.minutes if settings.minutes else None
     subject = Subject(llm, settings.max_prompt_tokens)
     compared = parse_settings(settings.policies, [], default_setting(llm))
     instrument = Instrument(llm, subject, compared)
@@ -108,42 +106,23 @@ def measure(llm: LLM, settings: RepairSettings, journal: Journal, advance: Calla
         drawn(load_suite(name, settings.data), subject, side=TEST, limit=limit, seed=settings.seed)
         for name, limit in settings.limits.items()
     ]
-    controlled = {walk.suite.name: frozenset(indices_of(walk)[: settings.controls]) for walk in walks}
-    answered = {
-        walk.suite.name: indices_of(walk)[settings.answers_every - 1 :: settings.answers_every] for walk in walks
-    }
-    for walk in in_turns([with_read(walk, controlled[walk.suite.name]) for walk in walks]):
-        for step, _ in pending_steps(walk, llm, instrument, journal, advance):
-            if end is not None and time.monotonic() > end:
-                return _rows(journal, walks, [each.label for each in compared], settings.seed)
-            asked = instrument.ask(step.request, walk.suite.metric)
-            if step.index in answered[walk.suite.name]:
-                figures = instrument.measure(step, asked)
-            else:
-                unscored = replace(asked, request=replace(asked.request, answers=()))
-                figures = probing.measure(step, unscored)
-            del figures["group"]  # of pairs, the beginning of their text
-            record: dict[str, Any] = {"suite": walk.suite.name} | figures
-            if step.index in controlled[walk.suite.name]:
-                instrument.read(step.request.prompt)
-                record["exact"] = instrument.control(asked, ReuseMode.EXACT)
-            journal.add(record)
+    controlled = {walk.suite.name: frozenset(walk.indices[: settings.controls]) for walk in walks}
+    answered = {walk.suite.name: walk.indices[settings.answers_every - 1 :: settings.answers_every] for walk in walks}
+    read = [with_read(walk, controlled[walk.suite.name]) for walk in walks]
+    for suite, step, _ in pending_steps(read, llm, instrument, journal, advance, minutes=settings.minutes):
+        asked = instrument.ask(step.request, suite.metric)
+        if step.index in answered[suite.name]:
+            figures = instrument.measure(step, asked)
+        else:
+            unscored = replace(asked, request=replace(asked.request, answers=()))
+            figures = probing.measure(step, unscored)
+        del figures["group"]  # of pairs, the beginning of their text
+        record: dict[str, Any] = {"suite": suite.name} | figures
+        if step.index in controlled[suite.name]:
+            instrument.read(step.request.prompt)
+            record["exact"] = instrument.control(asked, ReuseMode.EXACT)
+        journal.add(record)
     return _rows(journal, walks, [each.label for each in compared], settings.seed)
-
-
-def in_turns(walks: Sequence[Walk]) -> list[Walk]:
-    """Return their blocks, each as a walk of its own, so ordered that all suites are measured to about the same share."""
-    blocks = [
-        (number / len(walk.blocks), order, Walk(walk.suite, (block,), walk.too_long))
-        for order, walk in enumerate(walks)
-        for number, block in enumerate(walk.blocks)
-    ]
-    return [walk for _, _, walk in sorted(blocks, key=lambda each: each[:2])]
-
-
-def indices_of(walk: Walk) -> list[int]:
-    """Return the indices of its requests, in order."""
-    return [step.index for block in walk.blocks for step in block]
 
 
 def with_read(walk: Walk, indices: frozenset[int]) -> Walk:

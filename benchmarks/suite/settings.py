@@ -35,6 +35,11 @@ def clock_option() -> Any:  # noqa: ANN401 - a field of any type
     return option("wall", about, choices=("wall", "cpu"))
 
 
+def minutes_option() -> Any:  # noqa: ANN401 - a field of any type
+    """Return the field that ends a measurement early."""
+    return option(0.0, "measure nothing further after so long; rows are of what the journal has (0: all)", least=0)
+
+
 @dataclass(frozen=True)
 class TableSettings:
     """Settings of one table, each an option of its command.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from kvgraft.bench.fidelity.sample import SampledRequest, blocks, draw
 from kvgraft.bench.fidelity.split import split
 
+from .timing import deadline
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -35,6 +37,11 @@ class Walk:
     suite: Suite
     blocks: tuple[tuple[SampledRequest, ...], ...]
     too_long: int
+
+    @property
+    def indices(self) -> list[int]:
+        """Of its requests in their suite, in order."""
+        return [step.index for block in self.blocks for step in block]
 
     def all_read(self) -> Walk:
         """Return it with every request read after its measurement: for methods that leave its text in the cache."""
@@ -68,10 +75,40 @@ def consecutive(suite: Suite, subject: Subject, *, limit: int, seed: int) -> Wal
     return Walk(suite, (steps,) if steps else (), len(suite.requests) - len(fitting))
 
 
+def in_turns(walks: Sequence[Walk]) -> list[Walk]:
+    """Return their blocks, each as a walk of its own, so ordered that all suites are measured to about the same share."""
+    blocks = [
+        (number / len(walk.blocks), order, Walk(walk.suite, (block,), walk.too_long))
+        for order, walk in enumerate(walks)
+        for number, block in enumerate(walk.blocks)
+    ]
+    return [walk for _, _, walk in sorted(blocks, key=lambda each: each[:2])]
+
+
 def pending_steps(
+    walks: Sequence[Walk],
+    llm: LLM,
+    instrument: Instrument,
+    journal: Journal,
+    advance: Callable[[], object],
+    *,
+    minutes: float = 0.0,
+) -> Iterator[tuple[Suite, SampledRequest, Sequence[str]]]:
+    """Yield what the journal does not have, with its suite and the prompts that have been read; ends after so many minutes.
+
+    Each block begins with an empty cache. Blocks of suites come in turns, so that these are measured to about the same share.
+    """
+    is_over = deadline(minutes)
+    for walk in in_turns(walks):
+        for step, read in _pending_steps(walk, llm, instrument, journal, advance):
+            if is_over():
+                return
+            yield walk.suite, step, read
+
+
+def _pending_steps(
     walk: Walk, llm: LLM, instrument: Instrument, journal: Journal, advance: Callable[[], object]
 ) -> Iterator[tuple[SampledRequest, Sequence[str]]]:
-    """Yield what the journal does not have, with the prompts that have been read; each block begins with an empty cache."""
     for block in walk.blocks:
         pending = [step.index for step in block if (walk.suite.name, step.index) not in journal]
         llm.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.suite import timing
 from benchmarks.suite.walk import READ_FIRST, consecutive, drawn, pending_steps
 
 from kvgraft.bench.fidelity.request import FidelityRequest, Part
@@ -35,7 +36,7 @@ class Log:
 def walked(walk, journal, stop_after=None):
     """Everything that happens on a walk, measurements among it; stops behind some of them as a killed run does."""
     log = Log()
-    for count, (step, read) in enumerate(pending_steps(walk, log, log, journal, lambda: None), 1):
+    for count, (_, step, read) in enumerate(pending_steps([walk], log, log, journal, lambda: None), 1):
         log.events.append(f"measure {step.index} behind {len(read)}")
         journal.add({"suite": walk.suite.name, "index": step.index})
         if count == stop_after:
@@ -80,3 +81,12 @@ def test_an_interrupted_walk_reads_again_what_was_read_and_measures_the_rest():
     assert [event for event in rest if event.startswith("measure")] == [whole[-2]]
     assert [event for event in rest if event.startswith("read")] == [each for each in whole if each.startswith("read")]
     assert walked(walk, journal) == ["reset"]
+
+
+def test_out_of_time_nothing_further_is_yielded(monkeypatch):
+    times = iter([0.0, 30.0, 61.0])
+    monkeypatch.setattr(timing.time, "monotonic", lambda: next(times))
+    walk = consecutive(make_suite(40), SUBJECT, limit=3, seed=3)
+    log = Log()
+    steps = [step for _, step, _ in pending_steps([walk], log, log, Journal(None, {}), lambda: None, minutes=1)]
+    assert steps == [walk.blocks[0][0]]
