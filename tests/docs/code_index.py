@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -120,9 +121,11 @@ def _members(node: ast.ClassDef) -> set[str]:
 def files() -> tuple[str, ...]:
     """Files and folders of the repository, relative, those that are built or downloaded left out."""
     skipped = {".git", "__pycache__", ".hypothesis", "runs", "node_modules"}
+    caches = (".venv", ".pytest", ".mypy", ".ruff", ".import")
     found = []
-    for path in ROOT.rglob("*"):
-        parts = path.relative_to(ROOT).parts
-        if not (skipped & set(parts) or parts[0].startswith((".venv", ".pytest", ".mypy", ".ruff", ".import"))):
-            found.append("/".join(parts) + ("/" if path.is_dir() else ""))
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(caches)]
+        relative = Path(folder).relative_to(ROOT)
+        found += [f"{(relative / name).as_posix()}/" for name in folders]
+        found += [(relative / name).as_posix() for name in names]
     return tuple(found)
