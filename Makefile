@@ -36,7 +36,7 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not slow"
 
-# Soaks, benchmarks' scripts, measurements, and what else takes long and changes rarely; CI runs them, too.
+# Soaks, scripts of benchmarks and examples, measurements, further families of models; CI runs them, too.
 test-slow: venv
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m slow
 

@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 from tests.docs.code_index import ROOT
 
 EXAMPLES = ROOT / "examples"
 ATTEMPTS = 4
+pytestmark = pytest.mark.slow
 DOCUMENT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    sides = 6\n" * 20
 
 

@@ -28,7 +28,9 @@ HYBRIDS = {
     "llama4_text": {},
 }
 """5:1, 1:1, 3:1 with layers that have no RoPE, windows only, sinks, chunks with layers that have no RoPE."""
-KINDS = pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama4_text"])
+KINDS = pytest.mark.parametrize(
+    "family", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4_text"))]
+)
 _QUICK = ("gemma3_text", "gpt_oss")
 ALL_KINDS = pytest.mark.parametrize(
     "family", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]

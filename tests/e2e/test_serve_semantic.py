@@ -22,6 +22,7 @@ from tests.standins.scripted_provider import FOLDER, Script
 
 STANDINS = Path(__file__).parents[1] / "standins"
 MIN_GAIN = 16
+pytestmark = pytest.mark.slow
 
 
 def environment(folder):

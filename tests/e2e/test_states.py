@@ -18,8 +18,11 @@ from kvgraft.prefix import RadixCache, StateRadixCache, register_radix_cache_bac
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import MissReason
 
-ALL = pytest.mark.parametrize("family", STATE_MODELS)
-TWO = pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+_QUICK = ("qwen3_next", "falcon_h1")
+ALL = pytest.mark.parametrize(
+    "family", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STATE_MODELS]
+)
+TWO = pytest.mark.parametrize("family", ["qwen3_next", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
 GREEDY = SamplingParams(8, ignore_eos=True)
 
 

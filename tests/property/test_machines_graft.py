@@ -30,6 +30,7 @@ MACHINES = [
 ]
 """Not `FewWindowsMachine`: grafts that it plans find no window slots, which is what it is for."""
 
+pytestmark = pytest.mark.slow
 _MOST_RUNS = 20
 """What hypothesis draws of one seed also depends on which modules are imported: no count of runs is known to do."""
 

@@ -84,6 +84,7 @@ TestPage4Chunk8Capped = machine(4, ChunkedWindow(8), leaf_cap=True)
 TestPage16Chunk32 = machine(16, ChunkedWindow(32), leaf_cap=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize("size", WINDOWS)
 @pytest.mark.parametrize("kind", [SlidingWindow, ChunkedWindow])

@@ -30,7 +30,10 @@ SIZES = GpuSettings(
     exactness=ExactnessSizes(300, 60, 3),
 )
 TOY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
 
 
 def measured(settings=SIZES, **options):
