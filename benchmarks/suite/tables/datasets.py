@@ -63,6 +63,7 @@ _SAMPLE = (
     ("reused", share("sample_reused_share")),
     ("speed-up, all", _SPEEDUP),
     ("mean KL", number("mean_kl", ".4f")),
+    ("first token flips", share("first_flip_share")),
     ("score off / on", sides("score")),
 )
 
