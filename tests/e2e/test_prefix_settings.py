@@ -18,7 +18,7 @@ from kvgraft.prefix import EVICTION_POLICIES, RadixCache, TreeCacheBuildContext,
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 PAGES = [1, 16, pytest.param(64, marks=pytest.mark.slow)]
-FAMILIES = ["llama", "gemma2"]
+FAMILIES = ["llama", pytest.param("gemma2", marks=pytest.mark.slow)]
 GREEDY = SamplingParams(8, ignore_eos=True)
 
 

@@ -18,6 +18,7 @@ from kvgraft.cli import main
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.errors import ConfigError, OverloadedError
 
+pytestmark = pytest.mark.slow
 PATIENCE_S = 600
 NUM_SLOTS = 6_000
 MAX_ROWS = 32
