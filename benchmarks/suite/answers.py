@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvgraft.bench.deadline import Deadline
 from kvgraft.bench.fidelity.settings import Setting, default_setting, parse_settings
 from kvgraft.bench.timed_answer import TimedAnswer, timed_answer
 from kvgraft.bench.ttft import ONE_TOKEN, Draws
@@ -17,7 +19,6 @@ from kvgraft.types import ReuseMode
 from .measured import MeasuredTable
 from .settings import RoundsSettings, minutes_option, option
 from .statistics import array_median, median, percentile, with_interval
-from .timing import deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,13 +60,13 @@ class AnswersSettings(RoundsSettings):
 def measure(llm: LLM, settings: AnswersSettings, journal: Journal, advance: Callable[[], object]) -> list[Row]:
     """Return a row per length and way; `advance` is called once per round."""
     compared = parse_settings(settings.policies, [], default_setting(llm))
-    is_over = deadline(settings.minutes)
+    deadline = Deadline.after(60 * settings.minutes or math.inf)
     bench = _Rounds(llm, settings, compared)
     llm.validate(bench.tokens(max(settings.lengths), 0), bench.sampling)
     bench.measure(min(settings.lengths), settings.rounds)  # once per path, so that no round pays for first calls
     for number in range(settings.rounds):
         for length in settings.lengths:
-            if (length, number) not in journal and not is_over():
+            if (length, number) not in journal and not deadline.is_over:
                 journal.add({"length": length, "round": number, "ways": bench.measure(length, number)})
             advance()
     ways = (OFF, HIT, *(each.label for each in compared))

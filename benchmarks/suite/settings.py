@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PACKS = "../shared/data/dev"
 """Folder of the request packs, beside the checkout."""
+CLOCKS = ("wall", "cpu")
+"""Time as it passes, and the process's own."""
 _FORMS = {int: "N", float: "X", str: "NAME"}
 
 
@@ -32,7 +34,7 @@ def option(default: Any, about: str, *, least: int | None = None, choices: Seque
 def clock_option() -> Any:  # noqa: ANN401 - a field of any type
     """Return the field that names the clock of the times."""
     about = "cpu: the process's own time, for a machine that does other work"
-    return option("wall", about, choices=("wall", "cpu"))
+    return option(CLOCKS[0], about, choices=CLOCKS)
 
 
 def minutes_option() -> Any:  # noqa: ANN401 - a field of any type

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,22 +9,17 @@ import numpy as np
 from kvgraft.engine import SamplingParams
 from kvgraft.types import ReuseMode
 
+from .settings import CLOCKS
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvgraft.engine import LLM
     from kvgraft.types import GraftReport, TokenArray
 
     Times = dict[str, dict[str, list[float]]]
 
-CLOCKS = ("wall", "cpu")
 _TWO = SamplingParams(2, ignore_eos=True)
-
-
-def deadline(minutes: float) -> Callable[[], bool]:
-    """Return what says whether so many minutes have passed since this call; they never have for 0."""
-    end = time.monotonic() + 60 * minutes if minutes else math.inf
-    return lambda: time.monotonic() > end
 
 
 def first_token_times(llm: LLM, prompt: TokenArray, rounds: int) -> tuple[Times, GraftReport]:

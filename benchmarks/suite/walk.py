@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvgraft.bench.deadline import Deadline
 from kvgraft.bench.fidelity.sample import SampledRequest, blocks, draw
 from kvgraft.bench.fidelity.split import split
-
-from .timing import deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,10 +98,10 @@ def pending_steps(
 
     Each block begins with an empty cache. Blocks of suites come in turns, so that these are measured to about the same share.
     """
-    is_over = deadline(minutes)
+    deadline = Deadline.after(60 * minutes or math.inf)
     for walk in in_turns(walks):
         for step, read in _pending_steps(walk, llm, instrument, journal, advance):
-            if is_over():
+            if deadline.is_over:
                 return
             yield walk.suite, step, read
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.families import families
 
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.kv.hybrid_space import HybridKVSpace
@@ -28,13 +29,8 @@ HYBRIDS = {
     "llama4_text": {},
 }
 """5:1, 1:1, 3:1 with layers that have no RoPE, windows only, sinks, chunks with layers that have no RoPE."""
-KINDS = pytest.mark.parametrize(
-    "family", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4_text"))]
-)
-_QUICK = ("gemma3_text", "gpt_oss")
-ALL_KINDS = pytest.mark.parametrize(
-    "family", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
+KINDS = families(["gemma3_text", "gpt_oss", "llama4_text"], quick=["gemma3_text"])
+ALL_KINDS = families(HYBRIDS, quick=["gemma3_text", "gpt_oss"])
 
 
 def make_llm(family="gemma3_text", **settings):

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.support.families import families
 from tests.support.kept_kv import assert_prefix_is_exact
 
 from kvgraft.cli import main
@@ -18,7 +19,7 @@ from kvgraft.prefix import EVICTION_POLICIES, RadixCache, TreeCacheBuildContext,
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 PAGES = [1, 16, pytest.param(64, marks=pytest.mark.slow)]
-FAMILIES = ["llama", pytest.param("gemma2", marks=pytest.mark.slow)]
+FAMILIES = families(["llama", "gemma2"], quick=["llama"])
 GREEDY = SamplingParams(8, ignore_eos=True)
 
 
@@ -46,7 +47,7 @@ def in_pages(num_tokens, page_size):
 # pages
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 @pytest.mark.parametrize("page_size", PAGES)
 def test_chat_extends_its_prefix_in_whole_pages_and_is_exact(family, page_size, rng):
     """Turns are longer than the window of 24, so that what is stored must end with a whole window."""
@@ -64,7 +65,7 @@ def test_chat_extends_its_prefix_in_whole_pages_and_is_exact(family, page_size, 
     ) == in_pages(stored, page_size)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 @pytest.mark.parametrize("page_size", PAGES)
 def test_grafts_start_behind_the_whole_pages(family, page_size, rng):
     """A prompt that was read, asked for again: the end of its last page is grafted from itself, at no shift."""
@@ -80,7 +81,7 @@ def test_grafts_start_behind_the_whole_pages(family, page_size, rng):
     llm.check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 @pytest.mark.parametrize("page_size", PAGES)
 def test_moved_text_is_stored_as_nobodys_prefix(family, page_size, rng):
     llm = make_llm(family, page_size=page_size)
@@ -99,7 +100,7 @@ def test_moved_text_is_stored_as_nobodys_prefix(family, page_size, rng):
     llm.check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 @pytest.mark.parametrize("page_size", PAGES)
 def test_preempted_and_reset_requests_are_exact(family, page_size, rng):
     llm = make_llm(family, page_size=page_size, num_slots=420)
@@ -184,7 +185,7 @@ def test_higher_priority_stays_longer(donors, rng):
     assert kept == {0: [False, True], 1: [True, False]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 def test_slru_protects_what_two_requests_used_and_not_what_one_stored_twice(family, rng):
     """A request stores its prompt when it is computed and again, with its output, when it ends."""
     llm = make_llm(family, eviction_policy="slru", eviction_policy_config='{"protected_threshold": 2}')
@@ -194,7 +195,7 @@ def test_slru_protects_what_two_requests_used_and_not_what_one_stored_twice(fami
     assert hits == [1, 2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 def test_a_preempted_request_uses_its_prefix_once(family, rng):
     llm = make_llm(family, eviction_policy="lfu")
     prompt = random_prompt(rng, 140)
@@ -206,7 +207,7 @@ def test_a_preempted_request_uses_its_prefix_once(family, rng):
     assert max(node.hit_count for node in path_of(llm, prompt)) == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 def test_a_request_that_is_preempted_again_in_its_prefill_uses_its_prefix_once(family, rng):
     llm = make_llm(family, eviction_policy="lfu")
     scheduler = llm._engine.scheduler

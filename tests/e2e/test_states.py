@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine_runs import submit
+from tests.support.families import families
 from tests.support.states import STATE_MODELS, ColdRuns, assert_close
 
 from kvgraft.engine import LLM, SamplingParams
@@ -18,11 +19,8 @@ from kvgraft.prefix import RadixCache, StateRadixCache, register_radix_cache_bac
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import MissReason
 
-_QUICK = ("qwen3_next", "falcon_h1")
-ALL = pytest.mark.parametrize(
-    "family", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STATE_MODELS]
-)
-TWO = pytest.mark.parametrize("family", ["qwen3_next", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
+ALL = families(STATE_MODELS, quick=["qwen3_next", "falcon_h1"])
+TWO = families(["qwen3_next", "granitemoehybrid"], quick=["qwen3_next"])
 GREEDY = SamplingParams(8, ignore_eos=True)
 
 

@@ -145,17 +145,20 @@ class VerifiedMachine(DrawnTimeMachine):
         self.texts = []
         self.read_documents()
         for reuse in ("verified", "graft"):  # there is something to disturb, whatever hypothesis asks for
-            prompt = np.concatenate([self.rng.integers(3, VOCABULARY, 9), self.documents[0], self.documents[1]])
-            self.add_request(prompt, SamplingParams(6, ignore_eos=True), reuse)
+            self.add_request(self.quoting([0, 1], 9), SamplingParams(6, ignore_eos=True), reuse)
+
+    def quoting(self, chosen, new):
+        parts = [self.rng.integers(3, VOCABULARY, new), *(self.documents[i] for i in chosen)]
+        return np.concatenate(parts)[:240]
 
     @rule(asked=st.lists(ASKED, min_size=1, max_size=4), count=st.integers(0, 30))
     def serve(self, asked, count):
         """Take requests and run some steps: one rule, because hypothesis leaves rules out of whole examples."""
         for one in asked[: 12 - len(self.open)]:
-            parts = [self.rng.integers(3, VOCABULARY, one["new"]), *(self.documents[i] for i in one["chosen"])]
+            prompt = self.quoting(one["chosen"], one["new"])
             drawn = {"temperature": 0.7, "seed": int(self.rng.integers(1000))} if one["sampled"] else {}
             self.add_request(
-                np.concatenate(parts)[:240],
+                prompt,
                 SamplingParams(one["length"], ignore_eos=True, **drawn, **one["rules"]),
                 one["reuse"],
                 provisional=one["provisional"] and one["reuse"] == "verified",

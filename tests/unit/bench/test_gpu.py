@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvgraft.bench.deadline import Deadline
 from kvgraft.bench.gpu import decode_step, run
 from kvgraft.bench.gpu.card import Card
-from kvgraft.bench.gpu.deadline import Deadline
 from kvgraft.bench.gpu.exactness import ExactnessSizes
 from kvgraft.bench.gpu.record import verdict
 from kvgraft.bench.gpu.run import GpuSettings, measure_gpu

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from kvgraft.bench.deadline import Deadline
     from kvgraft.bench.gpu.card import Card
-    from kvgraft.bench.gpu.deadline import Deadline
     from kvgraft.engine import LLM
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.pool import KVPlace

@@ -17,8 +17,8 @@ from kvgraft.memory.page_lock import CudaPages
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvgraft.bench.deadline import Deadline
     from kvgraft.bench.gpu.card import Card
-    from kvgraft.bench.gpu.deadline import Deadline
     from kvgraft.engine import LLM
     from kvgraft.graft.executor import KVSource
 

@@ -15,8 +15,8 @@ from kvgraft.graft.model import SequenceRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvgraft.bench.deadline import Deadline
     from kvgraft.bench.gpu.card import Card
-    from kvgraft.bench.gpu.deadline import Deadline
     from kvgraft.engine import LLM
 
 REPAIR_ROWS = (0, 16, 64, 256)

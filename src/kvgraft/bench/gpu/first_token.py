@@ -10,7 +10,7 @@ from kvgraft.bench.ttft import Draws, GraftAs, RoundShape, measure_round
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvgraft.bench.gpu.deadline import Deadline
+    from kvgraft.bench.deadline import Deadline
     from kvgraft.bench.timed_answer import TimedAnswer
     from kvgraft.bench.ttft import TtftRound
     from kvgraft.engine import LLM

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvgraft.bench.deadline import Deadline
 from kvgraft.bench.fidelity.meta import environment
 from kvgraft.bench.gpu.capture import measure_capture
 from kvgraft.bench.gpu.card import Card
 from kvgraft.bench.gpu.copies import measure_copies
-from kvgraft.bench.gpu.deadline import Deadline
 from kvgraft.bench.gpu.decode_step import measure_decode_step
 from kvgraft.bench.gpu.exactness import ExactnessSizes, measure_exactness
 from kvgraft.bench.gpu.first_token import measure_first_token, slots_for

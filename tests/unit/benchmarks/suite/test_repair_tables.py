@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from benchmarks.suite import tables, timing
+from benchmarks.suite import tables
 from benchmarks.suite.__main__ import build_parser
 from benchmarks.suite.methods import ALL_SUITES
 from benchmarks.suite.repair import EXACT, NONE, RepairSettings
@@ -100,7 +100,7 @@ def test_a_run_that_is_over_measures_nothing_more_and_writes_no_text(found, opti
 
 def test_out_of_time_rows_are_of_what_the_journal_has(options, capsys, tmp_path, monkeypatch):
     times = iter([0.0, *[30.0] * 3, *[61.0] * 99])
-    monkeypatch.setattr(timing.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
     argv = [*options, "--minutes", "1", "--journal", str(tmp_path / "j")]
     rows = run(capsys, argv)["rows"]
     assert sum(row["requests"] for row in rows if row["suite"] != ALL_SUITES and row["setting"] == NONE) <= 3

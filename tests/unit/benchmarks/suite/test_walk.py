@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from benchmarks.suite import timing
 from benchmarks.suite.walk import READ_FIRST, consecutive, drawn, pending_steps
 
 from kvgraft.bench.fidelity.request import FidelityRequest, Part
@@ -85,7 +84,7 @@ def test_an_interrupted_walk_reads_again_what_was_read_and_measures_the_rest():
 
 def test_out_of_time_nothing_further_is_yielded(monkeypatch):
     times = iter([0.0, 30.0, 61.0])
-    monkeypatch.setattr(timing.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
     walk = consecutive(make_suite(40), SUBJECT, limit=3, seed=3)
     log = Log()
     steps = [step for _, step, _ in pending_steps([walk], log, log, Journal(None, {}), lambda: None, minutes=1)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A time on the clock of `time.monotonic`."""
+    """A time on the clock of `time.monotonic`; infinity never comes."""
 
     ends_s: float
 
@@ -21,6 +21,11 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds until then; 0 afterwards."""
         return max(0.0, self.ends_s - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """No time is left."""
+        return not self.left_s
 
     def reason_to_skip(self, expected_s: float) -> str:
         """Say why work of so many seconds is not begun, or return an empty text."""
