@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvgraft.engine import LLM, RepairRules, SamplingParams
+from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import RepairTime, ReuseMode
 
 NUM_TOKENS = 20
@@ -83,6 +85,18 @@ def test_a_repair_after_the_first_token_shows_from_the_second_on_and_rows_until_
     exact = errors(llm, prompt, answer, ALL_ROWS)
     assert exact[:2].min() > 1e-4
     assert exact[5:].max() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_windows_that_a_repair_reads_are_there_beside_the_first_token(family, rng):
+    llm = LLM(adopt_model(family, tiny_model(family), None), num_slots=1_400)
+    document = rng.integers(3, VOCABULARY, 100)
+    llm.generate(document, SamplingParams(1))
+    asked = np.concatenate([rng.integers(3, VOCABULARY, 8), document, rng.integers(3, VOCABULARY, 9)])
+    dictated = llm.dictate(asked, [], SAMPLING)
+    assert (dictated.report.repair.time, dictated.report.repair.from_token) == (RepairTime.AFTER, 2)
+    assert llm.generate(asked, SAMPLING)[0].token_ids == dictated.token_ids
+    llm.check()
 
 
 def test_it_says_when_each_token_came(llm, prompt):

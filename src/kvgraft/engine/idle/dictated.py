@@ -92,7 +92,7 @@ def dictate(
     active = ActiveRequest(
         request, text, sampler, flops=manager.flops, eos_token_ids=eos_token_ids, max_model_len=longest
     )
-    kv = manager.begin(request, leaves_trace=False)
+    kv = manager.begin(request, leaves_trace=False, headroom=1)  # the row of the first token, beside a repair
     try:
         manager.graft(kv)
         manager.settle(kv)
