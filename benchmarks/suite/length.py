@@ -13,7 +13,7 @@ from kvgraft.errors import ConfigError
 
 from .measured import MeasuredTable
 from .random_weights import lengthened
-from .settings import RoundsSettings, option
+from .settings import CLOCKS, RoundsSettings, clock_option, option
 from .statistics import array_median, median, percentile, ratio_of_medians, with_interval
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class LengthSettings(RoundsSettings):
 
     lengths: tuple[int, ...] = option((1024, 2048, 4096, 8000), "prompt lengths")
     rounds: int = option(3, "rounds per length", least=1)
+    clock: str = clock_option()
     random_context: int = option(
         0,
         "take random weights of the model's shape and a context of so many tokens, for lengths beyond the model's",
@@ -53,7 +54,7 @@ def measure(llm: LLM, settings: LengthSettings, journal: Journal, advance: Calla
                 found = measure_round(llm, draws, RoundShape(length, settings.shift), tuple(WAYS.values()))
                 journal.add({"length": length, "round": number, **_record(found)})
             advance()
-        rows.append(_row(length, list(journal.under(length)), settings.seed))
+        rows.append(_row(length, list(journal.under(length)), settings))
     return rows
 
 
@@ -85,7 +86,7 @@ def _warm_up(llm: LLM, settings: LengthSettings) -> None:
 
 
 def _record(found: TtftRound) -> Row:
-    """Milliseconds and tokens of a round."""
+    """Milliseconds by clock, and tokens, of a round."""
     record: Row = {
         "cold_ms": _ms(found.cold),
         "miss_ms": _ms(found.miss),
@@ -104,20 +105,26 @@ def _record(found: TtftRound) -> Row:
     return record
 
 
-def _ms(answer: TimedAnswer) -> float:
-    return round(1e3 * answer.ttft_s, 3)
+def _ms(answer: TimedAnswer) -> dict[str, float]:
+    """Milliseconds to the first token by clock."""
+    times = zip(CLOCKS, (answer.times_s, answer.cpu_times_s), strict=True)
+    return {clock: round(1e3 * seconds[0], 3) for clock, seconds in times}
 
 
-def _row(length: int, records: Sequence[Row], seed: int) -> Row:
+def _row(length: int, records: Sequence[Row], settings: LengthSettings) -> Row:
     """Medians over the rounds, and ratios of medians with their intervals."""
+    seed = settings.seed
 
     def column(name: str) -> list[float]:
         return [float(record[name]) for record in records]
 
-    def of(name: str) -> Row:
-        return {f"{name}_ms": median(column(f"{name}_ms")), f"{name}_p95_ms": percentile(column(f"{name}_ms"), 95)}
+    def times(name: str) -> list[float]:
+        return [float(record[f"{name}_ms"][settings.clock]) for record in records]
 
-    overhead = [100 * (record["miss_ms"] / record["cold_ms"] - 1) for record in records]
+    def of(name: str) -> Row:
+        return {f"{name}_ms": median(times(name)), f"{name}_p95_ms": percentile(times(name), 95)}
+
+    overhead = [100 * (miss / cold - 1) for miss, cold in zip(times("miss"), times("cold"), strict=True)]
     row: Row = {
         "length": length,
         "rounds": len(records),
@@ -127,12 +134,10 @@ def _row(length: int, records: Sequence[Row], seed: int) -> Row:
         "miss_lookup_ms": median(column("miss_lookup_ms")),
         **of("repeat"),
         "repeat_exact_tokens": _whole(column("repeat_exact_tokens")),
-        **with_interval("repeat_speedup_ratio", ratio_of_medians, [column("cold_ms"), column("repeat_ms")], seed),
+        **with_interval("repeat_speedup_ratio", ratio_of_medians, [times("cold"), times("repeat")], seed),
     }
     for name in WAYS:
-        speedup = with_interval(
-            f"{name}_speedup_ratio", ratio_of_medians, [column("cold_ms"), column(f"{name}_ms")], seed
-        )
+        speedup = with_interval(f"{name}_speedup_ratio", ratio_of_medians, [times("cold"), times(name)], seed)
         bound = median(column(f"{name}_bound_ratio"))
         reached = speedup[f"{name}_speedup_ratio"]
         row |= {

@@ -241,6 +241,9 @@ def _row(suite: str, label: str, records: Sequence[Record], seed: int) -> Row:
     def column(name: str) -> list[float]:
         return [figures[name] for figures, _ in pairs if name in figures]
 
+    def difference(name: str) -> list[float]:
+        return [figures[name] - off[name] for figures, off in pairs if name in off]
+
     return {
         "suite": suite,
         "method": label,
@@ -253,7 +256,10 @@ def _row(suite: str, label: str, records: Sequence[Record], seed: int) -> Row:
         "greedy_equal_share": mean(column("greedy_equal")),
         "scored": len(column("task")),
         "score": mean(column("task")),
+        **with_interval("score_difference", array_mean, [difference("task")], seed),
         "contains_share": mean(column("contains")),
+        **with_interval("contains_difference", array_mean, [difference("contains")], seed),
+        "denies_share": mean(column("denies")),
         "stale_asked": len(column("stale")),
         "stale_share": mean(column("stale")),
     }

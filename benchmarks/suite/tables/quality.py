@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvgraft.bench.panels import NamedPoint, Points
 
 from ..methods import ALL_SUITES, OFF, SUBSTITUTED, VERIFIED
-from .cells import NOTHING, Result, Row, lines, number, ranged, share, table, text
+from .cells import NOTHING, Result, Row, lines, number, ranged, ranged_share, share, table, text
 from .datasets import remedy
 
 if TYPE_CHECKING:
@@ -43,6 +43,17 @@ _COLUMNS = (
     ("32 tokens equal", share("greedy_equal_share")),
     ("stale answers", _stale),
 )
+_SCORES = (
+    ("suite", text("suite")),
+    ("answered by", _method),
+    ("n", text("scored")),
+    ("word F1", number("score", ".3f")),
+    ("difference to full prefill", ranged("score_difference", "+.3f")),
+    ("holds a right answer", share("contains_share")),
+    ("difference", ranged_share("contains_difference")),
+    ("denies", share("denies_share")),
+    ("stale", _stale),
+)
 
 
 def _by_suite(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -54,6 +65,13 @@ def _by_suite(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _suites(result: Result) -> str:
     """Rows of all suites together; the record has those of each."""
     return table(_COLUMNS, next(iter(_by_suite(result["rows"]).values())))
+
+
+def _scores(result: Result) -> str:
+    """Scores of every suite that has right answers: of full prefill, our own setting and the baseline."""
+    shown = (OFF, own_method(result["settings"]), SUBSTITUTED)
+    rows = [row for row in result["rows"] if row["method"] in shown and row["suite"] != ALL_SUITES]
+    return table(_SCORES, [row for row in rows if row["scored"] and "score_difference" in row])
 
 
 def _claims(result: Result) -> str:
@@ -96,7 +114,7 @@ def _figures(row: Row) -> str:
     )
 
 
-BLOCKS = {"suites": _suites, "claims": _claims}
+BLOCKS = {"suites": _suites, "scores": _scores, "claims": _claims}
 
 
 def panels(result: Result) -> list[Panel]:

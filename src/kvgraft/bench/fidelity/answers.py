@@ -14,6 +14,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_DENIALS = (
+    "not mention",
+    "not mentioned",
+    "not specify",
+    "not specified",
+    "not state",
+    "not stated",
+    "not provide",
+    "not provided",
+    "not contain",
+    "not available",
+    "not found",
+    "not possible",
+    "not have access",
+    "not know",
+    "dont know",
+    "dont have",
+    "doesnt mention",
+    "doesnt say",
+    "doesnt provide",
+    "doesnt contain",
+    "no information",
+    "no mention",
+    "no answer",
+    "unable",
+    "cannot",
+    "unknown",
+)
+"""Words side by side, normalised, with which models say that a text does not have what is asked."""
 
 
 def normalised(text: str) -> list[str]:
@@ -47,6 +76,12 @@ def value(answer: str, right: Sequence[str]) -> float:
 def is_stale(answer: str, right: Sequence[str], stale: Sequence[str]) -> float:
     """Return 1 where the answer was right for the text read before and is not right now."""
     return float(bool(contains(answer, stale)) and not contains(answer, right))
+
+
+def denies(answer: str) -> float:
+    """Return 1 where the answer says that the text does not have what is asked, which F1 alone does not show."""
+    words = normalised(answer)
+    return float(any(_occurs(each.split(), words) for each in _DENIALS))
 
 
 METRICS = {"f1": f1, "value": value}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgraft.bench.fidelity.answers import METRICS, contains, is_stale
+from kvgraft.bench.fidelity.answers import METRICS, contains, denies, is_stale
 from kvgraft.bench.fidelity.deviation import informed
 from kvgraft.bench.fidelity.distance import distance_class
 from kvgraft.bench.fidelity.subject import stock_attention
@@ -195,6 +195,7 @@ class Instrument:
         scores: Figures = {
             "task": METRICS[asked.metric](text, request.answers),
             "contains": contains(text, request.answers),
+            "denies": denies(text),
         }
         if request.stale:
             scores["stale"] = is_stale(text, request.answers, request.stale)

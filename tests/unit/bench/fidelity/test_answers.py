@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgraft.bench.fidelity.answers import contains, f1, is_stale, normalised, value
+from kvgraft.bench.fidelity.answers import contains, denies, f1, is_stale, normalised, value
 
 
 def test_case_punctuation_and_articles_do_not_count():
@@ -32,6 +32,22 @@ def test_contains_takes_whole_words_in_order():
     assert contains("Ben is big", ["big ben"]) == 0
     assert contains("it is 308 points", ["30"]) == 0
     assert contains("anything", [""]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("The passage does not mention who won.", 1),
+        ("I don't know.", 1),
+        ("It is not specified in the text", 1),
+        ("There is no information about that", 1),
+        ("Nothing was known of it but the name, Ada", 0),
+        ("They scored 308 points, not 247", 0),
+        ("", 0),
+    ],
+)
+def test_an_answer_denies_the_content(answer, score):
+    assert denies(answer) == score
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,16 @@ def test_every_method_has_a_row_in_order(rows, llm):
     assert [row["requests"] for row in rows] == [2, 1, 2, 2, 2, 2, 2]
 
 
+def test_scores_are_compared_request_by_request(rows):
+    for row in rows:
+        assert row["score_difference_low"] is None or row["score_difference_low"] <= row["score_difference"]
+        assert 0 <= row["denies_share"] <= 1
+    off, exact = row_of(rows, OFF), row_of(rows, EXACT)
+    assert off["score_difference"] == off["contains_difference"] == exact["score_difference"] == 0
+    other = row_of(rows, SUBSTITUTED)
+    assert other["score_difference"] == pytest.approx(other["score"] - off["score"])
+
+
 def test_what_is_exact_is_equal_and_the_rest_has_an_error(rows):
     off, exact, verified = (row_of(rows, name) for name in (OFF, EXACT, VERIFIED))
     assert off["perplexity_ratio"] == exact["greedy_equal_share"] == verified["greedy_equal_share"] == 1
@@ -104,10 +114,18 @@ def test_page_shows_every_method_and_the_claim_beside_it(rows, llm):
         "repair": llm.config.repair,
     }
     everything = [*rows, *(row | {"suite": ALL_SUITES} for row in rows)]
-    text = "\n\n".join(render({"rows": everything, "settings": settings}) for render in tables.quality.BLOCKS.values())
+    blocks = {
+        name: render({"rows": everything, "settings": settings}) for name, render in tables.quality.BLOCKS.items()
+    }
     for row in rows:
         name = f"{row['method']}** |" if row["method"] in (OFF, SUBSTITUTED) else f"| {row['method']} |"
-        assert text.count(name) == 1, "once: those of each suite are in the record"
+        assert blocks["suites"].count(name) == 1, "once: those of each suite are in the record"
+    assert [line.split(" | ")[:2] for line in blocks["scores"].splitlines()[2:]] == [
+        ["| adversarial", f"**{OFF}**"],
+        ["| adversarial", tables.quality.own_method(settings)],
+        ["| adversarial", f"**{SUBSTITUTED}**"],
+    ]
+    text = "\n\n".join(blocks.values())
     assert f"verified: {row_of(rows, VERIFIED)['greedy_equal_share']:.1%}".replace("%", " %") in text
     assert "of its answers to `adversarial` are stale" in text
     assert f"| {tables.quality.own_method(settings)} |" in text, "the engine's own setting is among the rows"
