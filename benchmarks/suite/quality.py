@@ -58,7 +58,7 @@ class QualitySettings(TableSettings):
     data: str = option(PACKS, "folder of packs; those that are not there are left out")
     policies: tuple[str, ...] = option(POLICIES, "NAME[:RATIO][+CORRECTION] or default")
     limit: int = option(12, "requests per suite", least=1)
-    noise_floor: int = option(4, "requests per suite that are computed in another number format, too", least=0)
+    noise_floor: int = option(4, "requests per suite that get controls", least=0)
     max_prompt_tokens: int = option(4608, "longer prompts are not measured", least=1)
     minutes: float = minutes_option()
 
@@ -86,11 +86,11 @@ def measure(llm: LLM, settings: QualitySettings, journal: Journal, advance: Call
         drawn(load_suite(name, settings.data), subject, side=TEST, limit=settings.limit, seed=settings.seed).all_read()
         for name in settings.present
     ]
-    noisy = {walk.suite.name: frozenset(walk.indices[: settings.noise_floor]) for walk in walks}
+    controlled = {walk.suite.name: frozenset(walk.indices[: settings.noise_floor]) for walk in walks}
     steps = pending_steps(walks, llm, methods.instrument, journal, advance, minutes=settings.minutes)
     for suite, step, read in steps:
-        has_noise = step.index in noisy[suite.name]
-        figures = methods.measure(step.request, suite.metric, read, has_noise=has_noise)
+        has_controls = step.index in controlled[suite.name]
+        figures = methods.measure(step.request, suite.metric, read, has_controls=has_controls)
         journal.add({"suite": suite.name, "index": step.index, "methods": figures})
     found: dict[str, list[Record]] = {walk.suite.name: list(journal.under(walk.suite.name)) for walk in walks}
     if len(found) > 1:
@@ -125,7 +125,7 @@ class Methods:
         return (OFF, self._noise.name, EXACT, *(each.label for each in self._settings), VERIFIED, SUBSTITUTED)
 
     def measure(
-        self, request: FidelityRequest, metric: str, read: Sequence[str], *, has_noise: bool
+        self, request: FidelityRequest, metric: str, read: Sequence[str], *, has_controls: bool
     ) -> dict[str, Figures]:
         """Answer one request by every method; returns figures by label.
 
@@ -133,21 +133,26 @@ class Methods:
             request: What is asked.
             metric: How its answer is scored.
             read: Prompts that were read before.
-            has_noise: Whether it is computed in another number format, too.
+            has_controls: Whether another number format, exact prefixes and `verified` answer it, too: the floor of
+                errors, and what must have none.
         """
         asked = self.instrument.ask(request, metric)
         found = {OFF: self._own(asked)}
         with self._llm.adapter.stock(stock_attention(self._llm)) as model:
-            if has_noise:
-                found[self._noise.name] = self._compare(asked, StockPrompt(self._noise.other(model), asked.prompt))
             donor = self._donor(asked, read)
             substituted = self._compare(asked, StockPrompt(model, asked.prompt, donor))
         found[SUBSTITUTED] = substituted | {"reused_share": len(donor) / len(asked.prompt)}
-        with self._llm.probe(asked.prompt, CONTINUATION_TOKENS, ReuseMode.EXACT) as probe:
-            found[EXACT] = self._compare(asked, probe) | _reused(shares(probe.report))
         found |= self._reusing(asked)
-        found[VERIFIED] = self._verified(asked)
-        return found
+        # Last: a verified request leaves the prompt itself in the cache.
+        return found | (self._controls(asked) if has_controls else {})
+
+    def _controls(self, asked: PreparedRequest) -> dict[str, Figures]:
+        """Methods whose error is known before: that of another number format, and none."""
+        with self._llm.adapter.stock(stock_attention(self._llm)) as model:
+            noise = self._compare(asked, StockPrompt(self._noise.other(model), asked.prompt))
+        with self._llm.probe(asked.prompt, CONTINUATION_TOKENS, ReuseMode.EXACT) as probe:
+            exact = self._compare(asked, probe) | _reused(shares(probe.report))
+        return {self._noise.name: noise, EXACT: exact, VERIFIED: self._verified(asked)}
 
     def _reusing(self, asked: PreparedRequest) -> dict[str, Figures]:
         """Every setting; where the cheapest grafts nothing, the others would not either and have its figures."""
