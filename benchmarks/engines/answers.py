@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rounds import ratio_of_medians, tokens
-from suite_servers import ENGINES, EngineServer, Site
+from suite_servers import ENGINES, EngineServer, Site, events
 from vllm_server import HOST, MODEL_NAME, ServerError, package_versions
 
 if TYPE_CHECKING:
@@ -92,10 +92,7 @@ def ask(port: int, path: str, body: dict[str, object]) -> Timed:
 def token_times(lines: Iterator[bytes]) -> Iterator[float]:
     """Yield when each token came; events without one are left out."""
     seen = 0
-    for line in lines:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line.removeprefix(b"data: "))
+    for event in events(lines):
         count = len(event["output_ids"]) if "output_ids" in event else seen + bool(event.get("choices"))
         if count > seen and seen < NUM_TOKENS:
             yield time.perf_counter()

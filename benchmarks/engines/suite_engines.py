@@ -12,7 +12,7 @@ servers of an engine run at once; all but the one that is asked are held still. 
 
 Then `documents` again, as an open loop: requests arrive at a rate, whatever became of earlier ones, and the highest rate is
 looked for at which 95 % have their first token in time: within `--limit-factor` times the p95 of `off` one by one, the same
-for every variant of an engine. Times to the first token are those of the whole answer where one token is asked for. Needs
+for every variant of an engine. Answers have two tokens, so that a repair after the first one is not in its time. Needs
 the environments of `make test-vllm` and `make test-sglang`; an engine that does not start is a row with the reason. With
 `--journal` an interrupted run goes on: what caches knew is read again without being timed.
 """
@@ -76,6 +76,7 @@ class Settings:
 
     Attributes:
         pack: Where prompts come from.
+        min_prompt: Shortest prompt in tokens.
         max_prompt: Longest prompt in tokens.
         warmup: Prompts that are not timed.
         requests: Timed prompts.
@@ -90,6 +91,7 @@ class Settings:
     """
 
     pack: str
+    min_prompt: int
     max_prompt: int
     warmup: int
     requests: int
@@ -114,7 +116,7 @@ class Server(Protocol):
     url: str
 
     def ask(self, token_ids: Sequence[int]) -> Reply:
-        """Ask for one token."""
+        """Ask for an answer and time its first token."""
         ...
 
     def pause(self) -> None:
@@ -310,15 +312,16 @@ def is_complete(journal: Journal, settings: Settings, engine: str) -> bool:
 
 
 def read_prompts(settings: Settings, tokenizer: Tokenizer) -> list[Prompt]:
-    """Token ids of the pack's requests that are short enough, in order."""
+    """Token ids of the pack's requests of the lengths that are measured, in order."""
     workload = load_workload(settings.pack, settings.num_prompts, settings.seed)
-    fitting = workload.no_longer_than(settings.max_prompt, lambda text: len(tokenizer.encode(text).ids))
-    if len(fitting.prompts) < settings.num_prompts:
+    prompts = [tokenizer.encode(text).ids for text in workload.prompts]
+    fitting = [ids for ids in prompts if settings.min_prompt <= len(ids) <= settings.max_prompt]
+    if len(fitting) < settings.num_prompts:
         raise SystemExit(
-            f"{settings.pack} has {len(fitting.prompts)} prompts of up to {settings.max_prompt} tokens, "
+            f"{settings.pack} has {len(fitting)} prompts of {settings.min_prompt} to {settings.max_prompt} tokens, "
             f"{settings.num_prompts} are asked for; lower --requests, --load-runs or --load-requests, or raise --max-prompt"
         )
-    return [tokenizer.encode(text).ids for text in fitting.prompts[: settings.num_prompts]]
+    return fitting[: settings.num_prompts]
 
 
 def parsed_arguments() -> argparse.Namespace:
@@ -327,6 +330,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), help="folder that make_smollm2.py wrote")
     parser.add_argument("--engines", type=names_of(ENGINES), default=tuple(ENGINES), help="with commas")
     parser.add_argument("--pack", default=BUILTIN_RAG, help="request pack, as for kvgraft bench serve")
+    parser.add_argument("--min-prompt", type=int, default=0, help="shortest prompt in tokens")
     parser.add_argument("--max-prompt", type=int, default=1200, help="longest prompt in tokens")
     parser.add_argument("--warmup", type=int, default=8, help="prompts that are not timed")
     parser.add_argument("--requests", type=int, default=24, help="timed prompts")

@@ -3,7 +3,7 @@
 All load the same directory in float32, compute on the same number of threads and keep K/V of about as many tokens. `off` is
 an engine that reuses nothing, `exact` is the engine as it comes, `kvgraft` is `exact` with our connector, backend or engine
 and its default settings. Token counts are those of the engine, or of kvgraft's report where that is more precise: vLLM
-counts tokens that a connector computes as cached ones.
+counts tokens that a connector computes as cached ones, and its streams have no report, so that our metrics are read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
-from dataclasses import dataclass
+import urllib.request
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +22,7 @@ from vllm_server import HOST, MODEL_NAME, Json, ProcessGroup, ServerError, Serve
 from vllm_ttft import CONNECTOR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 VARIANTS = ("off", "exact", "kvgraft")
 SEAM = "seam"
@@ -32,6 +34,9 @@ _TOKENS_PER_GIB = 23_000
 _ROOT = Path(__file__).parents[2]
 _SGLANG_STANDINS = (_ROOT / "tests/integration/sglang/standins", _ROOT / "tests/standins")
 _ANSWER_SECONDS = 900.0
+_COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(?:prefix|segment)"[^}]*\} (\S+)', re.MULTILINE)
+_METRICS_S = 0.2
+"""Until a step's counts are in the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What became of one request for one token.
+    """What became of one request.
 
     Attributes:
-        seconds: From sending the request to the whole answer, which is its first token.
+        seconds: From sending the request to the first token of its answer.
         prompt_tokens: Tokens of the prompt.
         reused_tokens: Those that were not computed.
         first: The first token, as the engine writes it.
@@ -92,8 +97,9 @@ class Engine:
         command: Arguments behind the interpreter, for a site, a variant and a port.
         environ: Variables of the server.
         path: Of the question.
-        body: The question, for tokens.
-        reply: Prompt tokens, reused tokens and first token of an answer.
+        body: The question, for tokens; its answer of two tokens is streamed.
+        reply: Prompt tokens, reused tokens and first token, by the events of an answer.
+        has_reports: Whether they have kvgraft's report; where not, its metrics count.
     """
 
     name: str
@@ -103,7 +109,8 @@ class Engine:
     environ: Callable[[Site, str], dict[str, str]]
     path: str
     body: Callable[[Sequence[int]], Json]
-    reply: Callable[[Json], tuple[int, int, str]]
+    reply: Callable[[Sequence[Json]], tuple[int, int, str]]
+    has_reports: bool = True
 
 
 class EngineServer(ProcessGroup):
@@ -115,6 +122,8 @@ class EngineServer(ProcessGroup):
 
     def __init__(self, engine: Engine, variant: str, site: Site, port: int) -> None:
         self._engine, self._port = engine, port
+        self._is_counted = variant == "kvgraft" and not engine.has_reports
+        self._counted_tokens = 0
         self.url = f"http://{HOST}:{port}"
         command = [site.python(engine.venv), *engine.command(site, variant, port)]
         super().__init__(command, f"{self.url}/health", engine.environ(site, variant))
@@ -124,22 +133,43 @@ class EngineServer(ProcessGroup):
         return super().__enter__()
 
     def ask(self, token_ids: Sequence[int]) -> Reply:
-        """Ask for one token."""
-        body = json.dumps(self._engine.body(token_ids)).encode()
+        """Ask for two tokens and time the first; a repair would come before the only token of an answer of one."""
+        reply = self._ask(self._engine.body(token_ids))
+        return replace(reply, reused_tokens=self._newly_counted()) if self._is_counted else reply
+
+    def _newly_counted(self) -> int:
+        """Tokens that the metrics count as reused since the last call; a step tells those of the one before it."""
+        self._ask(self._engine.body((3, 4, 5)) | {"kv_transfer_params": {"kvgraft": "off"}})
+        time.sleep(_METRICS_S)
+        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+            total = sum(int(float(count)) for count in _COUNTED.findall(response.read().decode()))
+        found, self._counted_tokens = total - self._counted_tokens, total
+        return found
+
+    def _ask(self, body: Json) -> Reply:
+        content = json.dumps(body).encode()
         connection = http.client.HTTPConnection(HOST, self._port, timeout=_ANSWER_SECONDS)
         started = time.perf_counter()
         try:
-            connection.request("POST", self._engine.path, body, {"Content-Type": "application/json"})
+            connection.request("POST", self._engine.path, content, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            content = response.read()
+            if response.status != http.HTTPStatus.OK:
+                raise ServerError(f"status {response.status}: {response.read()[:2000].decode(errors='replace')}")
+            timed = [(time.perf_counter() - started, event) for event in events(response)]
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{type(error).__name__}: {error}; the server said:\n{self.tail()}") from error
         finally:
             connection.close()
-        seconds = time.perf_counter() - started
-        if response.status != http.HTTPStatus.OK:
-            raise ServerError(f"status {response.status}: {content[:2000].decode(errors='replace')}")
-        return Reply(seconds, *self._engine.reply(json.loads(content)))
+        if not timed:
+            raise ServerError(f"the answer is empty; the server said:\n{self.tail()}")
+        return Reply(timed[0][0], *self._engine.reply([event for _, event in timed]))
+
+
+def events(lines: Iterable[bytes]) -> Iterator[Json]:
+    """Read the events of a stream as they come."""
+    for line in lines:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
 
 
 def reused(report: Mapping[str, object]) -> int:
@@ -148,34 +178,32 @@ def reused(report: Mapping[str, object]) -> int:
 
 
 def completion_body(token_ids: Sequence[int]) -> Json:
-    """A greedy completion of one token."""
-    return {"model": MODEL_NAME, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    """A greedy completion of two tokens."""
+    sampling = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": MODEL_NAME, "prompt": list(token_ids), **sampling, **streamed}
 
 
-def completion_reply(answer: Json) -> tuple[int, int, str]:
+def completion_reply(found: Sequence[Json]) -> tuple[int, int, str]:
     """Read a completion of `kvgraft serve` or vLLM."""
-    usage, report = answer["usage"], _report(answer)
+    usage = next(event["usage"] for event in reversed(found) if event.get("usage"))
+    report = next((event["kvgraft"] for event in found if event.get("kvgraft")), None)
     cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-    return int(usage["prompt_tokens"]), cached if report is None else reused(report), answer["choices"][0]["text"]
+    return int(usage["prompt_tokens"]), cached if report is None else reused(report), found[0]["choices"][0]["text"]
 
 
 def generate_body(token_ids: Sequence[int]) -> Json:
-    """One token of SGLang's `/generate`, the one answer that has kvgraft's report."""
-    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    return {"input_ids": list(token_ids), "sampling_params": sampling}
+    """Two tokens of SGLang's `/generate`, the one answer that has kvgraft's report."""
+    sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": list(token_ids), "sampling_params": sampling, "stream": True}
 
 
-def generate_reply(answer: Json) -> tuple[int, int, str]:
+def generate_reply(found: Sequence[Json]) -> tuple[int, int, str]:
     """Read an answer of SGLang."""
-    facts = answer["meta_info"]
+    facts = found[-1]["meta_info"]
     reports = facts.get("kvgraft") or ()
     count = sum(reused(entry["report"]) for entry in reports) if reports else int(facts["cached_tokens"])
-    return int(facts["prompt_tokens"]), count, " ".join(map(str, answer["output_ids"]))
-
-
-def _report(answer: Json) -> Json | None:
-    found: Json | None = answer.get("kvgraft") or (answer.get("kv_transfer_params") or {}).get("kvgraft")
-    return found
+    return int(facts["prompt_tokens"]), count, str(found[0]["output_ids"][0])
 
 
 def _embedded(site: Site, variant: str, port: int) -> list[str]:
@@ -273,6 +301,7 @@ ENGINES = {
             "/v1/completions",
             completion_body,
             completion_reply,
+            has_reports=False,
         ),
         Engine(
             "SGLang",

@@ -1616,6 +1616,7 @@ class TestSuite:
 
     SETTINGS: ClassVar = {
         "pack": "p",
+        "min_prompt": 0,
         "max_prompt": 500,
         "warmup": 1,
         "requests": 4,
@@ -1697,14 +1698,14 @@ class TestSuite:
         servers = load("engines/suite_servers.py")
         report = {"exact_tokens": 3, "shifted_tokens": 20, "substituted_tokens": 0}
         usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 39}}
-        answer = {"usage": usage, "choices": [{"text": "x"}]}
-        assert servers.completion_reply(answer) == (40, 39, "x")
-        assert servers.completion_reply(answer | {"kvgraft": report}) == (40, 23, "x")
-        assert servers.completion_reply(answer | {"kv_transfer_params": {"kvgraft": report}}) == (40, 23, "x")
+        said = [{"choices": [{"text": "x"}]}, {"choices": [{"text": "y"}], "usage": None}]
+        assert servers.completion_reply([*said, {"choices": [], "usage": usage}]) == (40, 39, "x")
+        assert servers.completion_reply([*said, {"choices": [], "usage": usage, "kvgraft": report}]) == (40, 23, "x")
         facts = {"prompt_tokens": 40, "cached_tokens": 39}
-        assert servers.generate_reply({"meta_info": facts, "output_ids": [7]}) == (40, 39, "7")
+        first = {"meta_info": facts, "output_ids": [7]}
+        assert servers.generate_reply([first, {"meta_info": facts, "output_ids": [7, 8]}]) == (40, 39, "7")
         facts |= {"kvgraft": [{"report": report}]}
-        assert servers.generate_reply({"meta_info": facts, "output_ids": [7]}) == (40, 23, "7")
+        assert servers.generate_reply([first, {"meta_info": facts, "output_ids": [7, 8]}]) == (40, 23, "7")
 
     def test_every_variant_of_an_engine_differs_in_its_cache_alone(self, load, tmp_path):
         servers = load("engines/suite_servers.py")
