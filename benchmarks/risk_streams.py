@@ -1,6 +1,7 @@
 """Risk asked against risk held, on losses that a real model had: many calibrations, each followed by a served stream.
 
-    kvgraft calibrate --model smollm2-135m --prompts builtin --chat --loss kl:1 --repair before --json > losses.json
+    kvgraft calibrate --model smollm2-135m --prompts builtin --chat --loss kl:1 --repair before --all-notches \
+        --json > losses.json
     python benchmarks/risk_streams.py losses.json [--streams 200] [--epsilon 0.02 0.05 0.1] [--prompts 100 150 300] [--json]
 
 The grafted requests of `kvgraft calibrate --repair before --json`, each with its loss at every notch, are taken for all the

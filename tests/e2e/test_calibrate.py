@@ -155,7 +155,8 @@ def test_what_is_certified_is_written_and_served(capsys, model_dir, prompts, tmp
 
 
 def test_json_says_the_same(capsys, model_dir, prompts):
-    code, out, _ = run(capsys, "calibrate", "--model", model_dir, "--prompts", prompts, "--limit", "4", "--json")
+    options = ("calibrate", "--model", model_dir, "--prompts", prompts, "--limit", "4", "--json")
+    code, out, _ = run(capsys, *options, "--all-notches")
     result = json.loads(out)
     assert (code, result["notch"], result["prompts"]) == (1, "full", 4)
     assert [[(part["part"], part["requests"]) for part in row["parts"]] for row in result["results"]] == [
@@ -167,6 +168,17 @@ def test_json_says_the_same(capsys, model_dir, prompts):
     for row in result["results"]:
         for part in row["parts"]:
             assert sum(result["losses"][row["notch"]][part["part"]]) == part["loss_sum"]
+
+
+def test_notches_after_the_first_that_fails_are_measured_if_asked(capsys, model_dir, prompts):
+    options = ("calibrate", "--model", model_dir, "--prompts", prompts, "--limit", "4", "--json")
+    quick, every = (json.loads(run(capsys, *options, *more)[1]) for more in ((), ("--all-notches",)))
+    assert [row["notch"] for row in quick["results"]] == ["50 % before"]
+    assert len(every["results"]) == 6
+    assert quick["results"] == every["results"][:1]
+    assert set(quick["losses"]) == {"full", "50 % before"}
+    same = ("binding", "notch", "notches", "full_prefill")
+    assert [quick[name] for name in same] == [every[name] for name in same]
 
 
 def test_prompts_of_a_chat_need_a_template(capsys, model_dir, prompts):
@@ -209,7 +221,7 @@ class TestSummary:
     def test_nothing_where_the_most_conservative_one_fails(self, model_dir):
         results = self.results({"50 %": 9, "none": 0})
         assert not any(result.is_certified for result in results)
-        llm = LLM(model_dir, num_slots=2_000)
+        llm = LLM(model_dir, num_slots=2_000, repair="before")
         assert calibration_of(llm, results, AskedRisk(Loss.parse("first_token"), 0.02, 0.05), 300).notch == "full"
 
 

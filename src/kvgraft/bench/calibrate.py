@@ -32,7 +32,7 @@ from kvgraft.fidelity.control import (
     PartResult,
     fixed_sequence,
 )
-from kvgraft.fidelity.control.notches import FULL
+from kvgraft.fidelity.control.notches import FULL, notches_of
 from kvgraft.types import RepairTime, ReuseMode
 
 if TYPE_CHECKING:
@@ -157,6 +157,34 @@ def references(llm: LLM, prompts: Prompts, loss: Loss, advance: Callable[[], obj
     return found
 
 
+def sample_notches(
+    llm: LLM,
+    prompts: Prompts,
+    expected: Sequence[Reference],
+    asked: AskedRisk,
+    *,
+    takes_all: bool,
+    advance: Callable[[], object],
+) -> dict[str, NotchSample]:
+    """Serve all prompts at one notch after another, to the first that is not certified: no bolder one can be after it.
+
+    Args:
+        llm: Its policy has the notches.
+        prompts: What is asked.
+        expected: Full prefill's answers to them.
+        asked: What a notch must show.
+        takes_all: Go on to the boldest one nevertheless, to see what it would lose.
+        advance: Called once per prompt and notch.
+    """
+    samples: dict[str, NotchSample] = {}
+    for notch in notches_of(llm.policy, RepairTime(llm.config.repair)):
+        samples[notch.name] = sample_notch(llm, notch, prompts, expected, asked.loss, advance=advance)
+        results = summed_up(samples, asked)
+        if not takes_all and results and not results[-1].is_certified:
+            break
+    return samples
+
+
 def sample_notch(
     llm: LLM,
     notch: Notch,
@@ -245,13 +273,14 @@ def _parts(sample: NotchSample, asked: AskedRisk) -> tuple[PartResult, ...]:
 def calibration_of(llm: LLM, results: tuple[NotchResult, ...], asked: AskedRisk, num_prompts: int) -> Calibration:
     """Return the calibration that a file holds."""
     certified = [result.notch for result in results if result.is_certified]
+    names = tuple(notch.name for notch in notches_of(llm.policy, RepairTime(llm.config.repair)))
     return Calibration(
         binding=risk_binding(llm.config, llm.loaded, llm.policy),
         loss=str(asked.loss),
         epsilon=asked.epsilon,
         delta=asked.delta,
         notch=certified[-1] if certified else FULL,
-        notches=(FULL, *(result.notch for result in results)),
+        notches=names,
         prompts=num_prompts,
         results=results,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

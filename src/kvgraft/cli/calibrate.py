@@ -32,9 +32,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="find the setting that keeps a stated risk on your own prompts",
         description="Serve the prompts in order of arrival at every notch of the policy, from conservative to bold, "
         "and compare each grafted request with the model's own full prefill. Notches are certified up to the first one "
-        "that was not shown to have a mean loss of at most --epsilon, with a probability of being wrong of --delta. "
-        "Requests of which nothing is grafted are exact and do not count. With repair=after the first token and those after "
-        "the repair are judged apart, and so are answers that wait for it; a notch is certified if all of them are.",
+        "that was not shown to have a mean loss of at most --epsilon, with a probability of being wrong of --delta; "
+        "bolder ones are not measured. Requests of which nothing is grafted are exact and do not count. With "
+        "repair=after the first token and those after the repair are judged apart, and so are answers that wait for it; "
+        "a notch is certified if all of them are.",
     )
     add = parser.add_argument
     add(
@@ -57,6 +58,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--epsilon", type=float, default=0.02, metavar="X", help="mean loss that must not be exceeded (default 0.02)")
     add("--delta", type=float, default=0.05, metavar="X", help="probability of being wrong about it (default 0.05)")
     add("--limit", type=int, metavar="N", help="take the first N prompts only")
+    add("--all-notches", action="store_true", help="measure notches after the first one that is not certified, too")
     add("--output", metavar="FILE", help="write what was found, for the setting 'calibration'")
     add("--plot", nargs="?", const="", metavar="FILE", help="draw it: as text, or as a PNG in FILE")
     add("--json", action="store_true", help="print a JSON object instead of a table")
@@ -144,18 +146,16 @@ def _measure(args: argparse.Namespace, loss: Loss) -> Measured:
         raise ConfigError(
             f"this model's K/V cannot be moved: {llm.graft_refusal}; nothing is grafted, nothing to calibrate"
         )
-    from kvgraft.bench.calibrate import AskedRisk, calibration_of, references, sample_notch, summed_up, tokenized
+    from kvgraft.bench.calibrate import AskedRisk, calibration_of, references, sample_notches, summed_up, tokenized
     from kvgraft.fidelity.control.notches import notches_of
     from kvgraft.types import RepairTime
 
     prompts = tokenized(llm, sessions, loss.num_tokens, partial(user_message, llm) if args.chat else None)
     notches = notches_of(llm.policy, RepairTime(llm.config.repair))
-    samples = {}
+    asked = AskedRisk(loss, args.epsilon, args.delta)
     with progress(prompts.count * (len(notches) + 1), "prompts") as advance:
         expected = references(llm, prompts, loss, advance)
-        for notch in notches:
-            samples[notch.name] = sample_notch(llm, notch, prompts, expected, loss, advance=advance)
-    asked = AskedRisk(loss, args.epsilon, args.delta)
+        samples = sample_notches(llm, prompts, expected, asked, takes_all=args.all_notches, advance=advance)
     calibration = calibration_of(llm, summed_up(samples, asked), asked, prompts.count)
     losses = {
         name: {part.value: tuple(lost) for part, lost in sample.losses.items()} for name, sample in samples.items()
