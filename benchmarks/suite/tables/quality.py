@@ -68,10 +68,11 @@ def _suites(result: Result) -> str:
 
 
 def _scores(result: Result) -> str:
-    """Scores of every suite that has right answers: of full prefill, our own setting and the baseline."""
+    """Scores of every suite that has right answers, of full prefill, our own setting and the baseline; empty for none."""
     shown = (OFF, own_method(result["settings"]), SUBSTITUTED)
     rows = [row for row in result["rows"] if row["method"] in shown and row["suite"] != ALL_SUITES]
-    return table(_SCORES, [row for row in rows if row["scored"] and "score_difference" in row])
+    compared = [row for row in rows if row["scored"] and "score_difference" in row]
+    return table(_SCORES, compared) if compared else ""
 
 
 def _claims(result: Result) -> str:
