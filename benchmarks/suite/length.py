@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvgraft.bench.deadline import Deadline
 from kvgraft.bench.ttft import Draws, GraftAs, RoundShape, measure_round
 from kvgraft.engine import LLM
 from kvgraft.errors import ConfigError
 
 from .measured import MeasuredTable
 from .random_weights import lengthened
-from .settings import CLOCKS, RoundsSettings, clock_option, option
+from .settings import CLOCKS, RoundsSettings, clock_option, minutes_option, option
 from .statistics import array_median, median, percentile, ratio_of_medians, with_interval
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class LengthSettings(RoundsSettings):
     lengths: tuple[int, ...] = option((1024, 2048, 4096, 8000), "prompt lengths")
     rounds: int = option(3, "rounds per length", least=1)
     clock: str = clock_option()
+    minutes: float = minutes_option()
     random_context: int = option(
         0,
         "take random weights of the model's shape and a context of so many tokens, for lengths beyond the model's",
@@ -44,18 +47,18 @@ class LengthSettings(RoundsSettings):
 
 
 def measure(llm: LLM, settings: LengthSettings, journal: Journal, advance: Callable[[], object]) -> list[Row]:
-    """Return a row per length; `advance` is called once per round."""
+    """Return a row per length that was measured; `advance` is called once per round."""
+    deadline = Deadline.after(60 * settings.minutes or math.inf)
     _warm_up(llm, settings)
-    rows = []
     for length in settings.lengths:
         for number in range(settings.rounds):
-            if (length, number) not in journal:
+            if (length, number) not in journal and not deadline.is_over:
                 draws = Draws(llm, (settings.seed, length, number))
                 found = measure_round(llm, draws, RoundShape(length, settings.shift), tuple(WAYS.values()))
                 journal.add({"length": length, "round": number, **_record(found)})
             advance()
-        rows.append(_row(length, list(journal.under(length)), settings))
-    return rows
+    measured = {length: list(journal.under(length)) for length in settings.lengths}
+    return [_row(length, records, settings) for length, records in measured.items() if records]
 
 
 def prepare(llm: LLM, settings: LengthSettings) -> LLM:

@@ -13,6 +13,7 @@ from kvgraft.errors import ConfigError
 
 ROW = {
     "length": 1024,
+    "rounds": 3,
     **{f"{name}_ms": 10.0 for name in ("cold", "miss", "none", "default", "repeat")},
     **{f"{name}_p95_ms": 12.0 for name in ("cold", "miss", "none", "default", "repeat")},
     "miss_overhead_percent": 0.5,
@@ -109,7 +110,7 @@ def test_the_command_writes_the_page_and_a_picture_of_each_table(tmp_path, resul
     page.write_text(marked("suite-length/times"))
     plots.mkdir()
     assert main(["page", "--page", str(page), "--results", str(results), "--plots", str(plots)]) == 0
-    assert "| 1,024 | 10 (12) |" in page.read_text()
+    assert "| 1,024 | 3 | 10 (12) |" in page.read_text()
     assert (plots / "suite-length.png").read_bytes().startswith(b"\x89PNG")
     assert [each.name for each in plots.iterdir()] == ["suite-length.png"]
 
