@@ -12,7 +12,7 @@ from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
-from kvgraft.engine import SamplingParams
+from kvgraft.engine import RepairRules, SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.idle.scoring import score
 from kvgraft.engine.model.loading import adopt_model
@@ -245,6 +245,19 @@ def test_a_choice_that_fails_before_a_token_is_drawn_is_a_miss_and_no_token_rest
     assert_exact(engine, output, expected[:1] if count == 2 else expected)
     engine.check()
     assert_donors_are_exact(engine.adapter, engine.space, [text_of(output), document])
+
+
+def test_a_choice_that_fails_while_an_unsure_first_token_waits_is_a_miss(answering_first):
+    """All is computed before anything is drawn, so that nothing of the answer rests on the graft."""
+    engine, document, prompt = answering_first
+    learn(engine, document)
+    rules = RepairRules(RepairTime.AFTER, below_margin=1.0)
+    sampling = SamplingParams(4, ignore_eos=True)
+    engine.add(engine.builder.build(prompt, RequestOptions(sampling, selection=Failing(1), repair=rules)))
+    (output,) = run_to_end(engine).values()
+    report = output.report
+    assert (report.shifted_tokens, report.computed_tokens, report.repair) == (0, report.num_tokens, None)
+    assert report.miss.reason is MissReason.POLICY_ERROR
 
 
 def test_a_score_says_from_which_token_on_a_failed_repair_has_left_exact_kv(answering_first):

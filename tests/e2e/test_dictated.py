@@ -99,6 +99,50 @@ def test_windows_that_a_repair_reads_are_there_beside_the_first_token(family, rn
     llm.check()
 
 
+@pytest.mark.parametrize("repair_rows", [0, 3])
+def test_an_unsure_first_token_waits_in_scores_as_it_does_for_a_request(repair_rows, rng):
+    llm = LLM(adopt_model("llama", tiny_model("llama"), None), num_slots=1_000, repair_below_margin=1.0)
+    document = rng.integers(3, VOCABULARY, 150)
+    llm.generate(document, SamplingParams(1))
+    asked = np.concatenate([rng.integers(3, VOCABULARY, 20), document, rng.integers(3, VOCABULARY, 9)])
+    rules = RepairRules(RepairTime.AFTER, 1.0, repair_rows)
+    dictated = llm.dictate(asked, [3, 4], SamplingParams(2, ignore_eos=True), repair=rules)
+    with llm.probe(asked, 2, repair=rules) as opened:
+        report, logits = opened.report, opened.logits(np.array([3, 4]))
+    torch.testing.assert_close(logits, dictated.logits)
+    assert (report.repair.time, report.repair.from_token) == (RepairTime.BEFORE, 1)
+    assert "likelier" in report.repair.reason
+    assert report.repair.reason == dictated.report.repair.reason
+
+
+def test_a_score_on_windows_needs_no_more_room_with_rows_that_only_steps_compute(rng):
+    llm = LLM(adopt_model("gemma3_text", tiny_model("gemma3_text"), None), num_slots=500, repair_rows=3)
+    document = rng.integers(3, VOCABULARY, 150)
+    llm.generate(document, SamplingParams(1))
+    asked = np.concatenate([rng.integers(3, VOCABULARY, 20), document, rng.integers(3, VOCABULARY, 9)])
+    assert len(llm.score(asked, rng.integers(3, VOCABULARY, 200)).logits) == 200
+    assert len(llm.generate(asked, SamplingParams(200, ignore_eos=True))[0].token_ids) == 200
+    llm.check()
+
+
+def test_it_ends_at_a_stop_text_as_a_request_does(llm, prompt):
+    (served,) = llm.generate(prompt, SAMPLING)
+    sampling = SamplingParams(NUM_TOKENS, ignore_eos=True, stop=(served.text[3:6],))
+    (stopped,) = llm.generate(prompt, sampling, cache_salt="b", reuse="off")
+    dictated = llm.dictate(prompt, stopped.token_ids, sampling)
+    assert dictated.token_ids == stopped.token_ids
+    assert len(stopped.token_ids) < NUM_TOKENS
+
+
+def test_what_is_no_prompt_and_its_answer_is_refused(llm, prompt):
+    for sampling, options in (
+        (SamplingParams(2, prompt_logprobs=1), {}),
+        (SamplingParams(2), {"session_id": "nobody"}),
+    ):
+        with pytest.raises(ConfigError, match="leave session_id, append and prompt_logprobs out"):
+            llm.dictate(prompt, [], sampling, **options)
+
+
 def test_it_says_when_each_token_came(llm, prompt):
     dictated = llm.dictate(prompt, [5, 6, 7], SAMPLING)
     for times in (dictated.times_s, dictated.cpu_times_s):

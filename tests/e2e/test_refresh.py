@@ -82,6 +82,21 @@ def test_by_default_the_fifth_question_makes_it_exact(moved, rng):
     assert shifted == [True, True, True, True, False, False]
 
 
+def test_a_score_takes_no_refresh(moved, rng):
+    """It leaves no K/V behind, so that requests after it would be grafted once more."""
+    llm = make_llm(refresh_after=2)
+    document, instruction = moved
+    llm.generate(document, GREEDY)
+
+    def asked():
+        return np.concatenate([instruction, document, new_text(rng, TURN)])
+
+    for _ in range(2):
+        assert llm.generate(asked(), GREEDY)[0].report.shifted_tokens > 0
+    assert llm.score(asked(), [3, 4]).report.shifted_tokens > 0
+    assert llm.generate(asked(), GREEDY)[0].report.miss.reason is MissReason.REFRESHED
+
+
 def test_a_reset_forgets_who_reused_what(moved, rng):
     llm = make_llm(refresh_after=1)
     document, instruction = moved

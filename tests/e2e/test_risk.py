@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.engine import LLM, AsyncLLM, SamplingParams
+from kvgraft.engine import LLM, AsyncLLM, RepairRules, SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.idle import audit
 from kvgraft.engine.inspection import Inspection
@@ -277,6 +277,21 @@ class TestAudit:
         assert output.report.repair.time is RepairTime.AFTER
         assert output.report.risk == OWN_SETTINGS
         assert llm.audit() == 0
+
+    def test_rules_of_repair_of_the_request_s_own_are_not_meant(self, calibrated, rng, document):
+        """Which first tokens wait is part of what was calibrated; one that waits in any case has a row of its own."""
+        llm = LLM(loaded(), **calibrated("10 %"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        for rules, is_meant in (
+            (RepairRules(RepairTime.AFTER), True),
+            (RepairRules(RepairTime.AFTER, below_margin=0.5), False),
+            (RepairRules(RepairTime.AFTER, rows_per_step=2), False),
+            (RepairRules(), True),
+        ):
+            output = llm.generate(behind(rng, document), ANSWER, repair=rules)[0]
+            assert output.report.spans
+            assert (output.report.risk != OWN_SETTINGS) == is_meant, rules
+            assert (llm.audit() > 0) == is_meant, rules
 
     def test_an_answer_that_ends_at_its_first_token_says_nothing_of_later_ones(self, calibrated, rng, document):
         llm = LLM(loaded(), **calibrated("10 %", "kl:1"), audit_share=1.0)

@@ -223,3 +223,13 @@ def test_table_of_a_length_that_the_configuration_does_not_tell_is_noticed():
     model.model.rotary_emb.config = other
     with pytest.raises(ModelError, match="length"):
         LLM(adopt_model("phi3", model, None), num_slots=1_000)
+
+
+def test_a_dictated_answer_that_would_begin_again_is_refused(rng):
+    """A request begins again with the other table at the switch; an answer that is given beforehand cannot."""
+    llm = make()
+    for length, count in ((SWITCH - 14, 40), (SWITCH, 2)):
+        with pytest.raises(ConfigError, match="other angles for more than 64 tokens"):
+            llm.dictate(random_prompt(rng, length), [], SamplingParams(count, ignore_eos=True))
+    assert len(llm.dictate(random_prompt(rng, SWITCH - 14), [], SamplingParams(15, ignore_eos=True)).token_ids) == 15
+    llm.check()

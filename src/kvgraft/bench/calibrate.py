@@ -19,7 +19,6 @@ import numpy as np
 from kvgraft import __version__
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.model.loading import eos_token_ids
-from kvgraft.engine.requests.repair import RepairRules
 from kvgraft.engine.requests.risk import risk_binding
 from kvgraft.errors import ConfigError
 from kvgraft.fidelity import stock_answer
@@ -216,14 +215,11 @@ def _served(
     """Serve a prompt greedily, which leaves donors for later ones. Returns the report and the loss by part of the answer.
 
     At a notch that repairs after the first token some requests wait for the repair nevertheless, so both are scored. Scores
-    leave no trace, and come first. A first token that is unsure enough to wait (`repair_below_margin`) is one that did.
+    leave no trace, and come first.
     """
     times = (RepairTime.BEFORE,) if notch.repair is RepairTime.BEFORE else (RepairTime.BEFORE, RepairTime.AFTER)
     scores = {time: _scored(llm, prompt, notch, full, time) for time in times}
     logits = {time: score.logits[: len(full.token_ids)] for time, score in scores.items()}
-    rules = RepairRules.configured(llm.config)
-    if RepairTime.AFTER in logits and rules.reason_to_wait(logits[RepairTime.AFTER][0]):
-        logits[RepairTime.AFTER][0] = logits[RepairTime.BEFORE][0]
     losses = {
         part: loss.of(full.evidence, loss.evidence(rows.numpy(force=True)), part)
         for time, rows in logits.items()

@@ -18,6 +18,7 @@ from kvgraft.engine.core import Engine, StepEvent
 from kvgraft.engine.idle.dictated import DictatedAnswer, dictate
 from kvgraft.engine.idle.scoring import Probe, Score, probe, score
 from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.requests.text import OutputText
 from kvgraft.engine.sampling.sampling_params import SamplingParams
 from kvgraft.errors import ConfigError
 from kvgraft.types import RepairTime, ReuseMode, TokenArray
@@ -222,10 +223,8 @@ class LLM:
         token_ids = self.tokenize(continuation)
         options = RequestOptions(SamplingParams(len(token_ids)), reuse, cache_salt, selection, correction, repair)
         request, engine = self._continued(prompt, options), self._engine
-        try:
+        with self._lent_slots():
             return score(engine.adapter, engine.manager, request, token_ids, max_rows=engine.config.max_rows)
-        finally:
-            engine.flush_events()
 
     @contextmanager
     def probe(
@@ -246,11 +245,11 @@ class LLM:
         """
         options = RequestOptions(SamplingParams(num_tokens), reuse, cache_salt, selection, correction, repair)
         request, engine = self._continued(prompt, options), self._engine
-        try:
-            with probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened:
-                yield opened
-        finally:
-            engine.flush_events()
+        with (
+            self._lent_slots(),
+            probe(engine.adapter, engine.manager, request, max_rows=engine.config.max_rows) as opened,
+        ):
+            yield opened
 
     def dictate(
         self,
@@ -265,21 +264,34 @@ class LLM:
         What is measured so is what a request gets: a token that is drawn late sees what earlier steps have repaired.
 
         Raises:
-            ConfigError: Prompt and answer together are too long, or an argument is wrong.
+            ConfigError: Prompt and answer together are too long, an argument is wrong, or a session or `prompt_logprobs` is
+                asked for.
         """
         request = self._continued(prompt, RequestOptions.of(sampling, reuse, **options))
+        if request.session is not None or sampling.prompt_logprobs is not None:
+            raise ConfigError(
+                "dictate serves one prompt and its answer; leave session_id, append and prompt_logprobs out"
+            )
         engine, given = self._engine, self.tokenize(token_ids) if len(token_ids) else np.empty(0, np.int64)
-        try:
+        with self._lent_slots():
             return dictate(
                 engine.adapter,
                 engine.manager,
                 request,
                 given,
+                text=OutputText.of(self.loaded.tokenizer, request.sampling),
                 eos_token_ids=self.eos_token_ids,
                 max_rows=engine.config.max_rows,
             )
+
+    @contextmanager
+    def _lent_slots(self) -> Iterator[None]:
+        """Tell of what is evicted for a request that leaves no trace, and have healing look again once its slots are back."""
+        try:
+            yield
         finally:
-            engine.flush_events()
+            self._engine.flush_events()
+            self._engine.healer.wake()
 
     def _continued(self, prompt: Prompt, options: RequestOptions) -> Request:
         """Return a request for `prompt` and all of `max_new_tokens`; raises `ConfigError` if these do not fit."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraft.engine.requests.text import OutputText
 from kvgraft.engine.sampling.sampling import Sampler
 from kvgraft.engine.schedule.active import ActiveRequest
 from kvgraft.errors import CapacityError
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.kv.cache_manager import CacheManager
     from kvgraft.engine.requests.request import Request
+    from kvgraft.engine.requests.text import OutputText
     from kvgraft.graft.model import ModelAdapter
     from kvgraft.types import GraftReport, TokenArray
 
@@ -70,6 +70,7 @@ def dictate(
     request: Request,
     token_ids: TokenArray,
     *,
+    text: OutputText,
     eos_token_ids: frozenset[int],
     max_rows: int,
 ) -> DictatedAnswer:
@@ -80,18 +81,20 @@ def dictate(
         manager: Lends the slots.
         request: Ends as its sampling says.
         token_ids: The first tokens of the answer, for any logits.
+        text: Of the answer, which a stop text ends.
         eos_token_ids: Tokens that end the answer, unless the request ignores them.
         max_rows: Rows of one pass.
 
     Raises:
+        ConfigError: The answer outgrows the angles that its prompt was computed with; a served one would begin again there.
         CapacityError: Running requests hold the slots.
     """
     sampler = _Dictation(request, token_ids)
     longest = len(request.token_ids) + request.sampling.max_new_tokens
-    text = OutputText(None, ())
     active = ActiveRequest(
         request, text, sampler, flops=manager.flops, eos_token_ids=eos_token_ids, max_model_len=longest
     )
+    manager.require_one_table(len(request.token_ids), longest - 1)
     kv = manager.begin(request, leaves_trace=False, headroom=1)  # the row of the first token, beside a repair
     try:
         manager.graft(kv)

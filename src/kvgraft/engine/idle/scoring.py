@@ -12,7 +12,7 @@ import torch
 from kvgraft.engine.kv.report import prompt_report, repair_report
 from kvgraft.errors import CapacityError
 from kvgraft.graft.model import SequenceRows
-from kvgraft.types import ReuseMode
+from kvgraft.types import RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -114,8 +114,13 @@ class Probe:
         return _at_once(_feed(self._adapter, self._manager, self._kv, num_tokens + offset, token_ids))
 
 
-def _undrafted(request: Request) -> Request:
-    """A verified answer is a full prefill's; nothing is drafted here, so there is nothing to graft."""
+def _undecoded(request: Request) -> Request:
+    """Return the request without what only decode steps do.
+
+    A verified answer is a full prefill's, and nothing is drafted here, so there is nothing to graft. Rows that steps compute
+    exactly besides their own (`repair_rows`) would keep the windows of the whole prompt waiting for steps that never come.
+    """
+    request = replace(request, repair=replace(request.repair, rows_per_step=0))
     return replace(request, reuse=ReuseMode.EXACT) if request.reuse is ReuseMode.VERIFIED else request
 
 
@@ -126,7 +131,7 @@ def probe(adapter: ModelAdapter, manager: CacheManager, request: Request, *, max
     Raises:
         CapacityError: Running requests hold the slots.
     """
-    kv = manager.begin(_undrafted(request), leaves_trace=False)
+    kv = manager.begin(_undecoded(request), leaves_trace=False)
     try:
         manager.graft(kv)
         manager.settle(kv)
@@ -162,7 +167,7 @@ def score_steps(
 ) -> Generator[None, None, Score]:
     """`score` with a yield after every forward pass; closing it gives the slots back."""
     manager.require_one_table(len(request.token_ids), len(request.token_ids) + len(continuation) - 1)
-    kv = manager.begin(_undrafted(request), leaves_trace=False)
+    kv = manager.begin(_undecoded(request), leaves_trace=False)
     try:
         manager.graft(kv)
         manager.settle(kv)
@@ -188,16 +193,25 @@ def _at_once(steps: Generator[None, None, Result]) -> Result:
 def _prefill(
     adapter: ModelAdapter, manager: CacheManager, kv: RequestKV, max_rows: int
 ) -> Generator[None, None, Score]:
-    """Run a sparse prefill and its repair to their end; returns the score of the first token, drawn before the repair."""
+    """Run a sparse prefill and its repair to their end; returns the score of the first token.
+
+    It is drawn before the repair, unless it is unsure enough to wait (`repair_below_margin`).
+    """
     outcome = yield from _run(adapter, manager, kv, manager.prefill(kv), max_rows)
-    repair, work = repair_report(kv, outcome), outcome.work
+    repair, work, logits = repair_report(kv, outcome), outcome.work, outcome.logits
     if outcome.repair is not None and repair is not None:
-        kv.is_answered = True
+        reason = kv.request.repair.reason_to_wait(logits)
+        kv.is_answered = not reason
         repaired = yield from _run(adapter, manager, kv, outcome.repair, max_rows)
         work = repaired.work
-        repair = replace(repair, from_token=2, exact_from_token=2 if repaired.is_exact else None)
+        if kv.is_answered:
+            repair = replace(repair, from_token=2, exact_from_token=2 if repaired.is_exact else None)
+        else:
+            assert repaired.logits is not None
+            logits = repaired.logits
+            repair = None if repaired.is_exact else replace(repair, time=RepairTime.BEFORE, reason=reason, from_token=1)
     kv.lineage.recompute(work.recomputed_runs)
-    return Score(outcome.logits[None], prompt_report(kv, work, manager.flops, repair))
+    return Score(logits[None], prompt_report(kv, work, manager.flops, repair))
 
 
 def _run(

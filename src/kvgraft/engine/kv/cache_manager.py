@@ -113,7 +113,7 @@ class CacheManager:
         try:
             is_donor = leaves_trace and self._leaves_donors(request, is_healing=stop is not None)
             held.layers = self._layers.adopt(match, held.lock, num_tokens, is_stored=leaves_trace, is_donor=is_donor)
-            decision = self._planner.decide(request, namespace, num_tokens, prefix_len)
+            decision = self._planner.decide(request, namespace, num_tokens, prefix_len, may_refresh=leaves_trace)
             kv = RequestKV(
                 request,
                 namespace,

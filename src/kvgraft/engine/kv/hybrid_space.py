@@ -158,7 +158,8 @@ class HybridKVSpace(KVSpace):
         num_bytes = len(swa_indices) * self._pool.window.bytes_per_token
         if not self.make_host_room(num_bytes):
             return False
-        if not self.keep_on_host(name, self._pool.export_windows(swa_indices)):
+        block = self.exported(lambda: self._pool.export_windows(swa_indices))
+        if block is None or not self.keep_on_host(name, block):
             return False
         self._captured.add(name)
         return True
@@ -174,7 +175,11 @@ class HybridKVSpace(KVSpace):
         `slots` are full slots and `windows` the window layers' K/V of each token; the rest is as in `Donor`.
         """
         donor_id = self._add_on_host(text)
-        return None if donor_id is None else self._filled(donor_id, self._pool.export(slots, windows))
+        return (
+            None
+            if donor_id is None
+            else self._filled(donor_id, self.exported(lambda: self._pool.export(slots, windows)))
+        )
 
     def join_host_donors(self, parts: Sequence[Donor], whole: DonorText) -> DonorId | None:
         """Make one donor of several on the host, whose text together is `whole`; None if that fails.
@@ -199,9 +204,9 @@ class HybridKVSpace(KVSpace):
             return None
         return self._add_to_catalogue(text, HostDonorKV())
 
-    def _filled(self, donor_id: DonorId, block: KVBlock) -> DonorId | None:
-        """Give the host the K/V of a donor that was just registered; it is no donor if that fails."""
-        if not self.keep_on_host(donor_id, block):
+    def _filled(self, donor_id: DonorId, block: KVBlock | None) -> DonorId | None:
+        """Give the host the K/V of a donor that was just registered; it is no donor if there are none, or that fails."""
+        if block is None or not self.keep_on_host(donor_id, block):
             self.donors.remove(donor_id)
             return None
         return donor_id

@@ -24,7 +24,7 @@ from kvgraft.prefix import RadixKey
 from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from numpy.typing import NDArray
 
@@ -356,8 +356,8 @@ class KVSpace:
         """Copy a donor to the host; False if there is no room for it."""
         if not self.make_host_room(len(slots) * pool.bytes_per_token):
             return False
-        block = pool.export(pool.index(slots))
-        if not self.keep_on_host(donor.donor_id, block):
+        block = self.exported(lambda: pool.export(pool.index(slots)))
+        if block is None or not self.keep_on_host(donor.donor_id, block):
             return False
         self.donors.rebind(donor.donor_id, HostDonorKV())
         if self.stores is not None:
@@ -383,6 +383,14 @@ class KVSpace:
                 if self.allocator.num_counted(slots, Owner.DONOR) > share * len(slots):
                     return donor
         return None
+
+    def exported(self, copy: Callable[[], KVBlock]) -> KVBlock | None:
+        """Copy K/V to host memory; None if that fails, which is no reason to fail the request that needs the room."""
+        try:
+            return copy()
+        except Exception:
+            logger.exception("K/V cannot be copied to host memory; they are dropped")
+            return None
 
     def keep_on_host(self, key: StoreKey, block: KVBlock) -> bool:
         """Put a block into the store; False if that fails, which is no reason to fail the request that needs the room."""

@@ -70,8 +70,12 @@ class Planner:
         substitutes = 0 if self.substitutes is None else self.substitutes.num_errors
         return self._num_errors + self.lookup.num_errors + substitutes
 
-    def decide(self, request: Request, namespace: Namespace, num_tokens: int, prefix_len: int) -> Decision:
+    def decide(
+        self, request: Request, namespace: Namespace, num_tokens: int, prefix_len: int, *, may_refresh: bool
+    ) -> Decision:
         """Return what is reused of the first `num_tokens` of a prompt after its prefix.
+
+        A prompt that leaves no trace in the cache cannot refresh what others have reused of it (`may_refresh`).
 
         Nothing keeps the donors from eviction: `Holdings.keep` follows before anything is allocated.
         """
@@ -84,7 +88,7 @@ class Planner:
             prefix_len,
             costs,
             read_cost=None if self._space.stores is None else self._space.stores.read_cost,
-            may_refresh=request.reuse is ReuseMode.GRAFT,
+            may_refresh=may_refresh and request.reuse is ReuseMode.GRAFT,
         ).planned
         if request.reuse is ReuseMode.SUBSTITUTE:
             decision = self._substituted(request, namespace, prefix_len, planned)

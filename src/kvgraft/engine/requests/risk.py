@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraft.engine.requests.repair import RepairRules
 from kvgraft.errors import ConfigError, one_line
 from kvgraft.fidelity.control import (
     PARTS,
@@ -105,8 +106,8 @@ class HeldRisk:
         self,
         policy: SelectionPolicy,
         binding: Mapping[str, str],
-        correction: DriftCorrection | None = None,
-        repair: RepairTime = RepairTime.BEFORE,
+        correction: DriftCorrection | None,
+        repair: RepairRules,
     ) -> None:
         self.policy = policy
         self._correction = correction
@@ -114,7 +115,7 @@ class HeldRisk:
         self.loss: Loss | None = None
         self.latest: deque[AuditFacts] = deque(maxlen=_MOST_LATEST)
         self._binding = dict(binding)
-        self._notches = notches_of(policy, repair)
+        self._notches = notches_of(policy, repair.time)
         self._controller: RiskController | None = None
         self._nothing = UNCALIBRATED
         self._state_path: Path | None = None
@@ -128,7 +129,7 @@ class HeldRisk:
         Raises:
             ConfigError: One is about something else than what runs here, or a setting needs a calibration.
         """
-        correction, repair = drift_correction(config.correction), RepairTime(config.repair)
+        correction, repair = drift_correction(config.correction), RepairRules.configured(config)
         held = cls(policy, risk_binding(config, loaded, policy), correction, repair)
         if config.calibration:
             held._adopt(config)
@@ -182,7 +183,7 @@ class HeldRisk:
         One that waits for the repair is meant where others do not: its row was calibrated, too.
         """
         is_configured = request.policy == self.policy and request.correction == self._correction
-        is_timed = self._repair is RepairTime.AFTER or not request.repairs_after
+        is_timed = not request.repairs_after or request.repair == self._repair
         is_meant = is_configured and is_timed and request.reuse is not ReuseMode.VERIFIED
         return self._controller is not None and is_meant
 

@@ -324,6 +324,9 @@ class ActiveRequest:
             self.kv.lineage.healed()  # the report stays that of the graft that the first token was drawn from
             self._note_exact()
         else:
+            if outcome.is_exact:  # the policy failed before anything was drawn
+                self.report = replace(self.report, repair=None)
+                self._watch(None)
             self.kv.lineage.recompute(outcome.work.recomputed_runs)
             self._note_repaired(outcome.work)
         logits = outcome.next_logits if self.output_ids else outcome.logits
@@ -336,7 +339,7 @@ class ActiveRequest:
         done = None if self.report.repair is None else replace(self.report.repair, from_token=self._next_token)
         report = prompt_report(self.kv, work, self._flops, done)
         # Less than the first token was drawn from, before a preemption, is not what the report is of.
-        is_less = report.num_copied < self.report.num_copied
+        is_less = bool(self.output_ids) and report.num_copied < self.report.num_copied
         self.report = replace(self.report, repair=done) if is_less else report
 
     @property

@@ -1,0 +1,69 @@
+"""K/V that cannot be copied to host memory are dropped: no request fails for it, and nothing is kept that is not there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine.model.loading import adopt_model
+from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
+from kvgraft.types import MissReason
+
+TWO = SamplingParams(2, ignore_eos=True)
+
+
+def make(family, **settings):
+    return LLM(adopt_model(family, tiny_model(family), None), heal="off", **settings)
+
+
+def no_memory(*_):
+    raise MemoryError("no host memory")
+
+
+def moved(rng, document):
+    return np.concatenate([rng.integers(3, VOCABULARY, 20), document, rng.integers(3, VOCABULARY, 9)])
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_text_of_a_window_model_that_was_not_copied_is_no_donor(family, rng, monkeypatch):
+    llm, document = make(family, num_slots=2_000), rng.integers(3, VOCABULARY, 150)
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.space.pool, "export", no_memory)
+        llm.generate(document, TWO)
+    llm.check()
+    assert not len(llm.space.donors)
+    report = llm.generate(moved(rng, document), TWO)[0].report
+    assert (report.shifted_tokens, report.miss.reason) == (0, MissReason.NO_DONORS)
+    assert llm.generate(moved(rng, document), TWO)[0].report.shifted_tokens > 100, "copies work again"
+    llm.reset()
+    llm.check()
+    assert llm.space.host.used_bytes == 0
+
+
+def test_a_window_model_whose_copies_fail_now_and_then_serves_on(rng, monkeypatch, tmp_path):
+    """Beside a store, which moves donors to the host in steps of the engine, and a host that is full all the time."""
+    llm = make("gemma3_text", num_slots=2_000, store=f"file:{tmp_path}", host_bytes=400_000)
+    export, calls = llm.space.pool.export, []
+
+    def every_other(*arguments):
+        calls.append(len(calls))
+        return no_memory() if len(calls) % 2 else export(*arguments)
+
+    monkeypatch.setattr(llm.space.pool, "export", every_other)
+    documents = [rng.integers(3, VOCABULARY, 150) for _ in range(4)]
+    for number in range(12):
+        llm.generate(documents[number % 4] if number < 4 else moved(rng, documents[number % 4]), TWO)
+        llm.check()
+    assert len(calls) > 4
+    llm.reset()
+    llm.check()
+
+
+def test_a_donor_that_cannot_leave_for_the_host_makes_room_all_the_same(rng, monkeypatch):
+    llm = make("llama", num_slots=400)
+    monkeypatch.setattr(llm.space.pool, "export", no_memory)
+    for _ in range(5):
+        assert len(llm.generate(rng.integers(3, VOCABULARY, 150), TWO)[0].token_ids) == 2
+        llm.check()
+    assert llm.space.num_dropped > 0
