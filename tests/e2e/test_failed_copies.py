@@ -32,7 +32,7 @@ def test_text_of_a_window_model_that_was_not_copied_is_no_donor(family, rng, mon
         patched.setattr(llm.space.pool, "export", no_memory)
         llm.generate(document, TWO)
     llm.check()
-    assert not len(llm.space.donors)
+    assert (len(llm.space.donors), llm.num_errors) == (0, 1)
     report = llm.generate(moved(rng, document), TWO)[0].report
     assert (report.shifted_tokens, report.miss.reason) == (0, MissReason.NO_DONORS)
     assert llm.generate(moved(rng, document), TWO)[0].report.shifted_tokens > 100, "copies work again"
@@ -66,4 +66,4 @@ def test_a_donor_that_cannot_leave_for_the_host_makes_room_all_the_same(rng, mon
     for _ in range(5):
         assert len(llm.generate(rng.integers(3, VOCABULARY, 150), TWO)[0].token_ids) == 2
         llm.check()
-    assert llm.space.num_dropped > 0
+    assert llm.num_errors >= llm.space.num_dropped > 0

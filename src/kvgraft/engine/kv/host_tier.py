@@ -146,7 +146,7 @@ class TieredKVSpace(KVSpace):
     @property
     def num_errors(self) -> int:
         """Transfers that failed and became misses."""
-        return self._tiered.num_failed_transfers
+        return super().num_errors + self._tiered.num_failed_transfers
 
     def match(self, key: RadixKey) -> MatchResult:
         """Find the longest stored prefix of `key`, and bring what lies on the host to the device first.

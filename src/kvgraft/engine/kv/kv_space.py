@@ -97,6 +97,7 @@ class KVSpace:
         self.kept = KeptPrefixes(pool.num_slots)
         self.num_spilled = 0
         self.num_dropped = 0
+        self._num_uncopied = 0
         self._epoch = 0
 
     @property
@@ -116,8 +117,8 @@ class KVSpace:
 
     @property
     def num_errors(self) -> int:
-        """Failures in here that became misses."""
-        return 0
+        """Failures in here that became misses, such as copies to the host."""
+        return self._num_uncopied
 
     def usage(self) -> SlotUsage:
         """Count slots that are free, or held by requests, prefixes and donors."""
@@ -389,6 +390,7 @@ class KVSpace:
         try:
             return copy()
         except Exception:
+            self._num_uncopied += 1
             logger.exception("K/V cannot be copied to host memory; they are dropped")
             return None
 
