@@ -75,9 +75,7 @@ class Planner:
     ) -> Decision:
         """Return what is reused of the first `num_tokens` of a prompt after its prefix.
 
-        A prompt that leaves no trace in the cache cannot refresh what others have reused of it (`may_refresh`).
-
-        Nothing keeps the donors from eviction: `Holdings.keep` follows before anything is allocated.
+        One that leaves no trace cannot refresh it. Nothing keeps donors from eviction: `Holdings.keep` follows at once.
         """
         costs = self._costs(request)
         if isinstance(costs, Miss):
