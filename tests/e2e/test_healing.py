@@ -240,6 +240,14 @@ def test_text_that_rests_heals_when_there_is_room(words):
     assert llm.heal() > 0
 
 
+def test_text_that_rests_heals_once_a_probe_gives_its_room_back(words):
+    llm = make_llm(num_slots=500)
+    grafted(llm, words)
+    with llm.probe(words(380), 2, "off"):
+        assert llm.heal() == 0
+    assert llm.heal() > 0
+
+
 def test_the_hottest_text_is_healed_first(words, small_pieces):
     llm = make_llm()
     first, _ = grafted(llm, words)
