@@ -7,6 +7,7 @@ thread copies a page per step, because other threads must not queue work beside 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from kvgraft.memory import LayerShape, SlotPool
     from kvgraft.memory.store.record import DonorRecord
+
+
+logger = logging.getLogger(__name__)
 
 
 class TakenAwayError(StoreError):
@@ -148,12 +152,17 @@ class StepExport:
         self._queue.append(pending)
 
     def step(self) -> PendingWrite | None:
-        """Copy a page of the first; returns it when that was its last one, or when its K/V are gone."""
+        """Copy a page of the first; returns it when that was its last one, or when its K/V are gone or cannot be copied."""
         if not self._queue:
             return None
+        first = self._queue[0]
         try:
-            is_done = self._queue[0].copy_page()
+            is_done = first.copy_page()
         except TakenAwayError:
+            is_done = True
+        except Exception:  # no step of the engine ends for it
+            logger.exception("K/V of %d tokens cannot be copied for a store", first.record.num_tokens)
+            first.move(None)
             is_done = True
         return self._queue.popleft() if is_done else None
 
