@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rounds import ratio_of_medians, tokens
-from suite_servers import ENGINES, EngineServer, Site, events
-from vllm_server import HOST, MODEL_NAME, ServerError, package_versions
+from suite_servers import ENGINES, EngineServer, Site
+from vllm_server import HOST, MODEL_NAME, ServerError, package_versions, stream_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ def ask(port: int, path: str, body: dict[str, object]) -> Timed:
 def token_times(lines: Iterator[bytes]) -> Iterator[float]:
     """Yield when each token came; events without one are left out."""
     seen = 0
-    for event in events(lines):
+    for event in stream_events(lines):
         count = len(event["output_ids"]) if "output_ids" in event else seen + bool(event.get("choices"))
         if count > seen and seen < NUM_TOKENS:
             yield time.perf_counter()

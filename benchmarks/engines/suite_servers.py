@@ -11,18 +11,17 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import time
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from vllm_server import HOST, MODEL_NAME, Json, ProcessGroup, ServerError, ServerSettings, require_free
+from vllm_server import COUNTED, HOST, MODEL_NAME, Json, ProcessGroup, ServerError, ServerSettings, require_free
 from vllm_ttft import CONNECTOR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 VARIANTS = ("off", "exact", "kvgraft")
 SEAM = "seam"
@@ -34,7 +33,6 @@ _TOKENS_PER_GIB = 23_000
 _ROOT = Path(__file__).parents[2]
 _SGLANG_STANDINS = (_ROOT / "tests/integration/sglang/standins", _ROOT / "tests/standins")
 _ANSWER_SECONDS = 900.0
-_COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(?:prefix|segment)"[^}]*\} (\S+)', re.MULTILINE)
 _METRICS_S = 0.2
 """Until a step's counts are in the metrics."""
 
@@ -142,7 +140,7 @@ class EngineServer(ProcessGroup):
         self._ask(self._engine.body((3, 4, 5)) | {"kv_transfer_params": {"kvgraft": "off"}})
         time.sleep(_METRICS_S)
         with urllib.request.urlopen(f"{self.url}/metrics") as response:
-            total = sum(int(float(count)) for count in _COUNTED.findall(response.read().decode()))
+            total = sum(int(float(count)) for _, count in COUNTED.findall(response.read().decode()))
         found, self._counted_tokens = total - self._counted_tokens, total
         return found
 
@@ -155,7 +153,7 @@ class EngineServer(ProcessGroup):
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise ServerError(f"status {response.status}: {response.read()[:2000].decode(errors='replace')}")
-            timed = [(time.perf_counter() - started, event) for event in events(response)]
+            timed = [(time.perf_counter() - started, event) for event in self.events(response)]
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{type(error).__name__}: {error}; the server said:\n{self.tail()}") from error
         finally:
@@ -163,13 +161,6 @@ class EngineServer(ProcessGroup):
         if not timed:
             raise ServerError(f"the answer is empty; the server said:\n{self.tail()}")
         return Reply(timed[0][0], *self._engine.reply([event for _, event in timed]))
-
-
-def events(lines: Iterable[bytes]) -> Iterator[Json]:
-    """Read the events of a stream as they come."""
-    for line in lines:
-        if line.startswith(b"data: {"):
-            yield json.loads(line.removeprefix(b"data: "))
 
 
 def reused(report: Mapping[str, object]) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_server import ServerSettings, VLLMServer
+from vllm_server import COUNTED, ServerSettings, VLLMServer
 from vllm_ttft import CONNECTOR
 
 from replicas import PATIENCE_S, Replicas, post
@@ -24,7 +23,6 @@ _ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # `/reset_prefix_cache`
 }
-_COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(prefix|segment)"[^}]*\} (\S+)', re.MULTILINE)
 _KINDS = {"prefix": "exact", "segment": "shifted"}
 
 
@@ -56,7 +54,7 @@ class VLLMReplicas(Replicas):
         time.sleep(1.0)
         for url in self.urls:
             metrics = urllib.request.urlopen(url + "/metrics", timeout=PATIENCE_S).read().decode()
-            for kind, value in _COUNTED.findall(metrics):
+            for kind, value in COUNTED.findall(metrics):
                 totals[_KINDS[kind]] += float(value)
         return totals
 

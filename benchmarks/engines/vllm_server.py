@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 HOST = "127.0.0.1"
 MODEL_NAME = "m"
+COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(prefix|segment)"[^}]*\} (\S+)', re.MULTILINE)
+"""Reused tokens by kind in the metrics of `GraftConnector`."""
 MAX_MODEL_TOKENS = 20_000
 NUM_LOGPROBS = 20
 """Alternatives of the first token that are asked for; the most that vLLM gives by default."""
@@ -38,6 +40,13 @@ _POLL_SECONDS = 0.2
 _TAIL_LINES = 25
 
 Json = dict[str, Any]
+
+
+def stream_events(lines: Iterable[bytes]) -> Iterator[Json]:
+    """Read the events of a stream as they come; `[DONE]` is none."""
+    for line in lines:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
 
 
 class ServerError(RuntimeError):
@@ -119,6 +128,13 @@ class ProcessGroup:
         """End every process of the group with SIGKILL."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def events(self, lines: Iterable[bytes]) -> Iterator[Json]:
+        """Read a stream's events; raises `ServerError` for one that tells of an error."""
+        for event in stream_events(lines):
+            if "error" in event:
+                raise ServerError(f"{event['error']}; it said:\n{self.tail()}")
+            yield event
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
         """Return what the command printed last."""
@@ -264,13 +280,7 @@ class VLLMServer(ProcessGroup):
 
     def _events(self, body: bytes) -> Iterator[Json]:
         with self._response(body) as response:
-            for line in response:
-                data = line.removeprefix(b"data: ").strip()
-                if data and data != b"[DONE]":
-                    event: Json = json.loads(data)
-                    if "error" in event:
-                        raise ServerError(f"{event['error']}; it said:\n{self.tail()}")
-                    yield event
+            yield from self.events(response)
 
     @contextlib.contextmanager
     def _response(self, body: bytes) -> Iterator[http.client.HTTPResponse]:

@@ -158,8 +158,7 @@ class HybridKVSpace(KVSpace):
         num_bytes = len(swa_indices) * self._pool.window.bytes_per_token
         if not self.make_host_room(num_bytes):
             return False
-        block = self.exported(lambda: self._pool.export_windows(swa_indices))
-        if block is None or not self.keep_on_host(name, block):
+        if self.copy_to_host(name, lambda: self._pool.export_windows(swa_indices)) is None:
             return False
         self._captured.add(name)
         return True
@@ -175,11 +174,10 @@ class HybridKVSpace(KVSpace):
         `slots` are full slots and `windows` the window layers' K/V of each token; the rest is as in `Donor`.
         """
         donor_id = self._add_on_host(text)
-        return (
-            None
-            if donor_id is None
-            else self._filled(donor_id, self.exported(lambda: self._pool.export(slots, windows)))
-        )
+        if donor_id is None:
+            return None
+        block = self.copy_to_host(donor_id, lambda: self._pool.export(slots, windows))
+        return self._filled(donor_id, is_kept=block is not None)
 
     def join_host_donors(self, parts: Sequence[Donor], whole: DonorText) -> DonorId | None:
         """Make one donor of several on the host, whose text together is `whole`; None if that fails.
@@ -191,7 +189,7 @@ class HybridKVSpace(KVSpace):
         for part in parts:
             self.remove_donor(part.donor_id)
         donor_id = self._add_on_host(whole)
-        if donor_id is None or self._filled(donor_id, block) is None:
+        if donor_id is None or self._filled(donor_id, is_kept=self.keep_on_host(donor_id, block)) is None:
             return None
         self.donors.record_hit(donor_id, saved)
         return donor_id
@@ -204,12 +202,12 @@ class HybridKVSpace(KVSpace):
             return None
         return self._add_to_catalogue(text, HostDonorKV())
 
-    def _filled(self, donor_id: DonorId, block: KVBlock | None) -> DonorId | None:
-        """Give the host the K/V of a donor that was just registered; it is no donor if there are none, or that fails."""
-        if block is None or not self.keep_on_host(donor_id, block):
-            self.donors.remove(donor_id)
-            return None
-        return donor_id
+    def _filled(self, donor_id: DonorId, *, is_kept: bool) -> DonorId | None:
+        """Return a donor that was just registered; it is none if the host does not keep its K/V."""
+        if is_kept:
+            return donor_id
+        self.donors.remove(donor_id)
+        return None
 
     def reset(self) -> None:
         """Forget all prefixes and donors; running requests keep their slots."""

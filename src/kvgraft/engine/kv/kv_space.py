@@ -357,8 +357,8 @@ class KVSpace:
         """Copy a donor to the host; False if there is no room for it."""
         if not self.make_host_room(len(slots) * pool.bytes_per_token):
             return False
-        block = self.exported(lambda: pool.export(pool.index(slots)))
-        if block is None or not self.keep_on_host(donor.donor_id, block):
+        block = self.copy_to_host(donor.donor_id, lambda: pool.export(pool.index(slots)))
+        if block is None:
             return False
         self.donors.rebind(donor.donor_id, HostDonorKV())
         if self.stores is not None:
@@ -385,14 +385,15 @@ class KVSpace:
                     return donor
         return None
 
-    def exported(self, copy: Callable[[], KVBlock]) -> KVBlock | None:
-        """Copy K/V to host memory; None if that fails, which is no reason to fail the request that needs the room."""
+    def copy_to_host(self, key: StoreKey, export: Callable[[], KVBlock]) -> KVBlock | None:
+        """Copy K/V to host memory and put them into the store; None if either fails, as for `keep_on_host`."""
         try:
-            return copy()
+            block = export()
         except Exception:
             self._num_uncopied += 1
             logger.exception("K/V cannot be copied to host memory; they are dropped")
             return None
+        return block if self.keep_on_host(key, block) else None
 
     def keep_on_host(self, key: StoreKey, block: KVBlock) -> bool:
         """Put a block into the store; False if that fails, which is no reason to fail the request that needs the room."""
