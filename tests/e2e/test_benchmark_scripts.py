@@ -1492,7 +1492,7 @@ class TestVerified:
 
     @pytest.mark.usefixtures("looks_are_free")
     def test_drafts_that_nobody_verifies_are_seen(self, script, run, monkeypatch):
-        """Wrong drafts, and all of them are believed."""
+        """Wrong drafts, and all of them are believed. A preempted request would lose its drafts, and answer right."""
         receive = Drafts.receive
 
         def believe(drafts, output, sampler):
@@ -1504,7 +1504,8 @@ class TestVerified:
 
         monkeypatch.setattr(Drafts, "receive", believe)
         monkeypatch.setattr(Sampler, "fork", lambda _: SimpleNamespace(sample=lambda logits: int(logits.argmin())))
-        code, out = run(script, "builtin:edits", "--prompts", 6, *self.TOY, "--sampled", 0, "--aborts", 0)
+        undisturbed = ("--sampled", 0, "--aborts", 0, "--preemptions", 0)
+        code, out = run(script, "builtin:edits", "--prompts", 6, *self.TOY, *undisturbed)
         result = json.loads(out)
         assert code == 1
         assert result["equal"] == result["prompts"] - result["with_drafts"] < result["prompts"] == 6
