@@ -76,7 +76,7 @@ class ModelError(KVGraftError):
 
 
 class PolicyError(KVGraftError):
-    """A selection policy failed, or chose what cannot be computed; the request is computed in full."""
+    """A selection policy failed, chose what cannot be computed, or its drift correction failed; all is computed then."""
 
 
 class StoreError(KVGraftError, OSError):

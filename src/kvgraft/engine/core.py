@@ -34,6 +34,7 @@ from kvgraft.errors import (
     ConfigError,
     CorruptCacheError,
     OverloadedError,
+    PolicyError,
     RequestError,
     UnservableError,
     is_out_of_memory,
@@ -401,6 +402,9 @@ class Engine:
             return [self._forward([rows])[0] for rows in batch]
 
     def _receive(self, active: ActiveRequest, output: SequenceOutput | Exception) -> list[StepEvent]:
+        if isinstance(output, PolicyError):
+            active.give_up(output)
+            return []
         if isinstance(output, Exception):
             return [self._fail(active, output)]
         was_settled = active.is_settled

@@ -89,6 +89,10 @@ class PromptPasses:
         """Begin the first pass after the one that answered, which showed `observation`; False if there is none."""
         return self._go_on(observation, self._steps.repair)
 
+    def give_up(self, error: PolicyError) -> None:
+        """Begin the pass that computes everything, in place of one whose drift correction failed."""
+        self._begin(self._given_up(error))
+
     def _go_on(self, observation: Observation, plan: Callable[[Observation], PlannedPass | None]) -> bool:
         while True:
             planned = self._planned(partial(plan, observation))
@@ -166,7 +170,10 @@ class PromptPasses:
         try:
             return plan()
         except PolicyError as error:
-            planned = self._steps.give_up()
-            if self._on_policy_error is not None:
-                self._on_policy_error(error)
-            return planned
+            return self._given_up(error)
+
+    def _given_up(self, error: PolicyError) -> PlannedPass:
+        planned = self._steps.give_up()
+        if self._on_policy_error is not None:
+            self._on_policy_error(error)
+        return planned

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvgraft.errors import PolicyError
     from kvgraft.graft.model import SequenceOutput, SequenceRows
     from kvgraft.graft.prompt_passes import PromptPasses
     from kvgraft.graft.steps import GraftWork
@@ -75,6 +76,10 @@ class Repair:
             num_logits=rows.num_logits + rider.num_logits,
             seq_len=rider.seq_len,
         )
+
+    def give_up(self, error: PolicyError) -> None:
+        """Compute everything: the pass of `next_rows` failed at its drift correction."""
+        self._passes.give_up(error)
 
     def receive(self, output: SequenceOutput) -> RepairOutcome | None:
         """Take the output of `next_rows`; return the outcome once the policy wants no more."""

@@ -100,6 +100,10 @@ class SparsePrefill:
         observation = self._passes.receive(output)
         return None if observation is None else self._seen(observation)
 
+    def give_up(self, error: PolicyError) -> None:
+        """Compute everything: the pass of `next_rows` failed at its drift correction."""
+        self._passes.give_up(error)
+
     def _begin(self) -> None:
         self._passes.begin(self._steps.first)
 

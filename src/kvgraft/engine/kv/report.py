@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,9 +14,13 @@ from kvgraft.types import RepairReport, RepairTime
 if TYPE_CHECKING:
     from kvgraft.engine.kv.request_kv import RequestKV
     from kvgraft.engine.model.flops import ModelFlops
+    from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.sparse_prefill import PrefillOutcome
     from kvgraft.graft.steps import GraftWork
     from kvgraft.types import GraftReport
+
+
+logger = logging.getLogger(__name__)
 
 
 def prompt_report(kv: RequestKV, work: GraftWork, flops: ModelFlops, repair: RepairReport | None) -> GraftReport:
@@ -23,7 +28,7 @@ def prompt_report(kv: RequestKV, work: GraftWork, flops: ModelFlops, repair: Rep
     decision = kv.decision
     besides = sum(flops.of_look(positions, layer) for positions, layer in work.looks)
     if decision.correction is not None:
-        besides += flops.of_correction(decision.correction, work.drift_work)
+        besides += _correction_flops(decision.correction, work, flops)
     return request_report(
         kv.lineage,
         kv.plan.num_tokens,
@@ -37,6 +42,15 @@ def prompt_report(kv: RequestKV, work: GraftWork, flops: ModelFlops, repair: Rep
         substitution=decision.substitution,
         repair=repair,
     )
+
+
+def _correction_flops(correction: DriftCorrection, work: GraftWork, flops: ModelFlops) -> float:
+    """Return what corrections cost; nothing where the estimator, which may be foreign code, cannot say it."""
+    try:
+        return flops.of_correction(correction, work.drift_work)
+    except Exception:
+        logger.exception("the cost of drift correction is unknown and not counted")
+        return 0.0
 
 
 def repair_report(kv: RequestKV, outcome: PrefillOutcome) -> RepairReport | None:

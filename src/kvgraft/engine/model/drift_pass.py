@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.errors import PolicyError, one_line
 from kvgraft.graft.drift_layout import RunLayout
 from kvgraft.memory.hybrid_pool import HybridSlotPool
 
@@ -70,13 +71,22 @@ class _SequenceDrift:
     def corrected(
         self, pool: SlotPool, layer: int, keys: Tensor, values: Tensor, rope: RopeSpec | None
     ) -> CorrectedKV | None:
-        """Return what the tokens that stay hold from now on in `layer` of `pool`; None if none of them is there."""
+        """Return what the tokens that stay hold from now on in `layer` of `pool`; None if none of them is there.
+
+        Raises:
+            PolicyError: The correction failed: its estimator may be foreign code.
+        """
         slots, correction = self._slots[id(pool)], self.correction
         if not len(slots.layout.rest_positions):
             return None
         new = keys[self._rows], values[self._rows]
         reused, rest = pool.read(layer, slots.sample), pool.read(layer, slots.rest)
-        return CorrectedKV(pool, layer, slots.rest, *correction.corrected(slots.layout, new, reused, rest, rope))
+        try:
+            corrected = correction.corrected(slots.layout, new, reused, rest, rope)
+        except Exception as error:
+            name = type(correction.estimator).__name__
+            raise PolicyError(f"drift estimator {name}: {one_line(error)}") from error
+        return CorrectedKV(pool, layer, slots.rest, *corrected)
 
     def _add(self, pool: SlotPool, layout: RunLayout, sample: np.ndarray, rest: np.ndarray) -> None:
         self._slots[id(pool)] = _Slots(layout, pool.index(sample), pool.index(rest))

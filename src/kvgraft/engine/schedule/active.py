@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.flops import ModelFlops
     from kvgraft.engine.requests.text import OutputText
     from kvgraft.engine.sampling.sampling import Sampler, TokenLogprobs
+    from kvgraft.errors import PolicyError
     from kvgraft.fidelity.control import Loss
     from kvgraft.graft.repair import RepairOutcome
     from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
@@ -254,6 +255,12 @@ class ActiveRequest:
         token_ids = self.all_token_ids[positions] if len(positions) > 1 else np.asarray(self.output_ids[-1:])
         kv = self.kv
         return SequenceRows(token_ids, positions, kv.kv_indices, swa_indices=kv.swa_indices, state=kv.state)
+
+    def give_up(self, error: PolicyError) -> None:
+        """Compute the prompt in full: the correction of `next_rows` failed."""
+        assert self._pass is not None
+        assert not isinstance(self._pass, Drafts), "drift is corrected in passes over a grafted prompt"
+        self._pass.give_up(error)
 
     def receive(self, output: SequenceOutput) -> list[StreamPart]:
         """Take the output of `next_rows`; returns the tokens drawn, none while the prompt is being computed."""
