@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 TORCH ?= pinned
 EXTRAS := torch,gguf,structured,server,router,otel,embedder,ann,redis,mooncake,bench,dev
 
+# Tests start hundreds of processes, each of which would compile the package and its tests anew where no bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: venv demo test test-slow coverage test-wheel test-transformers test-mooncake test-vllm test-vllm-next test-vllm-v2 test-sglang test-clients test-browser docs check format bench bench-gpu soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH) $(VENV)/.smollm2

@@ -76,6 +76,7 @@ COVERED = HELPERS | {
     "heal_load.py",
     "host_copies.py",
     "inspector_overhead.py",
+    "miss_overhead.py",
     "patches.py",
     "record.py",
     "routing.py",
@@ -177,6 +178,25 @@ def test_copies_to_host_memory_are_counted_on_both_kinds_of_memory(load, run, mo
     cache = script.Cache(40, rng)
     for ours, theirs in zip(cache.packed().keys, cache.apart().keys, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def test_pairs_of_a_miss_and_none_are_kept_and_go_on(load, run, tmp_path):
+    script, state = load("miss_overhead.py"), tmp_path / "state.jsonl"
+    options = ("--model", "graft-tiny", "--lengths", 60, 90, "--num-slots", 300, "--state", state)
+    assert run(script, *options, "--pairs", 1)[0] == 0
+    first = state.read_text().splitlines()
+    code, out = run(script, *options, "--pairs", 3)
+    rows = json.loads(out)["rows"]
+    assert (code, [(row["length"], row["pairs"]) for row in rows]) == (0, [(60, 3), (90, 3)])
+    assert all(row["miss_overhead_percent_low"] <= row["miss_overhead_percent_high"] for row in rows)
+    assert state.read_text().splitlines()[:2] == first
+
+
+def test_reused_tokens_are_no_miss(load, run, monkeypatch):
+    script = load("miss_overhead.py")
+    monkeypatch.setattr(script.Draws, "tokens", lambda _, count: np.arange(3, 3 + count))
+    with pytest.raises(SystemExit, match="tokens of a prompt that is new were reused"):
+        run(script, "--model", "graft-tiny", "--lengths", 60, "--num-slots", 300, "--pairs", 1)
 
 
 def test_next_turn_goes_on_from_a_recorded_state(load, capsys):
