@@ -207,6 +207,17 @@ def test_failing_copy_is_counted_and_gives_everything_back(make_world, make_toke
     world.conserved()
 
 
+def test_copy_whose_slots_cannot_be_read_leaves_no_donor_pinned(make_world, make_tokens, monkeypatch):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    promised = promise(world, req)
+    monkeypatch.setattr(world.tree, "slots", lambda _: 1 / 0)
+    assert world.reuse.load_first(req, promised) == 0
+    assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
+    world.conserved()
+
+
 def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)

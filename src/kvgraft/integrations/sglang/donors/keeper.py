@@ -204,8 +204,8 @@ class DonorKeeper:
         found = self._tree.resident(kv.text, first + length)
         if found.length < first + length:
             return None
-        pin = self._tree.pin(found.node)
-        return self._tree.slots(found.node)[first : first + length], pin
+        slots = self._tree.slots(found.node)[first : first + length]
+        return slots, self._tree.pin(found.node)  # last: where naming the slots fails, nothing is pinned
 
     def in_host(self, donor: Donor, start: int, length: int) -> KVBlock | None:
         """View K/V of a donor in host memory, or None."""
