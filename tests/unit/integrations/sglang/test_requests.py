@@ -144,6 +144,22 @@ def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_
     assert promise(world, FakeRequest("new", second[1:] + make_tokens(5))) == 99
 
 
+def test_slots_of_text_that_could_not_be_kept_are_the_next_texts(make_world, make_tokens, monkeypatch):
+    """Else what a request computes there that publishes nothing, as of a session, is kept as K/V of the text before."""
+    world, first, second = make_world(), make_tokens(100), make_tokens(100)
+    node = world.publish("donor", first)
+    slots = world.tree.slots(node)
+    monkeypatch.setattr(world.pool, "export", lambda _: 1 / 0)
+    world.tree.evict(node, 0)
+    assert (world.log.num_errors, len(world.keeper)) == (1, 0)
+    world.keeper.check()
+    monkeypatch.undo()
+    world.tree.free_slots = [slot for slot in world.tree.free_slots if slot not in slots.tolist()]
+    world.tree.evict(world.tree.insert(second, slots), 0)
+    assert world.keeper.host_bytes == 0
+    assert promise(world, FakeRequest("query", first + make_tokens(5))) == 0
+
+
 def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)

@@ -177,9 +177,10 @@ class DonorKeeper:
         # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
         slots = torch.cat(list(reversed(freed)))
         numbers = slots.cpu().numpy()
-        for part in list(self._slot_texts.in_slots(numbers)):
+        parts = list(self._slot_texts.in_slots(numbers))
+        self._slot_texts.forget(numbers)  # what lies there next is another text's, also where this one cannot be kept
+        for part in parts:
             self._capture(part, slots)
-        self._slot_texts.forget(numbers)
 
     def has(self, donor: Donor, start: int, length: int) -> bool:
         """Whether `donor.token_ids[start : start + length]` have K/V somewhere."""
@@ -376,7 +377,11 @@ class DonorKeeper:
         if donor is None:
             return False
         self._next_store_key += 1
-        self._host.put(store_key, block())
+        try:
+            self._host.put(store_key, block())
+        except BaseException:
+            self._leaves_memory(donor)
+            raise
         self._host_order[store_key] = donor
         return True
 
@@ -397,5 +402,5 @@ class DonorKeeper:
         self.version += 1
 
     def _drop_block(self, store_key: int) -> None:
-        if self._host_order.pop(store_key, None) is not None:  # else the store had failed to keep it
-            self._host.remove(store_key)
+        del self._host_order[store_key]
+        self._host.remove(store_key)
