@@ -473,6 +473,19 @@ def test_report_does_not_become_better_when_a_request_is_retracted(make_world, m
     assert entry["report"]["shifted_tokens"] == 80
 
 
+def test_retracted_prompt_that_is_computed_exactly_is_published(make_world, make_tokens):
+    """It copied the first time; as long as that is remembered, SGLang's tree gets nothing of it."""
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    world.reuse.load_first(req, promise(world, req))
+    assert req.skip_radix_cache_insert
+    retract(world, req)
+    world.reuse.clear()
+    assert promise(world, req) == 0
+    assert not req.skip_radix_cache_insert
+
+
 def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_world, make_tokens, tmp_path):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
