@@ -498,6 +498,16 @@ def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_
     assert (last["request_id"], last["outcome"], last["report"]["shifted_tokens"]) == ("query", "aborted", 80)
 
 
+def test_metrics_that_cannot_be_recorded_end_no_request(make_world, make_tokens, monkeypatch, caplog):
+    world, document = make_world(), make_tokens(100)
+    monkeypatch.setattr(world.log.metrics, "record", lambda _: 1 / 0)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert world.reuse.load_first(req, promise(world, req)) == 80
+    assert report(world, req)["shifted_tokens"] == 80
+    assert caplog.text.count("metrics cannot be recorded") == 1
+
+
 def test_request_counts_once_however_often_it_is_retracted(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
