@@ -243,8 +243,16 @@ def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
 
 
+class Blind(FirstK):
+    """Cannot say what it observes."""
+
+    @property
+    def observes(self):
+        raise ValueError("no observables")
+
+
 class FailingRecomputer:
-    """Stands in for one whose policy fails when it is asked, or when it says what it costs."""
+    """Stands in for one whose policy fails when it is asked, or when it says what it costs or observes."""
 
     def __init__(self, where):
         self.where, self.starts = where, []
@@ -252,7 +260,7 @@ class FailingRecomputer:
     def policy_for(self, num_reused, tail):
         if self.where == "ratio":
             raise PolicyError("selection policy broken: no ratio")
-        return FirstK(4)
+        return Blind(4) if self.where == "look" else FirstK(4)
 
     def run(self, token_ids, plan, slots, policy):
         raise PolicyError("selection policy broken: no step")
@@ -263,7 +271,7 @@ class FailingRecomputer:
         self.starts.append((start, len(slots)))
 
 
-@pytest.mark.parametrize("where", ["ratio", "steps", "pass"])
+@pytest.mark.parametrize("where", ["ratio", "look", "steps", "pass"])
 def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_world, make_tokens, where):
     world, document = make_world(selection="none", repair="before"), make_tokens(200)
     world.publish("donor", document)
@@ -289,7 +297,7 @@ def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_wor
     assert told["shifted_tokens"] == sum(span["length"] for span in told["spans"]) == (80 if where == "pass" else 0)
     assert told["recomputed_tokens"] == 0
     # Passes are told apart from copies, as in vLLM; a policy that cannot be asked runs none.
-    assert ("recompute" in told["timings_ms"]) is (where != "ratio")
+    assert ("recompute" in told["timings_ms"]) is (where in ("steps", "pass"))
 
 
 def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
