@@ -160,6 +160,20 @@ def test_slots_of_text_that_could_not_be_kept_are_the_next_texts(make_world, mak
     assert promise(world, FakeRequest("query", first + make_tokens(5))) == 0
 
 
+def test_text_whose_registration_broke_off_has_no_block_of_another(make_world, make_tokens, monkeypatch):
+    """The catalogue has it by the time that what watches the catalogue fails."""
+    world, first, second = make_world(), make_tokens(100), make_tokens(100)
+    nodes = [world.publish("first", first), world.publish("second", second)]
+    added = world.keeper.stored.donor_added
+    monkeypatch.setattr(world.keeper.stored, "donor_added", lambda donor: 1 / 0)
+    world.tree.evict(nodes[0], 0)
+    monkeypatch.setattr(world.keeper.stored, "donor_added", added)
+    world.tree.evict(nodes[1], 0)
+    assert world.log.num_errors == 1
+    assert promise(world, FakeRequest("old", first + make_tokens(5))) == 0
+    assert promise(world, FakeRequest("new", second + make_tokens(5))) == 100
+
+
 def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)

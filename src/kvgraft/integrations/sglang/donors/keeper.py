@@ -373,10 +373,10 @@ class DonorKeeper:
         if not self._make_room(len(text.tokens) * self._buffers.bytes_per_token):
             return False
         store_key = self._next_store_key
+        self._next_store_key += 1  # first: an entry whose registration breaks off must not find the next block
         donor = self._add(text, HostBlockKV(store_key, origin))
         if donor is None:
             return False
-        self._next_store_key += 1
         try:
             self._host.put(store_key, block())
         except BaseException:
