@@ -119,6 +119,29 @@ def test_account_notices_text_that_is_published_before_its_pass(loop, monkeypatc
         loop.run(shared_beginning("in one batch"), overlap=True, chunk=512)
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_retracted_prompt_that_is_computed_exactly_is_hit_by_the_next(loop, overlap):
+    """The copies of before it was retracted are gone, and nobody has its text any more."""
+    tokens, rounds = fresh(), itertools.count()
+    prompt = take(tokens, 30) + DOCUMENTS[0] + take(tokens, 9)
+    requests = {0: ("d", take(tokens, 5) + DOCUMENTS[0], 2), 8: ("a", prompt, 20), 60: ("b", prompt, 2)}
+
+    def act(loop):
+        number = next(rounds)
+        if number in requests:
+            loop.submit(*requests[number])
+        if number == 16:
+            loop.retract()
+            loop.evict(10_000)
+            loop.reuse.keeper.clear()
+        return number > max(requests)
+
+    loop.run(act, overlap=overlap)
+    reports = loop.reports()
+    assert reports["a"]["shifted_tokens"] > 80
+    assert reports["b"]["exact_tokens"] >= len(prompt) - 4
+
+
 PIECE = strategies.tuples(
     strategies.integers(0, 2), strategies.integers(0, 40), strategies.integers(20, 80), strategies.integers(0, 12)
 )

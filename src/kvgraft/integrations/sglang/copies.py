@@ -87,12 +87,13 @@ class Copies:
             return
         try:
             policy = recomputer.policy_for(*state.extent())
+            is_late = policy is not None and looks_at_query(policy)  # a look comes after the last region
         except PolicyError as error:
             state.take_loaded()
             self._compute_copied(recomputer, state, req, slots, error)
             return
-        if policy is None or (looks_at_query(policy) and state.due):
-            return  # a look comes after the last region
+        if policy is None or (is_late and state.due):
+            return
         spans = tuple(span for span in state.take_loaded() if span.fidelity is Fidelity.SHIFTED)
         if not spans:
             return

@@ -314,6 +314,8 @@ class RequestReuse:
             if self.stores is not None:
                 self.log.show_stores(self.stores.link)
         else:
+            if state.lineage.spans:
+                req.skip_radix_cache_insert = False  # as it was; what is computed from now on may be exact
             self._states[req] = state.retracted(self.planner.policy.name)
 
     def aborted(self, handle: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 
 import pytest
@@ -186,7 +187,8 @@ class Walk:
         else:
             self.step_of_running(rng.choice(scheduler.running))
         if rng.random() < 0.1:
-            scheduler.tree.evict(rng.randrange(1, 250))
+            with self.trouble_with_keeping() if rng.random() < 0.2 else contextlib.nullcontext():
+                scheduler.tree.evict(rng.randrange(1, 250))
         if rng.random() < 0.004:
             scheduler.change_weights()
             if rng.random() < 0.7:
@@ -200,6 +202,15 @@ class Walk:
             self.seen[f"generation {donor.generation}"] += 1
             self.seen[type(donor.kv).__name__] += 1
         self.scheduler.check()
+
+    @contextlib.contextmanager
+    def trouble_with_keeping(self):
+        owner, name = self.rng.choice([(self.scheduler.buffers, "export"), (self.scheduler.keeper._host, "put")])
+        setattr(owner, name, lambda *_: 1 / 0)
+        before = self.scheduler.log.num_errors
+        yield
+        delattr(owner, name)
+        self.seen["not kept"] += self.scheduler.log.num_errors > before
 
     def step_of_stores(self):
         rng, scheduler = self.rng, self.scheduler
@@ -250,7 +261,14 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     walk = Walk(Scheduler(page_size, recomputes, selection=selection, first_k=4, recompute_ratio=0.3), page_size)
     for _ in range(500):
         walk.step()
-    wanted = ["copied between chunks", "retracted with copies", "finished behind copies", "generation 1", "HostBlockKV"]
+    wanted = [
+        "not kept",
+        "copied between chunks",
+        "retracted with copies",
+        "finished behind copies",
+        "generation 1",
+        "HostBlockKV",
+    ]
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
     assert (walk.scheduler.recomputed_tokens > 50) == recomputes

@@ -337,17 +337,36 @@ def test_a_policy_that_fails_on_one_rank_fails_on_all(case):
     assert not case.changed(1)
 
 
-def test_one_rank_that_cannot_look_keeps_all_from_computing(case):
+@pytest.fixture
+def other(case):
+    """Ranks of which another one has failed, in the first pass."""
+
     class Other(Ranks):
         def total(self, numbers):
-            return numbers + bool(
-                case.decoder.runs
-            )  # of the votes on whether something has failed, the first after a pass
+            return numbers + bool(case.decoder.runs)  # of the votes on whether something has failed
 
+    return Other()
+
+
+def test_one_rank_that_cannot_look_keeps_all_from_computing(case, other):
     with pytest.raises(RuntimeError, match="another rank"):
-        case.run(QuerySeam(ratio=0.1), ranks=Other())
+        case.run(QuerySeam(ratio=0.1), ranks=other)
     assert len(case.decoder.runs) == 1
     assert not case.changed(1)
+
+
+def test_no_rank_begins_another_pass_behind_one_that_failed_elsewhere(case, other):
+    """In a pass ranks wait for one another, and one that has failed begins no other."""
+    with pytest.raises(RuntimeError, match="another rank"):
+        case.run(FirstK(8), ranks=other, max_rows=5)
+    assert len(case.decoder.runs) == 1
+
+
+def test_what_one_rank_cannot_compute_in_full_is_approximate_on_all(case, other):
+    made = Recomputer(case.decoder, case.buffers, FirstK(4), None, other, max_rows=50)
+    with pytest.raises(RuntimeError, match="another rank"):
+        made.run_all(case.tokens, case.slots, 10)
+    assert len(case.decoder.runs) == 1
 
 
 @pytest.mark.parametrize(

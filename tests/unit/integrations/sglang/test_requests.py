@@ -144,6 +144,36 @@ def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_
     assert promise(world, FakeRequest("new", second[1:] + make_tokens(5))) == 99
 
 
+def test_slots_of_text_that_could_not_be_kept_are_the_next_texts(make_world, make_tokens, monkeypatch):
+    """Else what a request computes there that publishes nothing, as of a session, is kept as K/V of the text before."""
+    world, first, second = make_world(), make_tokens(100), make_tokens(100)
+    node = world.publish("donor", first)
+    slots = world.tree.slots(node)
+    monkeypatch.setattr(world.pool, "export", lambda _: 1 / 0)
+    world.tree.evict(node, 0)
+    assert (world.log.num_errors, len(world.keeper)) == (1, 0)
+    world.keeper.check()
+    monkeypatch.undo()
+    world.tree.free_slots = [slot for slot in world.tree.free_slots if slot not in slots.tolist()]
+    world.tree.evict(world.tree.insert(second, slots), 0)
+    assert world.keeper.host_bytes == 0
+    assert promise(world, FakeRequest("query", first + make_tokens(5))) == 0
+
+
+def test_text_whose_registration_broke_off_has_no_block_of_another(make_world, make_tokens, monkeypatch):
+    """The catalogue has it by the time that what watches the catalogue fails."""
+    world, first, second = make_world(), make_tokens(100), make_tokens(100)
+    nodes = [world.publish("first", first), world.publish("second", second)]
+    added = world.keeper.stored.donor_added
+    monkeypatch.setattr(world.keeper.stored, "donor_added", lambda donor: 1 / 0)
+    world.tree.evict(nodes[0], 0)
+    monkeypatch.setattr(world.keeper.stored, "donor_added", added)
+    world.tree.evict(nodes[1], 0)
+    assert world.log.num_errors == 1
+    assert promise(world, FakeRequest("old", first + make_tokens(5))) == 0
+    assert promise(world, FakeRequest("new", second + make_tokens(5))) == 100
+
+
 def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
     world, document = make_world(), make_tokens(200)
     world.publish("donor", document)
@@ -207,6 +237,17 @@ def test_failing_copy_is_counted_and_gives_everything_back(make_world, make_toke
     world.conserved()
 
 
+def test_copy_whose_slots_cannot_be_read_leaves_no_donor_pinned(make_world, make_tokens, monkeypatch):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    promised = promise(world, req)
+    monkeypatch.setattr(world.tree, "slots", lambda _: 1 / 0)
+    assert world.reuse.load_first(req, promised) == 0
+    assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
+    world.conserved()
+
+
 def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
@@ -216,8 +257,16 @@ def test_failing_lookup_is_a_miss(make_world, make_tokens, monkeypatch):
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
 
 
+class Blind(FirstK):
+    """Cannot say what it observes."""
+
+    @property
+    def observes(self):
+        raise ValueError("no observables")
+
+
 class FailingRecomputer:
-    """Stands in for one whose policy fails when it is asked, or when it says what it costs."""
+    """Stands in for one whose policy fails when it is asked, or when it says what it costs or observes."""
 
     def __init__(self, where):
         self.where, self.starts = where, []
@@ -225,7 +274,7 @@ class FailingRecomputer:
     def policy_for(self, num_reused, tail):
         if self.where == "ratio":
             raise PolicyError("selection policy broken: no ratio")
-        return FirstK(4)
+        return Blind(4) if self.where == "look" else FirstK(4)
 
     def run(self, token_ids, plan, slots, policy):
         raise PolicyError("selection policy broken: no step")
@@ -236,7 +285,7 @@ class FailingRecomputer:
         self.starts.append((start, len(slots)))
 
 
-@pytest.mark.parametrize("where", ["ratio", "steps", "pass"])
+@pytest.mark.parametrize("where", ["ratio", "look", "steps", "pass"])
 def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_world, make_tokens, where):
     world, document = make_world(selection="none", repair="before"), make_tokens(200)
     world.publish("donor", document)
@@ -262,7 +311,7 @@ def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_wor
     assert told["shifted_tokens"] == sum(span["length"] for span in told["spans"]) == (80 if where == "pass" else 0)
     assert told["recomputed_tokens"] == 0
     # Passes are told apart from copies, as in vLLM; a policy that cannot be asked runs none.
-    assert ("recompute" in told["timings_ms"]) is (where != "ratio")
+    assert ("recompute" in told["timings_ms"]) is (where in ("steps", "pass"))
 
 
 def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
@@ -446,6 +495,19 @@ def test_report_does_not_become_better_when_a_request_is_retracted(make_world, m
     assert entry["report"]["shifted_tokens"] == 80
 
 
+def test_retracted_prompt_that_is_computed_exactly_is_published(make_world, make_tokens):
+    """It copied the first time; as long as that is remembered, SGLang's tree gets nothing of it."""
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    world.reuse.load_first(req, promise(world, req))
+    assert req.skip_radix_cache_insert
+    retract(world, req)
+    world.reuse.clear()
+    assert promise(world, req) == 0
+    assert not req.skip_radix_cache_insert
+
+
 def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_world, make_tokens, tmp_path):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
@@ -456,6 +518,16 @@ def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_
     assert world.reuse.num_requests == 0
     last = json.loads((tmp_path / "reports.jsonl").read_text().splitlines()[-1])
     assert (last["request_id"], last["outcome"], last["report"]["shifted_tokens"]) == ("query", "aborted", 80)
+
+
+def test_metrics_that_cannot_be_recorded_end_no_request(make_world, make_tokens, monkeypatch, caplog):
+    world, document = make_world(), make_tokens(100)
+    monkeypatch.setattr(world.log.metrics, "record", lambda _: 1 / 0)
+    world.publish("donor", document)
+    req = FakeRequest("query", document[10:90] + make_tokens(10))
+    assert world.reuse.load_first(req, promise(world, req)) == 80
+    assert report(world, req)["shifted_tokens"] == 80
+    assert caplog.text.count("metrics cannot be recorded") == 1
 
 
 def test_request_counts_once_however_often_it_is_retracted(make_world, make_tokens):

@@ -177,9 +177,10 @@ class DonorKeeper:
         # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
         slots = torch.cat(list(reversed(freed)))
         numbers = slots.cpu().numpy()
-        for part in list(self._slot_texts.in_slots(numbers)):
+        parts = list(self._slot_texts.in_slots(numbers))
+        self._slot_texts.forget(numbers)  # what lies there next is another text's, also where this one cannot be kept
+        for part in parts:
             self._capture(part, slots)
-        self._slot_texts.forget(numbers)
 
     def has(self, donor: Donor, start: int, length: int) -> bool:
         """Whether `donor.token_ids[start : start + length]` have K/V somewhere."""
@@ -204,8 +205,8 @@ class DonorKeeper:
         found = self._tree.resident(kv.text, first + length)
         if found.length < first + length:
             return None
-        pin = self._tree.pin(found.node)
-        return self._tree.slots(found.node)[first : first + length], pin
+        slots = self._tree.slots(found.node)[first : first + length]
+        return slots, self._tree.pin(found.node)  # last: where naming the slots fails, nothing is pinned
 
     def in_host(self, donor: Donor, start: int, length: int) -> KVBlock | None:
         """View K/V of a donor in host memory, or None."""
@@ -372,11 +373,15 @@ class DonorKeeper:
         if not self._make_room(len(text.tokens) * self._buffers.bytes_per_token):
             return False
         store_key = self._next_store_key
+        self._next_store_key += 1  # first: an entry whose registration breaks off must not find the next block
         donor = self._add(text, HostBlockKV(store_key, origin))
         if donor is None:
             return False
-        self._next_store_key += 1
-        self._host.put(store_key, block())
+        try:
+            self._host.put(store_key, block())
+        except BaseException:
+            self._leaves_memory(donor)
+            raise
         self._host_order[store_key] = donor
         return True
 
@@ -397,5 +402,5 @@ class DonorKeeper:
         self.version += 1
 
     def _drop_block(self, store_key: int) -> None:
-        if self._host_order.pop(store_key, None) is not None:  # else the store had failed to keep it
-            self._host.remove(store_key)
+        del self._host_order[store_key]
+        self._host.remove(store_key)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.recompute.model import RowModel
+    from kvgraft.integrations.sglang.recompute.slot_attention import SlotAttention
     from kvgraft.types import GraftPlan
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ class Recomputer:
     ) -> GraftWork:
         planned = self._together(begin, PolicyError)
         while planned is not None:
-            self._together(partial(self._compute, token_ids, kv, planned), RuntimeError)
+            self._compute(token_ids, kv, planned)
             steps.ran(planned)
             observation = Observation(None, self._look(token_ids, kv, steps.query) if planned.observe_query else None)
             planned = self._together(partial(steps.next, observation), PolicyError)
@@ -139,20 +140,20 @@ class Recomputer:
         Gaps are computed again: they have attended to copies. Arguments as for `run`.
 
         Raises:
-            Exception: A pass failed on this rank; copies may still be there.
+            Exception: A pass failed on this rank or on another; copies may still be there.
         """
         with self.buffers.on_forward_stream():
             kv = PromptKV(self.buffers, slots)
             for first in range(start, len(kv), self.max_rows):
                 rows = np.arange(first, min(first + self.max_rows, len(kv)))
-                self.model.run(token_ids[rows], rows, Recomputation(kv, rows, None))
+                self._pass(token_ids, rows, Recomputation(kv, rows, None))
 
     def _compute(self, token_ids: NDArray[np.int64], kv: PromptKV, planned: PlannedPass) -> None:
         rows, done = planned.rows, 0
         while done < len(rows):
             stop = planned.drift.cut(done, done + self.max_rows)
             part = rows[done:stop]
-            self.model.run(token_ids[part], part, Recomputation(kv, part, planned.drift.between(done, stop)))
+            self._pass(token_ids, part, Recomputation(kv, part, planned.drift.between(done, stop)))
             done = stop
 
     def _look(self, token_ids: NDArray[np.int64], kv: PromptKV, query: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -162,5 +163,9 @@ class Recomputer:
         """
         rows = np.union1d(query, np.arange(max(len(kv), len(token_ids) - MAX_LOOK_ROWS), len(token_ids)))
         look = Look(kv, rows, int(np.isin(rows, query).sum()))
-        self._together(partial(self.model.run, token_ids[rows], rows, look), RuntimeError)
+        self._pass(token_ids, rows, look)
         return np.asarray(self.ranks.total(look.mass.cpu()).numpy(), np.float32)
+
+    def _pass(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: SlotAttention) -> None:
+        """Run the model; ranks exchange sums in it, so none begins another pass where one has failed."""
+        self._together(partial(self.model.run, token_ids[rows], rows, attention), RuntimeError)

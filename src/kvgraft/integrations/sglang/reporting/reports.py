@@ -97,8 +97,13 @@ class RequestLog:
         self._record(self._stores.changes(stores.counts(), stores.num_stored))
 
     def _record(self, counted: Iterable[Sample]) -> None:
-        if self.metrics is not None:
+        if self.metrics is None:
+            return
+        try:
             self.metrics.record(counted)
+        except Exception:
+            logger.exception("metrics cannot be recorded and no more will be")
+            self.metrics = None
 
     def take(self, req: Any) -> dict[str, object] | None:  # noqa: ANN401 - SGLang's Req
         """Return a request's report once, for its response."""
