@@ -16,7 +16,7 @@ from kvgraft.errors import ConfigError
 from .measured import MeasuredTable
 from .random_weights import lengthened
 from .settings import CLOCKS, RoundsSettings, clock_option, minutes_option, option
-from .statistics import array_median, median, percentile, ratio_of_medians, with_interval
+from .statistics import median, percentile, ratio_of_medians, with_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,13 +127,11 @@ def _row(length: int, records: Sequence[Row], settings: LengthSettings) -> Row:
     def of(name: str) -> Row:
         return {f"{name}_ms": median(times(name)), f"{name}_p95_ms": percentile(times(name), 95)}
 
-    overhead = [100 * (miss / cold - 1) for miss, cold in zip(times("miss"), times("cold"), strict=True)]
     row: Row = {
         "length": length,
         "rounds": len(records),
         **of("cold"),
         **of("miss"),
-        **with_interval("miss_overhead_percent", array_median, [overhead], seed),
         "miss_lookup_ms": median(column("miss_lookup_ms")),
         **of("repeat"),
         "repeat_exact_tokens": _whole(column("repeat_exact_tokens")),

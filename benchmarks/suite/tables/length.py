@@ -23,7 +23,6 @@ _TIMES = (
     ("rounds", number("rounds")),
     ("cold", time("cold")),
     ("miss", time("miss")),
-    ("overhead of a miss", ranged("miss_overhead_percent", "+.1f", " %")),
     ("`none`", time("none")),
     ("default", time("default")),
     ("same prompt again", time("repeat")),

@@ -16,7 +16,6 @@ ROW = {
     "rounds": 3,
     **{f"{name}_ms": 10.0 for name in ("cold", "miss", "none", "default", "repeat")},
     **{f"{name}_p95_ms": 12.0 for name in ("cold", "miss", "none", "default", "repeat")},
-    "miss_overhead_percent": 0.5,
     **{f"{name}_computed_tokens": 200 for name in ("none", "default")},
     **{f"{name}_speedup_ratio": 2.5 for name in ("none", "default", "repeat")},
     **{f"{name}_bound_ratio": 5.0 for name in ("none", "default")},
