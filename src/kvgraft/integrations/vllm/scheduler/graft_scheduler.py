@@ -133,7 +133,7 @@ class GraftScheduler:
         fails at once.
         """
         state = self._attempts.running.get(request.request_id)
-        self._note_blocks(request, state, num_tokens)
+        self._note_blocks(request, state)
         if state is None or (state.is_admitted and not num_tokens):
             return
         claim, is_stale, state.phase = state.claim, state.phase is AttemptPhase.STALE, AttemptPhase.RUNNING
@@ -151,12 +151,12 @@ class GraftScheduler:
         else:
             self._grafts.send(state, claim)
 
-    def _note_blocks(self, request: Request, state: VLLMRequest | None, num_tokens: int) -> None:
+    def _note_blocks(self, request: Request, state: VLLMRequest | None) -> None:
         """Note which of a request's blocks this step is to fill."""
         found = 0 if state is None else state.prompt.cached_len
-        has_claim = state is not None and state.claim is not None
         # Of a request that is admitted a second time a load is through: vLLM counts its tokens as computed.
-        self._pending.admit(request, request.num_computed_tokens or found, loads=num_tokens > 0 and not has_claim)
+        loads = state is not None and not state.is_admitted and bool(state.decided.stored.num_tokens)
+        self._pending.admit(request, request.num_computed_tokens or found, loads=loads)
 
     def sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
         """Return where the tokens promised for a request come from, under vLLM's names."""
