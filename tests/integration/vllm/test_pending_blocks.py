@@ -36,11 +36,13 @@ def walk(engine, rng, *, actions):
                 f"r{number}",
                 prompt_of(rng),
                 mode,
-                max_tokens=rng.choice([1, 2, 60]),
+                max_tokens=rng.choice([1, 2, 60, 140]),
                 priority=rng.randrange(3),
                 skips_cache=rng.random() < 0.05,
             )
         elif action < 0.5 and engine.names:
+            if rng.random() < 0.5:
+                engine.schedule()
             engine.abort(rng.choice(engine.names))
         elif action < 0.52:
             engine.scheduler.reset_prefix_cache()

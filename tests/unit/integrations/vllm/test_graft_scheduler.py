@@ -38,6 +38,23 @@ def make_graft(load, shelf=None, host_tokens=None, **options):
         return GraftScheduler(config, facts)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_text_that_ends_with_a_token_that_nobody_knows_becomes_no_donor(is_known):
+    """An abort while steps are under way: K/V of its last token are captured, and the token has not come back."""
+    engine = Engine(make_graft("sync"))
+    request = Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 100)
+    engine.add(request)
+    while request.num_tokens < 70 + 3 * 8 - (not is_known):
+        engine.step(room=True, chunk=400)
+    request.computed = 70 + 3 * 8 - 1
+    (capture,) = engine.graft.commands(engine.output_of([request])).captures
+    assert capture.stop == 70 + 3 * 8
+    engine.end(request)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [70, 24][: 1 + is_known]
+    engine.graft.check()
+    assert engine.graft.registry.reserved_tokens == 0
+
+
 class Machine(RuleBasedStateMachine):
     load = "sync"
     has_store = False

@@ -20,7 +20,9 @@ class Manager:
     def __init__(self):
         self.public = set(range(4))
         self.block_pool = SimpleNamespace(
-            get_cached_block=lambda block_hash, groups: [self._block(block_hash)] if block_hash in self.public else None,
+            get_cached_block=lambda block_hash, groups: (
+                [self._block(block_hash)] if block_hash in self.public else None
+            ),
             evict_blocks=self.evict_blocks,
         )
 

@@ -94,7 +94,8 @@ class Captures:
     def end(self, state: VLLMRequest, token_ids: NDArray[np.int32]) -> None:
         """Register the answer of a request that ended, unless its prompt is incomplete. Gaps stay open."""
         held = state.held
-        if held.output is not None and held.prompt is None:
+        # Aborted with steps under way, a request may not know the last token that workers have captured.
+        if held.output is not None and held.prompt is None and held.output.next <= len(token_ids):
             self.registry.seal(state.prompt.namespace, token_ids, held.output)
         for text in (held.prompt, held.output):
             self.registry.abandon(text)
