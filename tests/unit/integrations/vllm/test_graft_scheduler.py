@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 
 from kvgraft.config import VLLMConfig
+from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
 from kvgraft.reuse.stored import is_stored
 
@@ -53,6 +54,12 @@ def test_text_that_ends_with_a_token_that_nobody_knows_becomes_no_donor(is_known
     assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [70, 24][: 1 + is_known]
     engine.graft.check()
     assert engine.graft.registry.reserved_tokens == 0
+
+
+def test_copies_that_failed_are_counted_once_for_all_ranks():
+    engine = Engine(make_graft("sync"))
+    engine.graft.receive(WorkerReport(num_failed_copies=1).joined(WorkerReport(num_failed_copies=2)))
+    assert engine.graft.counts.num_errors == 2
 
 
 class Machine(RuleBasedStateMachine):

@@ -230,6 +230,8 @@ class GraftScheduler:
                 "weights were changed in place: donors are forgotten; vLLM's own prefix cache is not, until "
                 "reset_prefix_cache(reset_connector=True) is called"
             )
+        for _ in range(report.num_failed_copies):
+            self.counts.error()
         for donor_id in report.lost_donors:
             self.registry.forget(donor_id)
         if report.lost_texts:
