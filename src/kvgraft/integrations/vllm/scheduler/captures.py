@@ -83,8 +83,8 @@ class Captures:
 
     def graft_ended(self, state: VLLMRequest, *, failed: bool) -> None:
         """Register the gaps that a graft computed, or give them up."""
-        gaps, state.held.gaps = state.held.gaps, []
-        for text in gaps:
+        while state.held.gaps:
+            text = state.held.gaps.pop(0)
             text.next = text.stop
             if failed:
                 self.registry.abandon(text)

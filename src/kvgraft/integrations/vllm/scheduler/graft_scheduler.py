@@ -119,6 +119,7 @@ class GraftScheduler:
         except Exception as error:
             self.counts.error()
             logger.exception("lookup for request %s failed; it is computed", request.request_id)
+            self._cancel_repair(known)
             self._attempts.compute(request.request_id, miss_of(error))
             return _promised(self._attempts.running.get(request.request_id))
         state = self._attempts.running[request.request_id]
