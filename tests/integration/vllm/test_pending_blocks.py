@@ -85,6 +85,28 @@ def test_nothing_reads_a_block_before_it_is_computed(folder, is_async, load, pol
     assert failures
 
 
+def test_a_request_that_a_reset_preempts_does_not_find_its_own_blocks(folder):
+    """vLLM preempts all that run and cannot forget their blocks, as another request waits for a load: it raises."""
+    engine = GhostEngine(config_of(folder, load="async"), num_blocks=60)
+    for number, document in enumerate(DOCUMENTS):
+        engine.add(f"donor{number}", text(20 + number, 30) + document, "graft")
+        engine.finish()
+    engine.add("runs", text(41, 40) + DOCUMENTS[0] + text(42, 20), "graft", max_tokens=5)
+    request = engine.scheduler.requests["runs"]
+    while not request.num_output_tokens:
+        engine.step()
+    engine.add("waits", text(43, 40) + DOCUMENTS[1] + text(44, 20), "graft")
+    engine.step()
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    engine.step()
+    assert engine.manager.get_computed_blocks(request)[1] == BLOCK, "what stands in front of the graft"
+    assert engine.num_grafts == 2
+    engine.finish()
+    assert engine.num_grafts == 3
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
 @pytest.mark.parametrize("arrives_later", [0, 1, 2])
 def test_nobody_finds_what_a_failed_graft_was_to_compute(folder, is_async, arrives_later):

@@ -110,6 +110,14 @@ class GraftScheduler:
         """
         known = self._attempts.running.get(request.request_id)
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
+        if (
+            known is not None
+            and known.hashes is not None
+            and cached_len > known.hashes.first_private * self._facts.hash_block_size
+        ):
+            # A reset preempted it, and failed: vLLM has found its approximate blocks before `commands` could renew hashes.
+            known.hashes.renew()
+            return None, False
         try:
             # Before the claim, which changes the hashes that vLLM has looked up.
             hit = self._pending.hit_of(request) if cached_len else HitState.COMPUTED
