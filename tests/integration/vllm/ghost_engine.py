@@ -46,7 +46,7 @@ def config_of(folder, *, load="sync", is_async=False, policy="fcfs"):
         "min_saved_tokens": 0,
         "refresh_after": 0,
     }
-    return EngineArgs(
+    config = EngineArgs(
         model=folder,
         dtype="float32",
         skip_tokenizer_init=True,
@@ -55,10 +55,11 @@ def config_of(folder, *, load="sync", is_async=False, policy="fcfs"):
         max_num_batched_tokens=150,
         max_num_seqs=6,
         max_model_len=1024,
-        async_scheduling=is_async,
         scheduling_policy=policy,
         kv_transfer_config=KVTransferConfig(**OURS, kv_connector_extra_config=options),
     ).create_engine_config()
+    config.scheduler_config.async_scheduling = is_async  # vLLM takes it back on a CPU, and has it by default on a GPU
+    return config
 
 
 @dataclass(eq=False)
@@ -152,10 +153,17 @@ class GhostEngine:
 
     def step(self):
         """Schedule one step, and carry the oldest out if no more may be under way."""
-        output = self.scheduler.schedule()
-        self._under_way.append((output, self._rows(output)))
+        self.schedule()
         if len(self._under_way) >= self._depth:
             self._carry_out()
+
+    def schedule(self):
+        """Schedule one step; whoever is aborted then is aborted before vLLM takes the result of the oldest."""
+        while len(self._under_way) >= self._depth:
+            self._carry_out()
+        output = self.scheduler.schedule()
+        self._follow_texts()
+        self._under_way.append((output, self._rows(output)))
 
     def finish(self, max_steps=5000):
         """Serve everyone that is there."""
@@ -244,6 +252,8 @@ class GhostEngine:
     def _check_donor(self, donor):
         """Each truth of a donor that passes for exact follows from the one in front of it."""
         values, tokens = self._donors[donor.donor_id], donor.token_ids
+        if len(values) != len(tokens):
+            raise WrongKVError(f"donor {donor.donor_id} of {len(tokens)} tokens has K/V of {len(values)}")
         parents = [0 if donor.start_position == 0 else None, *values]
         for parent, value, token in zip(parents, values, tokens, strict=False):
             if parent is not None and value != hash((parent, int(token))):

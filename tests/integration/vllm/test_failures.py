@@ -179,6 +179,7 @@ def test_a_capture_that_fails_leaves_no_donor(served, monkeypatch):
         patch.setattr("kvgraft.integrations.vllm.worker.donor_store.DonorStore.capture", _fails)
         served.ask(HEAD + DOCUMENT + QUESTION, max_tokens=3)
     served.ask(text(3, 20), "off")
+    assert errors(served) == 1
     assert len(served.scheduler.registry.catalogue) == 0
     assert served.worker._donors.used_bytes == 0
     served.llm.reset_prefix_cache()  # of sliding windows only what is computed can be captured

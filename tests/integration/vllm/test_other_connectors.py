@@ -222,6 +222,32 @@ def test_what_a_store_lost_is_computed_and_becomes_no_donor(served, monkeypatch)
     assert not len(served.scheduler.registry.catalogue), "a load may turn out to have failed when its text was captured"
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_what_a_store_lost_is_nothing_to_others_either(served, monkeypatch, leaves):
+    """The load of one request fails in the step in which another one finds its blocks; its client may leave then."""
+    one, other, later = (DOCUMENT + text(90 + number, 40) for number in range(3))
+    expected, after = cold(served, other), cold(served, later)
+    served.ask(DOCUMENT + QUESTION, "off")
+    forget_own_prefixes(served)
+    monkeypatch.setattr(token_store.TokenStore, "loses", True)
+    for name, prompt in {"one": one, "other": other}.items():
+        served.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters("exact", 6))
+    served.llm.llm_engine.step()
+    if leaves:
+        (internal,) = (name for name in served.vllm_scheduler.requests if name.startswith("one"))
+        served.llm.llm_engine.abort_request([internal], internal=True)
+    monkeypatch.setattr(token_store.TokenStore, "loses", False)
+    answers = {}
+    while served.llm.llm_engine.has_unfinished_requests():
+        answers |= {output.request_id: answer_of(output) for output in served.llm.llm_engine.step() if output.finished}
+    answers["other"].assert_like(expected)
+    token_store.SAVED.clear()
+    forget_own_prefixes(served)
+    reused = served.ask(later)
+    assert leaves or reused.num_cached >= len(DOCUMENT), "what was computed instead is a donor"
+    reused.assert_like(after)
+
+
 def test_a_store_is_told_of_requests_as_vllm_would(served):
     """A grafted request waits, to a store, and ends without blocks."""
     served.donate(HEAD + DOCUMENT + QUESTION)

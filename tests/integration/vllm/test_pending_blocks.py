@@ -36,11 +36,13 @@ def walk(engine, rng, *, actions):
                 f"r{number}",
                 prompt_of(rng),
                 mode,
-                max_tokens=rng.choice([1, 2, 60]),
+                max_tokens=rng.choice([1, 2, 60, 140]),
                 priority=rng.randrange(3),
                 skips_cache=rng.random() < 0.05,
             )
         elif action < 0.5 and engine.names:
+            if rng.random() < 0.5:
+                engine.schedule()
             engine.abort(rng.choice(engine.names))
         elif action < 0.52:
             engine.scheduler.reset_prefix_cache()
@@ -81,6 +83,28 @@ def test_nothing_reads_a_block_before_it_is_computed(folder, is_async, load, pol
     assert grafts > walks
     assert repairs
     assert failures
+
+
+def test_a_request_that_a_reset_preempts_does_not_find_its_own_blocks(folder):
+    """vLLM preempts all that run and cannot forget their blocks, as another request waits for a load: it raises."""
+    engine = GhostEngine(config_of(folder, load="async"), num_blocks=60)
+    for number, document in enumerate(DOCUMENTS):
+        engine.add(f"donor{number}", text(20 + number, 30) + document, "graft")
+        engine.finish()
+    engine.add("runs", text(41, 40) + DOCUMENTS[0] + text(42, 20), "graft", max_tokens=5)
+    request = engine.scheduler.requests["runs"]
+    while not request.num_output_tokens:
+        engine.step()
+    engine.add("waits", text(43, 40) + DOCUMENTS[1] + text(44, 20), "graft")
+    engine.step()
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    engine.step()
+    assert engine.manager.get_computed_blocks(request)[1] == BLOCK, "what stands in front of the graft"
+    assert engine.num_grafts == 2
+    engine.finish()
+    assert engine.num_grafts == 3
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])

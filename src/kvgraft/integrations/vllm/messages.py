@@ -249,7 +249,8 @@ class WorkerReport:
     Attributes:
         outcomes: By request, grafts that are complete.
         repairs: By request, all of its graft after its repair; one that failed was not begun, and nothing has changed.
-        lost_texts: Captures that failed.
+        lost_texts: Texts that are not captured, because that failed, or a graft before them.
+        num_failed_copies: Texts and donors that could not be copied to host memory, on the rank with most of them.
         lost_donors: Donors whose K/V could not be kept.
         refusal: Why this rank grafts nothing, or empty.
         host_bytes: Host memory of donors and texts, on the fullest rank.
@@ -267,6 +268,7 @@ class WorkerReport:
     store: StoreReport = NOTHING_OF_STORES
     is_proved: bool = False
     repairs: dict[str, GraftOutcome] = field(default_factory=dict)
+    num_failed_copies: int = 0
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Join the reports of two ranks."""
@@ -280,6 +282,7 @@ class WorkerReport:
             self.store.joined(other.store),
             self.is_proved or other.is_proved,  # ranks vote on it
             _worst(self.repairs, other.repairs),
+            max(self.num_failed_copies, other.num_failed_copies),
         )
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 
 from kvgraft.config import VLLMConfig
+from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
 from kvgraft.reuse.stored import is_stored
 
@@ -36,6 +37,75 @@ def make_graft(load, shelf=None, host_tokens=None, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{SCHEDULER}.graft_scheduler.open_stores", lambda _: () if shelf is None else (shelf,))
         return GraftScheduler(config, facts)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_text_that_ends_with_a_token_that_nobody_knows_becomes_no_donor(is_known):
+    """An abort while steps are under way: K/V of its last token are captured, and the token has not come back."""
+    engine = Engine(make_graft("sync"))
+    request = Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 100)
+    engine.add(request)
+    while request.num_tokens < 70 + 3 * 8 - (not is_known):
+        engine.step(room=True, chunk=400)
+    request.computed = 70 + 3 * 8 - 1
+    (capture,) = engine.graft.commands(engine.output_of([request])).captures
+    assert capture.stop == 70 + 3 * 8
+    engine.end(request)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [70, 24][: 1 + is_known]
+    engine.graft.check()
+    assert engine.graft.registry.reserved_tokens == 0
+
+
+def served(load, **options):
+    """An engine that has computed a document."""
+    engine = Engine(make_graft(load, **options))
+    engine.add(Request("donor", DOCUMENTS[0] + [1, 2], {"kvgraft": "exact"}, 1))
+    for _ in range(2):
+        engine.step(room=True, chunk=400)
+    return engine
+
+
+def assert_nothing_is_left(engine):
+    while engine.running or engine.waiting:
+        engine.step(room=True, chunk=400)
+    for _ in range(2):
+        engine.step(room=True, chunk=400)
+    engine.graft.check()
+    assert engine.graft.registry.reserved_tokens == 0
+    assert not engine.workers.texts
+    assert not engine.workers.unrepaired
+
+
+def test_copies_that_failed_are_counted_once_for_all_ranks():
+    engine = Engine(make_graft("sync"))
+    engine.graft.receive(WorkerReport(num_failed_copies=1).joined(WorkerReport(num_failed_copies=2)))
+    assert engine.graft.counts.num_errors == 2
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_books_that_fail_cost_donors_and_nothing_else(load, monkeypatch):
+    """With the outcome of a graft, whose gaps become donors, and with the last chunk of a prompt."""
+    engine = served(load)
+    monkeypatch.setattr(engine.graft.registry.rules, "replaced", lambda *_: 1 / 0)
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 60))
+    engine.add(Request("two", [*range(8000, 8070)], {"kvgraft": "exact"}, 60))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 2
+    assert len(engine.graft.registry.catalogue) == 1
+
+
+def test_a_lookup_that_fails_when_a_request_begins_again_leaves_nothing(monkeypatch):
+    """Its graft waits for a repair, and its answer is being captured."""
+    engine = served("sync", selection="first_k")
+    request = Request("one", [*range(5000, 5060)] + DOCUMENTS[0] + [7000] * 40, None, 40)
+    engine.add(request)
+    engine.step(room=True, chunk=400)
+    assert engine.workers.unrepaired
+    engine.preempt(request)
+    engine.step(room=True, chunk=400)
+    monkeypatch.setattr(engine.graft._pending, "hit_of", lambda _: 1 / 0)
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
 
 
 class Machine(RuleBasedStateMachine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,7 @@ from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -102,10 +103,12 @@ class Attempts:
     def compute(self, request_id: str, miss: Miss) -> None:
         """Let vLLM compute a request whose lookup failed half-way, and keep nothing of it."""
         state = self.running.get(request_id)
-        if state is not None and state.is_admitted:
+        if state is None:
+            return
+        state.held.release()
+        if state.is_admitted:
             del self.running[request_id]  # it stands for what the request was before
-        elif state is not None:
-            state.held.release()
+        else:
             state.miss(miss)
 
     def scheduled(self, output: SchedulerOutput) -> list[ScheduledRows]:
@@ -140,17 +143,21 @@ class Attempts:
 
     def captures_of(self, rows: Sequence[ScheduledRows]) -> tuple[Capture, ...]:
         """Return the captures of what a step computes, and of what was to be repaired before it."""
-        return tuple(capture for state, _, stop in rows for capture in self._due(state, stop))
+        captures: list[Capture] = []
+        for state, _, stop in rows:
+            with self._keeping(state):
+                captures += list(self._captures.due(state, stop))  # all of one attempt, or none
+        return tuple(captures)
 
-    def _due(self, state: VLLMRequest, stop: int) -> list[Capture]:
-        """Return captures of what this step computes up to `stop`; on a failure the text becomes no donor."""
+    @contextmanager
+    def _keeping(self, state: VLLMRequest) -> Iterator[None]:
+        """Give up all texts of a request if the block fails, which keeps some of them."""
         try:
-            return list(self._captures.due(state, stop))
+            yield
         except Exception:
             self._counts.error()
             logger.exception("text of request %s is not kept for others", state.request_id)
             state.held.give_up_texts()
-            return []
 
     def complete(self, request_id: str, outcome: GraftOutcome) -> None:
         """Take the outcome of a graft; its request may have ended in the same step."""
@@ -205,7 +212,8 @@ class Attempts:
             state.repair, state.repair_phase = None, RepairPhase.NONE
         else:
             state.lineage.recompute(outcome.recomputed_runs)
-        self._captures.graft_ended(state, failed=outcome.failed)
+        with self._keeping(state):
+            self._captures.graft_ended(state, failed=outcome.failed)
 
     def lose_texts(self, text_ids: Container[int]) -> None:
         """Give up texts that workers have lost."""
@@ -226,13 +234,10 @@ class Attempts:
         """Forget a request that ended for any reason, and return its report; see `GraftScheduler.finish`."""
         del self.running[state.request_id]
         claim = state.claim if state.waits_for_graft else None
-        try:
+        with self._keeping(state):
             state.held.unpin()
             self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
             self._show_provider(state, request.all_token_ids[: request.num_computed_tokens])
-        except Exception:
-            self._counts.error()
-            logger.exception("text of request %s is not kept for others", state.request_id)
         num_drawn = len(request.all_token_ids) - state.prompt.num_prompt_tokens
         # Of an answer that ended with its first token, no later one was drawn from what a repair under way changes.
         awaits_repair = state.repair_phase is RepairPhase.SENT and num_drawn > 1

@@ -83,8 +83,8 @@ class Captures:
 
     def graft_ended(self, state: VLLMRequest, *, failed: bool) -> None:
         """Register the gaps that a graft computed, or give them up."""
-        gaps, state.held.gaps = state.held.gaps, []
-        for text in gaps:
+        while state.held.gaps:
+            text = state.held.gaps.pop(0)
             text.next = text.stop
             if failed:
                 self.registry.abandon(text)
@@ -94,7 +94,8 @@ class Captures:
     def end(self, state: VLLMRequest, token_ids: NDArray[np.int32]) -> None:
         """Register the answer of a request that ended, unless its prompt is incomplete. Gaps stay open."""
         held = state.held
-        if held.output is not None and held.prompt is None:
+        # Aborted with steps under way, a request may not know the last token that workers have captured.
+        if held.output is not None and held.prompt is None and held.output.next <= len(token_ids):
             self.registry.seal(state.prompt.namespace, token_ids, held.output)
         for text in (held.prompt, held.output):
             self.registry.abandon(text)

@@ -131,6 +131,7 @@ class DonorRegistry:
         Donors of a higher generation that have no other text leave for it.
         """
         self._release(text)
+        self._discards.append(text.text_id)  # taken back once it is a donor
         tokens = token_ids[text.start : text.next]
         replaced = self.rules.replaced(namespace, tokens, text.generation)
         try:
@@ -143,12 +144,10 @@ class DonorRegistry:
                 front=front_digest(namespace.key, token_ids[: text.start]),
             )
         except KVGraftError:
-            self._discards.append(text.text_id)
             return None
         for donor in added.evicted:
             self._gone(donor)
         if added.donor is None:
-            self._discards.append(text.text_id)
             return None
         self._kept_tokens += added.donor.num_tokens
         self._num_kept += 1
@@ -157,6 +156,7 @@ class DonorRegistry:
         write = self.stores.write_of(added.donor)
         if write is not None:
             self._writes.append(write)
+        self._discards.remove(text.text_id)
         return added.donor.donor_id
 
     def seal(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> None:

@@ -110,6 +110,14 @@ class GraftScheduler:
         """
         known = self._attempts.running.get(request.request_id)
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
+        if (
+            known is not None
+            and known.hashes is not None
+            and cached_len > known.hashes.first_private * self._facts.hash_block_size
+        ):
+            # A reset preempted it, and failed: vLLM has found its approximate blocks before `commands` could renew hashes.
+            known.hashes.renew()
+            return None, False
         try:
             # Before the claim, which changes the hashes that vLLM has looked up.
             hit = self._pending.hit_of(request) if cached_len else HitState.COMPUTED
@@ -119,6 +127,7 @@ class GraftScheduler:
         except Exception as error:
             self.counts.error()
             logger.exception("lookup for request %s failed; it is computed", request.request_id)
+            self._cancel_repair(known)
             self._attempts.compute(request.request_id, miss_of(error))
             return _promised(self._attempts.running.get(request.request_id))
         state = self._attempts.running[request.request_id]
@@ -133,7 +142,7 @@ class GraftScheduler:
         fails at once.
         """
         state = self._attempts.running.get(request.request_id)
-        self._note_blocks(request, state, num_tokens)
+        self._note_blocks(request, state)
         if state is None or (state.is_admitted and not num_tokens):
             return
         claim, is_stale, state.phase = state.claim, state.phase is AttemptPhase.STALE, AttemptPhase.RUNNING
@@ -151,12 +160,12 @@ class GraftScheduler:
         else:
             self._grafts.send(state, claim)
 
-    def _note_blocks(self, request: Request, state: VLLMRequest | None, num_tokens: int) -> None:
+    def _note_blocks(self, request: Request, state: VLLMRequest | None) -> None:
         """Note which of a request's blocks this step is to fill."""
         found = 0 if state is None else state.prompt.cached_len
-        has_claim = state is not None and state.claim is not None
         # Of a request that is admitted a second time a load is through: vLLM counts its tokens as computed.
-        self._pending.admit(request, request.num_computed_tokens or found, loads=num_tokens > 0 and not has_claim)
+        loads = state is not None and not state.is_admitted and bool(state.decided.stored.num_tokens)
+        self._pending.admit(request, request.num_computed_tokens or found, loads=loads)
 
     def sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
         """Return where the tokens promised for a request come from, under vLLM's names."""
@@ -230,6 +239,8 @@ class GraftScheduler:
                 "weights were changed in place: donors are forgotten; vLLM's own prefix cache is not, until "
                 "reset_prefix_cache(reset_connector=True) is called"
             )
+        for _ in range(report.num_failed_copies):
+            self.counts.error()
         for donor_id in report.lost_donors:
             self.registry.forget(donor_id)
         if report.lost_texts:

@@ -4,8 +4,9 @@ vLLM publishes a block when it schedules the pass that fills it, so a request ma
 the same step, or that a running prefill reaches with the chunk of this step. That is sound for vLLM's own pass, which
 computes all of them layer by layer, and not for a graft, whose pass runs first. Two kinds of blocks are followed here:
 
-- *scheduled*: a forward pass of the step that is being scheduled computes or loads them;
-- *owed*: a graft under way computes them. If it fails, they are garbage under a public hash, and are evicted.
+- *scheduled*: a forward pass of the step that is being scheduled computes them;
+- *owed*: a graft under way computes them, or another connector loads them. If that fails, they are garbage under a public
+  hash. Those of a graft are evicted then; vLLM has a failed load computed step by step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Holder:
         request: vLLM's.
         start: First position that it did not find in vLLM's prefix cache.
         step: Step of its admission.
-        loads: Another connector loads K/V for it in that step.
+        loads: Another connector loads K/V for it in that step, and vLLM computes those that do not come.
         computed: Positions that are computed when the last step in which it was scheduled is through.
     """
 
@@ -76,6 +77,7 @@ class PendingBlocks:
         self._holders: dict[str, _Holder] = {}
         self._owed: dict[str, Ids] = {}
         self._scheduled: Ids | None = None
+        self._loaded: Ids = set()
 
     @property
     def is_bound(self) -> bool:
@@ -98,7 +100,11 @@ class PendingBlocks:
         if any(not found.isdisjoint(owed) for owed in self._owed.values()):
             return HitState.OWED
         if self._scheduled is None:  # vLLM admits requests after it has scheduled all that run
-            self._scheduled = {block for holder in self._holders.values() for block in self._uncomputed(holder)}
+            self._scheduled, self._loaded = set(), set()
+            for holder in self._holders.values():
+                self._note(holder, self._scheduled)
+        if not found.isdisjoint(self._loaded):
+            return HitState.OWED
         return HitState.COMPUTED if found.isdisjoint(self._scheduled) else HitState.SCHEDULED
 
     def admit(self, request: Request, start: int, *, loads: bool) -> None:
@@ -112,7 +118,7 @@ class PendingBlocks:
         holder = _Holder(request, start, self._step, loads, start)
         self._holders[request.request_id] = holder
         if self._scheduled is not None:
-            self._scheduled.update(self._uncomputed(holder))
+            self._note(holder, self._scheduled)
 
     def owe(self, request_id: str, block_ids: BlockIds, start: int, stop: int) -> None:
         """Note that a graft computes the positions `[start, stop)` of a request, which are public from then on."""
@@ -129,8 +135,10 @@ class PendingBlocks:
             self._manager.evict_blocks({block for _, block in owed})
 
     def end(self, request_id: str) -> None:
-        """Forget a request that gave its blocks back. What its graft owes is still owed."""
-        self._holders.pop(request_id, None)
+        """Forget a request that gives its blocks back; those of a load that is not through go. A graft still owes its own."""
+        holder = self._holders.pop(request_id, None)
+        if holder is not None and holder.loads and self._manager is not None:
+            self._manager.evict_blocks({block for _, block in self._uncomputed(holder)})
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
         """Note what the step computes that vLLM has just scheduled; the next admission belongs to another step."""
@@ -145,6 +153,9 @@ class PendingBlocks:
                 holder.computed = computed + output.num_scheduled_tokens[request_id]
         self._step += 1
         self._scheduled = None
+
+    def _note(self, holder: _Holder, scheduled: Ids) -> None:
+        (self._loaded if holder.loads else scheduled).update(self._uncomputed(holder))
 
     def _uncomputed(self, holder: _Holder) -> Iterator[tuple[int, int]]:
         """Yield the blocks of a request that hold positions which no earlier step has computed."""
@@ -162,14 +173,15 @@ class PendingBlocks:
         """Evict the blocks that a request was to compute in the step that preempted it.
 
         With priorities vLLM may preempt a request that it has scheduled in the same step: its new blocks go back with their
-        hashes, and nothing ever computes them. Equal blocks of others go too; they look the same.
+        hashes, and nothing ever computes them. So do those of a load that has failed. Equal blocks of others go too; they
+        look the same.
         """
         if self._manager is None:
             return
         pool: Any = self._manager.block_pool
-        hashes = holder.request.block_hashes
+        hashes, first = holder.request.block_hashes, holder.start if holder.loads else holder.computed
         for group, (size, ratio) in enumerate(zip(self._block_sizes, self._ratios, strict=True)):
-            for index in range(holder.computed // size, len(hashes) // ratio):
+            for index in range(first // size, len(hashes) // ratio):
                 while found := pool.get_cached_block(hashes[(index + 1) * ratio - 1], [group]):
                     pool.evict_blocks({found[0].block_id})
 

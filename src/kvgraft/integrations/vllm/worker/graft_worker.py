@@ -84,6 +84,7 @@ class GraftWorker:
         self._lost_texts: set[TextId] = set()
         self._dead_texts: set[TextId] = set()
         self._lost_donors: set[DonorId] = set()
+        self._num_failed_copies = 0
         self._is_proved_anew = False
         self._witness: WeightsWitness | None = None
         self._num_changes = 0
@@ -193,7 +194,9 @@ class GraftWorker:
         """Return the events since the last call; None if there is nothing to report."""
         state = (self._refusal, self._rank is not None, self._donors.used_bytes, self._num_changes)
         stored = self._take_store_report()
-        self._lost_donors |= self._donors.take_lost()
+        lost = self._donors.take_lost()
+        self._lost_donors |= lost
+        self._num_failed_copies += len(lost)
         is_news = self._outcomes or self._repairs or self._lost_texts or self._lost_donors
         if not is_news and state == self._reported and stored == NOTHING_OF_STORES:
             return None
@@ -208,9 +211,11 @@ class GraftWorker:
             stored,
             is_proved and not self._reported[1],
             self._repairs,
+            self._num_failed_copies,
         )
         self._reported = state
         self._outcomes, self._repairs, self._lost_texts, self._lost_donors = {}, {}, set(), set()
+        self._num_failed_copies = 0
         return report
 
     def _take_store_report(self) -> StoreReport:
@@ -420,6 +425,7 @@ class GraftWorker:
         except Exception as error:  # noqa: BLE001 - a donor less is no reason to end the engine
             if text_id not in self._dead_texts:
                 logger.warning("a donor is not kept: %s: %s", type(error).__name__, error)
+                self._num_failed_copies += 1
             self._lost_donors.add(donor_id)
             self._dead_texts.discard(text_id)
 
@@ -438,6 +444,7 @@ class GraftWorker:
             self._donors.capture(capture.text_id, homes, np.arange(capture.start, capture.stop))
         except Exception:
             logger.exception("capture of computed text failed; it becomes no donor")
+            self._num_failed_copies += 1
             self._lose(capture.text_id)
 
 
