@@ -122,7 +122,7 @@ class GhostEngine:
         self._slots = [0] * (num_blocks * BLOCK)
         self._under_way = deque()
         self._loads, self._kept, self._donors, self._proved = {}, {}, {}, set()
-        self._lost, self._lost_donors = set(), set()
+        self._lost, self._lost_donors, self._unmade = set(), set(), set()
         self._unrepaired = {}
         self._texts, self._public = {}, {}
         self._unique = itertools.count(1)
@@ -206,6 +206,7 @@ class GhostEngine:
         )
         self._lost_donors.clear()
         names = [each.name for each in rows]
+        before = self._num_drawn(each.name for each in rows if self._is_unmade(each))
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -215,7 +216,16 @@ class GhostEngine:
                 kv_connector_output=told,
             ),
         )
+        if self._num_drawn(before) != before:
+            raise WrongKVError(f"tokens of {', '.join(before)} are drawn over K/V that were never made")
         self._check()
+
+    def _num_drawn(self, names):
+        requests = self.scheduler.requests
+        return {name: requests[name].num_output_tokens for name in names if name in requests}
+
+    def _is_unmade(self, rows):
+        return any(self._slot(rows.block_ids, position) in self._unmade for position in range(rows.stop))
 
     def _rows(self, output):
         cached = output.scheduled_cached_reqs
@@ -283,7 +293,9 @@ class GhostEngine:
             is_failure = bool(self.fails or graft.void)
             if is_failure:
                 self.num_failed += 1
-                invalid.update(graft.block_ids[0][graft.plan.prefix_len // BLOCK :])
+                ids = graft.block_ids[0]
+                invalid.update(ids[graft.plan.prefix_len // BLOCK :])
+                self._unmade.update(self._slot(ids, position) for position in range(graft.plan.prefix_len, graft.end))
                 self._lose(text_id for text_id, _, _ in graft.captures)
                 self._lose([graft.tail] if graft.tail is not None else [])
             else:
@@ -379,7 +391,9 @@ class GhostEngine:
         return ids[position // BLOCK] * BLOCK + position % BLOCK
 
     def _write(self, ids, position, value):
-        self._slots[self._slot(ids, position)] = value
+        slot = self._slot(ids, position)
+        self._slots[slot] = value
+        self._unmade.discard(slot)
 
     def _sampled(self, rows):
         """A token where a step reaches the end of what is known, none in the middle of a prefill."""

@@ -107,6 +107,22 @@ def test_a_request_that_a_reset_preempts_does_not_find_its_own_blocks(folder):
     assert engine.num_grafts == 3
 
 
+@pytest.mark.parametrize("load", ["sync", "auto"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
+def test_no_token_is_drawn_over_a_graft_that_failed(folder, is_async, load):
+    """A step that was scheduled before the failure is known computes the next token over what was never made."""
+    engine = GhostEngine(config_of(folder, load=load, is_async=is_async), num_blocks=60)
+    engine.add("donor", text(20, 30) + DOCUMENTS[0], "graft")
+    engine.finish()
+    engine.fails = True
+    engine.add("grafted", text(21, 40) + DOCUMENTS[0] + text(22, 3), "graft", max_tokens=8)
+    request = engine.scheduler.requests["grafted"]
+    engine.step()
+    engine.finish()
+    assert engine.num_failed == 1
+    assert (request.num_output_tokens, request.num_output_placeholders) == (8, 0)
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
 @pytest.mark.parametrize("arrives_later", [0, 1, 2])
 def test_nobody_finds_what_a_failed_graft_was_to_compute(folder, is_async, arrives_later):

@@ -125,8 +125,8 @@ class Claims:
             return Miss(MissReason.NO_DONORS, "a donor left during the lookup")
         num_rows = self.repair_times.num_rows(plan, end, repair)
         asynchronous = {"sync": False, "async": True}.get(self._load, num_rows > self._max_rows)
-        # A store is never waited for in a step that others share; of models with several KV groups, and in Model Runner V2,
-        # vLLM takes back what a waiting request could not load, and nothing else.
+        # A store is never waited for in a step that others share; of models with several KV groups, and on a GPU by default
+        # (`runner.py`), vLLM takes back what a waiting request could not load, and nothing else.
         is_read = any(is_stored(donor) for donor in (*front_donors, *donors))
         asynchronous = asynchronous or is_read or len(facts.block_sizes) > 1 or not facts.takes_running_back
         policy = None if substitution is not None else self._policy
