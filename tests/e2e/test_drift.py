@@ -17,7 +17,7 @@ from kvgraft.engine.model.drift_pass import BatchDrift
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.model.self_check import self_check
 from kvgraft.engine.requests.options import RequestOptions
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, PolicyError
 from kvgraft.graft.drift import CORRECTIONS, DriftCorrection, KeyFrame
 from kvgraft.graft.drift_estimate import MeanShift
 from kvgraft.graft.model import SequenceRows
@@ -250,7 +250,7 @@ def test_failure_while_correcting_leaves_the_layer_as_it_was(rng, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(MeanShift, "_shift", fails_late)
-        with pytest.raises(MemoryError):
+        with pytest.raises(PolicyError, match="MeanShift"):
             prompt.adapter.forward([rows])
     prompt.adapter.forward([rows])
     assert prompt.error() < 1e-4
