@@ -181,15 +181,16 @@ def test_copies_to_host_memory_are_counted_on_both_kinds_of_memory(load, run, mo
 
 
 def test_pairs_of_a_miss_and_none_are_kept_and_go_on(load, run, tmp_path):
-    script, state = load("miss_overhead.py"), tmp_path / "state.jsonl"
-    options = ("--model", "graft-tiny", "--lengths", 60, 90, "--num-slots", 300, "--state", state)
+    script, journal = load("miss_overhead.py"), tmp_path / "journal.jsonl"
+    options = ("--model", "graft-tiny", "--lengths", 60, 90, "--num-slots", 300, "--journal", journal)
     assert run(script, *options, "--pairs", 1)[0] == 0
-    first = state.read_text().splitlines()
+    first = journal.read_text().splitlines()
+    assert len(first) == 1 + 2
     code, out = run(script, *options, "--pairs", 3)
     rows = json.loads(out)["rows"]
     assert (code, [(row["length"], row["pairs"]) for row in rows]) == (0, [(60, 3), (90, 3)])
     assert all(row["miss_overhead_percent_low"] <= row["miss_overhead_percent_high"] for row in rows)
-    assert state.read_text().splitlines()[:2] == first
+    assert journal.read_text().splitlines()[: len(first)] == first
 
 
 def test_reused_tokens_are_no_miss(load, run, monkeypatch):

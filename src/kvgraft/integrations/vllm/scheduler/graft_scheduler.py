@@ -110,13 +110,7 @@ class GraftScheduler:
         """
         known = self._attempts.running.get(request.request_id)
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
-        if (
-            known is not None
-            and known.hashes is not None
-            and cached_len > known.hashes.first_private * self._facts.hash_block_size
-        ):
-            # A reset preempted it, and failed: vLLM has found its approximate blocks before `commands` could renew hashes.
-            known.hashes.renew()
+        if self._finds_own_blocks(known, cached_len):
             return None, False
         try:
             # Before the claim, which changes the hashes that vLLM has looked up.
@@ -134,6 +128,18 @@ class GraftScheduler:
         if hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None):
             return None, False
         return _promised(state)
+
+    def _finds_own_blocks(self, known: VLLMRequest | None, cached_len: int) -> bool:
+        """Return whether vLLM took a request's own approximate blocks for exact ones, which it cannot a second time.
+
+        A reset preempted the request, and failed: vLLM looks before `commands` could renew the hashes.
+        """
+        if known is None or known.hashes is None:
+            return False
+        if cached_len <= known.hashes.first_private * self._facts.hash_block_size:
+            return False
+        known.hashes.renew()
+        return True
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Take the blocks of a request; vLLM calls this a second time with 0 tokens for asynchronous claims.
