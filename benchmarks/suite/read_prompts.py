@@ -43,7 +43,7 @@ class StockPrompt:
     """A prompt in transformers' own K/V cache.
 
     Args:
-        model: With an attention of transformers' own, of full attention in every layer.
+        model: With an attention of transformers' own, full or of sliding windows.
         prompt: Token ids.
         donor: Token ids that are read in the place of as many of the prompt's first ones, fewer than all; maybe none.
     """
@@ -65,6 +65,8 @@ class StockPrompt:
     def feed(self, offset: int, token_ids: TokenArray) -> Tensor:
         """Compute `token_ids` from `offset` after the prompt on; what was fed there before is forgotten."""
         assert self._past is not None
+        # Or a window that is full cannot be put back to before a continuation.
+        self._past.activate_past_recording()
         if self._num_fed > offset:
             self._past.crop(offset - self._num_fed)
         self._num_fed = offset + len(token_ids)

@@ -10,13 +10,18 @@ from benchmarks.suite.read_prompts import StockPrompt, common_beginning, substit
 from kvgraft.bench.fidelity.subject import stock_attention
 from kvgraft.engine import LLM
 from kvgraft.fidelity import stock_logits
+from kvgraft.testing.tiny_models import tiny_model
 
 PROMPT, OTHER = np.arange(100, 160), np.arange(300, 350)
 CONTINUATION = np.array([7, 8, 9, 10])
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=("full attention", "sliding windows"))
+def model(request):
+    """A model of full attention, and one with windows of 24 tokens, which every prompt here fills."""
+    if request.param == "sliding windows":
+        yield tiny_model("gemma3_text")
+        return
     llm = LLM("graft-tiny", num_slots=600)
     with llm.adapter.stock(stock_attention(llm)) as stock:
         yield stock
