@@ -12,6 +12,7 @@ from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exac
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.idle.scoring import score
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.graft.drift import DriftCorrection
@@ -57,14 +58,18 @@ def engine_and_prompt(family, repair):
     return engine, document, prompt, expected.token_ids
 
 
-def ask(engine, prompt, fault, reuse="graft"):
+def broken_request(engine, prompt, fault, reuse="graft"):
     options = RequestOptions(
         SamplingParams(6, ignore_eos=True),
         reuse,
         selection=QuerySeam(0.2),
         correction=DriftCorrection(estimator=Broken(fault)),
     )
-    request = engine.builder.build(prompt, options)
+    return engine.builder.build(prompt, options)
+
+
+def ask(engine, prompt, fault, reuse="graft"):
+    request = broken_request(engine, prompt, fault, reuse)
     engine.add(request)
     return request.request_id
 
@@ -108,6 +113,31 @@ def test_a_failure_in_the_repair_leaves_exact_kv_from_the_second_token_on(family
     assert output.report.shifted_tokens == 150, "the first token was drawn from all of the graft"
     assert (repair.time, repair.from_token, repair.exact_from_token) == (RepairTime.AFTER, 2, 2)
     assert_nothing_approximate_is_kept(engine, document, output)
+
+
+@pytest.mark.parametrize("fault", ["for_layer", "shift"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_score_is_full_prefills_where_correction_fails_before_the_first_token(family, fault):
+    engine, _, prompt, expected = engine_and_prompt(family, "before")
+    scored = score(
+        engine.adapter, engine.manager, broken_request(engine, prompt, fault), np.asarray(expected), max_rows=40
+    )
+    assert scored.logits.argmax(-1).tolist() == list(expected)
+    assert scored.report.miss.reason is MissReason.POLICY_ERROR
+    assert scored.report.spans == ()
+    engine.check()
+    assert engine.space.usage().request == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_score_is_exact_from_the_second_token_on_where_correction_fails_after_the_first(family):
+    engine, _, prompt, expected = engine_and_prompt(family, "after")
+    scored = score(
+        engine.adapter, engine.manager, broken_request(engine, prompt, "shift"), np.asarray(expected), max_rows=40
+    )
+    assert scored.logits.argmax(-1).tolist()[1:] == list(expected)[1:]
+    assert (scored.report.repair.from_token, scored.report.repair.exact_from_token) == (2, 2)
+    engine.check()
 
 
 def test_an_estimator_that_cannot_say_what_it_costs_corrects_all_the_same():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvgraft.engine.kv.report import prompt_report, repair_report
-from kvgraft.errors import CapacityError
+from kvgraft.errors import CapacityError, PolicyError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.types import RepairTime, ReuseMode
 
@@ -46,6 +46,9 @@ class Passes(Protocol[Outcome_co]):
 
     def receive(self, output: SequenceOutput) -> Outcome_co | None:
         """Take the output of `next_rows`; return the outcome at the end."""
+
+    def give_up(self, error: PolicyError) -> None:
+        """Compute everything: the pass of `next_rows` failed at its drift correction."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +226,10 @@ def _run(
         count = manager.reserve(kv, passes.remaining[: passes.piece(max_rows)])
         if not count:
             raise CapacityError("running requests hold the slots of window layers; score when they have ended")
-        outcome = passes.receive(adapter.forward([passes.next_rows(count)])[0])
+        try:
+            outcome = passes.receive(adapter.forward([passes.next_rows(count)])[0])
+        except PolicyError as error:
+            passes.give_up(error)
         yield
     return outcome
 
