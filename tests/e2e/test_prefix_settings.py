@@ -263,6 +263,51 @@ def test_wrong_values_are_told_in_one_line_before_a_model_is_loaded(settings, me
     assert "\n" not in str(caught.value)
 
 
+# a cache of another package that fails
+
+
+class BrokenCache(RadixCache):
+    """Raises in the methods that are named."""
+
+    broken: frozenset[str] = frozenset()
+
+    def match_prefix(self, params):
+        self._fail("match_prefix")
+        return super().match_prefix(params)
+
+    def inc_lock_ref(self, handle):
+        self._fail("inc_lock_ref")
+        return super().inc_lock_ref(handle)
+
+    def insert(self, *args, **options):
+        self._fail("insert")
+        return super().insert(*args, **options)
+
+    def _fail(self, method):
+        if method in self.broken:
+            raise KeyError(f"no {method}")
+
+
+@pytest.mark.parametrize("method", ["match_prefix", "inc_lock_ref", "insert"])
+def test_a_cache_that_fails_costs_its_prefix_and_no_request(method, rng):
+    caches = []
+    register_radix_cache_backend("broken", lambda context: caches.append(BrokenCache(context.page_size)) or caches[-1])
+    llm = make_llm(radix_cache_backend="broken")
+    document, question = random_prompt(rng, 100), random_prompt(rng, 20)
+    llm.generate(document, GREEDY, "exact")
+    prompt = np.concatenate([document, question])
+    (cache,), errors = caches, llm.num_errors
+    cache.broken = frozenset({method})
+    output = llm.generate(prompt, GREEDY, "exact")[0]
+    assert output.token_ids == stock_greedy(llm, prompt, 8)
+    assert (output.report.exact_tokens > 0) == (method == "insert")
+    assert llm.num_errors > errors
+    llm.check()
+    cache.broken = frozenset()
+    assert llm.generate(prompt, GREEDY, "exact")[0].report.exact_tokens >= len(document)
+    llm.check()
+
+
 # what a factory of somebody else's is told
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace
     from kvgraft.engine.kv.layer_slots import LayerSlots
     from kvgraft.engine.kv.planning import Planner
@@ -166,17 +167,28 @@ class CacheManager:
     def _hold_prefix(
         self, request: Request, namespace: Namespace, stop: int | None
     ) -> tuple[Holdings, MatchResult | None]:
-        """Lock the exact prefix of what begins, and hold its slots; None where none is looked for."""
-        if request.reuse is ReuseMode.OFF:
-            return Holdings(self.space, np.empty(0, np.int64), None), None
+        """Lock the exact prefix of what begins, and hold its slots; None where none is looked for, or looking fails."""
         # The last token is always computed: its logits are what the request is for.
         key = RadixKey(request.token_ids[:stop][:-1], namespace.key)
-        match = self.space.match(key)
-        slots, lock = match.kv_indices, self.space.lock(match.handle)
+        found = None if request.reuse is ReuseMode.OFF else self._locked_match(request, key)
+        if found is None:
+            return Holdings(self.space, np.empty(0, np.int64), None), None
+        match, lock = found
+        slots = match.kv_indices
         if request.session is not None:
             slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
         self.space.allocator.retain(slots, Owner.REQUEST)
         return Holdings(self.space, slots, lock), match
+
+    def _locked_match(self, request: Request, key: RadixKey) -> tuple[MatchResult, PrefixLock] | None:
+        """Find and lock the exact prefix; None where the prefix cache, which may be another package's, fails."""
+        try:
+            match = self.space.match(key)
+            return match, self.space.lock(match.handle)
+        except Exception:
+            self._num_errors += 1
+            logger.exception("the prefix cache failed on request %s; its prefix is computed", request.request_id)
+            return None
 
     def graft(self, kv: RequestKV) -> None:
         """Copy the plan's spans into the request's slots and unpin their donors. A failure becomes a miss.
