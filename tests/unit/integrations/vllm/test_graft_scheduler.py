@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -92,6 +93,24 @@ def test_books_that_fail_cost_donors_and_nothing_else(load, monkeypatch):
     assert_nothing_is_left(engine)
     assert engine.graft.counts.num_errors == 2
     assert len(engine.graft.registry.catalogue) == 1
+
+
+@pytest.mark.parametrize("num_opened", [0, 1, 2])
+def test_room_that_cannot_be_made_for_a_gap_leaves_none_reserved(num_opened, monkeypatch):
+    engine = served("sync")
+    engine.add(Request("other", DOCUMENTS[1] + [1, 2], {"kvgraft": "exact"}, 1))
+    for _ in range(2):
+        engine.step(room=True, chunk=400)
+    registry = engine.graft.registry
+    make_room, calls = registry._make_room, itertools.count()
+    monkeypatch.setattr(registry, "_make_room", lambda count: 1 / (next(calls) != num_opened) and make_room(count))
+    gap, tail = list(range(2000, 2040)), list(range(3000, 3040))
+    engine.add(Request("grafted", gap + DOCUMENTS[0] + gap[::-1] + DOCUMENTS[1] + tail, {}, 1))
+    for _ in range(2):
+        engine.step(room=True, chunk=400)
+    assert next(calls) > num_opened
+    assert engine.graft.counts.num_errors == 1
+    assert_nothing_is_left(engine)
 
 
 def test_a_lookup_that_fails_when_a_request_begins_again_leaves_nothing(monkeypatch):

@@ -64,8 +64,10 @@ class Captures:
         if not runs:  # all of it attends to other text
             return
         *gaps, tail = runs
-        opened = [self.registry.open(*gap) for gap in gaps]
-        state.held.gaps = [text for text in opened if text is not None]
+        for gap in gaps:
+            text = self.registry.open(*gap)
+            if text is not None:
+                state.held.gaps.append(text)
         state.held.prompt = self.registry.open(*tail)
         state.held.output = self.registry.open_output(num_tokens, tail.generation)
 

@@ -104,12 +104,12 @@ class DonorRegistry:
         """Make room for the text of positions `[start, stop)`; None if it is too short, too derived or does not fit."""
         if not self.rules.admits(stop - start, generation):
             return None
+        if not self._make_room(stop - start):
+            self.num_refused_texts += 1
+            return None
         text = self._opened(start, generation)
-        if self.extend(text, stop):
-            return text
-        del self._reserved[text.text_id]
-        self.num_refused_texts += 1
-        return None
+        self._reserve(text, stop)
+        return text
 
     def open_output(self, start: int, generation: int) -> CapturedText | None:
         """Begin text whose length is not known; `extend` makes room as it grows."""
@@ -117,12 +117,9 @@ class DonorRegistry:
 
     def extend(self, text: CapturedText, stop: int) -> bool:
         """Make room for the text to reach `stop`, dropping donors of least value; False if that does not do."""
-        wanted = stop - text.start - self._reserved[text.text_id]
-        if not self._make_room(wanted):
+        if not self._make_room(stop - text.stop):
             return False
-        text.stop = stop
-        self._reserved[text.text_id] += wanted
-        self._reserved_tokens += wanted
+        self._reserve(text, stop)
         return True
 
     def register(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> DonorId | None:
@@ -299,6 +296,12 @@ class DonorRegistry:
         text = CapturedText(next(self._text_ids), start, start, generation, start)
         self._reserved[text.text_id] = 0
         return text
+
+    def _reserve(self, text: CapturedText, stop: int) -> None:
+        """Keep the room that was made for the text to reach `stop`."""
+        self._reserved[text.text_id] += stop - text.stop
+        self._reserved_tokens += stop - text.stop
+        text.stop = stop
 
     def _release(self, text: CapturedText) -> None:
         self._reserved_tokens -= self._reserved.pop(text.text_id)
