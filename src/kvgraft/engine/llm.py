@@ -373,7 +373,10 @@ class LLM:
         self._finalizer()
 
     def check(self) -> None:
-        """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`."""
+        """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`.
+
+        Not while a `probe` is open: its slots are no request's.
+        """
         self._engine.check()
 
     def _run(self, request: Request) -> Iterator[StreamPart]:
