@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.sglang.donors.ranges import subtract
 from kvgraft.integrations.sglang.donors.tree import Resident
+from kvgraft.integrations.sglang.reporting.reports import was_aborted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +134,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return True
         if self.reuse is not None and req.kv.holds_kv:
             self._req_of_row[req.kv.req_pool_idx] = req
-            if req.finished() and type(req.finished_reason).__name__ != "FINISH_ABORT":
+            if req.finished() and not was_aborted(req):
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
                 self.reuse.adopt_computed(req, row, req.last_node)
         return False

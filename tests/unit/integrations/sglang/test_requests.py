@@ -333,6 +333,18 @@ def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_to
     ]
 
 
+def test_request_that_is_aborted_while_it_answers_did_not_finish(make_world, make_tokens, tmp_path):
+    """SGLang lets it go like one that has its whole answer."""
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("query", document, output_ids=make_tokens(3))
+    promise(world, req)
+    req.is_finished, req.finished_reason = True, type("FINISH_ABORT", (), {})()
+    world.reuse.released(req)
+    (line,) = (tmp_path / "reports.jsonl").read_text().splitlines()
+    assert (json.loads(line)["outcome"], json.loads(line)["output_tokens"]) == ("aborted", 3)
+    assert world.log.take(req)["outcome"] == "aborted", "the client that aborted may still listen"
+
+
 def test_namespaces_share_nothing(make_world, make_tokens):
     """sglang#37160, vllm#42119: keys leave out the adapter or the salt, or join them to what another request is called."""
     world, document = make_world(), make_tokens(100)
