@@ -9,7 +9,7 @@ import torch
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
 from kvgraft.errors import PolicyError, StoreError
-from kvgraft.graft.select import FirstK
+from kvgraft.graft.select import FirstK, looks_at_query
 from kvgraft.integrations.sglang.donors import keeper
 from kvgraft.memory import HostKVStore
 from kvgraft.types import MissReason
@@ -271,10 +271,11 @@ class FailingRecomputer:
     def __init__(self, where):
         self.where, self.starts = where, []
 
-    def policy_for(self, num_reused, tail):
+    def agreed_policy(self, num_reused, tail):
         if self.where == "ratio":
             raise PolicyError("selection policy broken: no ratio")
-        return Blind(4) if self.where == "look" else FirstK(4)
+        policy = Blind(4) if self.where == "look" else FirstK(4)
+        return policy, looks_at_query(policy)
 
     def run(self, token_ids, plan, slots, policy):
         raise PolicyError("selection policy broken: no step")
