@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -215,10 +215,16 @@ class SGLangTree:
 
     def resident(self, text: TreeText, end: int) -> Resident:
         """See `DonorTree.resident`."""
+        length, node, _ = self._cache.tree_core.match_full_device_prefix(self._key(text, end))
+        return Resident(int(length), node)
+
+    def touch(self, text: TreeText, end: int) -> None:
+        """See `DonorTree.touch`."""
+        self._cache.touch_prefix(self._key(text, end))
+
+    def _key(self, text: TreeText, end: int) -> Any:  # noqa: ANN401 - RadixKey
         limit = min(len(text.tokens), -(-end // self._page_size) * self._page_size)
-        key = RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
-        found = UnifiedRadixCache.match_prefix(self._cache, MatchPrefixParams(key=key))
-        return Resident(int(found.device_prefix_len), found.last_device_node)
+        return RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
 
     def pin(self, node: object) -> object:
         """See `DonorTree.pin`."""
