@@ -109,6 +109,7 @@ class DonorCatalogue:
         self._capacity = capacity_tokens
         self._queue = DonorQueue()
         self._entries: dict[DonorId, _Registered] = {}
+        self._first_epoch = 0
         self._epochs: list[int] = []
         self._free_rows: list[int] = []
         self._num_tokens = 0
@@ -129,6 +130,11 @@ class DonorCatalogue:
     def num_stored(self) -> int:
         """Donors with K/V in stores alone."""
         return self.finder.num_stored
+
+    @property
+    def next_epoch(self) -> int:
+        """Above the epochs of all ids that were given so far (`id_in_row`). Complexity: O(rows)."""
+        return max(self._epochs, default=self._first_epoch) + 1
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -334,14 +340,17 @@ class DonorCatalogue:
         entry.donor = replace(entry.donor, kv=kv)
         self.finder.set_stored(donor_id, is_stored)
 
-    def reset(self) -> list[Donor]:
-        """Forget all donors, pinned or not, and return them for the owner to free their K/V."""
+    def reset(self, first_epoch: int = 0) -> list[Donor]:
+        """Forget all donors, pinned or not, and return them for the owner to free their K/V.
+
+        Catalogues that are all given the highest `next_epoch` of any of them give the same donors the same ids from then on.
+        """
         donors = list(self)
+        self._first_epoch = max(first_epoch, self.next_epoch)
         self.finder.clear()
         self._queue.clear()
-        self._entries.clear()
-        for donor in reversed(donors):
-            self._free_row_of(donor.donor_id)
+        for known in (self._entries, self._epochs, self._free_rows):
+            known.clear()
         self._num_tokens = self._pinned_tokens = 0
         for watcher in self._watchers:
             watcher.donors_reset()
@@ -371,7 +380,7 @@ class DonorCatalogue:
         """Return an id that no donor had before, in a row that no donor has now."""
         if not self._free_rows:
             self._free_rows.append(len(self._epochs))
-            self._epochs.append(0)
+            self._epochs.append(self._first_epoch)
         row = self._free_rows.pop()
         return id_in_row(row, self._epochs[row])
 

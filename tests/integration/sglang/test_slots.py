@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import collections
 import itertools
+from array import array
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 from loop import Loop, NotComputedError, build_scheduler
+
+from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -250,3 +253,19 @@ def test_in_any_order_everything_that_is_read_was_computed(loop, monkeypatch):
     ]
     wanted += ["behind a launch", "repaired after the first token"]
     assert all(seen[name] >= 3 for name in wanted), seen
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_looking_for_a_donor_leaves_the_order_of_eviction_alone(loop, is_touched):
+    """Ranks of tensor parallelism may look for different ones, as where one of them has failed, and must evict the same."""
+    tokens, tree = fresh(), loop.reuse.keeper._tree
+    first, second = take(tokens, 40), take(tokens, 40)
+    loop.run(script([("a", first, 1, OFF)], *[[]] * 4, [("b", second, 1, OFF)]), overlap=False)
+    texts = [TreeText(array("q", each), None, None, None, 0, 0, Origin("")) for each in (first, second)]
+    assert [tree.resident(text, 40).length for text in texts] == [40, 40]
+    found = tree.resident(texts[0], 20)
+    assert found.length == 20
+    if is_touched:
+        tree.touch(texts[0], 40)
+    loop.evict(1)
+    assert [tree.resident(text, 40).length for text in texts] == ([40, 0] if is_touched else [0, 40])

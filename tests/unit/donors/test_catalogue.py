@@ -202,6 +202,23 @@ def test_reset_returns_all_and_ids_stay_invalid():
     catalogue.check()
 
 
+def test_catalogues_of_different_histories_give_the_same_ids_once_they_are_reset_alike():
+    short, first = make_catalogue(make_text(100))
+    long, more = make_catalogue(*(make_text(100, seed=seed) for seed in range(3)))
+    for donor_id in more:
+        long.remove(donor_id)
+    more += [long.add(NAMESPACE, make_text(100, seed=9), None).donor.donor_id]
+    highest = max(short.next_epoch, long.next_epoch)
+    texts = [make_text(100, seed=seed) for seed in range(5)]
+    given = []
+    for catalogue, before in ((short, first), (long, more)):
+        catalogue.reset(highest)
+        given.append([catalogue.add(NAMESPACE, text, None).donor.donor_id for text in texts])
+        assert not set(given[-1]) & set(before), "an id that no donor had before"
+        catalogue.check()
+    assert given[0] == given[1]
+
+
 def make_pack():
     stock = [make_text(length, seed=length) for length in range(5, 45)]
     rng = np.random.default_rng(0)

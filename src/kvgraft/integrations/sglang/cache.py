@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.sglang.donors.ranges import subtract
 from kvgraft.integrations.sglang.donors.tree import Resident
+from kvgraft.integrations.sglang.reporting.reports import was_aborted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +134,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return True
         if self.reuse is not None and req.kv.holds_kv:
             self._req_of_row[req.kv.req_pool_idx] = req
-            if req.finished() and type(req.finished_reason).__name__ != "FINISH_ABORT":
+            if req.finished() and not was_aborted(req):
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
                 self.reuse.adopt_computed(req, row, req.last_node)
         return False
@@ -214,10 +215,16 @@ class SGLangTree:
 
     def resident(self, text: TreeText, end: int) -> Resident:
         """See `DonorTree.resident`."""
+        length, node, _ = self._cache.tree_core.match_full_device_prefix(self._key(text, end))
+        return Resident(int(length), node)
+
+    def touch(self, text: TreeText, end: int) -> None:
+        """See `DonorTree.touch`."""
+        self._cache.touch_prefix(self._key(text, end))
+
+    def _key(self, text: TreeText, end: int) -> Any:  # noqa: ANN401 - RadixKey
         limit = min(len(text.tokens), -(-end // self._page_size) * self._page_size)
-        key = RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
-        found = UnifiedRadixCache.match_prefix(self._cache, MatchPrefixParams(key=key))
-        return Resident(int(found.device_prefix_len), found.last_device_node)
+        return RadixKey(text.tokens, text.extra_key, limit=limit, cache_salt=text.cache_salt)
 
     def pin(self, node: object) -> object:
         """See `DonorTree.pin`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import PolicyError
-from kvgraft.graft.select import NoRecompute, looks_at_query
+from kvgraft.graft.select import NoRecompute
 from kvgraft.types import Fidelity, RepairTime
 
 if TYPE_CHECKING:
@@ -86,13 +86,12 @@ class Copies:
         if recomputer is None or not state.lineage.is_approximate:
             return
         try:
-            policy = recomputer.policy_for(*state.extent())
-            is_late = policy is not None and looks_at_query(policy)  # a look comes after the last region
-        except PolicyError as error:
+            policy, looks = recomputer.agreed_policy(*state.extent())
+        except Exception as error:  # noqa: BLE001 - logged and counted; everything is computed
             state.take_loaded()
             self._compute_copied(recomputer, state, req, slots, error)
             return
-        if policy is None or (is_late and state.due):
+        if policy is None or (looks and state.due):  # a look comes after the last region
             return
         spans = tuple(span for span in state.take_loaded() if span.fidelity is Fidelity.SHIFTED)
         if not spans:
@@ -115,7 +114,7 @@ class Copies:
         state: SGLangRequest,
         req: Any,  # noqa: ANN401
         slots: Tensor,
-        error: PolicyError,
+        error: Exception,
     ) -> None:
         """The policy failed: compute everything from the first copy on, and load nothing more.
 

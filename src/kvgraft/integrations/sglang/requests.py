@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.sglang.copies import Copies
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
-    from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+    from kvgraft.integrations.sglang.donors.registrar import ComputedText, DonorRegistrar
     from kvgraft.integrations.sglang.planning.planner import LoadPlanner
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
@@ -46,11 +46,13 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.repairs import Repairs
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.store_use import StoreUse
+    from kvgraft.reuse.lineage import ComputedRun
 
 logger = logging.getLogger(__name__)
 
 _FIELD = "custom_params"
 _STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
+_UNLIKE = "tensor-parallel ranks had different donors"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -114,9 +116,7 @@ class RequestReuse:
             return 0
         if self.stores is not None and self.stores.is_reading(state):
             return 0
-        chosen = self.ranks.chosen(self._decide(state, req, tokens, end))
-        if chosen is not None:
-            state.due = list(chosen)
+        self._agree(state, self._decide(state, req, tokens, end))
         if self.stores is not None and self.stores.begin(state):
             return 0
         return sum(span.length for span in state.adjoining(prefix_len))
@@ -182,6 +182,17 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
             state.decision = LoadDecision(miss=self.log.failed("lookup", state.rid, error))
         return state.decision.spans
+
+    def _agree(self, state: SGLangRequest, spans: tuple[LoadSpan, ...] | None) -> None:
+        """Have all ranks load what the first one decided; nothing where their donors differ, which are forgotten."""
+        chosen = self.ranks.chosen(spans, self.keeper.digest)
+        if not chosen.are_alike:
+            self._forget_unlike(state)
+        elif chosen.spans is not None:
+            state.due = list(chosen.spans)
+        for span in state.due:
+            if span.donor is not None:
+                self.keeper.use(span.donor)  # until the request is admitted, others need room
 
     def _substituted(
         self,
@@ -290,8 +301,23 @@ class RequestReuse:
         try:
             req.refresh_fill_ids()
             self.registrar.register_exact(req, state, node)
-            self.settle()  # what is known by now is not adopted a second time
-            self.registrar.adopt_computed(req, state, row)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
+            self.log.failed("register", state.rid, error)
+        self.settle()  # what is known by now is not adopted a second time
+        if runs := self.registrar.computed(req, state):
+            self._adopt(req, state, row, runs)
+
+    def _adopt(self, req: Any, state: SGLangRequest, row: Tensor, runs: list[ComputedRun]) -> None:  # noqa: ANN401
+        """Keep what all ranks want of `runs`: trees that do not have the same do not evict the same."""
+        texts: list[ComputedText | None] = [None] * len(runs)
+        try:
+            texts = self.registrar.texts(req, state, row, runs)
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
+            self.log.failed("register", state.rid, error)
+        are_wanted = self.ranks.lowest([text is not None for text in texts])
+        wanted = [text for text, is_wanted in zip(texts, are_wanted, strict=True) if text is not None and is_wanted]
+        try:
+            self.registrar.adopt(state, wanted)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
 
@@ -375,9 +401,21 @@ class RequestReuse:
 
     def _forget(self, *, weights_change: bool) -> None:
         """Forget all donors, and what was promised of them."""
-        self.keeper.clear()
+        self._forget_donors()
+        if self.stores is not None:
+            self.stores.close(weights_change=weights_change)
+
+    def _forget_unlike(self, state: SGLangRequest) -> None:
+        """Begin anew on all ranks: they have different donors, as where one of them failed to register a text."""
+        self._forget_donors(-self.ranks.lowest([-self.keeper.next_epoch])[0])
+        if self.stores is not None:
+            self.stores.link.close(weights_change=False)  # and opened again, unless stores are not used any more
+        state.refuse(Miss(MissReason.ERROR, _UNLIKE))
+        logger.error("%s, and forgot them; another line of some rank's log says what failed", _UNLIKE)
+        self.log.count_error()
+
+    def _forget_donors(self, first_epoch: int = 0) -> None:
+        self.keeper.clear(first_epoch)
         self.planner.reset()
         for state in self._states.values():
             state.forget_donors()
-        if self.stores is not None:
-            self.stores.close(weights_change=weights_change)

@@ -28,6 +28,7 @@ class Relied:
 
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+_TREE_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
 _ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerOutputStreamer"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
@@ -89,8 +90,10 @@ _RELIED = {
         "unlock": "self lock",
         "reset": "self",
         "take_events": "self",
+        "touch_prefix": "self key",
         "_free_values": "self device_frees host_frees",
     },
+    f"{_TREE_CORE}.": {"match_full_device_prefix": "self key"},
     f"{_ADDER}.": {
         "add_one_req": "self req has_chunked_req truncation_align_size",
         "add_chunked_req": "self req",

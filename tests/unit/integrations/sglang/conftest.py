@@ -57,6 +57,9 @@ class FakeTree:
                 best, node = length, key
         return Resident(best // self.page_size * self.page_size, node)
 
+    def touch(self, text, end):
+        pass
+
     def pin(self, node):
         self.pins.append(node)
         return node
@@ -110,6 +113,7 @@ class FakeRequest:
         default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=32)
     )
     to_finish: object = None
+    finished_reason: object = None
     session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
     skip_radix_cache_insert: bool = False
     prefix_len: int = 0

@@ -74,6 +74,7 @@ class Page:
     slots: list
     children: dict = field(default_factory=dict)
     locks: int = 0
+    used_at: int = 0
 
 
 class PageTree:
@@ -85,6 +86,13 @@ class PageTree:
         self.free_slots = self.free_slots[page_size - 1 :]  # whole pages; the first one is padding
         self.total = len(self.free_slots)
         self.roots, self.pins, self.on_evicted, self.is_full = {}, 0, None, False
+        self.now = 0
+
+    def used(self, node):
+        """The pages of a path count as used, the last of them first to go."""
+        for page in reversed(self.path(node)):
+            self.now += 1
+            page.used_at = self.now
 
     def match(self, name, tokens, end):
         node = self.roots.setdefault(name, Page(None, (), []))
@@ -99,6 +107,9 @@ class PageTree:
     def resident(self, text, end):
         end = min(len(text.tokens), -(-end // self.page_size) * self.page_size)
         return Resident(*self.match((text.extra_key, text.cache_salt), text.tokens, end))
+
+    def touch(self, text, end):
+        self.used(self.resident(text, end).node)
 
     def path(self, node):
         pages = []
@@ -135,9 +146,10 @@ class PageTree:
     def evict(self, num_tokens):
         freed = []
         while sum(map(len, freed)) < num_tokens:
-            leaf = next((page for page in self.pages() if not page.children and not page.locks), None)
-            if leaf is None:
+            leaves = [page for page in self.pages() if not page.children and not page.locks]
+            if not leaves:
                 break
+            leaf = min(leaves, key=lambda page: page.used_at)
             del leaf.parent.children[leaf.tokens]
             freed.append(leaf.slots)
         for slots in freed:
@@ -173,6 +185,7 @@ class PageTree:
             else:
                 node.children[page] = Page(node, page, slots[start : start + self.page_size])
             node = node.children[page]
+        self.used(node)
         return node, known
 
     def room(self):
@@ -191,7 +204,7 @@ class Running:
 class Scheduler:
     """Drives `RequestReuse` as `GraftRadixCache` does, request by request, and keeps an account of its own."""
 
-    def __init__(self, page_size=1, recomputes=False, shelf=None, contents=None, weights=0, **settings):
+    def __init__(self, page_size=1, recomputes=False, shelf=None, contents=None, weights=0, *, ranks=None, **settings):
         self.page_size, self.shelf, self.now = page_size, shelf, 0.0
         self.contents, self.weights = [None] if contents is None else contents, weights
         self.settings = settings
@@ -209,7 +222,8 @@ class Scheduler:
         self.buffers = KVBuffers([self.keys], [self.values], [RopeSpec(torch.tensor([STEP]), RopePairing.HALF)])
         self.keeper = DonorKeeper(self.tree, self.buffers, self.config, secret=bytes(32))
         self.log = RequestLog(CountedSamples())
-        ranks, costs = Ranks(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+        ranks, costs = ranks or Ranks(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
+        ranks.keeper = self.keeper
         recomputer = self.recomputer(ranks) if recomputes else None
         loader = Loader(self.tree, self.buffers, self.keeper, ranks=ranks, log=self.log)
         copies = Copies(loader, self.log, self.config.min_run, recomputer)
@@ -245,6 +259,7 @@ class Scheduler:
         end = len(tokens) - 1
         name = (entry.req.extra_key, entry.req.cache_salt)
         entry.prefix_len, entry.node = self.tree.match(name, tokens, end)
+        self.tree.used(entry.node)
         entry.req.prefix_len = entry.prefix_len
         promised = self.reuse.promise(entry.req, tokens, end, entry.prefix_len)
         if not self.reuse.awaits(entry.req, may_nap=False):

@@ -259,7 +259,7 @@ class Walk:
 )
 def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, selection):
     walk = Walk(Scheduler(page_size, recomputes, selection=selection, first_k=4, recompute_ratio=0.3), page_size)
-    for _ in range(500):
+    for _ in range(600):
         walk.step()
     wanted = [
         "not kept",

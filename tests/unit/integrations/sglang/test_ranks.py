@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from kvgraft.donors import Donor
-from kvgraft.integrations.sglang.planning.ranks import Ranks, TensorParallelRanks, shared_secret
+from kvgraft.integrations.sglang.planning.ranks import Chosen, Ranks, TensorParallelRanks, encoded, shared_secret
 from kvgraft.integrations.sglang.planning.spans import LoadSpan
 from kvgraft.types import DonorId, Fidelity, Namespace
 
@@ -30,17 +30,19 @@ def worker(rank, path, results):
     spans = (LoadSpan(10, 20, donors[DonorId(5)], 3),)
     if rank == 0:
         spans += (LoadSpan(40, 16, donors[DonorId(7)], 0), LoadSpan(60, 16, donors[DonorId(8)], 0))
-    kept = ranks.chosen(None)
-    planned = ranks.chosen(spans)
-    empty = ranks.chosen(())
+    kept = ranks.chosen(None, 3)
+    planned = ranks.chosen(spans, 2**62 - 1)
+    empty = ranks.chosen((), 0)
+    unlike = ranks.chosen(spans, 3 + rank)
     results.put(
         {
             "rank": rank,
             "kept": kept,
             "empty": empty,
             "planned": [
-                (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned
+                (s.start, s.length, None if s.donor is None else s.donor.donor_id, s.donor_start) for s in planned.spans
             ],
+            "unlike": unlike,
             "secret": shared_secret(dist.group.WORLD),
             "same": ranks.confirm(36),
             "different": ranks.confirm(36 if rank else 0),
@@ -71,8 +73,9 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
     assert found[0]["secret"] == found[1]["secret"]
     assert len(set(found[0]["secret"])) > 8
     for entry in found:
-        assert entry["kept"] is None
-        assert entry["empty"] == ()
+        assert entry["kept"] == Chosen(None)
+        assert entry["empty"] == Chosen(())
+        assert entry["unlike"] == Chosen(None, are_alike=False)
         assert (entry["same"], entry["different"]) == (36, -1)
         assert entry["place"] == (entry["rank"], 2)
         assert entry["lowest"] == [0, 4, 7]
@@ -81,8 +84,8 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
 
 
 def test_one_rank_agrees_with_itself():
-    assert Ranks().chosen(()) == ()
-    assert Ranks().chosen(None) is None
+    assert Ranks().chosen((), 3) == Chosen(())
+    assert Ranks().chosen(None, 3) == Chosen(None)
     assert Ranks().confirm(12) == 12
     assert Ranks().lowest([3, 1]) == [3, 1]
     assert Ranks().shared(lambda: "made here") == "made here"
@@ -113,12 +116,12 @@ def test_only_catalogued_donors_can_be_sent():
     span = LoadSpan(0, 10, make_donor(1), 0, fidelity=Fidelity.SUBSTITUTED)
     ranks = object.__new__(TensorParallelRanks)
     with pytest.raises(AssertionError, match="catalogued"):
-        ranks._encoded((span,))
-    sent = ranks._encoded((LoadSpan(0, 10, make_donor(1), 2, 3),))
-    assert sent[:-1] == [1, 0, 10, 1, 2, 3, 0, 0]
-    sent = ranks._encoded((LoadSpan(0, 10, make_donor(1), 0, fidelity=Fidelity.EXACT),))
+        encoded(span)
+    sent = encoded(LoadSpan(0, 10, make_donor(1), 2, 3))
+    assert sent[:-1] == [0, 10, 1, 2, 3, 0, 0]
+    sent = encoded(LoadSpan(0, 10, make_donor(1), 0, fidelity=Fidelity.EXACT))
     ranks._donor_of = {1: make_donor(1)}.get
-    (received,) = ranks._decoded(sent)
+    received = ranks._decoded(sent)
     assert (received.fidelity, received.donor.donor_id) == (Fidelity.EXACT, 1)
 
 
@@ -130,6 +133,5 @@ def test_an_exact_span_is_of_the_same_beginning_on_every_rank():
     for difference in ({"token_ids": tokens}, {"front": b"f" * 32}):
         ranks._donor_of = {1: dataclasses.replace(other, **difference)}.get
         for fidelity, is_taken in ((Fidelity.EXACT, False), (Fidelity.SHIFTED, True)):
-            sent = ranks._encoded((LoadSpan(10, 20, make_donor(1), 10, fidelity=fidelity),))
-            (received,) = ranks._decoded(sent)
+            received = ranks._decoded(encoded(LoadSpan(10, 20, make_donor(1), 10, fidelity=fidelity)))
             assert (received.donor is not None) is is_taken

@@ -47,8 +47,8 @@ class NotedPasses:
     def __init__(self, failure=None):
         self.calls, self.failure = [], failure
 
-    def policy_for(self, num_reused, tail):
-        return FirstK(4)
+    def agreed_policy(self, num_reused, tail):
+        return FirstK(4), False
 
     def run(self, token_ids, plan, slots, policy):
         return self._run("before", plan, slots)

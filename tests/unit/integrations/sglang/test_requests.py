@@ -9,7 +9,7 @@ import torch
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
 from kvgraft.errors import PolicyError, StoreError
-from kvgraft.graft.select import FirstK
+from kvgraft.graft.select import FirstK, looks_at_query
 from kvgraft.integrations.sglang.donors import keeper
 from kvgraft.memory import HostKVStore
 from kvgraft.types import MissReason
@@ -271,10 +271,11 @@ class FailingRecomputer:
     def __init__(self, where):
         self.where, self.starts = where, []
 
-    def policy_for(self, num_reused, tail):
+    def agreed_policy(self, num_reused, tail):
         if self.where == "ratio":
             raise PolicyError("selection policy broken: no ratio")
-        return Blind(4) if self.where == "look" else FirstK(4)
+        policy = Blind(4) if self.where == "look" else FirstK(4)
+        return policy, looks_at_query(policy)
 
     def run(self, token_ids, plan, slots, policy):
         raise PolicyError("selection policy broken: no step")
@@ -331,6 +332,18 @@ def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_to
         ("a", "aborted", 1),
         ("b", "finished", 2),
     ]
+
+
+def test_request_that_is_aborted_while_it_answers_did_not_finish(make_world, make_tokens, tmp_path):
+    """SGLang lets it go like one that has its whole answer."""
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("query", document, output_ids=make_tokens(3))
+    promise(world, req)
+    req.is_finished, req.finished_reason = True, type("FINISH_ABORT", (), {})()
+    world.reuse.released(req)
+    (line,) = (tmp_path / "reports.jsonl").read_text().splitlines()
+    assert (json.loads(line)["outcome"], json.loads(line)["output_tokens"]) == ("aborted", 3)
+    assert world.log.take(req)["outcome"] == "aborted", "the client that aborted may still listen"
 
 
 def test_namespaces_share_nothing(make_world, make_tokens):

@@ -68,7 +68,8 @@ class DonorKeeper:
     SGLang evicts without telling which text goes, so a donor may turn out shorter than it was registered. Lookups check
     what they hand out and correct the catalogue on the way.
 
-    Every change of the catalogue is the same on all ranks as long as their trees evict the same.
+    Every change of the catalogue is the same on all ranks as long as their trees evict the same and nothing fails on one of
+    them alone. After that their `digest` differs, until all of them have cleared it.
 
     Attributes:
         catalogue: Of resident and stored donors.
@@ -105,6 +106,17 @@ class DonorKeeper:
     def host_bytes(self) -> int:
         """Bytes of donors in host memory."""
         return self._host.used_bytes
+
+    @property
+    def digest(self) -> int:
+        """A number of 62 bits by which ranks notice that their donors are not the same any more; O(1)."""
+        catalogue = self.catalogue
+        return hash((self.version, len(catalogue), catalogue.num_tokens, len(self._host_order))) & (1 << 62) - 1
+
+    @property
+    def next_epoch(self) -> int:
+        """Above all numbers by which donors, and states of the catalogue, are told apart so far."""
+        return max(self.version, self.catalogue.next_epoch)
 
     @property
     def num_published(self) -> int:
@@ -213,7 +225,6 @@ class DonorKeeper:
         kv = donor.kv
         if not isinstance(kv, HostBlockKV) or kv.store_key not in self._host:
             return None
-        self._host_order.move_to_end(kv.store_key)
         return self._host.get(kv.store_key, start, length)
 
     def export(self, donor: Donor, start: int, length: int) -> Export | None:
@@ -248,11 +259,24 @@ class DonorKeeper:
     def record_hit(self, donor: Donor, num_tokens: int) -> None:
         """Count tokens that a donor saved."""
         self.catalogue.record_hit(donor.donor_id, num_tokens)
+        self.use(donor)
 
-    def clear(self) -> None:
-        """Forget everything; for a flushed cache."""
+    def use(self, donor: Donor) -> None:
+        """Have the K/V of a donor go after those that were used before."""
+        kv = donor.kv
+        if isinstance(kv, TreeKV):
+            self._tree.touch(kv.text, kv.offset + donor.num_tokens)
+        elif isinstance(kv, HostBlockKV) and kv.store_key in self._host_order:
+            self._host_order.move_to_end(kv.store_key)
+
+    def clear(self, first_epoch: int = 0) -> None:
+        """Forget everything; for a flushed cache.
+
+        Ranks that all pass the highest `next_epoch` of any of them are alike afterwards, whatever they had.
+        """
+        self.version = max(self.version, first_epoch)
         self._published.clear()
-        self.catalogue.reset()
+        self.catalogue.reset(first_epoch)
         if self.unwritten is not None:
             self.unwritten.clear()
         self._slot_texts.clear()

@@ -82,12 +82,14 @@ class Loader:
         self, state: SGLangRequest, spans: list[LoadSpan], pins: list[object]
     ) -> tuple[Tensor, list[dict[str, object]]] | None:
         copies = [copy for span in spans if (copy := self._copy_of(span, pins)) is not None]
-        if len(copies) < len(spans):
-            state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
-            return None
+        # Also where nothing can be copied: what makes room is evicted from the trees of all ranks or of none.
         slots = self.tree.allocate(sum(span.length for span in spans))
         if slots is None:
             state.missed(Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
+            return None
+        if len(copies) < len(spans):
+            self.tree.free(slots)
+            state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
             return None
         try:
             self.buffers.copy(copies, slots)

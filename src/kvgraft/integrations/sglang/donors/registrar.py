@@ -6,7 +6,7 @@ Clients wait for their first tokens meanwhile: texts are handed over here and re
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,12 +15,28 @@ from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.reuse.lineage import ComputedRun
+
+
+class ComputedText(NamedTuple):
+    """Text that a request computed after copies.
+
+    Attributes:
+        text: It, under a name of our own.
+        start: Its position in the request.
+        slots: int64.
+    """
+
+    text: TreeText
+    start: int
+    slots: Tensor
 
 
 class DonorRegistrar:
@@ -53,24 +69,40 @@ class DonorRegistrar:
         self._keeper.publish(text, start, slots)
         state.registered_len = stop
 
-    def adopt_computed(self, req: Any, state: SGLangRequest, row: Tensor) -> None:  # noqa: ANN401
-        """Give the tree what `req` computed after copies, under names that no request can ask for.
+    def computed(self, req: Any, state: SGLangRequest) -> list[ComputedRun]:  # noqa: ANN401
+        """Return what `req` computed after copies, whole pages; the same on all ranks."""
+        stop = min(req.owned_kv_len(), len(req.full_untruncated_fill_ids))
+        runs = self._keeper.rules.runs(state.lineage, req.kv.cache_protected_len, stop)
+        page = self._page_size
+        return [run._replace(start=-(-run.start // page) * page, stop=run.stop // page * page) for run in runs]
 
-        The request is about to be released. Of `row`, its slots by position, it no longer owns the ranges `held.adopted`.
-        """
+    def texts(
+        self,
+        req: Any,  # noqa: ANN401
+        state: SGLangRequest,
+        row: Tensor,
+        runs: Sequence[ComputedRun],
+    ) -> list[ComputedText | None]:
+        """Name `runs` of `req`, whose slots by position are `row`; None for one that is not worth keeping."""
         tokens = req.full_untruncated_fill_ids
-        stop = min(req.owned_kv_len(), len(tokens))
-        for run in self._keeper.rules.runs(state.lineage, req.kv.cache_protected_len, stop):
-            start, end = (
-                -(-run.start // self._page_size) * self._page_size,
-                run.stop // self._page_size * self._page_size,
-            )
-            if self._keeper.wants(state.namespace, tokens[start:end], run.generation):
-                text = self._private_text(state, tokens[:end], start, run.generation)
-                slots = row[start:end].long().clone()  # the row is another request's before they are registered
-                self._tree.adopt(text, slots)
-                state.held.adopted.append((start, end))
-                self._keeper.publish(text, 0, slots)
+        found: list[ComputedText | None] = []
+        for start, stop, generation in runs:
+            if not self._keeper.wants(state.namespace, tokens[start:stop], generation):
+                found.append(None)
+                continue
+            slots = row[start:stop].long().clone()  # the row is another request's before they are registered
+            found.append(ComputedText(self._private_text(state, tokens[:stop], start, generation), start, slots))
+        return found
+
+    def adopt(self, state: SGLangRequest, texts: Sequence[ComputedText]) -> None:
+        """Give the tree texts of a request that is about to be released, under names that no request can ask for.
+
+        Of its row it no longer owns the ranges `held.adopted`.
+        """
+        for text, start, slots in texts:
+            self._tree.adopt(text, slots)
+            state.held.adopted.append((start, start + len(slots)))
+            self._keeper.publish(text, 0, slots)
 
     def _private_text(self, state: SGLangRequest, tokens: array[int], start: int, generation: int) -> TreeText:
         """Name `tokens[start:]` so that nothing shares its path: two of equal tokens may differ in what they attended to."""

@@ -15,7 +15,7 @@ class Resident(NamedTuple):
 
     Attributes:
         length: Tokens from the root, whole pages.
-        node: Handle of the last node, for `pin` and `slots`.
+        node: Handle of the last node, for `pin` and `slots`; it may reach further.
     """
 
     length: int
@@ -26,7 +26,13 @@ class DonorTree(Protocol):
     """A radix tree with its allocator."""
 
     def resident(self, text: TreeText, end: int) -> Resident:
-        """Return how many of the first `end` tokens are on the device; counts as a use of them."""
+        """Return how many of the first `end` tokens are on the device. Changes nothing, recency included.
+
+        So what one rank asks alone, as where another has failed, leaves trees of ranks alike.
+        """
+
+    def touch(self, text: TreeText, end: int) -> None:
+        """Note a use of the first `end` tokens, as far as they are there."""
 
     def pin(self, node: object) -> object:
         """Keep the path to `node` from eviction; returns what `unpin` takes."""

@@ -2,12 +2,15 @@
 
 Every rank plans, so that all catalogues see the same lookups and stay alike, and then takes rank 0's plan. A span travels
 with a digest of the tokens that it copies. A rank on which the donor is another text does not load, and so no rank does.
+
+With the plan ranks compare what their donors are. Where a capture, a registration or a lookup failed on one rank alone they
+differ, and all ranks forget them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     Spans = tuple[LoadSpan, ...]
 
 _Shared = TypeVar("_Shared")
-_KEEP, _REPLACE = 0, 1
+_KEEP = -1
 _FIELDS = 8
 
 
@@ -33,6 +36,18 @@ def shared_secret(group: dist.ProcessGroup) -> bytes:
     secret = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8)
     dist.broadcast(secret, group=group, group_src=0)
     return secret.numpy().tobytes()
+
+
+class Chosen(NamedTuple):
+    """What all ranks do.
+
+    Attributes:
+        spans: Rank 0's; None for what was chosen before.
+        are_alike: Whether donors are the same on all ranks; if not, nothing can be loaded.
+    """
+
+    spans: Spans | None
+    are_alike: bool = True
 
 
 class Ranks:
@@ -45,9 +60,9 @@ class Ranks:
 
     rank, size = 0, 1
 
-    def chosen(self, spans: Spans | None) -> Spans | None:
-        """Return rank 0's spans on every rank; None to load what was chosen before."""
-        return spans
+    def chosen(self, spans: Spans | None, donors: int) -> Chosen:
+        """Return rank 0's spans on every rank, unless `donors`, a digest of them, differ; None for what was chosen before."""
+        return Chosen(spans)
 
     def confirm(self, num_tokens: int) -> int:
         """Return `num_tokens` if all ranks say the same, else -1."""
@@ -78,16 +93,20 @@ class TensorParallelRanks(Ranks):
         self._donor_of = donor_of
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def chosen(self, spans: Spans | None) -> Spans | None:
-        """Broadcast the spans, donors by id and digest."""
-        numbers = self._encoded(spans) if self.rank == 0 else []
-        header = torch.tensor([len(numbers)], dtype=torch.int64)
-        dist.broadcast(header, group=self._group, group_src=0)
-        payload = (
-            torch.tensor(numbers, dtype=torch.int64) if self.rank == 0 else torch.empty(int(header), dtype=torch.int64)
-        )
+    def chosen(self, spans: Spans | None, donors: int) -> Chosen:
+        """Reduce the number of spans and the bounds of `donors`, and broadcast the spans, donors by id and digest."""
+        rows = [encoded(span) for span in spans or () if self.rank == 0]
+        count = _KEEP if spans is None or self.rank else len(rows)
+        header = torch.tensor([count, donors, -donors], dtype=torch.int64)
+        dist.all_reduce(header, op=dist.ReduceOp.MAX, group=self._group)
+        count, high, low = header.tolist()
+        if high != -low:
+            return Chosen(None, are_alike=False)
+        if count <= 0:
+            return Chosen(None if count == _KEEP else ())
+        payload = torch.tensor(rows, dtype=torch.int64) if rows else torch.empty(count, _FIELDS, dtype=torch.int64)
         dist.broadcast(payload, group=self._group, group_src=0)
-        return self._decoded(payload.tolist())
+        return Chosen(tuple(map(self._decoded, payload.tolist())))
 
     def confirm(self, num_tokens: int) -> int:
         """Reduce minimum and maximum at once."""
@@ -120,32 +139,23 @@ class TensorParallelRanks(Ranks):
         dist.all_gather_object(parts, part, group=self._group)
         return parts
 
-    def _encoded(self, spans: Spans | None) -> list[int]:
-        if spans is None:
-            return [_KEEP]
-        numbers = [_REPLACE]
-        for span in spans:
-            assert span.donor is not None
-            assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
-            is_exact, donor_id = span.fidelity is Fidelity.EXACT, span.donor.donor_id
-            digest = _digest(span.donor, span.donor_start, span.length, is_exact=is_exact)
-            numbers += [span.start, span.length, donor_id, span.donor_start, span.recomputed]
-            numbers += [int(is_exact), int(span.is_stored), digest]
-        return numbers
-
-    def _decoded(self, numbers: list[int]) -> Spans | None:
-        if numbers[0] == _KEEP:
-            return None
-        rows = [numbers[first : first + _FIELDS] for first in range(1, len(numbers), _FIELDS)]
-        return tuple(self._span(row) for row in rows)
-
-    def _span(self, numbers: list[int]) -> LoadSpan:
+    def _decoded(self, numbers: list[int]) -> LoadSpan:
         start, length, donor_id, donor_start, recomputed, is_exact, is_stored, digest = numbers
         donor = self._donor_of(DonorId(donor_id))
         if donor is not None and _digest(donor, donor_start, length, is_exact=bool(is_exact)) != digest:
             donor = None
         fidelity = Fidelity.EXACT if is_exact else Fidelity.SHIFTED
         return LoadSpan(start, length, donor, donor_start, recomputed, fidelity, is_stored=bool(is_stored))
+
+
+def encoded(span: LoadSpan) -> list[int]:
+    """Return a span of a catalogued donor as it is sent."""
+    assert span.donor is not None
+    assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
+    is_exact, donor_id = span.fidelity is Fidelity.EXACT, span.donor.donor_id
+    digest = _digest(span.donor, span.donor_start, span.length, is_exact=is_exact)
+    place = [span.start, span.length, donor_id, span.donor_start, span.recomputed]
+    return [*place, int(is_exact), int(span.is_stored), digest]
 
 
 def _digest(donor: Donor, start: int, length: int, *, is_exact: bool) -> int:

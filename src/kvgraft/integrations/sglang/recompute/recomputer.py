@@ -71,6 +71,19 @@ class Recomputer:
                 return policy
         return None
 
+    def agreed_policy(self, num_reused: int, tail: int) -> tuple[SelectionPolicy | None, bool]:
+        """Return `policy_for` of the same arguments, on all ranks at once, and whether the policy looks at the query.
+
+        Raises:
+            PolicyError: It fails to say, on this rank or on another.
+        """
+
+        def found() -> tuple[SelectionPolicy | None, bool]:
+            policy = self.policy_for(num_reused, tail)
+            return policy, policy is not None and looks_at_query(policy)
+
+        return self._together(found, PolicyError)
+
     def run(self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor, policy: SelectionPolicy) -> GraftWork:
         """Compute again the tokens that `policy` chooses.
 

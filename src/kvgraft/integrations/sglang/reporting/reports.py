@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def was_aborted(req: Any) -> bool:  # noqa: ANN401 - SGLang's Req
+    """Whether a request that finished was ended by its client, or by an error of its own."""
+    return type(req.finished_reason).__name__ == "FINISH_ABORT"
+
+
 class SampleSink(Protocol):
     """Takes samples; `SGLangMetrics` shows them on SGLang's Prometheus endpoint."""
 
@@ -62,13 +67,13 @@ class RequestLog:
         return bool(self._pending)
 
     def finished(self, req: Any, state: SGLangRequest, policy: str) -> None:  # noqa: ANN401 - SGLang's Req
-        """Report a request that has its answer."""
-        entry = self._ended(state, policy, "finished", len(req.output_ids))
+        """Report a request that has its answer, or what there was of it when it was aborted."""
+        entry = self._ended(state, policy, "aborted" if was_aborted(req) else "finished", len(req.output_ids))
         if self._is_first_rank:
             self._pending[req] = entry
 
     def aborted(self, state: SGLangRequest, policy: str) -> None:
-        """Report a request that ended without an answer."""
+        """Report a request that was aborted before it had any of its answer."""
         self._ended(state, policy, "aborted", 0)
 
     def failed(self, stage: str, rid: str, error: Exception) -> Miss:

@@ -87,8 +87,12 @@ class WriteBehind:
         self._gathering = None
 
     def has_room(self) -> bool:
-        """Whether something waits to be copied, and every rank has room for it. The ranks' exchange; `work` has none."""
-        return bool((self._keeper.unwritten or self._gathering) and self._ranks.lowest([self._has_room_here()])[0])
+        """Whether something waits to be copied, and every rank has room for it. The ranks' exchange; `work` has none.
+
+        Whether something waits may be a matter of the rank, where a registration failed.
+        """
+        waits = bool(self._keeper.unwritten or self._gathering)
+        return bool(self._ranks.lowest([waits and self._has_room_here()])[0])
 
     def work(self, num_pieces: int) -> None:
         """Copy at most `num_pieces` pieces, and offer what is complete."""

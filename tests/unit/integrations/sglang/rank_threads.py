@@ -1,0 +1,73 @@
+"""Ranks of tensor parallelism as threads of one process. Whoever makes another exchange than the others fails at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from kvgraft.integrations.sglang.planning.ranks import Chosen
+
+SOON = 60.0
+
+
+class ThreadRanks:
+    """`Ranks` whose exchanges are those of `TensorParallelRanks`, one after the other; `keeper` knows this one's donors."""
+
+    def __init__(self, rank, slots, barrier):
+        self.rank, self.size, self._slots, self._barrier, self.keeper = rank, len(slots), slots, barrier, None
+        self.num_exchanges = 0
+
+    def exchanged(self, name, part):
+        self._barrier.wait(SOON)
+        self._slots[self.rank] = name, part
+        self._barrier.wait(SOON)
+        self.num_exchanges += 1
+        names, parts = zip(*self._slots, strict=True)
+        assert len(set(names)) == 1, f"ranks wait for one another in {', '.join(names)}"
+        return list(parts)
+
+    def gathered(self, part):
+        return self.exchanged("gathered", part)
+
+    def shared(self, make):
+        return self.exchanged("shared", make() if self.rank == 0 else None)[0]
+
+    def lowest(self, numbers):
+        parts = self.exchanged(f"lowest of {len(numbers)}", list(numbers))
+        return [min(column) for column in zip(*parts, strict=True)]
+
+    def total(self, numbers):
+        return sum(self.exchanged(f"total of {len(numbers)}", numbers))
+
+    def chosen(self, spans, donors):
+        parts, donor_of = self.exchanged("chosen", (spans, donors)), self.keeper.catalogue.get
+        spans, are_alike = parts[0][0], len({donors for _, donors in parts}) == 1
+        if not are_alike:
+            return Chosen(None, are_alike=False)
+        return Chosen(spans and tuple(replace(span, donor=donor_of(span.donor.donor_id)) for span in spans))
+
+    def confirm(self, num_tokens):
+        return num_tokens if len(set(self.exchanged("confirm", num_tokens))) == 1 else -1
+
+
+def on_ranks(size, program):
+    """Call `program(ranks)` on every rank of one server; returns what each says. One that fails ends the others."""
+    slots, barrier = [None] * size, threading.Barrier(size)
+
+    def run(rank):
+        ranks = ThreadRanks(rank, slots, barrier)
+        try:
+            result = program(ranks)
+            ranks.exchanged("the end", None)
+        except BaseException:
+            barrier.abort()
+            raise
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        done = [pool.submit(run, rank) for rank in range(size)]
+    broken = [error for each in done if (error := each.exception()) is not None]
+    for error in sorted(broken, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # the cause, not what it broke
+    return [each.result() for each in done]

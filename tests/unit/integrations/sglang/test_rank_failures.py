@@ -1,0 +1,278 @@
+"""What fails on one rank of tensor parallelism alone: all go on alike, and wait for one another in the same places."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+
+import pytest
+from tests.unit.integrations.sglang.rank_threads import on_ranks
+from tests.unit.integrations.sglang.scheduler import Scheduler
+from tests.unit.integrations.sglang.test_any_order import DOCUMENTS, Walk, is_complete
+
+from kvgraft.types import MissReason
+
+SIZE = 2
+DOCUMENT, HEAD, OTHER_HEAD = DOCUMENTS[0], list(range(500, 512)), list(range(600, 612))
+
+
+@contextlib.contextmanager
+def failing(owner, name):
+    """A method fails; the owner may be frozen."""
+
+    def fails(*_, **__):
+        raise MemoryError("no memory")
+
+    vars(owner)[name] = fails
+    yield
+    vars(owner).pop(name, None)  # a walk has trouble of its own in the same places
+
+
+def places(scheduler):
+    """What may fail, by name."""
+    keeper, reuse = scheduler.keeper, scheduler.reuse
+    found = {
+        "capture": (scheduler.buffers, "export"),
+        "host memory": (keeper._host, "put"),
+        "known": (keeper.rules, "is_known"),
+        "registration": (keeper.catalogue, "add"),
+        "publication": (keeper, "publish"),
+        "lookup": (keeper.catalogue, "find"),
+        "planning": (reuse.planner, "plan"),
+        "wants": (keeper, "wants"),
+        "copy": (scheduler.buffers, "copy"),
+    }
+    if reuse.copies.recomputer is not None:
+        found["policy"] = (reuse.copies.recomputer, "policy_for")
+    return found
+
+
+def tree_of(scheduler):
+    """All that decides what SGLang's tree finds and evicts; names of our own differ by rank."""
+    pages = sorted(scheduler.tree.pages(), key=lambda page: page.used_at)
+    return [(page.tokens, tuple(page.slots), page.locks, page.used_at) for page in pages], list(
+        scheduler.tree.free_slots
+    )
+
+
+class Server:
+    """One rank of a server that is asked one thing after the other."""
+
+    def __init__(self, ranks, fails_on, **settings):
+        self.ranks, self.is_failing = ranks, ranks.rank == fails_on
+        self.scheduler = Scheduler(ranks=ranks, **{"selection": "none", **settings})
+        self.fresh = iter(range(100_000, 200_000))
+
+    def trouble(self, place):
+        """`place` fails, on one rank."""
+        return failing(*places(self.scheduler)[place]) if self.is_failing else contextlib.nullcontext()
+
+    def begin(self, tokens):
+        """Send a request, up to its first token; returns how much was copied for it, and why not more."""
+        self.scheduler.submit([*tokens, next(self.fresh)], "", "request")
+        (entry,) = self.scheduler.waiting
+        assert self.scheduler.admit(entry, 1000)
+        while not is_complete(entry):
+            self.scheduler.go_on(entry, 1000)
+        self.scheduler.decode(entry, next(self.fresh))
+        miss = self.scheduler.reuse._states[entry.req].miss
+        return len(entry.copied), None if miss is None else miss.reason
+
+    def end(self, num_tokens=2):
+        """Let it answer, and finish."""
+        (entry,) = self.scheduler.running
+        for _ in range(num_tokens):
+            self.scheduler.decode(entry, next(self.fresh))
+        self.scheduler.finish(entry)
+        self.check()
+
+    def ask(self, tokens, num_tokens=2):
+        found = self.begin(tokens)
+        self.end(num_tokens)
+        return found
+
+    def check(self):
+        self.scheduler.reuse.settle()
+        self.scheduler.check()
+        mine, other = self.ranks.gathered(tree_of(self.scheduler))
+        assert mine == other
+
+    def donors(self):
+        """The ids of the donors, if ranks have the same."""
+        mine, other = self.ranks.gathered([donor.donor_id for donor in self.scheduler.keeper.catalogue])
+        return mine if mine == other else None
+
+
+def on_servers(fails_on, program, **settings):
+    """Return what `program` says on both ranks, of which `fails_on` has trouble."""
+    return on_ranks(SIZE, lambda ranks: program(Server(ranks, fails_on, **settings)))
+
+
+each_rank = pytest.mark.parametrize("rank", range(SIZE))
+
+
+@each_rank
+@pytest.mark.parametrize("place", ["capture", "host memory", "known"])
+def test_text_that_one_rank_could_not_capture(rank, place):
+    """Ranks that have other donors forget them with the next request, which is computed; later ones have donors again."""
+
+    def program(server):
+        server.ask(DOCUMENT)
+        with server.trouble(place):
+            server.scheduler.tree.evict(1000)
+        assert server.donors() is None
+        first, donors = server.ask(HEAD + DOCUMENT), server.donors()
+        return first, bool(donors), server.ask(OTHER_HEAD + DOCUMENT), server.scheduler.log.num_errors
+
+    expected = [((0, MissReason.ERROR), True, (70, None), 1 + (each == rank)) for each in range(SIZE)]
+    assert on_servers(rank, program) == expected
+
+
+@each_rank
+@pytest.mark.parametrize("place", ["known", "registration", "publication"])
+def test_text_that_one_rank_could_not_register(rank, place):
+    def program(server):
+        server.begin(DOCUMENT)
+        with server.trouble(place):
+            server.end()
+        assert server.donors() is None
+        first, donors = server.ask(HEAD + DOCUMENT), server.donors()
+        return first, bool(donors), server.ask(OTHER_HEAD + DOCUMENT), server.scheduler.log.num_errors
+
+    expected = [((0, MissReason.ERROR), True, (70, None), 1 + (each == rank)) for each in range(SIZE)]
+    assert on_servers(rank, program) == expected
+
+
+@each_rank
+@pytest.mark.parametrize("place", ["lookup", "planning"])
+def test_lookup_that_fails_on_one_rank(rank, place):
+    """The first rank's is what counts; the other's fails without consequence, if it found donors as they were."""
+
+    def program(server):
+        server.ask(DOCUMENT)
+        with server.trouble(place):
+            copied, _ = server.begin(HEAD + DOCUMENT)
+        server.end()
+        assert server.donors()
+        return copied, server.ask(OTHER_HEAD + DOCUMENT)[0], server.scheduler.log.num_errors
+
+    expected = [(70 if rank else 0, 70, int(each == rank)) for each in range(SIZE)]
+    assert on_servers(rank, program) == expected
+
+
+@each_rank
+def test_lookup_that_fails_on_one_rank_before_it_notices_what_was_evicted(rank):
+    def program(server):
+        server.ask(DOCUMENT)
+        server.scheduler.tree.evict(40)
+        with server.trouble("lookup"):
+            first = server.begin(HEAD + DOCUMENT)
+        server.end()
+        return first, server.ask(OTHER_HEAD + DOCUMENT)[0]
+
+    assert on_servers(rank, program, host_bytes=0) == [((0, MissReason.ERROR), 70)] * SIZE
+
+
+@each_rank
+def test_text_after_copies_that_one_rank_could_not_compare_is_in_no_tree(rank):
+    def program(server):
+        server.ask(DOCUMENT)
+        copied, _ = server.begin(HEAD + DOCUMENT)
+        num_pages = len(server.scheduler.tree.pages())
+        with server.trouble("wants"):
+            server.end(50)
+        return copied, len(server.scheduler.tree.pages()) - num_pages, server.scheduler.log.num_errors
+
+    assert on_servers(rank, program) == [(70, 0, int(each == rank)) for each in range(SIZE)]
+
+
+@each_rank
+@pytest.mark.parametrize(("repair", "num_computed"), [("before", 70), ("after", 71)])
+def test_policy_that_one_rank_cannot_ask_makes_all_compute_everything(rank, repair, num_computed):
+    def program(server):
+        server.ask(DOCUMENT)
+        server.scheduler.submit([*HEAD, *DOCUMENT, 7], "", "request", repair)
+        (entry,) = server.scheduler.waiting
+        server.scheduler.match(entry)
+        with server.trouble("policy"):
+            assert server.scheduler.admit(entry, 1000)
+            server.scheduler.go_on(entry, 1000)
+            for token in range(2):
+                server.scheduler.decode(entry, token)
+        left = len(entry.copied)
+        server.end()
+        return left, server.scheduler.recomputed_tokens, server.scheduler.log.num_errors
+
+    settings = {"recomputes": True, "selection": "query_seam", "recompute_ratio": 0.3}
+    assert on_servers(rank, program, **settings) == [(0, num_computed, 1)] * SIZE
+
+
+@each_rank
+def test_copies_that_one_rank_lacks_are_made_room_for_on_both(rank):
+    """A block of host memory is gone on one rank, after all had agreed on a plan."""
+
+    def program(server):
+        server.ask(DOCUMENT)
+        server.scheduler.tree.evict(1000)
+        server.ask(list(range(3000, 3800)))  # what is evicted for the copies
+        server.scheduler.submit([*HEAD, *DOCUMENT, 7], "", "request")
+        (entry,) = server.scheduler.waiting
+        assert server.scheduler.match(entry) == 0
+        (span,) = server.scheduler.reuse._states[entry.req].due
+        if server.is_failing:
+            server.scheduler.keeper._host.remove(span.donor.kv.store_key)
+        assert server.scheduler.admit(entry, 12)
+        server.scheduler.go_on(entry, 1000)
+        (mine, other), copied = server.ranks.gathered(tree_of(server.scheduler)), len(entry.copied)
+        assert mine == other
+        return copied
+
+    assert on_servers(rank, program) == [0] * SIZE
+
+
+class Failing(Walk):
+    """A walk of one rank; now and then something fails for a step, on one rank alone."""
+
+    def __init__(self, ranks, places, seed, scheduler):
+        super().__init__(scheduler, seed)
+        self.ranks, self.places, self.luck = ranks, places, random.Random(seed + 1)
+        self.failed = collections.Counter()
+
+    def step(self):
+        place, rank, is_bad = self.luck.choice(self.places), self.luck.randrange(SIZE), self.luck.random() < 0.1
+        before = self.scheduler.log.num_errors
+        is_mine = is_bad and rank == self.ranks.rank
+        with failing(*places(self.scheduler)[place]) if is_mine else contextlib.nullcontext():
+            super().step()
+        self.failed[place] += is_mine and self.scheduler.log.num_errors > before
+        mine, other = self.ranks.gathered(tree_of(self.scheduler))
+        assert mine == other, f"trees differ; {place} failed on rank {rank}" if is_bad else "trees differ"
+
+
+def walk(places, num_steps, page_size=1, *, recomputes=False, selection="none"):
+    """Return what failed, on all ranks."""
+
+    def program(ranks):
+        settings = {"selection": selection, "first_k": 4, "recompute_ratio": 0.3}
+        going = Failing(ranks, places, page_size, Scheduler(page_size, recomputes, ranks=ranks, **settings))
+        for _ in range(num_steps):
+            going.step()
+        return going.failed
+
+    return sum(on_ranks(SIZE, program), collections.Counter())
+
+
+ALL = ("capture", "host memory", "known", "registration", "publication", "lookup", "planning", "wants", "copy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ALL)
+def test_long_walk_with_failures_on_one_rank_leaves_trees_alike(place):
+    assert walk([place], 400)[place] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["query_seam", "first_k"])
+def test_long_walk_with_failures_of_all_kinds(selection):
+    assert len(walk([*ALL, "policy"], 600, 4, recomputes=True, selection=selection)) >= 5
