@@ -115,7 +115,7 @@ class DonorKeeper:
 
     @property
     def next_epoch(self) -> int:
-        """Above all numbers by which donors, and states of the catalogue, are told apart so far."""
+        """Above all numbers of donors, and of states of the catalogue, so far."""
         return max(self.version, self.catalogue.next_epoch)
 
     @property
@@ -272,7 +272,7 @@ class DonorKeeper:
     def clear(self, first_epoch: int = 0) -> None:
         """Forget everything; for a flushed cache.
 
-        Ranks that all pass the highest `next_epoch` of any of them are alike afterwards, whatever they had.
+        Ranks that all pass the highest `next_epoch` of any of them are alike afterwards.
         """
         self.version = max(self.version, first_epoch)
         self._published.clear()
