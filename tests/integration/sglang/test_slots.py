@@ -269,3 +269,43 @@ def test_looking_for_a_donor_leaves_the_order_of_eviction_alone(loop, is_touched
         tree.touch(texts[0], 40)
     loop.evict(1)
     assert [tree.resident(text, 40).length for text in texts] == ([40, 0] if is_touched else [0, 40])
+
+
+def test_eviction_that_breaks_off_leaves_no_text_in_slots_of_another(loop, monkeypatch):
+    """What SGLang freed by then is handed over before it is allocated again, not with what it evicts next."""
+    tokens = fresh()
+    loop.run(script([("d", take(tokens, 5) + DOCUMENTS[0], 1, GRAFT)]), overlap=False)
+    loop.reuse.settle()
+    monkeypatch.setattr(loop.cache, "update_eviction_metrics", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.reuse.keeper._tree.allocate(loop.buffers.num_slots // 2 + 400)
+    monkeypatch.undo()
+    # Texts too short to be donors, in slots of the document.
+    loop.run(script([(f"short {number}", take(tokens, 9), 1, GRAFT) for number in range(90)]), overlap=False)
+    loop.evict(10_000)
+    loop.check_donors()
+    assert not loop.cache._freed_by_eviction
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+def test_insertion_that_breaks_off_frees_every_slot_once(loop, monkeypatch, is_done):
+    """SGLang counts its slots when it is idle."""
+    tokens, insert = fresh(), loop.cache.insert
+    loop.run(script([("d", take(tokens, 5) + DOCUMENTS[0], 1, GRAFT)]), overlap=False)
+
+    def broken(params):
+        if not loop.reuse.registrar.is_private(params.key.cache_salt):
+            return insert(params)
+        if is_done:
+            insert(params)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(loop.cache, "insert", broken)
+    loop.run(script([("a", take(tokens, 30) + DOCUMENTS[0] + take(tokens, 40), 2, GRAFT)]), overlap=False)
+    monkeypatch.undo()
+    assert loop.reuse.log.num_errors == 1
+    loop.run(script([("b", take(tokens, 20) + DOCUMENTS[0] + take(tokens, 9), 2, GRAFT)]), overlap=False)
+    assert min(loop.reports()[name]["shifted_tokens"] for name in "ab") > 80
+    loop.reuse.registrar.empty_tree()
+    assert loop.cache.full_evictable_size() == 0
+    loop.scheduler.on_idle()

@@ -163,15 +163,17 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def evict(self, params: Any) -> Any:  # noqa: ANN401 - EvictParams -> EvictResult
         """Evict, and let the host store have what goes."""
-        result = super().evict(params)
-        self._hand_evicted_over()
-        return result
+        try:
+            return super().evict(params)
+        finally:
+            self._hand_evicted_over()
 
     def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Evict for an allocation, and let the host store have what goes."""
-        result = super().evict_for_alloc(params, **kwargs)
-        self._hand_evicted_over()
-        return result
+        try:
+            return super().evict_for_alloc(params, **kwargs)
+        finally:
+            self._hand_evicted_over()
 
     # Events
 
@@ -200,7 +202,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super()._free_values(device_frees, host_frees)
 
     def _hand_evicted_over(self) -> None:
-        """Nothing was allocated since: the K/V are still where they were."""
+        """Nothing was allocated since, also where the eviction broke off: the K/V are still where they were."""
         freed, self._freed_by_eviction = self._freed_by_eviction, []
         if freed and self.reuse is not None:
             self.reuse.evicted(freed)
@@ -258,3 +260,7 @@ class SGLangTree:
         result = self._cache.insert(InsertParams(key=key, value=slots))
         if result.prefix_len:
             raise CorruptCacheError(f"a name of our own had {result.prefix_len} tokens already")
+
+    def empty(self) -> None:
+        """See `DonorTree.empty`."""
+        self._cache.evict(EvictParams(num_tokens=self._cache.full_evictable_size()))

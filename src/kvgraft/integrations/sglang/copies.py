@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvgraft.graft.select import NoRecompute
 from kvgraft.types import Fidelity, RepairTime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.request_state import SGLangRequest
-    from kvgraft.types import GraftPlan
+    from kvgraft.types import GraftPlan, SpanReport
 
     Passes = Callable[[NDArray[np.int64], GraftPlan, Tensor, SelectionPolicy], GraftWork]
 
@@ -98,8 +99,8 @@ class Copies:
             return
         started = time.perf_counter()
         try:
-            tokens = _prompt(state, req)
-            state.recomputed(policy.name, passes(tokens, state.plan(len(tokens), spans), slots, policy))
+            tokens, plan = recomputer.together(partial(_carried_out, state, req, spans), RuntimeError)
+            state.recomputed(policy.name, passes(tokens, plan, slots, policy))
             state.repaired(_num_drawn(state, req))
         except PolicyError as error:
             self._compute_copied(recomputer, state, req, slots, error)
@@ -138,6 +139,16 @@ class Copies:
 
 def _prompt(state: SGLangRequest, req: Any) -> NDArray[np.int64]:  # noqa: ANN401
     return np.frombuffer(req.full_untruncated_fill_ids[: state.num_tokens], np.int64)
+
+
+def _carried_out(
+    state: SGLangRequest,
+    req: Any,  # noqa: ANN401
+    spans: Sequence[SpanReport],
+) -> tuple[NDArray[np.int64], GraftPlan]:
+    """Return the prompt, and its plan with `spans`."""
+    tokens = _prompt(state, req)
+    return tokens, state.plan(len(tokens), spans)
 
 
 def _num_drawn(state: SGLangRequest, req: Any) -> int:  # noqa: ANN401

@@ -187,7 +187,8 @@ class RequestReuse:
         """Have all ranks load what the first one decided; nothing where their donors differ, which are forgotten."""
         chosen = self.ranks.chosen(spans, self.keeper.digest)
         if not chosen.are_alike:
-            self._forget_unlike(state)
+            self._begin_anew()
+            state.refuse(Miss(MissReason.ERROR, _UNLIKE))
         elif chosen.spans is not None:
             state.due = list(chosen.spans)
         for span in state.due:
@@ -320,6 +321,10 @@ class RequestReuse:
             self.registrar.adopt(state, wanted)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
+        num_adopted = sum(stop - start for start, stop in state.held.adopted)
+        if self.ranks.confirm(num_adopted) != num_adopted:
+            self._begin_anew()
+            self.registrar.empty_tree()
 
     def adopted(self, req: Any) -> list[tuple[int, int]]:  # noqa: ANN401
         """Return the ranges of the request's row that belong to the tree now."""
@@ -405,12 +410,11 @@ class RequestReuse:
         if self.stores is not None:
             self.stores.close(weights_change=weights_change)
 
-    def _forget_unlike(self, state: SGLangRequest) -> None:
-        """Begin anew on all ranks: they have different donors, as where one of them failed to register a text."""
+    def _begin_anew(self) -> None:
+        """Forget all donors on all ranks: they have different ones, as where one of them failed to register a text."""
         self._forget_donors(-self.ranks.lowest([-self.keeper.next_epoch])[0])
         if self.stores is not None:
             self.stores.link.close(weights_change=False)  # and opened again, unless stores are not used any more
-        state.refuse(Miss(MissReason.ERROR, _UNLIKE))
         logger.error("%s, and forgot them; another line of some rank's log says what failed", _UNLIKE)
         self.log.count_error()
 

@@ -175,6 +175,9 @@ class PageTree:
         assert name not in self.roots, "a name of our own is new"
         self.insert(name, text.tokens, slots.tolist())
 
+    def empty(self):
+        self.evict(self.total)
+
     def insert(self, name, tokens, slots):
         """Insert whole pages; returns the node and what the tree had already, as `(start, its slots)`."""
         node, known = self.roots.setdefault(name, Page(None, (), [])), []

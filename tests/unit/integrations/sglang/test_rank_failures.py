@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
+import threading
 
 import pytest
 from tests.unit.integrations.sglang.rank_threads import on_ranks
 from tests.unit.integrations.sglang.scheduler import Scheduler
 from tests.unit.integrations.sglang.test_any_order import DOCUMENTS, Walk, is_complete
 
+from kvgraft.integrations.sglang.recompute import recomputer
 from kvgraft.types import MissReason
 
 SIZE = 2
@@ -18,10 +20,13 @@ DOCUMENT, HEAD, OTHER_HEAD = DOCUMENTS[0], list(range(500, 512)), list(range(600
 
 
 @contextlib.contextmanager
-def failing(owner, name):
-    """A method fails; the owner may be frozen."""
+def failing(owner, name, *, is_done=False):
+    """A method fails, without or after what it does; the owner may be frozen."""
+    method = getattr(owner, name)
 
-    def fails(*_, **__):
+    def fails(*arguments, **names):
+        if is_done:
+            method(*arguments, **names)
         raise MemoryError("no memory")
 
     vars(owner)[name] = fails
@@ -41,7 +46,9 @@ def places(scheduler):
         "lookup": (keeper.catalogue, "find"),
         "planning": (reuse.planner, "plan"),
         "wants": (keeper, "wants"),
+        "naming": (keeper, "on_device"),
         "copy": (scheduler.buffers, "copy"),
+        "adoption": (scheduler.tree, "adopt"),
     }
     if reuse.copies.recomputer is not None:
         found["policy"] = (reuse.copies.recomputer, "policy_for")
@@ -49,11 +56,9 @@ def places(scheduler):
 
 
 def tree_of(scheduler):
-    """All that decides what SGLang's tree finds and evicts; names of our own differ by rank."""
+    """All that decides what SGLang's tree finds and evicts; names of our own and numbers of slots are each rank's."""
     pages = sorted(scheduler.tree.pages(), key=lambda page: page.used_at)
-    return [(page.tokens, tuple(page.slots), page.locks, page.used_at) for page in pages], list(
-        scheduler.tree.free_slots
-    )
+    return [(page.tokens, page.locks) for page in pages], len(scheduler.tree.free_slots)
 
 
 class Server:
@@ -64,9 +69,11 @@ class Server:
         self.scheduler = Scheduler(ranks=ranks, **{"selection": "none", **settings})
         self.fresh = iter(range(100_000, 200_000))
 
-    def trouble(self, place):
+    def trouble(self, place, *, is_done=False):
         """`place` fails, on one rank."""
-        return failing(*places(self.scheduler)[place]) if self.is_failing else contextlib.nullcontext()
+        if not self.is_failing:
+            return contextlib.nullcontext()
+        return failing(*places(self.scheduler)[place], is_done=is_done)
 
     def begin(self, tokens):
         """Send a request, up to its first token; returns how much was copied for it, and why not more."""
@@ -95,8 +102,8 @@ class Server:
     def check(self):
         self.scheduler.reuse.settle()
         self.scheduler.check()
-        mine, other = self.ranks.gathered(tree_of(self.scheduler))
-        assert mine == other
+        first, *others = self.ranks.gathered(tree_of(self.scheduler))
+        assert all(each == first for each in others)
 
     def donors(self):
         """The ids of the donors, if ranks have the same."""
@@ -104,9 +111,9 @@ class Server:
         return mine if mine == other else None
 
 
-def on_servers(fails_on, program, **settings):
-    """Return what `program` says on both ranks, of which `fails_on` has trouble."""
-    return on_ranks(SIZE, lambda ranks: program(Server(ranks, fails_on, **settings)))
+def on_servers(fails_on, program, size=SIZE, **settings):
+    """Return what `program` says on all ranks, of which `fails_on` has trouble."""
+    return on_ranks(size, lambda ranks: program(Server(ranks, fails_on, **settings)))
 
 
 each_rank = pytest.mark.parametrize("rank", range(SIZE))
@@ -231,6 +238,84 @@ def test_copies_that_one_rank_lacks_are_made_room_for_on_both(rank):
     assert on_servers(rank, program) == [0] * SIZE
 
 
+@each_rank
+def test_donor_whose_slots_one_rank_cannot_name_is_made_room_for_on_both(rank):
+    def program(server):
+        server.ask(DOCUMENT)
+        server.ask(list(range(3000, 3780)))  # what is evicted for the copies
+        server.scheduler.submit([*HEAD, *DOCUMENT, 7], "", "request")
+        (entry,) = server.scheduler.waiting
+        assert server.scheduler.admit(entry, 12)
+        with server.trouble("naming"):
+            server.scheduler.go_on(entry, 12)
+        server.check()
+        return len(entry.copied), server.scheduler.log.num_errors
+
+    # Both count that ranks disagree.
+    assert on_servers(rank, program) == [(0, 1 + (each == rank)) for each in range(SIZE)]
+
+
+late = pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+
+
+@each_rank
+@late
+def test_text_after_copies_that_one_tree_could_not_take_leaves_trees_alike(rank, is_done):
+    """SGLang's own tree may fail in an insertion, before the slots are its own or when they are."""
+
+    def program(server):
+        server.ask(DOCUMENT)
+        copied, _ = server.begin(HEAD + DOCUMENT)
+        with server.trouble("adoption", is_done=is_done):
+            server.end(50)
+        assert server.ask(HEAD + DOCUMENT)[0] == 0  # where ranks notice, at the latest, that their donors differ
+        return copied, server.ask(OTHER_HEAD + DOCUMENT), server.scheduler.log.num_errors
+
+    assert on_servers(rank, program) == [(70, (70, None), 1 + (each == rank)) for each in range(SIZE)]
+
+
+@late
+def test_text_after_copies_that_the_only_tree_could_not_take_is_freed_once(is_done):
+    def program(server):
+        server.ask(DOCUMENT)
+        server.begin(HEAD + DOCUMENT)
+        with server.trouble("adoption", is_done=is_done):
+            server.end(50)
+        return server.ask(OTHER_HEAD + DOCUMENT), server.scheduler.log.num_errors
+
+    assert on_servers(0, program, size=1) == [((70, None), 1)]
+
+
+@each_rank
+@pytest.mark.parametrize("repair", ["before", "after"])
+@pytest.mark.parametrize(("name", "num_errors"), [("GraftSteps", 1), ("PromptKV", 2), ("Recomputation", 1)])
+def test_passes_that_one_rank_cannot_prepare_are_made_on_none(rank, repair, name, num_errors, monkeypatch):
+    made, broken = getattr(recomputer, name), set()
+
+    def make(*arguments, **names):
+        if threading.get_ident() in broken:
+            raise MemoryError("no memory")
+        return made(*arguments, **names)
+
+    monkeypatch.setattr(recomputer, name, make)
+
+    def program(server):
+        server.ask(DOCUMENT)
+        broken.update([threading.get_ident()] if server.is_failing else ())
+        server.scheduler.submit([*HEAD, *DOCUMENT, 7], "", "request", repair)
+        (entry,) = server.scheduler.waiting
+        assert server.scheduler.admit(entry, 12)
+        server.scheduler.go_on(entry, 1000)
+        for token in range(2):
+            server.scheduler.decode(entry, token)
+        broken.discard(threading.get_ident())
+        server.end()
+        return server.scheduler.log.num_errors, server.ask(OTHER_HEAD + DOCUMENT)
+
+    settings = {"recomputes": True, "selection": "query_seam", "recompute_ratio": 0.3}
+    assert on_servers(rank, program, **settings) == [(num_errors, (70, None))] * SIZE
+
+
 class Failing(Walk):
     """A walk of one rank; now and then something fails for a step, on one rank alone."""
 
@@ -263,11 +348,22 @@ def walk(places, num_steps, page_size=1, *, recomputes=False, selection="none"):
     return sum(on_ranks(SIZE, program), collections.Counter())
 
 
-ALL = ("capture", "host memory", "known", "registration", "publication", "lookup", "planning", "wants", "copy")
+ALL = (
+    "capture",
+    "host memory",
+    "known",
+    "registration",
+    "publication",
+    "lookup",
+    "planning",
+    "wants",
+    "naming",
+    "adoption",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ALL)
+@pytest.mark.parametrize("place", [*ALL, "copy"])
 def test_long_walk_with_failures_on_one_rank_leaves_trees_alike(place):
     assert walk([place], 400)[place] >= 2
 
@@ -275,4 +371,4 @@ def test_long_walk_with_failures_on_one_rank_leaves_trees_alike(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("selection", ["query_seam", "first_k"])
 def test_long_walk_with_failures_of_all_kinds(selection):
-    assert len(walk([*ALL, "policy"], 600, 4, recomputes=True, selection=selection)) >= 5
+    assert len(walk([*ALL, "copy", "policy"], 600, 4, recomputes=True, selection=selection)) >= 5

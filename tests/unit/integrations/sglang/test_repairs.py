@@ -50,6 +50,9 @@ class NotedPasses:
     def agreed_policy(self, num_reused, tail):
         return FirstK(4), False
 
+    def together(self, act, failed):
+        return act()
+
     def run(self, token_ids, plan, slots, policy):
         return self._run("before", plan, slots)
 
@@ -263,7 +266,7 @@ class Whole(Case):
 
     def compute(self, rows):
         made = self.made(None, None)
-        made._together(lambda: self.decoder.run(self.tokens[rows], rows, self.over(rows)), RuntimeError)
+        made.together(lambda: self.decoder.run(self.tokens[rows], rows, self.over(rows)), RuntimeError)
 
     def over(self, rows):
         from kvgraft.integrations.sglang.recompute.slot_attention import PromptKV

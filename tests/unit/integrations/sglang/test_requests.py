@@ -144,14 +144,15 @@ def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_
     assert promise(world, FakeRequest("new", second[1:] + make_tokens(5))) == 99
 
 
-def test_slots_of_text_that_could_not_be_kept_are_the_next_texts(make_world, make_tokens, monkeypatch):
+@pytest.mark.parametrize("fails", ["export", "in_slots", "forget"])
+def test_slots_of_text_that_could_not_be_kept_are_the_next_texts(make_world, make_tokens, monkeypatch, fails):
     """Else what a request computes there that publishes nothing, as of a session, is kept as K/V of the text before."""
     world, first, second = make_world(), make_tokens(100), make_tokens(100)
     node = world.publish("donor", first)
     slots = world.tree.slots(node)
-    monkeypatch.setattr(world.pool, "export", lambda _: 1 / 0)
+    monkeypatch.setattr(world.pool if fails == "export" else world.keeper._slot_texts, fails, lambda _: 1 / 0)
     world.tree.evict(node, 0)
-    assert (world.log.num_errors, len(world.keeper)) == (1, 0)
+    assert (world.log.num_errors, len(world.keeper)) == (1, 0 if fails == "export" else 1)
     world.keeper.check()
     monkeypatch.undo()
     world.tree.free_slots = [slot for slot in world.tree.free_slots if slot not in slots.tolist()]
@@ -276,6 +277,9 @@ class FailingRecomputer:
             raise PolicyError("selection policy broken: no ratio")
         policy = Blind(4) if self.where == "look" else FirstK(4)
         return policy, looks_at_query(policy)
+
+    def together(self, act, failed):
+        return act()
 
     def run(self, token_ids, plan, slots, policy):
         raise PolicyError("selection policy broken: no step")

@@ -186,11 +186,15 @@ class DonorKeeper:
 
     def capture(self, freed: Sequence[Tensor]) -> None:
         """Keep what lies in slots that the tree has given up; called before anything is written there."""
-        # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
-        slots = torch.cat(list(reversed(freed)))
-        numbers = slots.cpu().numpy()
-        parts = list(self._slot_texts.in_slots(numbers))
-        self._slot_texts.forget(numbers)  # what lies there next is another text's, also where this one cannot be kept
+        try:
+            # Leaves are freed before their parents: backwards, neighbours in a text come one after the other.
+            slots = torch.cat(list(reversed(freed)))
+            numbers = slots.cpu().numpy()
+            parts = list(self._slot_texts.in_slots(numbers))
+            self._slot_texts.forget(numbers)  # what lies there next is another text's, also where this one is not kept
+        except BaseException:
+            self._slot_texts.clear()  # some of its entries are of slots that are the next text's
+            raise
         for part in parts:
             self._capture(part, slots)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kvgraft.graft.executor import SpanCopy
 from kvgraft.integrations.sglang.donors.texts import HostBlockKV, TreeKV
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kvgraft.donors import Donor
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.request_state import SGLangRequest
     from kvgraft.memory.block import KVBlock
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,62 +46,74 @@ class Loader:
         """
         spans = state.adjoining(position)
         state.drop(spans)
-        loaded = self._try(state, spans, expected)
-        num_tokens = 0 if loaded is None else len(loaded[0])
-        is_agreed = self.ranks.confirm(num_tokens) == num_tokens
-        if not is_agreed:
-            state.missed(Miss(MissReason.ERROR, "tensor-parallel ranks disagree"))
-            self.log.count_error()
-        if loaded is None:
-            return None
-        slots, sources = loaded
-        if not is_agreed:
-            self.tree.free(slots)
-            return None
-        for span in spans:
-            assert span.donor is not None
-            self.keeper.record_hit(span.donor, span.length)
-        state.loaded(spans, sources)
-        return slots
-
-    def _try(
-        self, state: SGLangRequest, spans: list[LoadSpan], expected: int
-    ) -> tuple[Tensor, list[dict[str, object]]] | None:
-        """Load on this rank; a failure is counted and becomes None."""
-        if sum(span.length for span in spans) != expected:
-            state.missed(Miss(MissReason.NO_ROOM, "running requests need the slots"))
-            return None
         pins: list[object] = []
         started = time.perf_counter()
         try:
-            return self._load(state, spans, pins)
-        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
-            state.missed(self.log.failed("graft", state.rid, error))
-            return None
+            slots = self._load(state, spans, expected, pins)
         finally:
             for pin in pins:
                 self.tree.unpin(pin)
             state.graft_ms += 1e3 * (time.perf_counter() - started)
+        return slots
 
-    def _load(
-        self, state: SGLangRequest, spans: list[LoadSpan], pins: list[object]
-    ) -> tuple[Tensor, list[dict[str, object]]] | None:
+    def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:
+        copies = self._tried(state, partial(self._copies, state, spans, expected, pins))
+        # Ranks that have pinned the same evict the same to make room.
+        if not self._all_have(state, copies) or copies is None:
+            return None
+        slots = self._tried(state, partial(self._copied, state, copies))
+        if not self._all_have(state, slots):
+            if slots is not None:
+                self.tree.free(slots)
+            return None
+        donors = [span.donor for span in spans if span.donor is not None]
+        for donor, span in zip(donors, spans, strict=True):
+            self.keeper.record_hit(donor, span.length)
+        state.loaded(spans, list(map(_source, donors, copies)))
+        return slots
+
+    def _tried(self, state: SGLangRequest, act: Callable[[], _Found | None]) -> _Found | None:
+        """Act on this rank; a failure is counted and becomes None."""
+        try:
+            return act()
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
+            state.missed(self.log.failed("graft", state.rid, error))
+            return None
+
+    def _all_have(self, state: SGLangRequest, found: object) -> bool:
+        """Whether `found` is something on all ranks; that ranks disagree is counted."""
+        has = int(found is not None)
+        if self.ranks.confirm(has) == has:
+            return bool(has)
+        state.missed(Miss(MissReason.ERROR, "tensor-parallel ranks disagree"))
+        self.log.count_error()
+        return False
+
+    def _copies(
+        self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]
+    ) -> list[SpanCopy] | None:
+        """Find the K/V of all spans, or None; what the tree has of them is pinned."""
+        if sum(span.length for span in spans) != expected:
+            state.missed(Miss(MissReason.NO_ROOM, "running requests need the slots"))
+            return None
         copies = [copy for span in spans if (copy := self._copy_of(span, pins)) is not None]
-        # Also where nothing can be copied: what makes room is evicted from the trees of all ranks or of none.
-        slots = self.tree.allocate(sum(span.length for span in spans))
+        if len(copies) < len(spans):
+            state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
+            return None
+        return copies
+
+    def _copied(self, state: SGLangRequest, copies: list[SpanCopy]) -> Tensor | None:
+        """Return new slots with `copies` in them, or None where there is no room."""
+        slots = self.tree.allocate(sum(copy.length for copy in copies))
         if slots is None:
             state.missed(Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
-            return None
-        if len(copies) < len(spans):
-            self.tree.free(slots)
-            state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
             return None
         try:
             self.buffers.copy(copies, slots)
         except BaseException:
             self.tree.free(slots)
             raise
-        return slots, [_source(span.donor, copy) for span, copy in zip(spans, copies, strict=True) if span.donor]
+        return slots
 
     def _copy_of(self, span: LoadSpan, pins: list[object]) -> SpanCopy | None:
         """Find the K/V of a span, pinned if the tree has them."""

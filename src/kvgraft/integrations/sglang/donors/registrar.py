@@ -98,11 +98,21 @@ class DonorRegistrar:
         """Give the tree texts of a request that is about to be released, under names that no request can ask for.
 
         Of its row it no longer owns the ranges `held.adopted`.
+
+        Raises:
+            Exception: The tree failed, and may have taken a part of a text, which is no donor; those after it are not given.
         """
         for text, start, slots in texts:
-            self._tree.adopt(text, slots)
-            state.held.adopted.append((start, start + len(slots)))
+            try:
+                self._tree.adopt(text, slots)
+            finally:
+                if taken := self._tree.resident(text, len(slots)).length:
+                    state.held.adopted.append((start, start + taken))
             self._keeper.publish(text, 0, slots)
+
+    def empty_tree(self) -> None:
+        """Have the tree give up all that no request has: trees that took different texts are alike afterwards."""
+        self._tree.empty()
 
     def _private_text(self, state: SGLangRequest, tokens: array[int], start: int, generation: int) -> TreeText:
         """Name `tokens[start:]` so that nothing shares its path: two of equal tokens may differ in what they attended to."""

@@ -50,4 +50,10 @@ class DonorTree(Protocol):
         """Give slots of `allocate` back."""
 
     def adopt(self, text: TreeText, slots: Tensor) -> None:
-        """Insert a path that is not there yet; the tree owns the slots from now on."""
+        """Insert a path that is not there yet; the tree owns the slots from now on.
+
+        Where it fails, the tree owns those of the part that is `resident`.
+        """
+
+    def empty(self) -> None:
+        """Evict everything that is not pinned or a request's."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvgraft.types import GraftPlan
 
 T = TypeVar("T")
+Attention = TypeVar("Attention", bound="SlotAttention")
 
 MAX_LOOK_ROWS = 256
 """Rows after the last region that a look computes at most. The last ones of more see the regions and one another only, which
@@ -82,7 +83,7 @@ class Recomputer:
             policy = self.policy_for(num_reused, tail)
             return policy, policy is not None and looks_at_query(policy)
 
-        return self._together(found, PolicyError)
+        return self.together(found, PolicyError)
 
     def run(self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor, policy: SelectionPolicy) -> GraftWork:
         """Compute again the tokens that `policy` chooses.
@@ -94,17 +95,17 @@ class Recomputer:
             policy: One of those that `policy_for` returns.
 
         Raises:
-            PolicyError: The policy failed; copied K/V are still there.
-            Exception: A pass failed on this rank. Layers that it had reached hold new K/V, the others copies.
+            PolicyError: The policy failed, on this rank or on another; copied K/V are still there.
+            RuntimeError: A pass failed so. Layers that it had reached hold new K/V, the others copies.
 
         On a GPU everything is queued on the stream that runs the model; where the policy looks, the scheduler waits for it.
 
         Complexity: two passes over `QUERY_ROWS` to `MAX_LOOK_ROWS` and over the chosen rows, attention included.
         """
         scope = Scope(end=len(slots), computed=plan.compute)
-        steps = GraftSteps(plan, policy, token_ids=token_ids, correction=self.correction, scope=scope)
         with self.buffers.on_forward_stream():
-            return self._run(token_ids, PromptKV(self.buffers, slots), steps, steps.first)
+            steps, kv = self._prepared(token_ids, plan, slots, policy, scope)
+            return self._run(token_ids, kv, steps, steps.first)
 
     def repair(
         self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor, policy: SelectionPolicy
@@ -114,12 +115,25 @@ class Recomputer:
         SGLang's passes were the one that answers; what they attended to they do not show. Arguments and errors as for `run`,
         but that `slots` are those of the whole prompt.
         """
-        steps = GraftSteps(plan, policy, token_ids=token_ids, correction=self.correction)
-        kv = PromptKV(self.buffers, slots)
-        answer = self._together(steps.answer, PolicyError)
         with self.buffers.on_forward_stream():
+            steps, kv = self._prepared(token_ids, plan, slots, policy, None)
+            answer = self.together(steps.answer, PolicyError)
             mass = self._look(token_ids, kv, steps.query) if answer.observe_query else None
             return self._run(token_ids, kv, steps, partial(steps.repair, Observation(None, mass)))
+
+    def _prepared(
+        self,
+        token_ids: NDArray[np.int64],
+        plan: GraftPlan,
+        slots: Tensor,
+        policy: SelectionPolicy,
+        scope: Scope | None,
+    ) -> tuple[GraftSteps, PromptKV]:
+        def made() -> tuple[GraftSteps, PromptKV]:
+            steps = GraftSteps(plan, policy, token_ids=token_ids, correction=self.correction, scope=scope)
+            return steps, PromptKV(self.buffers, slots)
+
+        return self.together(made, PolicyError)
 
     def _run(
         self,
@@ -128,23 +142,30 @@ class Recomputer:
         steps: GraftSteps,
         begin: Callable[[], PlannedPass | None],
     ) -> GraftWork:
-        planned = self._together(begin, PolicyError)
+        planned = self.together(begin, PolicyError)
         while planned is not None:
             self._compute(token_ids, kv, planned)
             steps.ran(planned)
             observation = Observation(None, self._look(token_ids, kv, steps.query) if planned.observe_query else None)
-            planned = self._together(partial(steps.next, observation), PolicyError)
+            planned = self.together(partial(steps.next, observation), PolicyError)
         return steps.work()
 
-    def _together(self, act: Callable[[], T], elsewhere: type[Exception]) -> T:
-        """Call `act`. Where it fails on one rank it fails on all, which go on alike; the others raise an `elsewhere`."""
+    def together(self, act: Callable[[], T], failed: type[Exception]) -> T:
+        """Return what `act` returns, on all ranks or on none, so that all go on alike.
+
+        Raises:
+            failed: It failed, on this rank or on another.
+        """
         result, failure = None, None
         try:
             result = act()
         except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
             failure = error
         if self.ranks.total(torch.tensor([float(failure is not None)])).any():
-            raise failure or elsewhere("another rank failed, and this one goes on as that one does")
+            if isinstance(failure, failed):
+                raise failure
+            reason = failure or "another rank failed, and this one goes on as that one does"
+            raise failed(f"{reason}") from failure
         return cast("T", result)
 
     def run_all(self, token_ids: NDArray[np.int64], slots: Tensor, start: int) -> None:
@@ -153,20 +174,20 @@ class Recomputer:
         Gaps are computed again: they have attended to copies. Arguments as for `run`.
 
         Raises:
-            Exception: A pass failed on this rank or on another; copies may still be there.
+            RuntimeError: A pass failed on this rank or on another; copies may still be there.
         """
         with self.buffers.on_forward_stream():
-            kv = PromptKV(self.buffers, slots)
+            kv = self.together(partial(PromptKV, self.buffers, slots), RuntimeError)
             for first in range(start, len(kv), self.max_rows):
                 rows = np.arange(first, min(first + self.max_rows, len(kv)))
-                self._pass(token_ids, rows, Recomputation(kv, rows, None))
+                self._pass(token_ids, rows, partial(Recomputation, kv, rows, None))
 
     def _compute(self, token_ids: NDArray[np.int64], kv: PromptKV, planned: PlannedPass) -> None:
         rows, done = planned.rows, 0
         while done < len(rows):
             stop = planned.drift.cut(done, done + self.max_rows)
             part = rows[done:stop]
-            self._pass(token_ids, part, Recomputation(kv, part, planned.drift.between(done, stop)))
+            self._pass(token_ids, part, partial(Recomputation, kv, part, planned.drift.between(done, stop)))
             done = stop
 
     def _look(self, token_ids: NDArray[np.int64], kv: PromptKV, query: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -175,10 +196,13 @@ class Recomputer:
         Rows: the query's, and those after the last region on which they depend and which have no K/V yet.
         """
         rows = np.union1d(query, np.arange(max(len(kv), len(token_ids) - MAX_LOOK_ROWS), len(token_ids)))
-        look = Look(kv, rows, int(np.isin(rows, query).sum()))
-        self._pass(token_ids, rows, look)
+        look = self._pass(token_ids, rows, partial(Look, kv, rows, int(np.isin(rows, query).sum())))
         return np.asarray(self.ranks.total(look.mass.cpu()).numpy(), np.float32)
 
-    def _pass(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: SlotAttention) -> None:
-        """Run the model; ranks exchange sums in it, so none begins another pass where one has failed."""
-        self._together(partial(self.model.run, token_ids[rows], rows, attention), RuntimeError)
+    def _pass(
+        self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: Callable[[], Attention]
+    ) -> Attention:
+        """Run the model; ranks exchange sums in it, so none begins a pass where one has failed to, or another one."""
+        made = self.together(attention, RuntimeError)
+        self.together(partial(self.model.run, token_ids[rows], rows, made), RuntimeError)
+        return made
