@@ -12,12 +12,21 @@ import http.client
 import json
 import os
 import time
-import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from vllm_server import COUNTED, HOST, MODEL_NAME, Json, ProcessGroup, ServerError, ServerSettings, require_free
+from vllm_server import (
+    HOST,
+    METRICS_S,
+    MODEL_NAME,
+    Json,
+    ProcessGroup,
+    ServerError,
+    ServerSettings,
+    counted_tokens,
+    require_free,
+)
 from vllm_ttft import CONNECTOR
 
 if TYPE_CHECKING:
@@ -33,8 +42,6 @@ _TOKENS_PER_GIB = 23_000
 _ROOT = Path(__file__).parents[2]
 _SGLANG_STANDINS = (_ROOT / "tests/integration/sglang/standins", _ROOT / "tests/standins")
 _ANSWER_SECONDS = 900.0
-_METRICS_S = 0.2
-"""Until a step's counts are in the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +145,8 @@ class EngineServer(ProcessGroup):
     def _newly_counted(self) -> int:
         """Tokens that the metrics count as reused since the last call; a step tells those of the one before it."""
         self._ask(self._engine.body((3, 4, 5)) | {"kv_transfer_params": {"kvgraft": "off"}})
-        time.sleep(_METRICS_S)
-        with urllib.request.urlopen(f"{self.url}/metrics") as response:
-            total = sum(int(float(count)) for _, count in COUNTED.findall(response.read().decode()))
+        time.sleep(METRICS_S)
+        total = counted_tokens(self.url)
         found, self._counted_tokens = total - self._counted_tokens, total
         return found
 

@@ -29,6 +29,8 @@ HOST = "127.0.0.1"
 MODEL_NAME = "m"
 COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(prefix|segment)"[^}]*\} (\S+)', re.MULTILINE)
 """Reused tokens by kind in the metrics of `GraftConnector`."""
+METRICS_S = 0.2
+"""Until a step's counts are in the metrics."""
 MAX_MODEL_TOKENS = 20_000
 NUM_LOGPROBS = 20
 """Alternatives of the first token that are asked for; the most that vLLM gives by default."""
@@ -295,6 +297,12 @@ class VLLMServer(ProcessGroup):
             raise ServerError(f"{type(error).__name__}: {error}; the server said:\n{self.tail()}") from error
         finally:
             connection.close()
+
+
+def counted_tokens(url: str) -> int:
+    """Return the reused tokens that the metrics of `GraftConnector` count at `url`, one engine step behind."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=_REQUEST_SECONDS) as response:
+        return sum(int(float(count)) for _, count in COUNTED.findall(response.read().decode()))
 
 
 def logprob_gap(cold: Answer, other: Answer, top: int = 5) -> float:

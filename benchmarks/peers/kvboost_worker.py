@@ -1,4 +1,4 @@
-"""kvboost behind HTTP on a loopback port, asked for one token of a prompt of token ids; for suite_peers.py.
+"""kvboost behind HTTP on a loopback port, asked for some tokens after a prompt of token ids; for suite_peers.py.
 
     PYTHONPATH=.venv-peers-suite/kvboost .venv/bin/python benchmarks/peers/kvboost_worker.py --model FOLDER --port N
 
@@ -52,13 +52,13 @@ class Worker:
         self._engine = InferenceEngine(loaded, tokenizer, max_cache_bytes=_CACHE_BYTES, device="cpu")
         self._modes = {False: GenerationMode.CHUNK_KV_REUSE, True: GenerationMode.BASELINE}
 
-    def ask(self, token_ids: Sequence[int], *, cold: bool) -> dict[str, object]:
-        """Generate one token; `cold` without its cache, which keeps nothing of the prompt either."""
+    def ask(self, token_ids: Sequence[int], max_tokens: int, *, cold: bool) -> dict[str, object]:
+        """Generate tokens and time the first; `cold` without its cache, which keeps nothing of the prompt either."""
         first: list[float] = []
         started = time.perf_counter()
         found = self._engine.generate(
             " ".join(map(str, token_ids)),
-            max_new_tokens=1,
+            max_new_tokens=max_tokens,
             mode=self._modes[cold],
             on_token=lambda _: first.append(time.perf_counter() - started),
         )
@@ -87,13 +87,13 @@ def handler_of(worker: Worker) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(worker.ask(question["token_ids"], cold=question["cold"]))
+            self._send(worker.ask(question["token_ids"], question["max_tokens"], cold=question["cold"]))
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
         def _send(self, value: dict[str, object]) -> None:
-            content = json.dumps(value).encode()
+            content = f"data: {json.dumps(value)}\n\n".encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -1,4 +1,6 @@
-"""What suite_peers.py compares: how each peer is started, and how it is asked for one token with and without its reuse.
+"""What suite_peers.py compares: how each peer is started, and how it is asked for two tokens with and without its reuse.
+
+An answer of one token would wait for kvgraft's repair, which comes after the first token of longer ones.
 
 Every peer keeps its documented defaults but for what would hide it: in vLLM its own prefix cache is off, so that every cached
 token is the connector's; llama.cpp has one slot and no cache of prompts in host memory (`llama_cpp_server.py`).
@@ -13,13 +15,25 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 
-from vllm_server import HOST, MODEL_NAME, NUM_LOGPROBS, Answer, Json, ProcessGroup, ServerError, ServerSettings
+from vllm_server import (
+    HOST,
+    METRICS_S,
+    MODEL_NAME,
+    NUM_LOGPROBS,
+    Answer,
+    Json,
+    ProcessGroup,
+    ServerError,
+    ServerSettings,
+    counted_tokens,
+    stream_events,
+)
 from vllm_ttft import CONNECTOR
 
 from kvgraft.models import smollm2_path
@@ -37,6 +51,9 @@ _LMCACHE_CHUNK_TOKENS = 128
 _BLOCK_SIZE = 128
 _MAX_TOKENS = 4096
 _ANSWER_SECONDS = 600.0
+_ANSWER_TOKENS = 2
+_ANY = (3, 4, 5)
+"""A prompt whose answer nobody reads."""
 _PACKAGES = ".venv-peers-suite"
 
 
@@ -65,7 +82,7 @@ class Peer:
         name: In tables.
         needs: Folders under the root of the repository without which it cannot run.
         server: Makes its server for a site.
-        ask: Asks it at a port for the first token behind some tokens; True without reuse.
+        ask: Asks it at a port for two tokens behind some tokens, and times the first; True without reuse.
         companion: Makes a server that it needs besides.
     """
 
@@ -76,54 +93,71 @@ class Peer:
     companion: Callable[[Site], AbstractContextManager[object]] = lambda _: contextlib.nullcontext()
 
 
-def post(port: int, path: str, body: Json) -> tuple[float, Json]:
-    """Send JSON; returns seconds until the whole answer was there, and the answer.
+def events_of(port: int, path: str, body: Json) -> list[tuple[float, Json]]:
+    """Send JSON; returns the events of the answer's stream, each with the seconds from sending until it was there.
 
     Raises:
-        ServerError: No answer, or one that is not 200.
+        ServerError: No answer, an empty one, or one that is not 200.
     """
     connection = http.client.HTTPConnection(HOST, port, timeout=_ANSWER_SECONDS)
     started = time.perf_counter()
     try:
         connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        content = response.read()
+        if response.status != http.HTTPStatus.OK:
+            raise ServerError(f"status {response.status}: {response.read()[:500].decode(errors='replace')}")
+        found = [(time.perf_counter() - started, event) for event in stream_events(response)]
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"no answer ({type(error).__name__}: {error})") from error
     finally:
         connection.close()
-    if response.status != http.HTTPStatus.OK:
-        raise ServerError(f"status {response.status}: {content[:500].decode(errors='replace')}")
-    answer: Json = json.loads(content)
-    return time.perf_counter() - started, answer
+    if not found:
+        raise ServerError("the answer is empty")
+    return found
 
 
-def ask_openai(port: int, token_ids: Sequence[int], cold_fields: Json, **fields: object) -> Answer:
-    """Ask for a completion of one token; reused tokens are those of kvgraft's report, else of the usage."""
-    body = {"model": MODEL_NAME, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-    seconds, answer = post(port, "/v1/completions", body | {"logprobs": NUM_LOGPROBS} | fields | cold_fields)
-    usage = answer["usage"]
-    report = answer.get("kvgraft") or (answer.get("kv_transfer_params") or {}).get("kvgraft")
+def ask_openai(port: int, token_ids: Sequence[int], **fields: object) -> Answer:
+    """Ask for a completion; reused tokens are those of kvgraft's report, else of the usage."""
+    body = {"model": MODEL_NAME, "prompt": list(token_ids), "max_tokens": _ANSWER_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "logprobs": NUM_LOGPROBS, "stream": True, "stream_options": {"include_usage": True}}
+    found = events_of(port, "/v1/completions", body | fields)
+    seconds, first = next((at, event) for at, event in found if event["choices"])
+    usage = next(event["usage"] for _, event in reversed(found) if event.get("usage"))
+    report = next((event["kvgraft"] for _, event in found if event.get("kvgraft")), None)
     cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     if report is not None:
         cached = int(report["exact_tokens"]) + int(report["shifted_tokens"])
-    return Answer(seconds, usage["prompt_tokens"], cached, answer["choices"][0]["logprobs"]["top_logprobs"][0], report)
+    return Answer(seconds, usage["prompt_tokens"], cached, first["choices"][0]["logprobs"]["top_logprobs"][0], report)
 
 
 def ask_kvgraft(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
     """Ask `kvgraft serve`."""
-    return ask_openai(port, token_ids, {"kvgraft": {"reuse": "off"}} if cold else {})
+    return ask_openai(port, token_ids, **({"kvgraft": {"reuse": "off"}} if cold else {}))
 
 
 def ask_vllm(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
     """Ask vLLM; a salt of its own hides from a prompt what any connector keeps."""
     off = {"kv_transfer_params": {"kvgraft": "off"}, "cache_salt": f"cold {random.random()}"}
-    return ask_openai(port, token_ids, off if cold else {}, return_tokens_as_token_ids=True)
+    return ask_openai(port, token_ids, return_tokens_as_token_ids=True, **(off if cold else {}))
+
+
+def ask_grafting_vllm(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
+    """Ask vLLM with our connector, whose metrics count.
+
+    Streams have no report, and the usage counts what the connector computes as cached.
+    """
+    url = f"http://{HOST}:{port}"
+    before = counted_tokens(url)
+    answer = ask_vllm(port, token_ids, cold)
+    ask_vllm(port, _ANY, True)  # a step tells the counts of the one before it
+    time.sleep(METRICS_S)
+    return replace(answer, cached_tokens=counted_tokens(url) - before)
 
 
 def ask_kvboost(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
     """Ask `kvboost_worker.py`, which takes the time itself."""
-    _, answer = post(port, "/", {"token_ids": list(token_ids), "cold": cold})
+    body = {"token_ids": list(token_ids), "cold": cold, "max_tokens": _ANSWER_TOKENS}
+    ((_, answer),) = events_of(port, "/", body)
     return Answer(answer["seconds"], answer["prompt_tokens"], answer["cached_tokens"], answer["logprobs"])
 
 
@@ -131,15 +165,19 @@ def ask_llama_cpp(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
     """Ask llama.cpp's server."""
     body = {
         "prompt": list(token_ids),
-        "n_predict": 1,
+        "n_predict": _ANSWER_TOKENS,
         "temperature": 0,
         "n_probs": NUM_LOGPROBS,
         "cache_prompt": not cold,
+        "ignore_eos": True,
+        "stream": True,
     }
-    seconds, answer = post(port, "/completion", body)
-    likeliest = answer["completion_probabilities"][0]["top_logprobs"]
+    found = events_of(port, "/completion", body)
+    seconds, first = found[0]
+    likeliest = first["completion_probabilities"][0]["top_logprobs"]
     logprobs = {str(entry["id"]): float(entry["logprob"]) for entry in likeliest}
-    return Answer(seconds, answer["tokens_evaluated"], answer["timings"]["cache_n"], logprobs)
+    last = found[-1][1]
+    return Answer(seconds, last["tokens_evaluated"], last["timings"]["cache_n"], logprobs)
 
 
 def _serve(site: Site) -> ProcessGroup:
@@ -235,7 +273,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("kvgraft", (".venv",), _serve, ask_kvgraft),
-        Peer("kvgraft in vLLM", (".venv-vllm",), lambda site: _vllm(site, CONNECTOR), ask_vllm),
+        Peer("kvgraft in vLLM", (".venv-vllm",), lambda site: _vllm(site, CONNECTOR), ask_grafting_vllm),
         Peer("LMCache", (".venv-vllm/lmcache",), _lmcache, ask_vllm, _lmcache_server),
         Peer("semblend-vllm-connector", (f"{_PACKAGES}/semblend-vllm-connector",), _semblend, ask_vllm),
         Peer("kvboost", (f"{_PACKAGES}/kvboost",), _kvboost, ask_kvboost),

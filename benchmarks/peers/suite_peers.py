@@ -6,9 +6,9 @@
     python benchmarks/record.py suite-peers -- python benchmarks/peers/suite_peers.py --journal runs/suite-peers.jsonl
 
 Peers (`suite_peer_servers.py`): kvgraft as an engine and in vLLM, LMCache and semblend-vllm-connector in vLLM, kvboost, and
-llama.cpp's server with `--cache-reuse 32`. Each reads a prompt and is then asked for the first token of another one, as it
-does that and once more without its reuse; text is English and code of this machine, new in every round. What the second
-prompt shares with the first:
+llama.cpp's server with `--cache-reuse 32`. Each reads a prompt and is then asked for two tokens after another one, of which
+the first is timed, as it does that and once more without its reuse; text is English and code of this machine, new in every
+round. What the second prompt shares with the first:
 
     prefix      the same instruction and document, another question
     deleted     the same, with the middle third of the document left out

@@ -1798,6 +1798,35 @@ class TestSuite:
         with pytest.raises(script.ServerError, match="without reuse was answered with 5 cached tokens"):
             run.measure()
 
+    def test_the_first_of_two_tokens_is_timed(self, load, monkeypatch):
+        script, asked = load("peers/suite_peer_servers.py"), []
+        choice = {"logprobs": {"top_logprobs": [{"token_id:7": -0.5, "token_id:8": -1.5}]}}
+        usage = {"prompt_tokens": 90, "prompt_tokens_details": {"cached_tokens": 64}}
+        likeliest = [{"id": 7, "logprob": -0.5}]
+        streams = {
+            "/v1/completions": [{"choices": [choice]}, {"choices": [choice]}, {"choices": [], "usage": usage}],
+            "/completion": [
+                {"completion_probabilities": [{"top_logprobs": likeliest}]},
+                {"tokens_evaluated": 90, "timings": {"cache_n": 64}},
+            ],
+        }
+
+        def events_of(port, path, body):
+            asked.append(body)
+            return [(1.0 + number, event) for number, event in enumerate(streams[path])]
+
+        monkeypatch.setattr(script, "events_of", events_of)
+        for ask in (script.ask_vllm, script.ask_llama_cpp):
+            answer = ask(9, [3, 4], False)
+            assert (answer.seconds, answer.prompt_tokens, answer.cached_tokens) == (1.0, 90, 64)
+            assert max(answer.logprobs.values()) == -0.5
+        assert [body.get("max_tokens", body.get("n_predict")) for body in asked] == [2, 2]
+        counts = iter([100, 164])
+        monkeypatch.setattr(script, "counted_tokens", lambda url: next(counts))
+        monkeypatch.setattr(script.time, "sleep", lambda _: None)
+        usage["prompt_tokens_details"] = {"cached_tokens": 80}
+        assert script.ask_grafting_vllm(9, [3, 4], False).cached_tokens == 64
+
     def test_a_peer_that_is_not_there_is_a_row_with_the_reason(self, load, run, monkeypatch, tmp_path):
         script = load("peers/suite_peers.py")
         monkeypatch.setattr(script, "missing", lambda peer: f"there is no {peer.name}")
