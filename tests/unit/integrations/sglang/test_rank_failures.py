@@ -151,6 +151,36 @@ def test_text_that_one_rank_could_not_register(rank, place):
     assert on_servers(rank, program) == expected
 
 
+def test_ranks_that_each_lack_another_text_of_the_same_length_notice_it():
+    """Both texts become donors between two plans, after which ranks have as many."""
+
+    def program(server):
+        texts = [list(range(first, first + 70)) for first in (3000, 4000)]
+        keeper, scheduler = server.scheduler.keeper, server.scheduler
+        add = keeper.catalogue.add
+        for text in texts:
+            scheduler.submit([*text, next(server.fresh)], "", "request")
+        for entry in list(scheduler.waiting):
+            assert scheduler.admit(entry, 10)
+
+        def broken(namespace, tokens, *arguments, **names):
+            if tokens[0] == texts[server.ranks.rank][0]:
+                raise MemoryError("no memory")
+            return add(namespace, tokens, *arguments, **names)
+
+        keeper.catalogue.add = broken
+        for entry in list(scheduler.running):
+            scheduler.go_on(entry, 1000)
+            scheduler.decode(entry, next(server.fresh))
+            scheduler.finish(entry)
+        scheduler.reuse.settle()
+        del keeper.catalogue.add
+        assert len(keeper.catalogue) == 1
+        return server.ask(HEAD + texts[0])[1], server.ask(OTHER_HEAD + texts[0])
+
+    assert on_servers(None, program) == [(MissReason.ERROR, (70, None))] * SIZE
+
+
 @each_rank
 @pytest.mark.parametrize("place", ["lookup", "planning"])
 def test_lookup_that_fails_on_one_rank(rank, place):

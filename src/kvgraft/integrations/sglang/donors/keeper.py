@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import OrderedDict, deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,7 +87,7 @@ class DonorKeeper:
         self.catalogue = DonorCatalogue(
             config.donor_tokens, min_run=config.min_run, secret=new_secret() if secret is None else secret
         )
-        self.version = 0
+        self.version = self._history = 0
         self._tree = tree
         self._buffers = buffers
         self._min_run = config.min_run
@@ -111,7 +112,8 @@ class DonorKeeper:
     def digest(self) -> int:
         """A number of 62 bits by which ranks notice that their donors are not the same any more; O(1)."""
         catalogue = self.catalogue
-        return hash((self.version, len(catalogue), catalogue.num_tokens, len(self._host_order))) & (1 << 62) - 1
+        counts = self.version, len(catalogue), catalogue.num_tokens, len(self._host_order)
+        return hash((self._history, *counts)) & (1 << 62) - 1
 
     @property
     def next_epoch(self) -> int:
@@ -288,6 +290,7 @@ class DonorKeeper:
             self._host.remove(store_key)
         self._host_order.clear()
         self.version += 1
+        self._history = 0
 
     def check(self) -> None:
         """Verify the catalogue and the host store, and that every block is a donor's.
@@ -337,7 +340,7 @@ class DonorKeeper:
         if donor is not None:
             for other in replaced:
                 self._replace(other.donor_id, donor.donor_id)
-        self.version += 1
+        self._changed(text.tokens)
         return donor
 
     def _promoted(self, record: DonorRecord, kv: TreeKV | HostBlockKV) -> Donor | None:
@@ -427,7 +430,14 @@ class DonorKeeper:
         """Take a donor whose K/V are gone out of the catalogue, unless a store holds them."""
         if not self.stored.demote(donor.donor_id):
             self.catalogue.remove(donor.donor_id)
+        self._changed(donor.token_ids)
+
+    def _changed(self, tokens: NDArray[np.integer[Any]]) -> None:
+        """Note which text came or left: two ranks of which each lacks another one have as many."""
         self.version += 1
+        self._history = hash(
+            (self._history, zlib.crc32(tokens.tobytes()))
+        )  # of numbers, which all processes hash alike
 
     def _drop_block(self, store_key: int) -> None:
         del self._host_order[store_key]
