@@ -122,7 +122,9 @@ def _block(name: str, block: str, records: Mapping[str, Record]) -> str:
 
 def _source_block(name: str, record: Record) -> str:
     """Link a record, with its commit, day and machine and what of its settings is unusual; it has the command."""
-    settings = record["result"]["settings"]
+    settings = dict(record["result"]["settings"])
+    if (rounds := _rounds(record["result"]["rows"])) and "rounds" in settings:
+        settings["rounds"] = rounds
     unusual = [
         f"{name} {_setting(value)}"
         for name, value in settings.items()
@@ -132,6 +134,14 @@ def _source_block(name: str, record: Record) -> str:
     return (
         "; ".join([f"Record: {link}, commit {record['commit']}, {record['date']}", record["machine"], *unusual]) + "."
     )
+
+
+def _rounds(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rounds that the rows have, which are fewer than was asked for where the minutes were over; empty if no row says."""
+    found = [row["rounds"] for row in rows if "rounds" in row]
+    if not found:
+        return ""
+    return f"{min(found):,}" if min(found) == max(found) else f"{min(found):,}-{max(found):,}"
 
 
 def _setting(value: object) -> str:

@@ -61,7 +61,7 @@ class Page:
                 lines += block.text.replace("\\\n", " ").splitlines()
         lines += [" ".join(span.split()) for span in self.spans]
         cut = [re.sub(r"(^|\s)#.*", "", line).strip().removeprefix("$ ") for line in lines]
-        is_log_line = re.compile(r"kvgraft (is|serves|\d)")
+        is_log_line = re.compile(r"kvgraft (is|serves|VERSION|\d)")
         is_command = re.compile(r"(\w+=\S+ )*(kvgraft|make|python|\S*/python|\S*/kvgraft) ")
         return [line for line in cut if is_command.match(line) and not is_log_line.match(line)]
 

@@ -66,7 +66,7 @@ class Snippet:
         """Whether it is commands to be typed."""
         words = re.sub(r"^(\w+=('[^']*'|\"[^\"]*\"|\S*)\s+)*", "", self.text).split()
         program = words[0].rsplit("/", 1)[-1] if words else ""
-        if re.match(r"kvgraft \d", self.text):  # what `serve` says when it is ready
+        if re.match(r"kvgraft (VERSION|\d)", self.text):  # what `serve` says when it is ready
             return False
         named = self.language in {"sh", "bash", "console"}
         return not self.is_transcript and (named or (not self.language and program in PROGRAMS))

@@ -45,7 +45,7 @@ SHOWN = {
     "docs/design/prefix-cache.md: match   [root]": "a diagram",
     "docs/design/prefix-cache.md: [ A:": "diagrams",
     "docs/design/prefix-cache.md: device    [": "a diagram",
-    "docs/server.md: kvgraft 0.1.0 serves": "the line that tests/e2e/test_server.py reads",
+    "docs/server.md: kvgraft VERSION serves": "the line that tests/e2e/test_server.py reads",
     "docs/server.md: data: {": "events, shortened; tests/e2e/test_verified_server.py reads whole ones",
     "docs/server.md: x-kvgraft-report": "a header of an answer; tests/unit/server",
     "docs/server.md: 2026-11-21T09": "a log line; tests/unit/observability/test_log_format.py",

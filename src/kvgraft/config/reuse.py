@@ -73,7 +73,7 @@ class ReuseSettings(Settings):
     )
     donor_tokens: int = setting(
         1 << 22,
-        "tokens that the donor catalogue may hold in all tiers, about 40 bytes of host memory each",
+        "tokens that the donor catalogue may hold in all tiers; each takes 34 bytes of host memory as measured, 48 at most",
         MEMORY,
         low=SHORTEST_RUN,
     )

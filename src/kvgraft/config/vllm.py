@@ -28,7 +28,8 @@ class VLLMConfig(AdapterSettings):
     mode: str = mode_setting()
     load: str = setting(
         "auto",
-        "when grafts run: sync in the step that admits the request, async in pieces while it waits, auto by their size",
+        "when grafts run: sync in the step that admits the request, async in pieces while it waits, auto by their size; "
+        "always async with asynchronous scheduling, Model Runner V2, several KV cache groups or donors out of a store",
         _SCHEDULING,
         choices=("auto", "sync", "async"),
     )

@@ -63,6 +63,13 @@ def test_a_source_links_the_record_and_has_what_is_unusual_of_its_settings():
     )
 
 
+@pytest.mark.parametrize(("found", "said"), [((2, 2), "rounds 2;"), ((10, 6), "rounds 6-10;")])
+def test_a_source_has_the_rounds_of_the_rows_and_not_those_that_were_asked_for(found, said):
+    rows = [ROW | {"rounds": rounds} for rounds in found]
+    result = record()["result"] | {"rows": rows}
+    assert said in blocks_of("suite-length", record(result=result))["source"]
+
+
 def test_a_block_without_figures_is_none():
     assert "claims" not in blocks_of("suite-length", record())
 
