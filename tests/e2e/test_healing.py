@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
@@ -436,7 +437,7 @@ class TestBesideOthers:
         assert llm.heal() > 0
         llm.check()
 
-    @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+    @families(["llama", "gemma3_text"], quick=["llama"])
     def test_always_changes_no_stream_s_tokens(self, family, words, monkeypatch):
         engine = make_engine(family, heal="always")
         monkeypatch.setattr(healing, "MOST_ROWS", 40)

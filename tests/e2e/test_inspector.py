@@ -94,6 +94,7 @@ def test_nothing_is_there_unless_it_is_asked_for():
             assert status(url + path) == 404
 
 
+@pytest.mark.slow
 def test_the_page_has_a_key_of_its_own(monkeypatch):
     monkeypatch.setenv("KVGRAFT_API_KEY", "one,two")
     monkeypatch.setenv("KVGRAFT_UI_KEY", "admin")
@@ -116,6 +117,7 @@ def test_several_clients_without_a_key_for_the_page_are_refused(monkeypatch, cap
     assert "ui_key" in err
 
 
+@pytest.mark.slow
 def test_reports_of_another_server_are_shown(tmp_path):
     reports = tmp_path / "reports.jsonl"
     with ServerProcess(SLOTS) as server:

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, own_kv
 
 from kvgraft.config import EngineConfig
@@ -21,7 +22,10 @@ from kvgraft.memory import HybridSlotPool
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import RepairTime
 
-FAMILIES = ["llama", "gemma2", "mistral", "gpt_neox"]
+QUICK = ("llama", "gemma2")
+FAMILIES = families([*QUICK, "mistral", "gpt_neox"], quick=QUICK)
+ROWS = [("llama", 3), *((family, rows) for family in QUICK for rows in (16, 500))]
+SLOW_ROWS = [("gemma2", 3), *((family, rows) for family in ("mistral", "gpt_neox") for rows in (16, 500))]
 GREEDY = SamplingParams(10, ignore_eos=True)
 TOLERANCE = 1e-4
 
@@ -49,7 +53,7 @@ def scores(llm, prompt, continuation, times=("before", "after"), **options):
     return [llm.score(prompt, continuation, repair=time, **options).logits for time in times]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 @pytest.mark.parametrize("policy", [QuerySeam(0.2), RandomShare(0.2), KVDeviation(0.2), Adaptive(0.05, 1e-9, 0.2)])
 def test_first_token_is_that_of_none_and_later_ones_are_those_of_a_repair_before_it(
     family, policy, rng, document, prompt
@@ -64,7 +68,7 @@ def test_first_token_is_that_of_none_and_later_ones_are_those_of_a_repair_before
     assert not torch.equal(after[1:], none[1:]), "the repair must change something to be seen here"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 @pytest.mark.parametrize("max_rows", [10_000, 23])
 @pytest.mark.parametrize("policy", ["query_seam", Adaptive(0.05, 1e-9, 0.2)], ids=str)
 def test_served_tokens_are_drawn_from_the_logits_that_score_gives(family, max_rows, policy, document, prompt):
@@ -130,7 +134,7 @@ def answered_alone(family):
     return texts, prompts, answers
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@families(["llama", "gemma2"], quick=["llama"])
 @pytest.mark.parametrize("how", ["together", "in small pieces", Phase.PREFILL, Phase.REPAIR])
 def test_tokens_do_not_depend_on_load(family, how):
     """One request alone, or four at once in pieces of any size, or preempted before its repair is done: the same tokens."""
@@ -205,7 +209,7 @@ def test_an_unsure_first_token_waits(margin, document, prompt):
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"), [("llama", 3), ("gemma2", 3), *((family, rows) for family in FAMILIES for rows in (16, 500))]
+    ("family", "rows"), [*ROWS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_ROWS)]
 )
 @pytest.mark.parametrize("selection", ["query_seam", "none"])
 def test_decode_steps_heal_until_all_is_exact_and_give_it_to_others(family, rows, selection, document, prompt):
@@ -234,7 +238,7 @@ def test_decode_steps_heal_until_all_is_exact_and_give_it_to_others(family, rows
     assert list(output.token_ids[repair.exact_from_token - 1 :]) == exact
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@families(["llama", "gemma2"], quick=["llama"])
 @pytest.mark.parametrize("how", ["preempted", "cancelled", "ended"])
 def test_healing_that_is_cut_off_gives_others_the_exact_part_only(family, how, document, prompt):
     engine = make_engine(family, repair_rows=8, heal="off")

@@ -34,7 +34,10 @@ def test_what_is_wrong_is_said_in_one_line(arguments, message, capsys):
     assert message in line
 
 
-@pytest.mark.parametrize("hidden", ["zmq", "msgspec", "aiohttp", "starlette", "prometheus_client", "transformers"])
+SLOWLY = ("msgspec", "starlette", "prometheus_client", "transformers")
+
+
+@pytest.mark.parametrize("hidden", ["zmq", "aiohttp", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
 def test_a_missing_extra_is_named(hidden):
     code = (
         f"import sys; sys.modules[{hidden!r}] = None\nfrom kvgraft.cli import main\n"
