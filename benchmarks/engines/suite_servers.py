@@ -8,8 +8,6 @@ counts tokens that a connector computes as cached ones, and its streams have no 
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import time
 from dataclasses import dataclass, replace
@@ -26,6 +24,7 @@ from vllm_server import (
     ServerSettings,
     counted_tokens,
     require_free,
+    timed_events,
 )
 from vllm_ttft import CONNECTOR
 
@@ -151,21 +150,10 @@ class EngineServer(ProcessGroup):
         return found
 
     def _ask(self, body: Json) -> Reply:
-        content = json.dumps(body).encode()
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=_ANSWER_SECONDS)
-        started = time.perf_counter()
         try:
-            connection.request("POST", self._engine.path, content, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise ServerError(f"status {response.status}: {response.read()[:2000].decode(errors='replace')}")
-            timed = [(time.perf_counter() - started, event) for event in self.events(response)]
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{type(error).__name__}: {error}; the server said:\n{self.tail()}") from error
-        finally:
-            connection.close()
-        if not timed:
-            raise ServerError(f"the answer is empty; the server said:\n{self.tail()}")
+            timed = timed_events(self._port, self._engine.path, body, _ANSWER_SECONDS)
+        except ServerError as error:
+            raise ServerError(f"{error}; the server said:\n{self.tail()}") from error
         return Reply(timed[0][0], *self._engine.reply([event for _, event in timed]))
 
 

@@ -299,6 +299,32 @@ class VLLMServer(ProcessGroup):
             connection.close()
 
 
+def timed_events(port: int, path: str, body: Json, timeout_s: float) -> list[tuple[float, Json]]:
+    """Send JSON; returns the events of the answer's stream, each with the seconds from sending until it was there.
+
+    Raises:
+        ServerError: No answer, an empty one, or one that tells of an error.
+    """
+    content = json.dumps(body).encode()
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    started = time.perf_counter()
+    try:
+        connection.request("POST", path, content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise ServerError(f"status {response.status}: {response.read()[:2000].decode(errors='replace')}")
+        found = [(time.perf_counter() - started, event) for event in stream_events(response)]
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+    if not found:
+        raise ServerError("the answer is empty")
+    if failed := [event["error"] for _, event in found if "error" in event]:
+        raise ServerError(f"{failed[0]}")
+    return found
+
+
 def counted_tokens(url: str) -> int:
     """Return the reused tokens that the metrics of `GraftConnector` count at `url`, one engine step behind."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=_REQUEST_SECONDS) as response:

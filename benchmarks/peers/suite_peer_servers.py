@@ -9,8 +9,6 @@ token is the connector's; llama.cpp has one slot and no cache of prompts in host
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import random
 import sys
@@ -29,10 +27,9 @@ from vllm_server import (
     Answer,
     Json,
     ProcessGroup,
-    ServerError,
     ServerSettings,
     counted_tokens,
-    stream_events,
+    timed_events,
 )
 from vllm_ttft import CONNECTOR
 
@@ -93,34 +90,11 @@ class Peer:
     companion: Callable[[Site], AbstractContextManager[object]] = lambda _: contextlib.nullcontext()
 
 
-def events_of(port: int, path: str, body: Json) -> list[tuple[float, Json]]:
-    """Send JSON; returns the events of the answer's stream, each with the seconds from sending until it was there.
-
-    Raises:
-        ServerError: No answer, an empty one, or one that is not 200.
-    """
-    connection = http.client.HTTPConnection(HOST, port, timeout=_ANSWER_SECONDS)
-    started = time.perf_counter()
-    try:
-        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != http.HTTPStatus.OK:
-            raise ServerError(f"status {response.status}: {response.read()[:500].decode(errors='replace')}")
-        found = [(time.perf_counter() - started, event) for event in stream_events(response)]
-    except (OSError, http.client.HTTPException) as error:
-        raise ServerError(f"no answer ({type(error).__name__}: {error})") from error
-    finally:
-        connection.close()
-    if not found:
-        raise ServerError("the answer is empty")
-    return found
-
-
 def ask_openai(port: int, token_ids: Sequence[int], **fields: object) -> Answer:
     """Ask for a completion; reused tokens are those of kvgraft's report, else of the usage."""
     body = {"model": MODEL_NAME, "prompt": list(token_ids), "max_tokens": _ANSWER_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "logprobs": NUM_LOGPROBS, "stream": True, "stream_options": {"include_usage": True}}
-    found = events_of(port, "/v1/completions", body | fields)
+    found = timed_events(port, "/v1/completions", body | fields, _ANSWER_SECONDS)
     seconds, first = next((at, event) for at, event in found if event["choices"])
     usage = next(event["usage"] for _, event in reversed(found) if event.get("usage"))
     report = next((event["kvgraft"] for _, event in found if event.get("kvgraft")), None)
@@ -157,7 +131,7 @@ def ask_grafting_vllm(port: int, token_ids: Sequence[int], cold: bool) -> Answer
 def ask_kvboost(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
     """Ask `kvboost_worker.py`, which takes the time itself."""
     body = {"token_ids": list(token_ids), "cold": cold, "max_tokens": _ANSWER_TOKENS}
-    ((_, answer),) = events_of(port, "/", body)
+    ((_, answer),) = timed_events(port, "/", body, _ANSWER_SECONDS)
     return Answer(answer["seconds"], answer["prompt_tokens"], answer["cached_tokens"], answer["logprobs"])
 
 
@@ -172,7 +146,7 @@ def ask_llama_cpp(port: int, token_ids: Sequence[int], cold: bool) -> Answer:
         "ignore_eos": True,
         "stream": True,
     }
-    found = events_of(port, "/completion", body)
+    found = timed_events(port, "/completion", body, _ANSWER_SECONDS)
     seconds, first = found[0]
     likeliest = first["completion_probabilities"][0]["top_logprobs"]
     logprobs = {str(entry["id"]): float(entry["logprob"]) for entry in likeliest}

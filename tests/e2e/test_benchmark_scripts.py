@@ -1811,11 +1811,11 @@ class TestSuite:
             ],
         }
 
-        def events_of(port, path, body):
+        def timed_events(port, path, body, timeout_s):
             asked.append(body)
             return [(1.0 + number, event) for number, event in enumerate(streams[path])]
 
-        monkeypatch.setattr(script, "events_of", events_of)
+        monkeypatch.setattr(script, "timed_events", timed_events)
         for ask in (script.ask_vllm, script.ask_llama_cpp):
             answer = ask(9, [3, 4], False)
             assert (answer.seconds, answer.prompt_tokens, answer.cached_tokens) == (1.0, 90, 64)

@@ -24,7 +24,7 @@ def catalogue():
 
 @pytest.fixture
 def proposer(catalogue):
-    made = DonorProposer(Discovery(MinHashSketch(key=bytes(16))))  # one by chance makes two texts alike now and then
+    made = DonorProposer(Discovery(MinHashSketch(key=bytes(16))))  # a key by chance makes texts alike now and then
     catalogue.watch(made)
     yield made
     made.discovery.close()

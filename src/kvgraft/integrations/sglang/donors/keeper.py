@@ -435,9 +435,8 @@ class DonorKeeper:
     def _changed(self, tokens: NDArray[np.integer[Any]]) -> None:
         """Note which text came or left: two ranks of which each lacks another one have as many."""
         self.version += 1
-        self._history = hash(
-            (self._history, zlib.crc32(tokens.tobytes()))
-        )  # of numbers, which all processes hash alike
+        # Of numbers, which all processes hash alike.
+        self._history = hash((self._history, zlib.crc32(tokens.tobytes())))
 
     def _drop_block(self, store_key: int) -> None:
         del self._host_order[store_key]

@@ -57,12 +57,12 @@ class Loader:
         return slots
 
     def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:
-        copies = self._tried(state, partial(self._copies, state, spans, expected, pins))
         # Ranks that have pinned the same evict the same to make room.
-        if not self._all_have(state, copies) or copies is None:
+        copies = self._on_all(state, self._tried(state, partial(self._copies, state, spans, expected, pins)))
+        if copies is None:
             return None
         slots = self._tried(state, partial(self._copied, state, copies))
-        if not self._all_have(state, slots):
+        if self._on_all(state, slots) is None:
             if slots is not None:
                 self.tree.free(slots)
             return None
@@ -80,14 +80,14 @@ class Loader:
             state.missed(self.log.failed("graft", state.rid, error))
             return None
 
-    def _all_have(self, state: SGLangRequest, found: object) -> bool:
-        """Whether `found` is something on all ranks; that ranks disagree is counted."""
+    def _on_all(self, state: SGLangRequest, found: _Found | None) -> _Found | None:
+        """Return what was found if no rank has None instead; that ranks disagree is counted."""
         has = int(found is not None)
         if self.ranks.confirm(has) == has:
-            return bool(has)
+            return found
         state.missed(Miss(MissReason.ERROR, "tensor-parallel ranks disagree"))
         self.log.count_error()
-        return False
+        return None
 
     def _copies(
         self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]

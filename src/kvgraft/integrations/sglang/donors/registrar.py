@@ -103,11 +103,14 @@ class DonorRegistrar:
             Exception: The tree failed, and may have taken a part of a text, which is no donor; those after it are not given.
         """
         for text, start, slots in texts:
+            taken = len(slots)
             try:
                 self._tree.adopt(text, slots)
+            except BaseException:
+                taken = self._tree.resident(text, taken).length
+                raise
             finally:
-                if taken := self._tree.resident(text, len(slots)).length:
-                    state.held.adopted.append((start, start + taken))
+                state.held.adopted.append((start, start + taken))
             self._keeper.publish(text, 0, slots)
 
     def empty_tree(self) -> None:

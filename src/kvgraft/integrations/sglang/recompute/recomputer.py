@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 import torch
 
-from kvgraft.errors import PolicyError
+from kvgraft.errors import PolicyError, one_line
 from kvgraft.graft.select import FirstK, Observation, expected_share, looks_at_query
 from kvgraft.graft.steps import GraftSteps, Scope
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
@@ -164,8 +164,8 @@ class Recomputer:
         if self.ranks.total(torch.tensor([float(failure is not None)])).any():
             if isinstance(failure, failed):
                 raise failure
-            reason = failure or "another rank failed, and this one goes on as that one does"
-            raise failed(f"{reason}") from failure
+            elsewhere = "another rank failed, and this one goes on as that one does"
+            raise failed(elsewhere if failure is None else one_line(failure)) from failure
         return cast("T", result)
 
     def run_all(self, token_ids: NDArray[np.int64], slots: Tensor, start: int) -> None:
