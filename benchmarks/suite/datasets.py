@@ -23,7 +23,7 @@ from kvgraft.bench.reuse import measure_reuse
 from .measured import MeasuredTable
 from .settings import clock_option, minutes_option, option
 from .sources import ChosenDatasets, Dataset, load_dataset
-from .statistics import mean, median, off_and_on, ratio_of_sums, task_scores, with_interval
+from .statistics import fidelity_figures, mean, off_and_on, ratio_of_sums, task_scores, with_interval
 from .timing import first_token_times, milliseconds
 from .walk import Walk, consecutive, drawn, pending_steps
 
@@ -143,11 +143,10 @@ def _tokenizer(llm: LLM) -> Callable[[str], NDArray[np.int32]]:
 
 
 def _measured(records: Sequence[Record], settings: DatasetsSettings) -> Row:
-    """Columns of the sample: times of all requests and of hits, KL of hits, scores of those that have right answers."""
+    """Columns of the sample: times of all requests and of hits, how near hits are, scores where right answers are known."""
     hits = [record for record in records if record["on"]["is_grafted"]]
     off, on = milliseconds(records, "off", settings.clock), milliseconds(records, "graft", settings.clock)
     hit_times = [milliseconds(hits, mode, settings.clock) for mode in ("off", "graft")]
-    kl = [record["on"]["mean_kl"] for record in hits]
     prompt_tokens = sum(record["on"]["prompt_tokens"] for record in records)
     reused = sum(record["on"]["exact_tokens"] + record["on"]["shifted_tokens"] for record in records)
     scored = [record for record in records if "task" in record["off"]]
@@ -159,11 +158,9 @@ def _measured(records: Sequence[Record], settings: DatasetsSettings) -> Row:
         **off_and_on(off, on),
         **with_interval("speedup_all_ratio", ratio_of_sums, [off, on], settings.seed),
         **with_interval("speedup_hits_ratio", ratio_of_sums, hit_times, settings.seed),
-        "mean_kl": mean(kl),
-        "median_kl": median(kl),
-        "first_flip_share": mean([record["on"]["first_flip"] for record in hits]),
+        **fidelity_figures([record["on"] for record in hits], settings.seed),
         "scored": len(scored),
-        **task_scores(scored),
+        **task_scores(scored, settings.seed),
     }
 
 

@@ -29,7 +29,7 @@ from .measured import MeasuredTable
 from .methods import ALL_SUITES, EXACT, OFF, SUBSTITUTED, VERIFIED
 from .read_prompts import ReadPrompt, StockPrompt, common_beginning, substitute
 from .settings import PACKS, TableSettings, minutes_option, option
-from .statistics import array_mean, mean, median, ratio_of_perplexities, with_interval
+from .statistics import array_mean, fidelity_figures, mean, ratio_of_perplexities, with_interval
 from .walk import drawn, pending_steps
 
 if TYPE_CHECKING:
@@ -255,10 +255,7 @@ def _row(suite: str, label: str, records: Sequence[Record], seed: int) -> Row:
         "requests": len(pairs),
         "reused_share": mean(column("reused_share")),
         **with_interval("perplexity_ratio", ratio_of_perplexities, nll, seed),
-        **with_interval("mean_kl", array_mean, [column("mean_kl")], seed),
-        "median_kl": median(column("mean_kl")),
-        "first_flip_share": mean(column("first_flip")),
-        "greedy_equal_share": mean(column("greedy_equal")),
+        **fidelity_figures([figures for figures, _ in pairs], seed),
         "scored": len(column("task")),
         "score": mean(column("task")),
         **with_interval("score_difference", array_mean, [difference("task")], seed),

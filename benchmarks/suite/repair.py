@@ -22,7 +22,7 @@ from kvgraft.types import ReuseMode
 from .measured import MeasuredTable
 from .methods import ALL_SUITES
 from .settings import PACKS, TableSettings, minutes_option, option
-from .statistics import array_mean, mean, median, ratio_of_sums, with_interval
+from .statistics import fidelity_figures, mean, ratio_of_sums, task_scores, with_interval
 from .walk import Walk, drawn, pending_steps
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _rows(journal: Journal, walks: Sequence[Walk], labels: Sequence[str], seed: 
         for label in labels:
             grafted = [record for record in records if record["settings"].get(label, {}).get("is_grafted")]
             rows += [_row(suite, label, grafted, seed)] if grafted else []
-        rows += _exact_row(suite, records)
+        rows += _exact_row(suite, records, seed)
     return rows
 
 
@@ -163,8 +163,7 @@ def _row(suite: str, label: str, grafted: Sequence[Record], seed: int) -> Row:
         "requests": len(grafted),
         "recomputed_share": mean(column("recomputed_share")),
         "flops_share": mean(column("flops_share")),
-        **with_interval("mean_kl", array_mean, [column("mean_kl")], seed),
-        "median_kl": median(column("mean_kl")),
+        **fidelity_figures(figures, seed),
         **with_interval("kl_ratio", ratio_of_sums, share_of_none(0, None), seed),
         **with_interval("first_kl_ratio", ratio_of_sums, share_of_none(0, 1), seed),
         **with_interval("later_kl_ratio", ratio_of_sums, share_of_none(1, None), seed),
@@ -174,10 +173,8 @@ def _row(suite: str, label: str, grafted: Sequence[Record], seed: int) -> Row:
         },
         "nearer_share": mean([own["mean_kl"] < other["mean_kl"] for own, other in zip(figures, none, strict=True)]),
         "first_kl": mean(column("first_kl")),
-        "first_flip_share": mean(column("first_flip")),
         "top1_share": mean(column("top1")),
-        "greedy_equal_share": mean(column("greedy_equal")),
-        **_scores(grafted, label),
+        **_scores(grafted, label, seed),
     }
 
 
@@ -185,19 +182,13 @@ def _errors(figures: Iterable[Record], start: int, stop: int | None) -> list[flo
     return [float(np.mean(each["token_kl"][start:stop])) for each in figures]
 
 
-def _scores(grafted: Sequence[Record], label: str) -> Row:
+def _scores(grafted: Sequence[Record], label: str, seed: int) -> Row:
     """Scores of answers of full prefill and of the setting, where right answers are known."""
-    scored = [(record["off"], record["settings"][label]) for record in grafted if "task" in record["off"]]
-    return {
-        "scored": len(scored),
-        "score_off": mean([off["task"] for off, _ in scored]),
-        "score_on": mean([own["task"] for _, own in scored]),
-        "contains_off": mean([off["contains"] for off, _ in scored]),
-        "contains_on": mean([own["contains"] for _, own in scored]),
-    }
+    scored = [{"off": record["off"], "on": record["settings"][label]} for record in grafted if "task" in record["off"]]
+    return {"scored": len(scored), **task_scores(scored, seed)}
 
 
-def _exact_row(suite: str, records: Sequence[Record]) -> list[Row]:
+def _exact_row(suite: str, records: Sequence[Record], seed: int) -> list[Row]:
     """The control: what is said with exact prefixes alone is a full prefill's."""
     figures = [record["exact"] for record in records if "exact" in record]
     if not figures:
@@ -207,10 +198,8 @@ def _exact_row(suite: str, records: Sequence[Record]) -> list[Row]:
             "suite": suite,
             "setting": EXACT,
             "requests": len(figures),
-            "mean_kl": mean([each["mean_kl"] for each in figures]),
-            "first_flip_share": mean([each["first_flip"] for each in figures]),
+            **fidelity_figures(figures, seed),
             "top1_share": mean([each["top1"] for each in figures]),
-            "greedy_equal_share": mean([each["greedy_equal"] for each in figures]),
         }
     ]
 

@@ -25,7 +25,7 @@ from .edits import Document, documents, edited, reworded
 from .measured import MeasuredTable
 from .read_prompts import cosine
 from .settings import TableSettings, clock_option, option
-from .statistics import mean, median, off_and_on, ratio_of_sums, task_scores, with_interval
+from .statistics import fidelity_figures, mean, off_and_on, ratio_of_sums, task_scores, with_interval
 from .timing import first_token_times, milliseconds
 
 if TYPE_CHECKING:
@@ -214,7 +214,6 @@ def _row(name: str, records: Sequence[Record], settings: SimilaritySettings) -> 
     off, on = (milliseconds(records, mode, settings.clock) for mode in ("off", "graft"))
     tokens = sum(record["tokens"] for record in records)
     reused = sum(record["on"]["exact_tokens"] + record["on"]["shifted_tokens"] for record in records)
-    kl = [record["on"]["mean_kl"] for record in records]
     edits = [record["edited_share"] for record in records if record["edited_share"] is not None]
     return {
         "variant": name,
@@ -229,10 +228,8 @@ def _row(name: str, records: Sequence[Record], settings: SimilaritySettings) -> 
         "wrong_tokens": sum(record["wrong_tokens"] for record in records),
         **off_and_on(off, on),
         **with_interval("speedup_ratio", ratio_of_sums, [off, on], settings.seed),
-        "mean_kl": mean(kl),
-        "median_kl": median(kl),
-        "first_flip_share": mean([record["on"]["first_flip"] for record in records]),
-        **task_scores(records),
+        **fidelity_figures([record["on"] for record in records], settings.seed),
+        **task_scores(records, settings.seed),
     }
 
 

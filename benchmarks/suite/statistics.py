@@ -70,12 +70,32 @@ def off_and_on(off: Sequence[float], on: Sequence[float]) -> Columns:
     }
 
 
-def task_scores(records: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return the mean scores of answers with reuse off and on, by the tasks' own measure and by the words they contain."""
+def task_scores(records: Sequence[Mapping[str, Any]], seed: int) -> Columns:
+    """Return mean scores of answers with reuse off and on, and the mean of their differences with its interval.
+
+    By the tasks' own measure (`score`) and by whether an answer holds a right one (`contains`).
+    """
+    found: Columns = {}
+    for column, figure in (("score", "task"), ("contains", "contains")):
+        off, on = ([record[side][figure] for record in records] for side in ("off", "on"))
+        found |= {f"{column}_off": mean(off), f"{column}_on": mean(on)}
+        found |= with_interval(f"{column}_difference", array_mean, [np.subtract(on, off)], seed)
+    return found
+
+
+def fidelity_figures(measured: Sequence[Mapping[str, Any]], seed: int) -> Columns:
+    """Return how far answers are from full prefill's, given the figures of each: means with intervals, and a median.
+
+    A figure that an answer lacks (a server shows no distributions) is of the others alone.
+    """
+    kl, flips, equal = (
+        [each[name] for each in measured if name in each] for name in ("mean_kl", "first_flip", "greedy_equal")
+    )
     return {
-        f"{column}_{side}": mean([record[side][figure] for record in records])
-        for column, figure in (("score", "task"), ("contains", "contains"))
-        for side in ("off", "on")
+        **with_interval("mean_kl", array_mean, [kl], seed),
+        "median_kl": median(kl),
+        **with_interval("first_flip_share", array_mean, [flips], seed),
+        **with_interval("greedy_equal_share", array_mean, [equal], seed),
     }
 
 

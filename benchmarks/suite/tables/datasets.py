@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from kvgraft.bench.panels import Bars, Series
 
 from ..sources import PUBLIC
-from .cells import Result, Row, claims, number, ranged, share, sides, table, text
+from .cells import Columns, Result, Row, claims, number, ranged, ranged_share, share, sides, table, text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgraft.bench.panels import Panel
 
 _CLAIMS = (
@@ -43,7 +45,6 @@ def _name(row: Row) -> str:
 
 
 _SPEEDUP = ranged("speedup_all_ratio", ".2f", "x")
-_HALF = "half reused"
 _SHARES = (
     ("data set", _name),
     ("prompts", number("requests", ",")),
@@ -53,7 +54,7 @@ _SHARES = (
     ("256-chunks", share("aligned_chunks_share")),
     ("ours", share("reused_share")),
     ("bound", share("bound_share")),
-    (_HALF, share("half_share")),
+    ("half reused", share("half_share")),
     ("wrong tokens", text("wrong_tokens")),
 )
 _SAMPLE = (
@@ -62,10 +63,20 @@ _SAMPLE = (
     ("hits", text("hits")),
     ("reused", share("sample_reused_share")),
     ("speed-up, all", _SPEEDUP),
-    ("mean KL", number("mean_kl", ".4f")),
-    ("first token flips", share("first_flip_share")),
+    ("mean KL", ranged("mean_kl", ".4f")),
+    ("first token flips", ranged_share("first_flip_share")),
+    ("32 tokens equal", ranged_share("greedy_equal_share")),
     ("score off / on", sides("score")),
+    ("difference", ranged("score_difference", "+.3f")),
 )
+
+
+_LATER = {"half reused": "half_share", "32 tokens equal": "greedy_equal_share", "difference": "score_difference"}
+"""Columns of fields that older records lack."""
+
+
+def _table(columns: Columns, rows: Sequence[Row]) -> str:
+    return table([each for each in columns if all(_LATER.get(each[0], "dataset") in row for row in rows)], rows)
 
 
 def _measured(row: Row) -> str:
@@ -101,15 +112,9 @@ def _sampled(result: Result) -> list[Row]:
     return [row for row in result["rows"] if row["sample"]]
 
 
-def _shares(result: Result) -> str:
-    """Of a record from before prompts with half their tokens reused were counted, the other columns."""
-    counts_halves = all("half_share" in row for row in result["rows"])
-    return table([each for each in _SHARES if counts_halves or each[0] != _HALF], result["rows"])
-
-
 BLOCKS = {
-    "shares": _shares,
-    "sample": lambda result: table(_SAMPLE, _sampled(result)),
+    "shares": lambda result: _table(_SHARES, result["rows"]),
+    "sample": lambda result: _table(_SAMPLE, _sampled(result)),
     "claims": _claims,
 }
 

@@ -39,8 +39,8 @@ _COLUMNS = (
     ("reused", share("reused_share")),
     ("perplexity ratio", _RATIO),
     ("mean KL", ranged("mean_kl", ".4f")),
-    ("first token flips", share("first_flip_share")),
-    ("32 tokens equal", share("greedy_equal_share")),
+    ("first token flips", ranged_share("first_flip_share")),
+    ("32 tokens equal", ranged_share("greedy_equal_share")),
     ("stale answers", _stale),
 )
 _SCORES = (

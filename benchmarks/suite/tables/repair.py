@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from .cells import NOTHING, Cell, Result, Row, number, ranged, share, table, text
+from .cells import NOTHING, Cell, Result, Row, number, ranged, ranged_share, share, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -36,8 +36,8 @@ _COLUMNS = (
     ("3-8", _later("kl_ratio_3_8")),
     ("9-32", _later("kl_ratio_9_32")),
     ("2-32", ranged("later_kl_ratio")),
-    ("first token flips", share("first_flip_share")),
-    ("32 tokens equal", share("greedy_equal_share")),
+    ("first token flips", ranged_share("first_flip_share")),
+    ("32 tokens equal", ranged_share("greedy_equal_share")),
 )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.bench.panels import Bars, Series
 
-from .cells import Result, Row, claims, number, ranged, share, table, text
+from .cells import Result, Row, claims, number, ranged, ranged_share, share, table, text
 
 if TYPE_CHECKING:
     from kvgraft.bench.panels import Panel
@@ -24,9 +24,10 @@ def _name(row: Row) -> str:
     return f"{row['variant']} (negative control)" if row["edited_share"] is None else share("edited_share")(row)
 
 
-_SPEEDUP, _KL, _FLIPS = ranged("speedup_ratio", ".2f", "x"), number("mean_kl", ".4f"), share("first_flip_share")
+_SPEEDUP, _KL, _FLIPS = ranged("speedup_ratio", ".2f", "x"), ranged("mean_kl", ".4f"), ranged_share("first_flip_share")
 _COLUMNS = (
     ("sentences replaced", _name),
+    ("documents", text("documents")),
     ("alike (cosine)", number("cosine", ".3f")),
     ("could be reused", share("bound_share")),
     ("reused", share("reused_share")),

@@ -81,6 +81,8 @@ def test_a_row_has_times_distance_and_scores_and_an_interrupted_run_goes_on(llm,
     assert 0 <= row["mean_kl"] < 1
     assert row["scored"] == 2
     assert row["score_off"] is not None
+    assert row["score_difference"] == pytest.approx(row["score_on"] - row["score_off"])
+    assert row["mean_kl_low"] <= row["mean_kl"] <= row["mean_kl_high"]
     size = path.stat().st_size
     assert datasets.measure(llm, settings, Journal(path, {}), lambda: None) == [row]
     assert path.stat().st_size == size, "what was measured is not measured again"
@@ -106,7 +108,10 @@ def test_page_has_every_row_and_dashes_for_what_was_not_measured():
     ]
     text = "\n".join(render({"rows": rows, "settings": {}}) for render in tables.datasets.BLOCKS.values())
     assert "| lines | 1,200 | 34,567 | 25.0 % |" in text
-    assert "| ShareGPT (negative control) | 4 | 0 | - | 0.98x [0.90, 1.10] | - | - |" in text
+    assert "| ShareGPT (negative control) | 4 | 0 | - | 0.98x [0.90, 1.10] | - | - | - |" in text, "of an older record"
+    figures = {"half_share": 0.25, "greedy_equal_share": 0.5, "score_difference": None}
+    newer = tables.datasets.BLOCKS["sample"]({"rows": [each | figures for each in rows], "settings": {}})
+    assert "0.98x [0.90, 1.10] | - | - | 50.0 % | - | - |" in newer
     assert "lines: 25.0 % of tokens reused where 25.0 % can be" in text
     assert "| MultiNews | 75 % hits | MultiNews is not among the packs; with a file of it: `kvgraft bench pack" in text
     assert "over all; WildChat is not among the packs" in text, "ShareGPT stands in for it and is none of it"

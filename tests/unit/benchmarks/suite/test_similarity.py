@@ -73,14 +73,15 @@ def test_wrong_tokens_are_counted_where_the_prompt_has_others_than_the_donor():
 
 
 def record(number, **on):
-    figures = {"mean_kl": 0.25, "first_flip": 0.0, "exact_tokens": 10, "shifted_tokens": 70, "is_grafted": True}
+    figures = {"mean_kl": 0.25, "first_flip": 0.0, "greedy_equal": 1.0}
+    reuse = {"exact_tokens": 10, "shifted_tokens": 70, "is_grafted": True}
     scores = {"task": 0.5, "contains": 1.0}
     times = {mode: {"wall": [seconds, seconds], "cpu": [9.0]} for mode, seconds in (("off", 2.0), ("graft", 0.5))}
     return {
         "suite": "5%",
         "index": number,
         "off": scores,
-        "on": scores | figures | on,
+        "on": scores | figures | reuse | on,
         "times": times,
         "tokens": 100,
         "bound_tokens": 90,
@@ -101,12 +102,14 @@ def test_a_row_counts_tokens_and_takes_times_of_the_clock_that_is_asked_for():
     assert found["speedup_ratio"] == pytest.approx(4.0)
     assert (found["off_ms"], found["on_ms"]) == (2_000.0, 500.0)
     assert (found["mean_kl"], found["score_on"], found["hits"]) == (0.5, 0.5, 2)
+    assert (found["mean_kl_low"], found["mean_kl_high"]) == (0.25, 0.75)
+    assert (found["score_difference"], found["score_difference_low"]) == (0.0, 0.0)
 
 
 def test_the_page_has_a_line_per_row_with_claims_beside_it_and_names_what_is_missing():
     unrelated = record(0, exact_tokens=0, shifted_tokens=0, is_grafted=False) | {"edited_share": None}
     rows = [row("20%", record(0)), row(UNRELATED, unrelated)]
     lines = "\n".join(render({"rows": rows}) for render in tables.similarity.BLOCKS.values()).splitlines()
-    assert any(line.startswith("| 4.8 % | 0.980 | 90.0 % | 80.0 % | 0 | 4.00x") for line in lines)
+    assert any(line.startswith("| 4.8 % | 1 | 0.980 | 90.0 % | 80.0 % | 0 | 4.00x") for line in lines)
     assert any(line.startswith("| another document (negative control) |") and "| 0.0 % |" in line for line in lines)
     assert any(line.startswith("| `partial_60` |") and line.endswith("| not measured |") for line in lines)
