@@ -137,6 +137,8 @@ class SlotPool:
     def write(self, layer: int, slots: SlotIndex, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values, each `(n, num_kv_heads, head_dim)` in the pool's dtype and on its device.
 
+        They may be views of other slots, as `read` gives them; for slots among those of `slots`, use `copy`.
+
         Raises:
             ConfigError: Shape or dtype differ from what the slots hold; nothing is broadcast or cast.
         """
@@ -210,4 +212,6 @@ def _store(tensor: torch.Tensor, slots: SlotIndex, source: torch.Tensor) -> None
     if isinstance(slots, slice):
         tensor[slots].copy_(source)
     else:
-        tensor.index_copy_(0, slots, source)
+        # Slots of one head are dense, so that torch sees that a view of others lies in the same memory, and refuses it.
+        is_view = source.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        tensor.index_copy_(0, slots, source.clone() if is_view and source.shape[1] == 1 else source)

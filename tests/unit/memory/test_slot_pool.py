@@ -122,6 +122,19 @@ def test_copy_moves_all_layers_even_where_slots_overlap(dtype, source, target):
         assert torch.equal(pool.values(layer), values)
 
 
+@pytest.mark.parametrize("target", [(5, 6, 7), (5, 7, 9), (9, 4, 6)])
+def test_views_of_some_slots_are_written_to_others(dtype, target):
+    """A graft of one span reads a run of the donor's slots as a view, and its own slots may be scattered."""
+    pool = make_pool(dtype)
+    fill(pool)
+    place = pool.place(slots_of(*target))
+    for layer in range(2):
+        keys, values = (tensor.clone() for tensor in pool.read(layer, slice(1, 4)))
+        place.write(layer, *pool.read(layer, slice(1, 4)))
+        assert torch.equal(pool.keys(layer)[list(target)], keys)
+        assert torch.equal(pool.values(layer)[list(target)], values)
+
+
 def test_copy_refuses_different_lengths():
     with pytest.raises(ConfigError):
         make_pool().copy(slice(0, 2), slice(4, 5))
