@@ -218,7 +218,11 @@ class NamedPart:
 
 @dataclass(frozen=True, slots=True)
 class SpanReport:
-    """One reused span in a report."""
+    """One reused span in a report.
+
+    `length` tokens from position `target_start` of the prompt on have the K/V of as many tokens of donor `donor_id` from its
+    position `donor_start` on, moved by `position_delta` positions. `generation` is the donor's.
+    """
 
     target_start: int
     length: int
@@ -321,15 +325,20 @@ class RepairReport:
 
 @dataclass(frozen=True, slots=True)
 class GraftReport:
-    """Reuse of one request: what, from where, and at what cost. One object feeds response, metrics and traces."""
+    """Reuse of one request: what, from where, and at what cost. One object feeds response, metrics and traces.
+
+    Counts are tokens of the prompt, `num_tokens` all of them; `spans` ascend by position and do not overlap. `policy` chose
+    what was computed again; `miss` says why nothing was grafted, None where something was. `full_flops` are the operations of
+    a prefill that reuses nothing.
+    """
 
     num_tokens: int
     exact_tokens: int = 0
     """Prompt tokens with the K/V of a full prefill."""
     shifted_tokens: int = 0
-    """Prompt tokens with approximate KV (recomputed ones not counted)."""
+    """Prompt tokens with approximate K/V (recomputed ones not counted)."""
     substituted_tokens: int = 0
-    """Prompt tokens with the KV of another token."""
+    """Prompt tokens with the K/V of another token."""
     recomputed_tokens: int = 0
     """Reused tokens that the selection policy had computed again."""
     computed_tokens: int = 0

@@ -129,8 +129,11 @@ class AsyncLLM:
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenArray:
         """Turn a prompt into int64 token ids, off the event loop; ids are checked and copied.
 
+        Returns:
+            int64 (num_tokens,), the caller's own.
+
         Raises:
-            ConfigError: It is empty, not made of token ids, or text without a tokenizer.
+            ConfigError: It is empty, not made of ids in [0, vocab_size), or text without a tokenizer.
         """
         work = partial(self._engine.builder.tokenize, prompt, add_special_tokens=add_special_tokens)
         return await self._lanes.run(prompt_length(prompt), work)
@@ -142,11 +145,18 @@ class AsyncLLM:
         reuse: ReuseMode | str = ReuseMode.GRAFT,
         **options: Unpack[OptionFields],
     ) -> Request:
-        """Tokenise and check a prompt, off the event loop; arguments and errors as for `LLM.stream`."""
+        """Tokenise and check a prompt, off the event loop; arguments and errors as for `LLM.stream`.
+
+        Returns:
+            A request for `stream`; the engine holds nothing for it until then.
+        """
         return await self.build(prompt, RequestOptions.of(sampling, reuse, **options))
 
     async def build(self, prompt: Prompt, options: RequestOptions) -> Request:
         """Tokenise and check a prompt, off the event loop.
+
+        Returns:
+            A request for `stream`; the engine holds nothing for it until then.
 
         Raises:
             ConfigError: The prompt is empty or too long, or an option is wrong.
@@ -205,6 +215,8 @@ class AsyncLLM:
         Raises:
             CorruptCacheError: One does not hold.
             OverloadedError: The engine's thread has ended.
+
+        Complexity: O(slots + tokens of prefixes and donors), in which no request is served.
         """
         await self._call(self._engine.check)
 
@@ -212,6 +224,12 @@ class AsyncLLM:
         self, session_id: str = "", *, ttl_s: float | None = None, cache_salt: str = "", owner: str = ""
     ) -> tuple[str, float]:
         """Open a session; returns its id and the seconds after which it is closed if it is idle.
+
+        Args:
+            session_id: Its name; empty for a made-up one.
+            ttl_s: Seconds, at most and by default `session_ttl_s`.
+            cache_salt: That of its turns.
+            owner: Client that may use it.
 
         Raises:
             ConfigError: An argument is wrong, or the id is taken (`SessionInUseError`).
@@ -245,8 +263,11 @@ class AsyncLLM:
     async def close(self, grace_s: float = 0.0) -> None:
         """Accept no more requests, let the others finish for `grace_s` seconds, fail the rest and stop the thread.
 
-        A thread that does not come to the end of its step in what is left of that time, `_LAST_STEP_S` at least, is left
+        A thread that does not come to the end of its step in what is left of that time, five seconds at least, is left
         alone: `is_stuck` says so, and the process should end by `os._exit`.
+
+        Args:
+            grace_s: Seconds; 0 fails what is not done at once.
         """
         self._is_closing = True
         clock = asyncio.get_running_loop().time

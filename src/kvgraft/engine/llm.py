@@ -134,7 +134,14 @@ class LLM:
         return self._engine.adapter
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
-        """Turn a prompt into int64 token ids, with the tokenizer's special tokens; ids are checked and copied."""
+        """Turn a prompt into int64 token ids, with the tokenizer's special tokens; ids are checked and copied.
+
+        Returns:
+            int64 (num_tokens,), the caller's own.
+
+        Raises:
+            ConfigError: It is empty, not made of ids in [0, vocab_size), or text without a tokenizer.
+        """
         return self._engine.builder.tokenize(prompt)
 
     def generate(
@@ -147,15 +154,20 @@ class LLM:
         """Generate for each prompt in order; later prompts reuse what earlier ones computed.
 
         Args:
-            prompts: One prompt or several.
+            prompts: One prompt or several, each a text or 1-D token ids.
             sampling: How to generate; greedy by default.
             reuse: What may be reused: `graft`, `exact`, `off`, `verified` or `substitute` (`RequestOptions`).
             **options: Other fields of `RequestOptions`, for all prompts; `documents` go with one prompt.
+
+        Returns:
+            One output per prompt, in their order.
 
         Raises:
             ConfigError: A prompt is empty or too long, or an argument is wrong; nothing has been generated then.
             UnknownSessionError: The session is not open.
             SessionInUseError: A turn of it is not done: a stream that is still open.
+            OverloadedError: Streams that are open wait, as many as may (`max_waiting`).
+            RequestError: The engine failed on a prompt; later ones are not begun, and outputs of earlier ones are lost.
         """
         asked, given = RequestOptions.of(sampling, reuse, **options), _as_list(prompts)
         if asked.documents and len(given) != 1:
@@ -179,7 +191,8 @@ class LLM:
     ) -> Iterator[StreamPart]:
         """Generate for one prompt, a part per token; closing the iterator early cancels the request.
 
-        Arguments and errors as for `generate`.
+        Arguments and errors as for `generate`. A wrong prompt raises here; the engine takes the request at the first `next`,
+        and what fails from there on is raised by `next`.
         """
         return self._run(self._engine.builder.build(prompt, RequestOptions.of(sampling, reuse, **options)))
 
@@ -217,8 +230,23 @@ class LLM:
     ) -> Score:
         """Return the logits of a fixed continuation of `prompt`, as they would be served; the cache is left as it was.
 
+        Args:
+            prompt: A text or 1-D token ids.
+            continuation: 1-D token ids, at least one.
+            reuse: What may be reused for the prompt.
+            cache_salt: As of `RequestOptions`, as are `selection`, `correction` and `repair`.
+            selection: What is computed again.
+            correction: What is corrected.
+            repair: When that is done; with `after` the first row is from before it.
+
+        Returns:
+            Logits, float32 (len(continuation), vocab_size), and the prompt's report.
+
         Raises:
             ConfigError: Prompt and continuation together are too long, or an argument is wrong.
+            CapacityError: Streams that are open hold the slots.
+
+        Complexity: the prompt's prefill, and a row per token of the continuation.
         """
         token_ids = self.tokenize(continuation)
         options = RequestOptions(SamplingParams(len(token_ids)), reuse, cache_salt, selection, correction, repair)
@@ -240,8 +268,11 @@ class LLM:
     ) -> Iterator[Probe]:
         """Prefill `prompt` and lend it to try continuations of up to `num_tokens` tokens; the cache is left as it was.
 
+        Arguments as for `score`. The probe is good until the `with` ends, which takes its slots back.
+
         Raises:
             ConfigError: Prompt and continuation together are too long, or an argument is wrong.
+            CapacityError: Streams that are open hold the slots.
         """
         options = RequestOptions(SamplingParams(num_tokens), reuse, cache_salt, selection, correction, repair)
         request, engine = self._continued(prompt, options), self._engine
@@ -263,9 +294,20 @@ class LLM:
 
         What is measured so is what a request gets: a token that is drawn late sees what earlier steps have repaired.
 
+        Args:
+            prompt: A text or 1-D token ids.
+            token_ids: 1-D token ids, or none: the first tokens of the answer; greedy ones follow.
+            sampling: When the answer ends.
+            reuse: What may be reused for the prompt.
+            **options: Other fields of `RequestOptions`.
+
+        Returns:
+            Tokens, their logits, float32 (num_tokens, vocab_size), times in seconds, and the report.
+
         Raises:
             ConfigError: Prompt and answer together are too long, an argument is wrong, or a session or `prompt_logprobs` is
                 asked for.
+            CapacityError: Streams that are open hold the slots.
         """
         request = self._continued(prompt, RequestOptions.of(sampling, reuse, **options))
         if request.session is not None or sampling.prompt_logprobs is not None:
@@ -308,13 +350,18 @@ class LLM:
         return self._engine.eos_token_ids
 
     def validate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> None:
-        """Raise `ConfigError` if `generate` would refuse the prompt."""
+        """Raise `ConfigError` if `generate` would refuse the prompt.
+
+        Complexity: that of tokenising; the model is not run.
+        """
         self._engine.builder.build(prompt, RequestOptions.of(sampling, ReuseMode.GRAFT, request_id="validated"))
 
     def audit(self) -> int:
         """Hold every sampled request that has ended against full prefill; returns how many there were.
 
         `AsyncLLM` does so by itself while it has nothing else to do.
+
+        Complexity: a full prefill for each.
         """
         count = self._engine.auditor.num_pending
         while self._engine.auditor.has_work:
@@ -342,7 +389,10 @@ class LLM:
         return self._engine.healer.num_tokens - before
 
     def usage(self) -> SlotUsage:
-        """Count K/V slots that are free, or held by requests, prefixes and donors."""
+        """Count K/V slots that are free, or held by requests, prefixes and donors.
+
+        Complexity: O(1).
+        """
         return self.space.usage()
 
     def reset(self) -> None:
@@ -359,6 +409,9 @@ class LLM:
 
         Both happen in the background by themselves; this is for scripts that end at once, and for measurements.
 
+        Args:
+            timeout_s: Seconds to wait at most.
+
         Returns:
             False if it takes longer, if a store could not be asked what it has, or if there is no store.
         """
@@ -368,14 +421,14 @@ class LLM:
     def close(self) -> None:
         """Write what stores are still to have, publish the last events, and let a semantic provider give back its resources.
 
-        By itself at the latest when the interpreter ends.
+        By itself at the latest when the interpreter ends; a second call does nothing.
         """
         self._finalizer()
 
     def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping; raises `CorruptCacheError`.
 
-        Not while a `probe` is open: its slots are no request's.
+        Not while a `probe` is open: its slots are no request's. Complexity: O(slots + tokens of prefixes and donors).
         """
         self._engine.check()
 

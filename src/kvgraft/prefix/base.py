@@ -84,7 +84,7 @@ class PrefixCache(ABC):
 
         Args:
             key: Tokens and namespace; copied.
-            kv_indices: One slot per element of `key`; copied.
+            kv_indices: Integers (len(key),), one slot per element of `key`; copied.
             after: Handle of a stored prefix with which `key` begins: the insert starts after it and costs only what
                 follows. The caller vouches that the prefix is the key's own.
             priority: For the `priority` policy; the path keeps the largest it has seen.
@@ -120,7 +120,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
-        """Slots of positions `[start, end)` of a stored prefix.
+        """Slots of positions `[start, end)` of a stored prefix, int64 (end - start,); they stay the cache's.
 
         Raises:
             CorruptCacheError: The handle is of a dropped prefix or of another cache.

@@ -111,7 +111,7 @@ class RequestOutput:
 
     Attributes:
         request_id: Name given at submission.
-        prompt_token_ids: int64 prompt.
+        prompt_token_ids: int64 (num_tokens,); of a turn of a session all that the session holds.
         token_ids: Generated ids, the token that ended them included.
         text: Decoded output, without special tokens and what ended it unless the request wants these; empty if the model has
             no tokenizer.

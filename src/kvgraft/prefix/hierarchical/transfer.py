@@ -17,7 +17,10 @@ WRITE_POLICIES: dict[str, int | None] = {"write_back": None, "write_through": 1,
 
 
 class TierTransfer(Protocol):
-    """Copies of the owner of both pools, of K/V or of states. On failure it keeps nothing allocated."""
+    """Copies of the owner of both pools, of K/V or of states. On failure it keeps nothing allocated.
+
+    Slots are int64 (n,); as many are returned as were given, in the same order, and are the caller's.
+    """
 
     def backup(self, device_slots: SlotArray, /) -> SlotArray | None:
         """Copy device slots to new host slots and return those; None if there is no room on the host."""

@@ -84,6 +84,9 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             events: Where stored and removed pages are recorded; None records nothing.
             disabled: Store and match nothing.
             simulated: Without a pool: an insert without slots takes the token ids as slots, and slots may repeat.
+
+        Raises:
+            ConfigError: There is no such policy, it has no such parameter, or `policy_config` goes with no name.
         """
         if isinstance(policy, str):
             policy = make_eviction_policy(policy, policy_config)

@@ -32,11 +32,11 @@ class SemanticPrefixProvider(ABC):
 
     @abstractmethod
     def on_prefix_miss(self, rid: str, token_ids: TokenArray) -> SemanticPrefixResult | None:
-        """Propose a stored prompt for `token_ids` (the original ones, read-only), or None."""
+        """Propose a stored prompt for `token_ids` (int64 (n,), the original ones, read-only), or None."""
 
     @abstractmethod
     def on_request_cached(self, rid: str, token_ids: TokenArray) -> None:
-        """Hear that exactly `token_ids` (read-only) were stored by a finished request."""
+        """Hear that exactly `token_ids` (int64 (n,), read-only) were stored by a finished request."""
 
     def on_init(self, model_config: object = None) -> None:  # noqa: B027 (optional)
         """Prepare; called once, by an engine with what it knows of its model, by `set_semantic_provider` without."""
