@@ -14,6 +14,7 @@ from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 from kvgraft.config import VLLMConfig
 from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
+from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
 from kvgraft.reuse.stored import is_stored
 
 SCHEDULER = "kvgraft.integrations.vllm.scheduler"
@@ -75,6 +76,7 @@ def assert_nothing_is_left(engine):
     assert engine.graft.registry.reserved_tokens == 0
     assert not engine.workers.texts
     assert not engine.workers.unrepaired
+    assert {donor.donor_id for donor in engine.graft.registry.catalogue} == engine.workers.donors.keys()
 
 
 def test_copies_that_failed_are_counted_once_for_all_ranks():
@@ -93,6 +95,59 @@ def test_books_that_fail_cost_donors_and_nothing_else(load, monkeypatch):
     assert_nothing_is_left(engine)
     assert engine.graft.counts.num_errors == 2
     assert len(engine.graft.registry.catalogue) == 1
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("num_sealed", [0, 1])
+def test_a_gap_that_cannot_be_registered_leaves_no_room_reserved(load, num_sealed, monkeypatch):
+    engine = served(load)
+    seal, calls = engine.graft.registry.seal, itertools.count()
+    monkeypatch.setattr(
+        engine.graft.registry, "seal", lambda *sealed: 1 / (next(calls) != num_sealed) and seal(*sealed)
+    )
+    document, gap = DOCUMENTS[0], [*range(2000, 2040)]
+    engine.add(Request("one", gap + document[:40] + gap[::-1] + document[40:] + [7000] * 40, None, 1))
+    assert_nothing_is_left(engine)
+    assert next(calls) > num_sealed
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_donor_that_no_store_can_be_told_of_is_none(load, monkeypatch):
+    """It is in the catalogue by then, and workers would never hear of it: every prompt with its text would fall back."""
+    engine = served(load)
+    monkeypatch.setattr(engine.graft.registry.stores, "write_of", lambda _: 1 / 0)
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 60))
+    engine.add(Request("two", [*range(8000, 8070)], {"kvgraft": "exact"}, 60))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors > 1
+    assert len(engine.graft.registry.catalogue) == 1
+
+
+@pytest.mark.parametrize("failing", ["extend", "register"])
+def test_prompt_and_answer_that_are_due_at_once_are_both_captured_or_neither(failing, monkeypatch):
+    engine = Engine(make_graft("sync"))
+    request = Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 100)
+    engine.add(request)
+    engine.step(room=True, chunk=0)
+    output = engine.output_of([request])
+    output.num_scheduled_tokens["one"] = 70 + 8
+    registry = engine.graft.registry
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, failing, lambda *_: 1 / 0)
+        commands = engine.graft.commands(output)
+    assert not commands.captures
+    assert not len(registry.catalogue), "workers were not told of it"
+    assert registry.reserved_tokens == 0
+    assert engine.graft.counts.num_errors == 1
+
+
+def test_blocks_that_are_not_known_make_no_donor(monkeypatch):
+    engine = Engine(make_graft("sync"))
+    engine.add(Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 1))
+    monkeypatch.setattr(VLLMRequest, "blocks_to", lambda *_: 1 / 0)
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
 
 
 @pytest.mark.parametrize("num_opened", [0, 1, 2])

@@ -148,9 +148,13 @@ class DonorRegistry:
             return None
         self._kept_tokens += added.donor.num_tokens
         self._num_kept += 1
-        for donor in replaced:
-            self._replace(donor.donor_id, added.donor.donor_id)
-        write = self.stores.write_of(added.donor)
+        try:
+            for donor in replaced:
+                self._replace(donor.donor_id, added.donor.donor_id)
+            write = self.stores.write_of(added.donor)
+        except Exception:
+            self.forget(added.donor.donor_id)  # workers will not hear of it
+            raise
         if write is not None:
             self._writes.append(write)
         self._discards.remove(text.text_id)
