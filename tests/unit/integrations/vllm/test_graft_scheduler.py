@@ -150,6 +150,35 @@ def test_blocks_that_are_not_known_make_no_donor(monkeypatch):
     assert engine.graft.counts.num_errors == 1
 
 
+@pytest.mark.parametrize("ends", ["waiting", "half-way", "never"])
+def test_a_text_replaces_its_beginning_once_it_is_a_donor(ends):
+    """Not when it is looked up: a client may give up before, and others need the beginning until then."""
+    engine = served("sync")
+    engine.cache.clear()  # or only what follows is captured
+    (beginning,) = engine.graft.registry.catalogue
+    request = Request("longer", [*beginning.token_ids.tolist(), *range(5000, 5100)], {"kvgraft": "exact"}, 1)
+    engine.add(request)
+    engine.step(room=ends != "waiting", chunk=100)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [72]
+    if ends != "never":
+        engine.end(request)
+    assert_nothing_is_left(engine)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [172 if ends == "never" else 72]
+
+
+def test_a_beginning_that_is_grafted_when_a_text_is_complete_stays():
+    engine = served("sync")
+    engine.cache.clear()
+    (beginning,) = engine.graft.registry.catalogue
+    engine.add(Request("longer", [*beginning.token_ids.tolist(), *range(5000, 5100)], {"kvgraft": "exact"}, 1))
+    engine.step(room=True, chunk=100)
+    engine.graft.registry.catalogue.pin(beginning.donor_id)
+    engine.step(room=True, chunk=100)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [72, 172]
+    engine.graft.registry.catalogue.unpin(beginning.donor_id)
+    assert_nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("num_opened", [0, 1, 2])
 def test_room_that_cannot_be_made_for_a_gap_leaves_none_reserved(num_opened, monkeypatch):
     engine = served("sync")

@@ -49,10 +49,9 @@ class Captures:
         # What vLLM had cached is captured again only if no donor has it; of windows it is not there any more.
         is_exact = state.lineage.exact_len(num_tokens) == num_tokens
         start = 0 if is_exact and not self._facts.window and covered_to(known) < prefix_len else tail.start
-        if start == 0:
-            for donor in self.registry.rules.superseded(known):
-                self.registry.forget(donor.donor_id)
         state.held.prompt = self.registry.open(start, num_tokens, tail.generation)
+        if start == 0 and state.held.prompt is not None:
+            state.held.prompt.known = known
         state.held.output = self.registry.open_output(num_tokens, tail.generation)
 
     def open_after_graft(self, state: VLLMRequest, claim: Claim) -> None:
