@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from importlib import import_module
 
 import pytest
 from hypothesis import settings
@@ -65,6 +66,11 @@ def served(load, **options):
     for _ in range(2):
         engine.step(room=True, chunk=400)
     return engine
+
+
+def fails_once(function):
+    calls = itertools.count()
+    return lambda *given, **named: 1 / next(calls) and function(*given, **named)
 
 
 def assert_nothing_is_left(engine):
@@ -146,6 +152,37 @@ def test_blocks_that_are_not_known_make_no_donor(monkeypatch):
     engine = Engine(make_graft("sync"))
     engine.add(Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 1))
     monkeypatch.setattr(VLLMRequest, "blocks_to", lambda *_: 1 / 0)
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("claims.Claim", "lying_in"),
+        ("requests.VLLMRequest", "blocks_to"),
+        ("grafts.Grafts", "_stored_donors"),
+        ("stores.Stores", "touch"),
+    ],
+)
+def test_a_graft_that_cannot_be_sent_costs_itself_and_nothing_else(load, owner, name, monkeypatch):
+    """vLLM has counted its tokens as computed by then: its load fails at once, unless the command is on its way."""
+    engine = served(load, selection="first_k")
+    where, _, owner = owner.rpartition(".")
+    owner = getattr(import_module(f"{SCHEDULER}.{where}"), owner)
+    monkeypatch.setattr(owner, name, fails_once(getattr(owner, name)))
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 4))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("name", ["news", "receive"])
+def test_a_store_that_cannot_be_followed_costs_what_it_has_and_nothing_else(name, monkeypatch):
+    """No thread can be started for a feed, say."""
+    engine = served("sync")
+    monkeypatch.setattr(engine.graft.registry.stores, name, fails_once(getattr(engine.graft.registry.stores, name)))
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 4))
     assert_nothing_is_left(engine)
     assert engine.graft.counts.num_errors == 1
 
