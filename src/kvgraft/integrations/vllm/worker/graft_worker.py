@@ -358,11 +358,11 @@ class GraftWorker:
 
     def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
         del self._jobs[job.command.request_id]
-        if job.waits_for_repair:
-            self._unrepaired[job.command.request_id] = job
         if outcome.failed:
             self._fail(job.command, outcome)
             return
+        if job.waits_for_repair:
+            self._unrepaired[job.command.request_id] = job
         read_ms = self._reads.take_waited_ms(job.command.request_id)
         self._outcomes[job.command.request_id] = replace(outcome, read_ms=read_ms)
         if job.command.asynchronous:
