@@ -204,8 +204,9 @@ class GraftReads:
             if is_kept and block is not None:
                 self._donors.keep(donor_id, block)
         except Exception:
-            # Books of the scheduler make this impossible; a donor that one rank lacks is found out when it is read.
+            # Books of the scheduler make this impossible; others drop what this rank lacks.
             logger.exception("donor %d is not kept in host memory", donor_id)
+            is_kept = False
         (self._promoted if is_kept else self._unpromoted).add(donor_id)
 
 
