@@ -81,6 +81,7 @@ class Attempts:
             request.num_prompt_tokens,
             cached_len,
             request.max_tokens,
+            getattr(request, "resumable", False),
         )
         if known is None:
             state = VLLMRequest(prompt, Lineage(cached_len), RegistryHoldings(self._registry))

@@ -52,7 +52,7 @@ class Captures:
         state.held.prompt = self.registry.open(start, num_tokens, tail.generation)
         if start == 0 and state.held.prompt is not None:
             state.held.prompt.known = known
-        state.held.output = self.registry.open_output(num_tokens, tail.generation)
+        self._open_output(state, num_tokens, tail.generation)
 
     def open_after_graft(self, state: VLLMRequest, claim: Claim) -> None:
         """Begin to capture what a grafted request computes: the gaps by its graft, the rest by the engine."""
@@ -68,7 +68,11 @@ class Captures:
             if text is not None:
                 state.held.gaps.append(text)
         state.held.prompt = self.registry.open(*tail)
-        state.held.output = self.registry.open_output(num_tokens, tail.generation)
+        self._open_output(state, num_tokens, tail.generation)
+
+    def _open_output(self, state: VLLMRequest, start: int, generation: int) -> None:
+        if not state.prompt.is_session:
+            state.held.output = self.registry.open_output(start, generation)
 
     def due(self, state: VLLMRequest, stop: int) -> Iterable[Capture]:
         """Yield commands for what a step computes up to position `stop`; of what is to be repaired, not before that.
