@@ -340,12 +340,12 @@ class GraftScheduler:
 
     @contextmanager
     def _following_stores(self) -> Iterator[None]:
-        """Go without what stores have told if the block fails; a donor that is gone is found out when it is read."""
+        """Go without what stores report if the block fails; a donor that is gone is found out when it is read."""
         try:
             yield
         except Exception:
             self.counts.error()
-            logger.exception("stores cannot be followed; what they have told is not used")
+            logger.exception("stores cannot be followed; what they report is not used")
 
 
 def _promised(state: VLLMRequest | None) -> tuple[int, bool]:
