@@ -240,9 +240,10 @@ class DonorCatalogue:
                 f"a donor of {len(tokens)} tokens does not fit: the catalogue holds {self._capacity}, "
                 f"of which {self._pinned_tokens} are pinned; raise its capacity"
             )
+        anchors = self.finder.anchors(namespace.key, tokens)  # before anything changes: there may be no memory
         evicted = self.evict(self._num_tokens + len(tokens) - self._capacity)
         donor = Donor(self._take_id(), namespace, tokens, kv, generation, start_position, front)
-        self.finder.insert(donor, is_stored=is_stored)
+        self.finder.insert(donor, anchors, is_stored=is_stored)
         entry = self._entries[donor.donor_id] = _Registered(donor)
         self._queue.put(donor.donor_id, entry.value)
         self._num_tokens += len(tokens)

@@ -109,8 +109,14 @@ class MatchFinder:
         """Anchors and passages that the indexes could not keep so far."""
         return self.index.num_displaced + self.passages.num_displaced
 
-    def insert(self, donor: Donor, *, is_stored: bool) -> None:
-        """Index a donor's text. Complexity: O(its tokens)."""
+    def anchors(self, namespace_key: bytes, tokens: Tokens) -> Anchors:
+        """Return the anchors of a text of a namespace, for `insert`; changes nothing, and takes the most memory of all."""
+        tenant = self._tenants.get(namespace_key)
+        fingerprinter = Fingerprinter(namespace_key, self._secret) if tenant is None else tenant.fingerprinter
+        return fingerprinter.anchors(tokens)
+
+    def insert(self, donor: Donor, anchors: Anchors, *, is_stored: bool) -> None:
+        """Index a donor's text, which has these anchors. Complexity: O(its tokens)."""
         row, key = row_of(donor.donor_id), donor.namespace.key
         if key not in self._tenants:
             self._num_tenants += 1
@@ -124,7 +130,7 @@ class MatchFinder:
         self._start_positions[row] = donor.start_position
         self._tenant_of_row[row] = tenant.number
         self._is_far[row] = is_stored
-        keys, crowded_out = self.index.insert(row, tenant.fingerprinter.anchors(donor.token_ids))
+        keys, crowded_out = self.index.insert(row, anchors)
         self.passages.insert(crowded_out, self._arena, tenant.fingerprinter)
         self._texts[donor.donor_id] = _IndexedText(key, keys, donor.front)
 

@@ -133,8 +133,8 @@ class _Buffers(threading.local):
         self.reserve(0)
 
     def reserve(self, size: int) -> None:
-        self.words = np.empty((2, size), np.uint64)
-        self.halves = np.empty((4, size + WINDOW_GRAMS), np.uint32)
+        # Both or neither: there may be memory for one of them.
+        self.words, self.halves = np.empty((2, size), np.uint64), np.empty((4, size + WINDOW_GRAMS), np.uint32)
 
 
 _BUFFERS = _Buffers()

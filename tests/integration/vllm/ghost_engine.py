@@ -30,6 +30,7 @@ from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
 
 BLOCK = 32
+STOP = 1000
 
 
 class WrongKVError(AssertionError):
@@ -72,6 +73,8 @@ class _Text:
     num_blocks: int = 0
 
     def follow(self, tokens, public):
+        if self.tokens != tokens[: len(self.tokens)]:  # a session goes on in place of the last tokens drawn
+            self.tokens, self.truths, self.last_hash, self.num_blocks = [], [], None, 0
         for token in itertools.islice(tokens, len(self.tokens), None):
             self.truths.append(hash((self.truths[-1] if self.truths else 0, token)))
             self.tokens.append(token)
@@ -98,6 +101,7 @@ class GhostEngine:
 
     Attributes:
         fails: Grafts that come to their end fail.
+        stops: Names and lengths of the texts that go on with `STOP`.
     """
 
     def __init__(self, config, *, num_blocks):
@@ -117,6 +121,7 @@ class GhostEngine:
         self.graft = ours(self.scheduler.connector).scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.fails = False
+        self.stops = set()
         self.num_grafts = self.num_failed = self.num_repairs = 0
         self._depth = 2 if is_async else 1
         self._slots = [0] * (num_blocks * BLOCK)
@@ -128,18 +133,29 @@ class GhostEngine:
         self._unique = itertools.count(1)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, name, tokens, mode, *, max_tokens=1, priority=0, skips_cache=False):
-        """Let a request arrive."""
+    def add(self, name, tokens, mode, *, max_tokens=1, priority=0, skips_cache=False, is_session=False):
+        """Let a request arrive, or further input of a session."""
         parameters = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,
+            stop_token_ids=[STOP],
             skip_reading_prefix_cache=skips_cache,
             extra_args={"kv_transfer_params": {"kvgraft": mode}},
         )
-        self._texts[name] = _Text()
+        if not is_session or name not in self.scheduler.requests:
+            self._texts[name] = _Text()
         self.scheduler.add_request(
-            Request(name, tokens, parameters, None, block_hasher=self._hasher, priority=priority, arrival_time=0.0)
+            Request(
+                name,
+                tokens,
+                parameters,
+                None,
+                block_hasher=self._hasher,
+                priority=priority,
+                arrival_time=0.0,
+                resumable=is_session,
+            )
         )
 
     def abort(self, name):
@@ -398,4 +414,6 @@ class GhostEngine:
     def _sampled(self, rows):
         """A token where a step reaches the end of what is known, none in the middle of a prefill."""
         tokens = self._texts[rows.name].tokens
+        if (rows.name, len(tokens)) in self.stops:
+            return [STOP]
         return [] if rows.stop < len(tokens) else [(7 * len(tokens) + tokens[-1]) % 50]

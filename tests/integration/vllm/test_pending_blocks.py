@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 from ghost_engine import BLOCK, GhostEngine, config_of
 from models import save_tiny
+from vllm.v1.request import RequestStatus
 
 from engines import text
 
@@ -145,3 +146,26 @@ def test_nobody_finds_what_a_failed_graft_was_to_compute(folder, is_async, arriv
     engine.step()
     engine.finish()
     assert engine.num_failed == 1
+
+
+@pytest.mark.parametrize("is_ended", [False, True], ids=["goes-on", "ends"])
+@pytest.mark.parametrize("num_drawn", [62, 63, 64, 65])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
+def test_what_a_session_takes_back_is_no_donor(folder, is_async, num_drawn, is_ended):
+    """Further input takes the place of the last token drawn, whose K/V a step under way has computed, and captured."""
+    engine = GhostEngine(config_of(folder, is_async=is_async), num_blocks=60)
+    prompt = text(20, 40)
+    engine.stops.add(("talks", len(prompt) + num_drawn))
+    engine.add("talks", [*prompt], "graft", max_tokens=200, is_session=True)
+    request = engine.scheduler.requests["talks"]
+    for _ in range(num_drawn + 5):
+        engine.step()
+    assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    engine.add("talks", text(21, 30), "graft", max_tokens=200, is_session=True)
+    while not is_ended and request.num_output_tokens < 20:
+        engine.step()
+    engine.abort("talks")
+    engine.finish()
+    engine.add("other", text(22, 60), "graft")  # workers hear of the donors
+    engine.finish()
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [len(prompt), 60]

@@ -327,6 +327,18 @@ def test_a_repair_that_fails_leaves_nothing_approximate(served, broken, num_fail
     assert served.scheduler.counts.num_errors == 1
 
 
+def test_a_graft_that_fails_leaves_nothing_to_repair(served, repairs, monkeypatch):
+    """Workers would keep its donors' K/V for good: nobody asks for the repair of a graft that was not made."""
+    cold = exact_answer(served, IN_GAPS)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(GraftPass, "advance", lambda *_: 1 / 0)
+        answer = run(served, IN_GAPS, forced=FORCED)
+    assert_alike(answer, cold, first=1)
+    assert answer.report["miss"]["reason"] == "error"
+    assert not repairs
+    assert not served.worker._unrepaired
+
+
 def test_a_policy_that_fails_in_a_repair_leaves_nothing_approximate(served, monkeypatch):
     exact, exact_kv = exact_answer(served, IN_GAPS)
     monkeypatch.setattr(served.worker, "_policy", FailsLater())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvgraft.donors import DonorCatalogue, new_secret, set_process_secret
+from kvgraft.donors.fingerprint import Fingerprinter
 from kvgraft.donors.secret import process_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 from kvgraft.types import KeyedNamespace, Match, Namespace
@@ -178,6 +179,19 @@ def test_text_that_cannot_fit_is_refused_and_evicts_nothing():
             catalogue.add(NAMESPACE, make_text(length, seed=2), None)
     assert len(catalogue) == 2
     assert catalogue.add(NAMESPACE, make_text(100, seed=2), None).donor is not None
+
+
+def test_text_that_finds_no_memory_is_no_donor_and_evicts_nothing(monkeypatch):
+    catalogue, known = make_catalogue(make_text(100), make_text(100, seed=1), capacity=200)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fingerprinter, "anchors", lambda *_: 1 / 0)
+        for namespace in (NAMESPACE, Namespace("other")):
+            with pytest.raises(ZeroDivisionError):
+                catalogue.add(namespace, make_text(100, seed=2), None)
+    assert ids(catalogue) == known
+    catalogue.check()
+    assert ids(catalogue.add(NAMESPACE, make_text(100, seed=2), None).evicted) == known[:1]
+    catalogue.check()
 
 
 def test_rebind_changes_the_handle_and_nothing_else():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvgraft.donors import fingerprint
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, WINDOW_GRAMS, Fingerprinter
 
 KEY = b"0123456789abcdef"
@@ -127,3 +128,20 @@ def test_lower_bits_are_spread_evenly():
     counts = np.bincount((hashes & np.uint64(255)).astype(np.int64), minlength=256)
     mean = len(hashes) / 256
     assert abs(counts - mean).max() < 6 * mean**0.5
+
+
+def test_memory_that_is_missing_once_is_no_matter_later(monkeypatch):
+    """Of the two arrays of a thread one is had and the other is not."""
+    made, fingerprinter = np.empty, Fingerprinter(KEY, SECRET)
+    text = make_text(1000 + fingerprint._BUFFERS.words.shape[1])
+
+    def missing(shape, dtype=float):
+        if dtype is np.uint32:
+            raise MemoryError
+        return made(shape, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", missing)
+        with pytest.raises(MemoryError):
+            fingerprinter.anchors(text)
+    assert len(fingerprinter.anchors(text).hashes)

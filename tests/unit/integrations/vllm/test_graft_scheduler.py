@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from importlib import import_module
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,7 @@ from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 from kvgraft.config import VLLMConfig
 from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
+from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
 from kvgraft.reuse.stored import is_stored
 
 SCHEDULER = "kvgraft.integrations.vllm.scheduler"
@@ -66,6 +68,11 @@ def served(load, **options):
     return engine
 
 
+def fails_once(function):
+    calls = itertools.count()
+    return lambda *given, **named: 1 / next(calls) and function(*given, **named)
+
+
 def assert_nothing_is_left(engine):
     while engine.running or engine.waiting:
         engine.step(room=True, chunk=400)
@@ -75,6 +82,7 @@ def assert_nothing_is_left(engine):
     assert engine.graft.registry.reserved_tokens == 0
     assert not engine.workers.texts
     assert not engine.workers.unrepaired
+    assert {donor.donor_id for donor in engine.graft.registry.catalogue} == engine.workers.donors.keys()
 
 
 def test_copies_that_failed_are_counted_once_for_all_ranks():
@@ -93,6 +101,142 @@ def test_books_that_fail_cost_donors_and_nothing_else(load, monkeypatch):
     assert_nothing_is_left(engine)
     assert engine.graft.counts.num_errors == 2
     assert len(engine.graft.registry.catalogue) == 1
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("num_sealed", [0, 1])
+def test_a_gap_that_cannot_be_registered_leaves_no_room_reserved(load, num_sealed, monkeypatch):
+    engine = served(load)
+    seal, calls = engine.graft.registry.seal, itertools.count()
+    monkeypatch.setattr(
+        engine.graft.registry, "seal", lambda *sealed: 1 / (next(calls) != num_sealed) and seal(*sealed)
+    )
+    document, gap = DOCUMENTS[0], [*range(2000, 2040)]
+    engine.add(Request("one", gap + document[:40] + gap[::-1] + document[40:] + [7000] * 40, None, 1))
+    assert_nothing_is_left(engine)
+    assert next(calls) > num_sealed
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_donor_that_no_store_can_be_told_of_is_none(load, monkeypatch):
+    """It is in the catalogue by then, and workers would never hear of it: every prompt with its text would fall back."""
+    engine = served(load)
+    monkeypatch.setattr(engine.graft.registry.stores, "write_of", lambda _: 1 / 0)
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 60))
+    engine.add(Request("two", [*range(8000, 8070)], {"kvgraft": "exact"}, 60))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors > 1
+    assert len(engine.graft.registry.catalogue) == 1
+
+
+@pytest.mark.parametrize("failing", ["extend", "register"])
+def test_prompt_and_answer_that_are_due_at_once_are_both_captured_or_neither(failing, monkeypatch):
+    engine = Engine(make_graft("sync"))
+    request = Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 100)
+    engine.add(request)
+    engine.step(room=True, chunk=0)
+    output = engine.output_of([request])
+    output.num_scheduled_tokens["one"] = 70 + 8
+    registry = engine.graft.registry
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, failing, lambda *_: 1 / 0)
+        commands = engine.graft.commands(output)
+    assert not commands.captures
+    assert not len(registry.catalogue), "workers were not told of it"
+    assert registry.reserved_tokens == 0
+    assert engine.graft.counts.num_errors == 1
+
+
+def test_blocks_that_are_not_known_make_no_donor(monkeypatch):
+    engine = Engine(make_graft("sync"))
+    engine.add(Request("one", DOCUMENTS[0], {"kvgraft": "exact"}, 1))
+    monkeypatch.setattr(VLLMRequest, "blocks_to", lambda *_: 1 / 0)
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("claims.Claim", "lying_in"),
+        ("requests.VLLMRequest", "blocks_to"),
+        ("grafts.Grafts", "_stored_donors"),
+        ("stores.Stores", "touch"),
+    ],
+)
+def test_a_graft_that_cannot_be_sent_costs_itself_and_nothing_else(load, owner, name, monkeypatch):
+    """vLLM has counted its tokens as computed by then: its load fails at once, unless the command is on its way."""
+    engine = served(load, selection="first_k")
+    where, _, owner = owner.rpartition(".")
+    owner = getattr(import_module(f"{SCHEDULER}.{where}"), owner)
+    monkeypatch.setattr(owner, name, fails_once(getattr(owner, name)))
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 4))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("ends", ["waiting", "half-way", "after-it"])
+def test_a_request_that_is_cancelled_leaves_its_turn_to_be_exact_to_the_next_one(ends):
+    engine = served("sync", refresh_after=1)
+    document = [*range(5000, 5040)] + DOCUMENTS[0]
+
+    def ask(number, *, room=True, chunk=400):
+        request = Request(f"{number}", document + [7000 + number] * 40, None, 60)
+        engine.add(request)
+        engine.step(room=room, chunk=chunk)
+        claim = engine.graft._attempts.running[request.request_id].claim
+        return request, claim is None or not claim.plan.is_approximate
+
+    assert not ask(0)[1]
+    cancelled, is_exact = ask(1, room=ends != "waiting", chunk=400 if ends == "after-it" else 60)
+    assert is_exact
+    engine.end(cancelled)
+    engine.cache.clear()
+    for donor in list(engine.graft.registry.catalogue)[1:]:
+        engine.graft.registry.forget(donor.donor_id)
+    assert ask(2)[1] is (ends != "after-it")
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["news", "receive"])
+def test_a_store_that_cannot_be_followed_costs_what_it_has_and_nothing_else(name, monkeypatch):
+    """No thread can be started for a feed, say."""
+    engine = served("sync")
+    monkeypatch.setattr(engine.graft.registry.stores, name, fails_once(getattr(engine.graft.registry.stores, name)))
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 4))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
+@pytest.mark.parametrize("ends", ["waiting", "half-way", "never"])
+def test_a_text_replaces_its_beginning_once_it_is_a_donor(ends):
+    """Not when it is looked up: a client may give up before, and others need the beginning until then."""
+    engine = served("sync")
+    engine.cache.clear()  # or only what follows is captured
+    (beginning,) = engine.graft.registry.catalogue
+    request = Request("longer", [*beginning.token_ids.tolist(), *range(5000, 5100)], {"kvgraft": "exact"}, 1)
+    engine.add(request)
+    engine.step(room=ends != "waiting", chunk=100)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [72]
+    if ends != "never":
+        engine.end(request)
+    assert_nothing_is_left(engine)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [172 if ends == "never" else 72]
+
+
+def test_a_beginning_that_is_grafted_when_a_text_is_complete_stays():
+    engine = served("sync")
+    engine.cache.clear()
+    (beginning,) = engine.graft.registry.catalogue
+    engine.add(Request("longer", [*beginning.token_ids.tolist(), *range(5000, 5100)], {"kvgraft": "exact"}, 1))
+    engine.step(room=True, chunk=100)
+    engine.graft.registry.catalogue.pin(beginning.donor_id)
+    engine.step(room=True, chunk=100)
+    assert [donor.num_tokens for donor in engine.graft.registry.catalogue] == [72, 172]
+    engine.graft.registry.catalogue.unpin(beginning.donor_id)
+    assert_nothing_is_left(engine)
 
 
 @pytest.mark.parametrize("num_opened", [0, 1, 2])

@@ -112,3 +112,13 @@ def test_what_a_failed_load_left_goes_with_a_preemption():
     loading.num_computed_tokens = 0
     loading.step(0, preempted=["loads"])
     assert loading.manager.public == {0}
+
+
+def test_a_question_that_failed_half_way_is_asked_anew(monkeypatch):
+    """Blocks that were not noted would pass for computed ones in the same step, and a graft read what nobody has computed."""
+    loading = Loading(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading.manager, "get_blocks", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _ = loading.hit
+    assert loading.hit is HitState.OWED

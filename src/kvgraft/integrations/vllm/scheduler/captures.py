@@ -49,11 +49,10 @@ class Captures:
         # What vLLM had cached is captured again only if no donor has it; of windows it is not there any more.
         is_exact = state.lineage.exact_len(num_tokens) == num_tokens
         start = 0 if is_exact and not self._facts.window and covered_to(known) < prefix_len else tail.start
-        if start == 0:
-            for donor in self.registry.rules.superseded(known):
-                self.registry.forget(donor.donor_id)
         state.held.prompt = self.registry.open(start, num_tokens, tail.generation)
-        state.held.output = self.registry.open_output(num_tokens, tail.generation)
+        if start == 0 and state.held.prompt is not None:
+            state.held.prompt.known = known
+        self._open_output(state, num_tokens, tail.generation)
 
     def open_after_graft(self, state: VLLMRequest, claim: Claim) -> None:
         """Begin to capture what a grafted request computes: the gaps by its graft, the rest by the engine."""
@@ -69,29 +68,37 @@ class Captures:
             if text is not None:
                 state.held.gaps.append(text)
         state.held.prompt = self.registry.open(*tail)
-        state.held.output = self.registry.open_output(num_tokens, tail.generation)
+        self._open_output(state, num_tokens, tail.generation)
+
+    def _open_output(self, state: VLLMRequest, start: int, generation: int) -> None:
+        if not state.prompt.is_session:
+            state.held.output = self.registry.open_output(start, generation)
 
     def due(self, state: VLLMRequest, stop: int) -> Iterable[Capture]:
-        """Yield commands for what a step computes up to position `stop`; of what is to be repaired, not before that."""
+        """Yield commands for what a step computes up to position `stop`; of what is to be repaired, not before that.
+
+        The prompt comes last: it may become a donor here, of which workers hear with its command or never.
+        """
         prompt, output = state.held.prompt, state.held.output
-        if prompt is not None and state.repair_phase is not RepairPhase.DUE and prompt.next < min(stop, prompt.stop):
-            yield self._capture(state, prompt, min(stop, prompt.stop))
         if output is not None and stop - output.next >= self._facts.output_chunk:
             if self.registry.extend(output, stop):
                 yield self._capture(state, output, stop)
             else:
                 state.held.output = None
                 self.registry.abandon(output)
+        if prompt is not None and state.repair_phase is not RepairPhase.DUE and prompt.next < min(stop, prompt.stop):
+            yield self._capture(state, prompt, min(stop, prompt.stop))
 
     def graft_ended(self, state: VLLMRequest, *, failed: bool) -> None:
         """Register the gaps that a graft computed, or give them up."""
         while state.held.gaps:
-            text = state.held.gaps.pop(0)
+            text = state.held.gaps[0]
             text.next = text.stop
             if failed:
                 self.registry.abandon(text)
             else:
                 self.registry.seal(state.prompt.namespace, state.prompt.token_ids, text)
+            del state.held.gaps[0]  # not before: what fails is given up by what is held
 
     def end(self, state: VLLMRequest, token_ids: NDArray[np.int32]) -> None:
         """Register the answer of a request that ended, unless its prompt is incomplete. Gaps stay open."""
@@ -104,9 +111,10 @@ class Captures:
         held.prompt = held.output = None
 
     def _capture(self, state: VLLMRequest, text: CapturedText, stop: int) -> Capture:
+        blocks = state.blocks_to(stop, self._facts.block_sizes)
         start, text.next = text.next, stop
         donor_id = None
         if text is state.held.prompt and text.is_complete:
             donor_id = self.registry.register(state.prompt.namespace, state.prompt.token_ids, text)
             state.held.prompt = None
-        return Capture(text.text_id, start, stop, state.blocks_to(stop, self._facts.block_sizes), donor_id)
+        return Capture(text.text_id, start, stop, blocks, donor_id)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor
     from kvgraft.integrations.vllm.messages import TextId, Write
     from kvgraft.memory.store import KVStore
-    from kvgraft.types import DonorId, Namespace
+    from kvgraft.types import DonorId, Match, Namespace
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +34,7 @@ class CapturedText:
         start: Position of its first token.
         stop: First position after it.
         next: First position that is not captured yet.
+        known: Matches of it as it was opened: donors with which it begins leave once it is one.
     """
 
     text_id: TextId
@@ -41,6 +42,7 @@ class CapturedText:
     stop: int
     generation: int
     next: int
+    known: Sequence[Match] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -125,7 +127,7 @@ class DonorRegistry:
     def register(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> DonorId | None:
         """Turn a complete text into a donor, of which the caller informs workers. None if it cannot become one.
 
-        Donors of a higher generation that have no other text leave for it.
+        Donors of a higher generation that have no other text leave for it, and those with which it begins.
         """
         self._release(text)
         self._discards.append(text.text_id)  # taken back once it is a donor
@@ -148,9 +150,15 @@ class DonorRegistry:
             return None
         self._kept_tokens += added.donor.num_tokens
         self._num_kept += 1
-        for donor in replaced:
-            self._replace(donor.donor_id, added.donor.donor_id)
-        write = self.stores.write_of(added.donor)
+        try:
+            for donor in replaced:
+                self._replace(donor.donor_id, added.donor.donor_id)
+            for donor in self.rules.superseded(text.known):
+                self.forget(donor.donor_id)
+            write = self.stores.write_of(added.donor)
+        except Exception:
+            self.forget(added.donor.donor_id)  # workers will not hear of it
+            raise
         if write is not None:
             self._writes.append(write)
         self._discards.remove(text.text_id)

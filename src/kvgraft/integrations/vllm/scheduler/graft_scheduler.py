@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.messages import StepCommands
@@ -22,7 +23,7 @@ from kvgraft.reuse.failures import miss_of
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvgraft.config.vllm import VLLMConfig
     from kvgraft.integrations.vllm.messages import StoreReport, WorkerReport
+    from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
     from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
 
@@ -164,7 +166,18 @@ class GraftScheduler:
         elif claim.num_tokens != num_tokens:
             self._grafts.send_void(state, claim, "vLLM cut the graft")
         else:
+            self._send(state, claim)
+
+    def _send(self, state: VLLMRequest, claim: Claim) -> None:
+        """Have a claim carried out. If that fails before its command is on its way, the load fails at once."""
+        try:
             self._grafts.send(state, claim)
+        except Exception as error:
+            logger.exception("graft of request %s was not sent as it should be", state.request_id)
+            if state.waits_for_graft:
+                self.counts.error()
+            else:
+                self._grafts.send_void(state, claim, miss_of(error).detail)  # counted with its outcome
 
     def _note_blocks(self, request: Request, state: VLLMRequest | None) -> None:
         """Note which of a request's blocks this step is to fill."""
@@ -186,7 +199,8 @@ class GraftScheduler:
 
     def commands(self, output: SchedulerOutput) -> StepCommands:
         """Return what workers do in this step."""
-        self.registry.follow_stores()
+        with self._following_stores():
+            self.registry.follow_stores()
         for req_id in output.preempted_req_ids or ():
             preempted = self._attempts.running.get(req_id)
             if preempted is not None and preempted.hashes is not None:
@@ -320,8 +334,18 @@ class GraftScheduler:
             self.registry.promoted(donor_id, is_kept=False)
         for donor_id in report.promoted:
             self.registry.promoted(donor_id, is_kept=True)
-        self.registry.stores.receive(report)
+        with self._following_stores():
+            self.registry.stores.receive(report)
         self.counts.stores(report.counts)
+
+    @contextmanager
+    def _following_stores(self) -> Iterator[None]:
+        """Go without what stores report if the block fails; a donor that is gone is found out when it is read."""
+        try:
+            yield
+        except Exception:
+            self.counts.error()
+            logger.exception("stores cannot be followed; what they report is not used")
 
 
 def _promised(state: VLLMRequest | None) -> tuple[int, bool]:

@@ -105,11 +105,11 @@ class Grafts:
             void,
             repairs_after=claim.repairs_after,
         )
-        state.phase = AttemptPhase.GRAFTING
-        self._unsent.append(graft)
         if not claim.asynchronous:  # vLLM publishes the blocks of an asynchronous one when it is through
             blocks = state.blocks_to(claim.first_approximate, self._block_sizes)
             self._pending.owe(state.request_id, blocks, claim.plan.prefix_len, claim.first_approximate)
+        state.phase = AttemptPhase.GRAFTING
+        self._unsent.append(graft)
 
     def _stored_donors(self, claim: Claim) -> dict[DonorId, DonorToRead]:
         """Return those of a claim's donors that must be read, as they lie now: one may have come nearer meanwhile."""

@@ -100,9 +100,11 @@ class PendingBlocks:
         if any(not found.isdisjoint(owed) for owed in self._owed.values()):
             return HitState.OWED
         if self._scheduled is None:  # vLLM admits requests after it has scheduled all that run
-            self._scheduled, self._loaded = set(), set()
+            scheduled: Ids = set()
+            self._loaded = set()
             for holder in self._holders.values():
-                self._note(holder, self._scheduled)
+                self._note(holder, scheduled)
+            self._scheduled = scheduled  # only once all are noted: what is missing in it counts as computed
         if not found.isdisjoint(self._loaded):
             return HitState.OWED
         return HitState.COMPUTED if found.isdisjoint(self._scheduled) else HitState.SCHEDULED

@@ -51,7 +51,8 @@ class AskedPrompt:
     """A prompt as vLLM asks for it.
 
     `token_ids` (int32) are all tokens at the lookup, the first `num_prompt_tokens` of them the prompt; vLLM's own prefix
-    cache has `cached_len` of them. The answer has `max_tokens` at most.
+    cache has `cached_len` of them. The answer has `max_tokens` at most. A session goes on with further input, in place of the
+    last token of the answer, of which K/V may have been captured: its answers become no donors.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class AskedPrompt:
     num_prompt_tokens: int
     cached_len: int
     max_tokens: int | None = None
+    is_session: bool = False
 
     @property
     def text(self) -> NDArray[np.int32]:

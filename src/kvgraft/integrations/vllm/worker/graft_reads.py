@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.errors import StoreError, StoreMissError
+from kvgraft.errors import StoreError, StoreMissError, one_line
 from kvgraft.integrations.vllm.worker.ranks import lowest
 from kvgraft.memory.block import KVBlock
 from kvgraft.memory.store.tier.tasks import TaskThreads
@@ -65,21 +65,28 @@ class GraftReads:
         self._copies = TaskThreads("kvgraft-promotion")
 
     def begin(self, command: Graft) -> None:
-        """Begin to read what a graft needs; never waits and never raises."""
+        """Begin to read what a graft needs; never waits and never raises: what cannot begin shows in `poll`, to all ranks."""
         if not command.stored:
             return
-        whole, parts = {}, []
+        order = self._orders[command.request_id] = _Order(command, [], {}, self._clock())
+        try:
+            self._read_parts(order)
+        except Exception as error:
+            logger.exception("reads of request %s cannot begin", command.request_id)
+            order.problem = one_line(error)
+
+    def _read_parts(self, order: _Order) -> None:
+        command, whole = order.command, order.whole
         for index, span in enumerate(command.spans):
             stored = command.stored.get(span.donor_id)
             if stored is None:
                 continue
             if not stored.is_promoted:
-                parts.append((index, self._stores.read(stored.key, span.donor_start, span.length), 0))
+                order.parts.append((index, self._stores.read(stored.key, span.donor_start, span.length), 0))
                 continue
             if span.donor_id not in whole:
                 whole[span.donor_id] = self._stores.read(stored.key, 0, stored.num_tokens)
-            parts.append((index, whole[span.donor_id], span.donor_start))
-        self._orders[command.request_id] = _Order(command, parts, whole, self._clock())
+            order.parts.append((index, whole[span.donor_id], span.donor_start))
 
     def give_up(self, request_id: str) -> None:
         """Read nothing more for a graft; one that reads nothing is ignored."""
@@ -88,7 +95,7 @@ class GraftReads:
         if order is not None:
             for _, read, _ in order.parts:
                 read.cancel()
-            self._unpromoted |= order.whole.keys()
+            self._unpromoted |= {name for name, stored in order.command.stored.items() if stored.is_promoted}
 
     def drop(self, donor_id: DonorId) -> None:
         """Do not keep a donor that is on its way into host memory."""
@@ -153,6 +160,8 @@ class GraftReads:
 
     def _progress(self, order: _Order) -> int:
         """Return how many first spans have arrived here; `_GIVEN_UP` if one will not."""
+        if order.problem:
+            return _GIVEN_UP
         count = 0
         for _, read, _ in order.parts:
             if not read.settle():
@@ -195,7 +204,11 @@ class GraftReads:
                 logger.exception("donor %d is not kept in host memory", donor_id)
                 blocks.append(None)
 
-        self._copies.submit(copy)
+        try:
+            self._copies.submit(copy)
+        except Exception:
+            logger.exception("donor %d is not kept in host memory", donor_id)
+            blocks.append(None)
 
     def _settle(self, donor_id: DonorId, promotion: _Promotion, *, is_kept: bool) -> None:
         del self._promotions[donor_id]
@@ -204,8 +217,9 @@ class GraftReads:
             if is_kept and block is not None:
                 self._donors.keep(donor_id, block)
         except Exception:
-            # Books of the scheduler make this impossible; a donor that one rank lacks is found out when it is read.
+            # Books of the scheduler make this impossible; others drop what this rank lacks.
             logger.exception("donor %d is not kept in host memory", donor_id)
+            is_kept = False
         (self._promoted if is_kept else self._unpromoted).add(donor_id)
 
 

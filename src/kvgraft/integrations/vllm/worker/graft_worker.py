@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import BlockIds, Capture, Graft, GraftRepair, StepCommands, TextId
+    from kvgraft.integrations.vllm.messages import BlockIds, Capture, Graft, GraftRepair, StepCommands, TextId, Write
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
     from kvgraft.types import DonorId
 
@@ -175,9 +175,7 @@ class GraftWorker:
             if capture.donor_id is not None:
                 self._seal(capture.text_id, capture.donor_id)
         for write in commands.writes:
-            read = self._donors.later(write.donor_id)
-            if read is not None:
-                self._stores.write(write.record, read)
+            self._write(write)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Return asynchronous grafts that ended since the last call, and those among them that failed."""
@@ -358,11 +356,11 @@ class GraftWorker:
 
     def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
         del self._jobs[job.command.request_id]
-        if job.waits_for_repair:
-            self._unrepaired[job.command.request_id] = job
         if outcome.failed:
             self._fail(job.command, outcome)
             return
+        if job.waits_for_repair:
+            self._unrepaired[job.command.request_id] = job
         read_ms = self._reads.take_waited_ms(job.command.request_id)
         self._outcomes[job.command.request_id] = replace(outcome, read_ms=read_ms)
         if job.command.asynchronous:
@@ -446,6 +444,15 @@ class GraftWorker:
             logger.exception("capture of computed text failed; it becomes no donor")
             self._num_failed_copies += 1
             self._lose(capture.text_id)
+
+    def _write(self, write: Write) -> None:
+        try:
+            read = self._donors.later(write.donor_id)
+            if read is not None:
+                self._stores.write(write.record, read)
+        except Exception:
+            logger.exception("a donor cannot be written; it is not stored")
+            self._num_failed_copies += 1
 
 
 def _not_made(reason: str, *, is_store_miss: bool = False) -> GraftOutcome:

@@ -193,8 +193,9 @@ class KeyDeviationPass(GraftPass):
         reused = self._reused[(self._reused >= rows[0]) & (self._reused <= rows[-1])]
         place = prompt.homes[0].place(reused)
         before = place.read(CHECK_LAYER)[0]
+        tokens = torch.from_numpy(prompt.token_ids[rows]).to(prompt.rank.device)
         with prompt.rank.batch(RowRuns.of(rows), prompt.homes) as positions:
-            hidden = self._stack.embed(prompt.token_ids[rows], prompt.rank.device)
+            hidden = self._stack.embed(tokens)
             hidden, residual = self._stack.run(positions, hidden, None, 0, CHECK_LAYER + 1)
         assert residual is not None
         self._states.append((hidden, residual))

@@ -165,8 +165,9 @@ def _check_stack(rank: RankModel, stack: DecoderStack, tolerance: float) -> None
     prompt = _Scratch(rank)
     expected = prompt.read()
     prompt.blank(prompt.everything)
+    tokens = torch.from_numpy(prompt.token_ids).to(rank.device)
     with rank.batch(RowRuns.of(prompt.everything), prompt.homes) as on_device:
-        hidden, residual = stack.run(on_device, stack.embed(prompt.token_ids, rank.device), None, 0, 1)
+        hidden, residual = stack.run(on_device, stack.embed(tokens), None, 0, 1)
         stack.run(on_device, hidden, residual, 1, len(stack.layers))
     _require_equal(expected, prompt.read(), tolerance, "decoder layers run one by one")
 

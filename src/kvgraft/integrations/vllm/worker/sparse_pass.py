@@ -74,8 +74,9 @@ class RankModel:
 
     def run(self, token_ids: NDArray[np.int32], runs: RowRuns, homes: Sequence[GroupKV]) -> None:
         """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing."""
+        tokens = torch.from_numpy(token_ids).to(self.device)  # what may fail comes before the vote
         with self.batch(runs, homes) as on_device:
-            self.model(input_ids=torch.from_numpy(token_ids).to(self.device), positions=on_device)
+            self.model(input_ids=tokens, positions=on_device)
 
     def run_aside(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> None:
         """Run rows without any K/V: attention layers store and return nothing, and hooks attend in their place (`QueryLook`).
@@ -129,9 +130,9 @@ class DecoderStack:
             "selection 'kv_deviation' runs decoder layers one by one and does not know this model; use 'first_k'"
         )
 
-    def embed(self, token_ids: NDArray[np.int32], device: torch.device) -> Tensor:
-        """Return the hidden states that enter the first layer."""
-        hidden: Tensor = self.body.embed_input_ids(torch.from_numpy(token_ids).to(device))  # type: ignore[operator]
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the hidden states that enter the first layer; a collective operation where ranks share the vocabulary."""
+        hidden: Tensor = self.body.embed_input_ids(token_ids)  # type: ignore[operator]
         return hidden
 
     def run(
