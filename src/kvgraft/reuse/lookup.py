@@ -172,7 +172,7 @@ class Lookup:
         self._min_run = min_run
         self._max_generation = max_generation
         self._min_saved_tokens = min_saved_tokens
-        self.refresh = Refresh(refresh_after)
+        self._refresh = Refresh(refresh_after)
         self._deadline_ms = deadline_ms
         self._cut = cut
         self._near = near
@@ -206,7 +206,7 @@ class Lookup:
                 whatever is grafted.
         """
         if not len(self._donors):
-            self.refresh.clear()
+            self._refresh.clear()
             return Found(Miss(MissReason.NO_DONORS))
         expected_ms = self._expected_ms(len(token_ids))
         if expected_ms > self._deadline_ms:
@@ -223,7 +223,7 @@ class Lookup:
                 other = self._plan(filled, prefix_len, len(token_ids), costs, read_cost)
                 planned = max(planned, other, key=lambda plan: _saved(plan, costs, read_cost))
             if may_refresh and isinstance(planned, GraftPlan):
-                planned = self.refresh.revised(namespace, token_ids, planned)
+                planned = self._refresh.revised(namespace, token_ids, planned)
         except Exception as error:
             self.num_errors += 1
             logger.exception("a lookup failed; the request is computed instead")
@@ -232,9 +232,13 @@ class Lookup:
         self._recent_ms_per_token.append(lookup_ms / max(1, len(token_ids)))
         return Found(planned, matches, lookup_ms)
 
+    def give_back(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]]) -> None:
+        """Note that a prompt was cancelled before it was computed; see `Refresh.give_back`."""
+        self._refresh.give_back(namespace, token_ids)
+
     def reset(self) -> None:
         """All that was computed is forgotten, and so is which prompts reused it; how long lookups take is not."""
-        self.refresh.clear()
+        self._refresh.clear()
 
     def _matches(
         self, donors: DonorFinder, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int
@@ -281,7 +285,7 @@ class Lookup:
         if matches and not usable:
             return Miss(MissReason.NOT_WORTH_IT, "the matches are too short for this engine to load")
         # A prompt that is an exact prefix for the most part is a turn of a conversation, and others will follow.
-        followers = self.refresh.after if 2 * prefix_len >= num_tokens else 0
+        followers = self._refresh.after if 2 * prefix_len >= num_tokens else 0
         plan = partial(
             plan_graft, num_tokens, prefix_len, min_run=self._min_run, read_cost=read_cost, followers=followers
         )

@@ -132,7 +132,7 @@ class Decisions:
 
     def give_back(self, prompt: AskedPrompt) -> None:
         """Note that a request ended before its prompt was computed."""
-        self._lookup.refresh.give_back(prompt.namespace, prompt.text)
+        self._lookup.give_back(prompt.namespace, prompt.text)
 
     def reset(self) -> None:
         """All donors are forgotten."""
