@@ -232,10 +232,6 @@ class Lookup:
         self._recent_ms_per_token.append(lookup_ms / max(1, len(token_ids)))
         return Found(planned, matches, lookup_ms)
 
-    def give_back(self, namespace: Namespace, token_ids: NDArray[np.integer[Any]]) -> None:
-        """Note that a prompt was cancelled before it was computed; see `Refresh.give_back`."""
-        self._refresh.give_back(namespace, token_ids)
-
     def reset(self) -> None:
         """All that was computed is forgotten, and so is which prompts reused it; how long lookups take is not."""
         self._refresh.clear()

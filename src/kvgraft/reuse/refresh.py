@@ -13,7 +13,7 @@ with its look at the prompt and the correction, are about a fifth of a prefill, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvgraft.donors.front import Fronts
 from kvgraft.types import GraftPlan, Miss, MissReason
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from kvgraft.types import KeyedNamespace, Namespace
 
-_Value = TypeVar("_Value")
 _REMEMBERED = 4096
 """Prompts, and places in them, that are remembered: the last ones, about 200 bytes each."""
 
@@ -47,24 +46,11 @@ class Refresh:
         self.after = after
         self._paid: OrderedDict[bytes, int] = OrderedDict()
         self._answers: OrderedDict[bytes, int] = OrderedDict()
-        self._turns: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()
 
     def clear(self) -> None:
         """Remember nothing: what was reused is gone."""
-        for known in (self._paid, self._answers, self._turns):
-            known.clear()
-
-    def give_back(self, namespace: Namespace | KeyedNamespace, token_ids: NDArray[np.integer[Any]]) -> None:
-        """Let the next prompt that begins alike have this one's turn: it was cancelled. Ignored where it was not its turn.
-
-        Complexity: O(num_tokens) of hashing while there are prompts that took their turn.
-        """
-        if not self._turns:
-            return
-        prompt = Fronts(namespace.key, token_ids).up_to(len(token_ids))
-        for place, paid in self._turns.pop(prompt, {}).items():
-            _remember(self._paid, place, max(paid, self._paid.get(place, 0)))
-            self._answers.pop(prompt, None)
+        self._paid.clear()
+        self._answers.clear()
 
     def revised(
         self, namespace: Namespace | KeyedNamespace, token_ids: NDArray[np.integer[Any]], plan: GraftPlan
@@ -101,9 +87,8 @@ class Refresh:
         if rest < sum(span.length for span in spans[:num_due]):
             num_due = len(spans)  # a little that stays approximate keeps everything after it from being exact
         # Others that begin alike may be looked up before this one is computed: one of them is enough.
-        paid = {place: self._paid.pop(place) for place in places[:num_due] if place in self._paid}
-        if paid:
-            _remember(self._turns, prompt, paid)
+        for place in places[:num_due]:
+            self._paid.pop(place, None)
         for place in places[num_due:]:
             _remember(self._paid, place, self._paid.get(place, 0) + 1)
         stop = spans[num_due - 1].target_end if num_due else 0
@@ -111,7 +96,7 @@ class Refresh:
         return stop
 
 
-def _remember(entries: OrderedDict[bytes, _Value], key: bytes, value: _Value) -> None:
+def _remember(entries: OrderedDict[bytes, int], key: bytes, value: int) -> None:
     """Set an entry and forget the one that was set longest ago, if there are too many."""
     entries[key] = value
     entries.move_to_end(key)

@@ -48,32 +48,6 @@ def test_the_third_question_about_a_moved_document_is_computed_in_full():
     assert answers == [False, False, True, False], "behind it counting begins again"
 
 
-def test_a_turn_that_is_given_back_is_the_next_ones():
-    rule = Refresh(2)
-    asked = [prompt(INSTRUCTION, DOCUMENT, question(i)) for i in range(6)]
-    for tokens in asked[:2]:
-        revised(rule, tokens, (50, 250, False))
-    rule.give_back(NAMESPACE, asked[0])
-    assert not is_refreshed(revised(rule, asked[0], (50, 250, False))), "it was not its turn"
-    assert is_refreshed(revised(rule, asked[2], (50, 250, False)))
-    rule.give_back(OTHER_TENANT, asked[2])
-    assert not is_refreshed(revised(rule, asked[3], (50, 250, False)))
-    rule.give_back(NAMESPACE, asked[2])
-    rule.give_back(NAMESPACE, asked[2])
-    assert is_refreshed(revised(rule, asked[4], (50, 250, False)))
-    assert not is_refreshed(revised(rule, asked[5], (50, 250, False)))
-
-
-def test_a_turn_that_is_given_back_is_that_of_what_others_have():
-    """What followed the document was only computed because a little that stays approximate is worth nothing."""
-    rule = Refresh(1)
-    revised(rule, prompt(INSTRUCTION, DOCUMENT, question(0)), (50, 250, False))
-    longer = prompt(INSTRUCTION, DOCUMENT, question(1), question(2))
-    assert is_refreshed(revised(rule, longer, (50, 250, False), (250, 290, False)))
-    rule.give_back(NAMESPACE, longer)
-    assert is_refreshed(revised(rule, prompt(INSTRUCTION, DOCUMENT, question(3)), (50, 250, False)))
-
-
 def test_turns_of_a_conversation_count_although_each_reuses_further():
     rule = Refresh(2)
     text = prompt(INSTRUCTION, DOCUMENT, *(question(i) for i in range(4)))

@@ -177,29 +177,6 @@ def test_a_graft_that_cannot_be_sent_costs_itself_and_nothing_else(load, owner, 
     assert engine.graft.counts.num_errors == 1
 
 
-@pytest.mark.parametrize("ends", ["waiting", "half-way", "after-it"])
-def test_a_request_that_is_cancelled_leaves_its_turn_to_be_exact_to_the_next_one(ends):
-    engine = served("sync", refresh_after=1)
-    document = [*range(5000, 5040)] + DOCUMENTS[0]
-
-    def ask(number, *, room=True, chunk=400):
-        request = Request(f"{number}", document + [7000 + number] * 40, None, 60)
-        engine.add(request)
-        engine.step(room=room, chunk=chunk)
-        claim = engine.graft._attempts.running[request.request_id].claim
-        return request, claim is None or not claim.plan.is_approximate
-
-    assert not ask(0)[1]
-    cancelled, is_exact = ask(1, room=ends != "waiting", chunk=400 if ends == "after-it" else 60)
-    assert is_exact
-    engine.end(cancelled)
-    engine.cache.clear()
-    for donor in list(engine.graft.registry.catalogue)[1:]:
-        engine.graft.registry.forget(donor.donor_id)
-    assert ask(2)[1] is (ends != "after-it")
-    assert_nothing_is_left(engine)
-
-
 @pytest.mark.parametrize("name", ["news", "receive"])
 def test_a_store_that_cannot_be_followed_costs_what_it_has_and_nothing_else(name, monkeypatch):
     """No thread can be started for a feed, say."""

@@ -239,8 +239,6 @@ class Attempts:
             state.held.unpin()
             self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
             self._show_provider(state, request.all_token_ids[: request.num_computed_tokens])
-            if request.num_computed_tokens < state.prompt.num_prompt_tokens:
-                self._decisions.give_back(state.prompt)
         num_drawn = len(request.all_token_ids) - state.prompt.num_prompt_tokens
         # Of an answer that ended with its first token, no later one was drawn from what a repair under way changes.
         awaits_repair = state.repair_phase is RepairPhase.SENT and num_drawn > 1

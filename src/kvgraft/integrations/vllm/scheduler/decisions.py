@@ -130,10 +130,6 @@ class Decisions:
         )
         return self._claims.of(planned, found.matches, repair=repair)
 
-    def give_back(self, prompt: AskedPrompt) -> None:
-        """Note that a request ended before its prompt was computed."""
-        self._lookup.give_back(prompt.namespace, prompt.text)
-
     def reset(self) -> None:
         """All donors are forgotten."""
         self._lookup.reset()
