@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kvgraft.http.errors import BadRequestError
+from kvgraft.http.json_io import nests_deeply
 
 if TYPE_CHECKING:
     from kvgraft.http.fields import Fields
@@ -103,6 +104,7 @@ def _tool_call(fields: Fields) -> Message:
     function = fields.section("function")
     if not function.text("name"):
         raise function.error("name", "is missing")
+    fields.text("id")
     arguments: object = function.values.get("arguments")
     if isinstance(arguments, str):
         arguments = parsed_arguments(arguments)
@@ -115,4 +117,4 @@ def parsed_arguments(text: str) -> object:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and not nests_deeply(value) else text

@@ -248,6 +248,25 @@ def test_json_parser_tells_models_of_tools_whose_template_does_not(make_server, 
         assert text in (prompt if template is None else prompt.replace('\\"', '"'))
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages }} {# tool_calls #}"])
+def test_arguments_that_nest_deeply_stay_text(make_server, template):
+    """They are the model's own words, which come back with the next turn."""
+    server = make_server()
+    server.engine.loaded.tokenizer.chat_template = template
+    arguments = '{"a": ' + "[" * 600 + "]" * 600 + "}"
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1", "tool_call_id": "c"}]
+    assert server.chat(*said).status == 200
+    assert "[" * 600 in server.engine.prepared[-1]
+
+
+@pytest.mark.parametrize("call_id", [["c"], {"c": 1}, 5, True])
+def test_an_id_of_a_call_that_is_no_text_is_400(server, call_id):
+    call = {"id": call_id, "function": {"name": "add", "arguments": "{}"}}
+    reply = server.chat({"role": "assistant", "tool_calls": [call]})
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].tool_calls[0].id")
+
+
 def test_provisional_stream_with_tools_is_400(hermes):
     fields = {"stream": True, "kvgraft": {"reuse": "verified", "provisional": True}}
     assert hermes.chat(tools=[TOOL], **fields).error["param"] == "kvgraft.provisional"
