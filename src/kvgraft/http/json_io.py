@@ -34,12 +34,10 @@ def parse_object(body: bytes) -> dict[str, object]:
         raise ValueError("the body is not valid UTF-8") from error
     try:
         value = parse_text(text)
-        if _MAYBE_SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("a text holds half of a surrogate pair, which is no character") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from error
+    if _MAYBE_SURROGATE.search(body) and has_half_characters(value):
+        raise ValueError("a text holds half of a surrogate pair, which is no character")
     if not isinstance(value, dict):
         raise ValueError('the body must be a JSON object such as {"prompt": "..."}')  # noqa: TRY004 - one error for callers
     return value
@@ -77,6 +75,15 @@ def nests_deeply(value: object) -> bool:
             return False
         level = [inner for each in outer for inner in (each.values() if isinstance(each, dict) else each)]
     return True
+
+
+def has_half_characters(value: object) -> bool:
+    """Return whether a text of a JSON value has half of a surrogate pair; the value does not nest deeply. O(size)."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def json_bytes(value: object) -> bytes:

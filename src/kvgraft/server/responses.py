@@ -105,7 +105,7 @@ def _said(fields: Fields) -> JSONObject:
 
 
 def _require_repeatable(fields: Fields) -> None:
-    """Refuse numbers such as 1e999 in what a response repeats as it came: they are read as infinity, which JSON does not have."""
+    """Refuse numbers such as 1e999 in what a response repeats as it came: they are read as infinity."""
     for name in _REPEATED:
         try:
             json_bytes(fields.values.get(name))

@@ -249,15 +249,16 @@ def test_json_parser_tells_models_of_tools_whose_template_does_not(make_server, 
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }} {# tool_calls #}"])
-def test_arguments_that_nest_deeply_stay_text(make_server, template):
+@pytest.mark.parametrize("value", ["[" * 600 + "]" * 600, '"\\ud800"'], ids=["deep", "half a character"])
+def test_arguments_that_templates_cannot_take_stay_text(make_server, template, value):
     """They are the model's own words, which come back with the next turn."""
     server = make_server()
     server.engine.loaded.tokenizer.chat_template = template
-    arguments = '{"a": ' + "[" * 600 + "]" * 600 + "}"
+    arguments = f'{{"a": {value}}}'
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1", "tool_call_id": "c"}]
     assert server.chat(*said).status == 200
-    assert "[" * 600 in server.engine.prepared[-1]
+    assert value.strip('"') in server.engine.prepared[-1]
 
 
 @pytest.mark.parametrize("call_id", [["c"], {"c": 1}, 5, True])
