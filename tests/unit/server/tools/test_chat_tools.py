@@ -7,6 +7,9 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from kvgraft.http.fields import Fields
+from kvgraft.server.tools import parse_tool_use
+
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 OTHER = {"type": "function", "function": {"name": "stop"}}
@@ -295,3 +298,24 @@ def test_bad_field_is_named(hermes, fields, param):
     assert reply.status == 400, reply.body
     assert reply.error["param"] == param
     assert hermes.engine.prepared == []
+
+
+class CountedName(str):
+    """A name that counts how often it is compared."""
+
+    __slots__ = ()
+    num_compared = 0
+
+    def __eq__(self, other):
+        CountedName.num_compared += 1
+        return str(self) == str(other)
+
+    __hash__ = str.__hash__
+
+
+def test_each_of_many_tools_is_looked_at_once():
+    """A body has room for 130,000: to compare each with all others kept all clients waiting for minutes."""
+    CountedName.num_compared = 0
+    use = parse_tool_use(Fields({"tools": [{"function": {"name": CountedName(f"f{n}")}} for n in range(1_000)]}))
+    assert len(use.functions) == 1_000
+    assert CountedName.num_compared < 10_000
