@@ -96,7 +96,7 @@ class _Inspector:
                 Route("/api/requests", self.requests),
                 Route("/api/reports", self.reports),
                 Route("/api/engine", self.engine),
-                Route("/requests/{number:int}", self.request),
+                Route("/requests/{number}", self.request),
             ]
         )
 
@@ -133,7 +133,8 @@ class _Inspector:
 
     async def request(self, request: Request) -> Response:
         """What is known of a request, as `kvgraft explain --html` writes it."""
-        entry = self._source.log.get(request.path_params["number"])
+        number = request.path_params["number"]
+        entry = self._source.log.get(int(number)) if _is_number(number) else None
         if entry is None:
             return PlainTextResponse("this request is not kept any more\n", 404)
         explained = entry.explained

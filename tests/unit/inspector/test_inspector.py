@@ -166,7 +166,7 @@ class TestRequest:
         assert "script-src" not in reply.headers["content-security-policy"]
         assert reply.headers["content-security-policy"].startswith("default-src 'none'")
 
-    @pytest.mark.parametrize("number", ["2", "0", "9" * 40])
+    @pytest.mark.parametrize("number", ["2", "0", "9" * 40, "9" * 5_000, "\u00b2", "x"])
     def test_one_that_is_not_kept_is_not_found(self, number):
         assert ask(Source(make_record()), f"/requests/{number}").status == 404
 
