@@ -253,9 +253,10 @@ def test_two_who_put_unlike_bytes_never_mix_them(server):
         store.close()
 
 
-def test_a_repeated_publication_is_no_loss(server, store):
+@pytest.mark.parametrize("ttl_s", [0, 86_400])
+def test_a_repeated_publication_is_no_loss(server, ttl_s):
     """The answer to a transaction may be lost and the client sends it again."""
-    wanted = make_object(1)
+    store, wanted = open_store(server.url(value_bytes=1 << 14, ttl_s=ttl_s)), make_object(1)
     publish = store._publish
 
     def twice(*arguments):
@@ -265,6 +266,7 @@ def test_a_repeated_publication_is_no_loss(server, store):
     store._publish = twice
     assert put(store, wanted) is True
     assert fault_of(store, wanted) == ""
+    store.close()
 
 
 def test_parts_of_a_put_that_failed_are_dropped_or_expire(server, store):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from kvgraft.config.setting import without_password
 from kvgraft.graft.weights import named_state, weights_digest
 from kvgraft.memory.store.record import space_name
 from kvgraft.memory.store.registry import open_stores
@@ -73,7 +74,7 @@ def open_store_tier(
                 max_generation=config.max_generation,
             )
             return space.stores
-        logger.warning("store=%s is not used: %s", config.store, refusal)
+        logger.warning("store=%s is not used: %s", without_password(config.store), refusal)
     except BaseException:
         for store in stores:
             store.close()

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MOST_LEVELS = 200
+"""Lists and objects in one another: what looks through a value takes up to three of Python's 1000 calls for each."""
 
 
 class _RefusedError(ValueError):
@@ -32,12 +34,10 @@ def parse_object(body: bytes) -> dict[str, object]:
         raise ValueError("the body is not valid UTF-8") from error
     try:
         value = parse_text(text)
-        if _MAYBE_SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("a text holds half of a surrogate pair, which is no character") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from error
+    if _MAYBE_SURROGATE.search(body) and has_half_characters(value):
+        raise ValueError("a text holds half of a surrogate pair, which is no character")
     if not isinstance(value, dict):
         raise ValueError('the body must be a JSON object such as {"prompt": "..."}')  # noqa: TRY004 - one error for callers
     return value
@@ -52,14 +52,38 @@ def parse_text(text: str) -> object:
     """
     if text.startswith("\ufeff"):
         raise json.JSONDecodeError("there is a byte order mark", text, 0)
+    too_deep = f"the JSON is nested too deeply; use at most {_MOST_LEVELS} levels of lists and objects"
     try:
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse_constant)
     except RecursionError as error:
-        raise ValueError("the JSON is nested too deeply") from error
+        raise ValueError(too_deep) from error
     except (json.JSONDecodeError, _RefusedError):
         raise
     except ValueError as error:  # Python's own, the only one that is left; it speaks to programmers
         raise ValueError(f"a number has more than {sys.get_int_max_str_digits():,} digits") from error
+    if text.count("[") + text.count("{") > _MOST_LEVELS and nests_deeply(value):
+        raise ValueError(too_deep)
+    return value
+
+
+def nests_deeply(value: object) -> bool:
+    """Return whether a JSON value has more levels than can be looked through. O(size)."""
+    level = [value]
+    for _ in range(_MOST_LEVELS + 1):
+        outer = [each for each in level if isinstance(each, dict | list)]
+        if not outer:
+            return False
+        level = [inner for each in outer for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+def has_half_characters(value: object) -> bool:
+    """Return whether a text of a JSON value has half of a surrogate pair; the value does not nest deeply. O(size)."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def json_bytes(value: object) -> bytes:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kvgraft.http.errors import BadRequestError
+from kvgraft.http.json_io import has_half_characters, nests_deeply
 
 if TYPE_CHECKING:
     from kvgraft.http.fields import Fields
@@ -103,6 +104,7 @@ def _tool_call(fields: Fields) -> Message:
     function = fields.section("function")
     if not function.text("name"):
         raise function.error("name", "is missing")
+    fields.text("id")
     arguments: object = function.values.get("arguments")
     if isinstance(arguments, str):
         arguments = parsed_arguments(arguments)
@@ -110,9 +112,10 @@ def _tool_call(fields: Fields) -> Message:
 
 
 def parsed_arguments(text: str) -> object:
-    """Templates expect arguments as an object, OpenAI's API carries them as JSON text."""
+    """Templates expect arguments as an object, OpenAI's API carries them as JSON text; what they cannot take stays text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    is_taken = isinstance(value, dict) and not nests_deeply(value) and not has_half_characters(value)
+    return value if is_taken else text

@@ -45,6 +45,7 @@ _PERIOD_S = 1.0
 _MOST_ROWS = 200
 """Requests of one answer; the page asks for older ones when its user does."""
 _MOST_STREAMS = 16
+_MOST_DIGITS = 15
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
 _REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -95,7 +96,7 @@ class _Inspector:
                 Route("/api/requests", self.requests),
                 Route("/api/reports", self.reports),
                 Route("/api/engine", self.engine),
-                Route("/requests/{number:int}", self.request),
+                Route("/requests/{number}", self.request),
             ]
         )
 
@@ -115,7 +116,7 @@ class _Inspector:
         """Requests in descending order, 200 at most: `before` a number, with `text` in them, of a `reuse`."""
         query = request.query_params
         before = query.get("before", "0")
-        if not (before.isascii() and before.isdigit() and len(before) < 16):
+        if not _is_number(before):
             return PlainTextResponse("before must be a number\n", 400)
         await self._source.refresh()
         which = Filter(query.get("text", "").lower(), query.get("reuse", ""))
@@ -132,7 +133,8 @@ class _Inspector:
 
     async def request(self, request: Request) -> Response:
         """What is known of a request, as `kvgraft explain --html` writes it."""
-        entry = self._source.log.get(request.path_params["number"])
+        number = request.path_params["number"]
+        entry = self._source.log.get(int(number)) if _is_number(number) else None
         if entry is None:
             return PlainTextResponse("this request is not kept any more\n", 404)
         explained = entry.explained
@@ -154,7 +156,7 @@ class _Inspector:
         if self._num_streams >= _MOST_STREAMS:
             return PlainTextResponse(f"{_MOST_STREAMS} browsers watch already; close one\n", 503)
         epoch, _, seen = request.headers.get("last-event-id", "").partition("-")
-        last = int(seen) if epoch == self._epoch and seen.isdigit() else None
+        last = int(seen) if epoch == self._epoch and _is_number(seen) else None
         headers = {"x-accel-buffering": "no"}
         return StreamingResponse(self._news(last), media_type="text/event-stream", headers=headers)
 
@@ -214,6 +216,11 @@ def _told(entry: Entry) -> dict[str, Any]:
         "output_tokens": explained.output_tokens,
         "attempts": [dict(attempt.report) for attempt in explained.attempts],
     }
+
+
+def _is_number(text: str) -> bool:
+    """Return whether this can be a request's number."""
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def _file(name: str) -> Response:

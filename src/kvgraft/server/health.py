@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from kvgraft.errors import KVGraftError
+from kvgraft.errors import KVGraftError, one_line
 from kvgraft.observability.process import process_memory
 from kvgraft.reuse.report import risk_as_dict
 
@@ -100,6 +100,9 @@ class HealthMonitor:
         except KVGraftError as error:
             self._problem = str(error)
             logger.error("the cache's invariant is broken: %s", error)  # noqa: TRY400 - the message says it all
+        except Exception as error:  # a cache may be another package's, and what is broken may be what is looked at
+            self._problem = f"it cannot be checked: {one_line(error)}"
+            logger.exception("the cache's invariant cannot be checked")
         finally:
             self._check = None
 

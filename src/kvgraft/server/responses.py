@@ -12,6 +12,7 @@ from kvgraft.http.access_log import access_of
 from kvgraft.http.body import read_object
 from kvgraft.http.chat_template import template_of
 from kvgraft.http.fields import Fields
+from kvgraft.http.json_io import json_bytes
 from kvgraft.server.arguments import body_error
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat_form import ChatForm
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from kvgraft.server.logprobs import TokenTexts
 
 _ID_PREFIX = "resp_"
+_REPEATED = ("metadata", "reasoning", "text", "tool_choice", "tools")
+"""Fields with values of any depth that stand in responses."""
 
 
 async def create_response(request: Request) -> GenerationResponse:
@@ -79,6 +82,7 @@ class ResponsesResponse(GenerationResponse):
 def _said(fields: Fields) -> JSONObject:
     """Return what a response repeats of its request."""
     values = fields.values
+    _require_repeatable(fields)
     tools = [{"parameters": None, "strict": False, **tool.values} for tool in fields.sections("tools")]
     text = values.get("text") or {}
     assert isinstance(text, dict)
@@ -98,3 +102,12 @@ def _said(fields: Fields) -> JSONObject:
         "top_p": fields.number("top_p", 1.0, 0, 1),
         "truncation": "disabled",
     }
+
+
+def _require_repeatable(fields: Fields) -> None:
+    """Refuse numbers such as 1e999 in what a response repeats as it came: they are read as infinity."""
+    for name in _REPEATED:
+        try:
+            json_bytes(fields.values.get(name))
+        except ValueError as error:
+            raise fields.error(name, "has a number beyond what 64 bits hold; write a smaller one") from error

@@ -166,7 +166,7 @@ class TestRequest:
         assert "script-src" not in reply.headers["content-security-policy"]
         assert reply.headers["content-security-policy"].startswith("default-src 'none'")
 
-    @pytest.mark.parametrize("number", ["2", "0", "9" * 40])
+    @pytest.mark.parametrize("number", ["2", "0", "9" * 40, "9" * 5_000, "\u00b2", "x"])
     def test_one_that_is_not_kept_is_not_found(self, number):
         assert ask(Source(make_record()), f"/requests/{number}").status == 404
 
@@ -233,6 +233,20 @@ class TestStream:
     def test_who_has_seen_another_server_gets_all(self, seen):
         reply = ask(Source(make_record("r0")), "/events", headers=(HERE, (b"last-event-id", seen)))
         assert [each["id"] for each in news(reply)[0]["requests"]] == ["r0"]
+
+    @pytest.mark.parametrize("number", ["\u00b2", "9" * 5_000])
+    def test_a_number_of_the_last_event_that_is_none_is_passed_over(self, number):
+        source = Source(make_record("r0"), num_events=9)
+        app = create_inspector(source)
+
+        async def both():
+            first = await exchange(app, "GET", "/events", headers=(HERE,), leave_after=2)
+            seen = next(line for line in first.body.decode().splitlines() if line.startswith("id: "))
+            epoch = seen.removeprefix("id: ").partition("-")[0]
+            headers = (HERE, (b"last-event-id", f"{epoch}-{number}".encode("latin-1")))
+            return await exchange(app, "GET", "/events", headers=headers, leave_after=2)
+
+        assert [each["id"] for each in news(asyncio.run(both()))[0]["requests"]] == ["r0"]
 
     def test_a_crowd_is_refused(self):
         source = Source(num_events=10_000)

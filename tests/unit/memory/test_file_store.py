@@ -578,6 +578,29 @@ class TestFaultsOfTheSystem:
             assert total.num_bytes == listed_bytes(root) == 32_768
         assert fault_of(store, put(store, 2)) == ""
 
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+    @pytest.mark.parametrize("is_new", [True, False])
+    def test_a_full_disk_has_no_room_for_the_total_and_keeps_no_store_from_opening(
+        self, root, monkeypatch, code, is_new
+    ):
+        """The directory is the truth: a total that cannot be written is counted anew."""
+        kept = [] if is_new else [put(FileStore(root), 1)]
+        names = {key: getattr(os, key) for key in dir(os)}
+
+        def full(*_):
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(file_budget, "os", SimpleNamespace(**(names | {"pwrite": full})))
+        store = FileStore(root)
+        kept.append(put(store, 2))
+        monkeypatch.undo()
+        assert store.keys(SPACE) == {each.key for each in kept}
+        with store.budget.locked() as total:
+            assert total.num_bytes is None
+        put(store, 3)
+        with store.budget.locked() as total:
+            assert total.num_bytes == listed_bytes(root)
+
     def test_a_read_that_fails_is_no_miss(self, root, failing):
         store = FileStore(root)
         wanted = put(store, 1)

@@ -86,3 +86,10 @@ def test_what_is_no_store_is_refused():
     register_store("mine", lambda where, options: {})
     with pytest.raises(IntegrationError, match="is a dict"):
         open_stores("mine:here")
+
+
+@pytest.mark.parametrize("where", ["//me:s3cret@host:1", "//:s3cret@host", "//me:s3cret@[::1"])
+def test_a_password_that_mooncake_does_not_have_is_not_shown(where):
+    with pytest.raises(ConfigError, match="write mooncake://HOST:PORT") as refused:
+        open_stores(f"mooncake:{where}")
+    assert "s3cret" not in str(refused.value)

@@ -32,6 +32,8 @@ JSON = (b"content-type", b"application/json")
         (b'{"prompt": "x", "prompt": "y"}', "given twice"),
         (b'{"prompt": "x", "a": {"b": 1, "b": 1}}', "given twice"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deeply"),
+        (b'{"prompt": "x", "metadata": ' + b"[" * 200 + b"]" * 200 + b"}", "at most 200 levels"),
+        (b'{"prompt": "x", "metadata": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}", "at most 200 levels"),
         (b'{"prompt": "x", "seed": ' + b"9" * 5_000 + b"}", "a number has more than 4,300 digits"),
         (b'{"prompt": "x", "seed": -' + b"9" * 5_000 + b"}", "a number has more than 4,300 digits"),
         (b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
@@ -108,6 +110,10 @@ def test_a_body_whose_length_is_said_twice_is_refused(server, path):
 def test_number_beyond_float_is_400(server):
     reply = server.post("/v1/completions", b'{"prompt": "x", "temperature": 1e999}')
     assert (reply.status, reply.error["param"]) == (400, "temperature")
+
+
+def test_many_brackets_side_by_side_are_not_deep(server):
+    assert server.complete([[1]] * 100, metadata=[[[]] * 300, {"a": "[" * 300}]).status == 200
 
 
 def test_surrogate_pairs_are_characters(server):

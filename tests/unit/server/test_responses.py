@@ -259,3 +259,20 @@ def test_documents_have_names_here_too(server):
     respond(server, "Read this text.", kvgraft={"documents": [{"id": "a", "text": "this text"}]})
     [label] = server.engine.calls[-1].documents
     assert (label.document_id, label.stop - label.start) == ("a", len("this text"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metadata", '{"a": 1e999}'),
+        ("tools", '[{"type": "function", "name": "f", "parameters": {"properties": {"a": {"maximum": -1e999}}}}]'),
+    ],
+)
+def test_a_number_that_cannot_be_repeated_is_400(hermes, name, value, stream):
+    """Responses repeat what was asked, and JSON has no infinity."""
+    body = json.dumps({"input": "Hi", "stream": stream})[:-1] + f', "{name}": {value}}}'
+    reply = hermes.post("/v1/responses", body.encode())
+    assert (reply.status, reply.error["param"]) == (400, name)
+    assert "64 bits" in reply.error["message"]
+    assert hermes.engine.prepared == []

@@ -120,6 +120,7 @@ def test_health_says_who_holds_states(server):
     [
         ({"is_alive": False}, "engine_dead"),
         ({"check_error": CorruptCacheError("a slot is lost")}, "invariant_broken"),
+        ({"check_error": AssertionError("a check of another package's cache")}, "invariant_broken"),
     ],
 )
 def test_health_is_503_when_the_engine_is_not_well(server, change, status):

@@ -24,6 +24,7 @@ from kvgraft.config.setting import setting
 from kvgraft.errors import CapacityError, ConfigError, StoreError, StoreMissError, one_line
 from kvgraft.memory.store.base import KVStore
 from kvgraft.memory.store.file_budget import (
+    FULL,
     LOCK_NAME,
     SUFFIX,
     TEMPORARY,
@@ -47,7 +48,6 @@ _KNOWN_HEADS = 1 << 16
 _LONGEST_WRITE = 1 << 26
 _NO_FILE = {errno.ELOOP, errno.ENXIO}
 """Errors of opening a link or a socket."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class FileStore(KVStore):
             raise
         except OSError as error:
             line = f"{self.root} cannot {verb} {what}: {one_line(error)}"
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise CapacityError(line) from error
             raise StoreError(line) from error
 

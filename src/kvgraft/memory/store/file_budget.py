@@ -8,6 +8,7 @@ high at worst, and the next look mends it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -29,6 +30,8 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 LOCK_NAME = ".kvgraft-lock"
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk that has no room."""
 _BLOCK = 4096
 _TOTAL = struct.Struct("<q")
 _MOST_BYTES = (1 << 63) - 1
@@ -175,9 +178,14 @@ class LockedTotal:
             self.num_bytes = None
 
     def set(self, num_bytes: int) -> None:
-        """Write it; sparse files may claim more than a number has room for."""
+        """Write it; sparse files may claim more than a number has room for. On a full disk the next one counts anew."""
         self.num_bytes = max(num_bytes, 0)
-        os.pwrite(self._descriptor, _TOTAL.pack(min(self.num_bytes, _MOST_BYTES)), 0)
+        try:
+            os.pwrite(self._descriptor, _TOTAL.pack(min(self.num_bytes, _MOST_BYTES)), 0)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            os.ftruncate(self._descriptor, 0)
 
     def add(self, num_bytes: int) -> None:
         """Change it, if it has been counted."""

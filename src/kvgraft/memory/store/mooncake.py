@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvgraft.config.setting import setting
+from kvgraft.config.setting import setting, without_password
 from kvgraft.errors import CapacityError, ConfigError, StoreError, StoreMissError, one_line
 from kvgraft.memory.store.base import KVStore
 from kvgraft.memory.store.file_budget import is_name
@@ -90,7 +90,8 @@ def open_mooncake_store(where: str, options: Mapping[str, str]) -> MooncakeStore
     except ValueError:
         host = port = None
     if not host or not port or url.path.strip("/") or url.username:
-        raise ConfigError(f"the master of store 'mooncake:{where}' cannot be read; write mooncake://HOST:PORT")
+        shown = without_password(f"mooncake:{where}")
+        raise ConfigError(f"the master of store {shown!r} cannot be read; write mooncake://HOST:PORT")
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:

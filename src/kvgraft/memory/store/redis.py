@@ -268,11 +268,13 @@ class RedisStore(KVStore):
             batch.set(self._head(space, key), head, nx=True, ex=self._ttl_s or None)
             self._index(batch, space, {key: expiry})
             batch.delete(self._token(space))
+            if names:  # by itself: of a repeated transaction `PERSIST` says that nothing was to be done
+                batch.exists(*names)
             answers = batch.execute()
         is_mine = answers[len(names)] is not None
         if not is_mine:  # unless the transaction was repeated because its answer was lost
             is_mine = self._beginning(space, key) == head[:PARTS_BYTES]
-        return is_mine, all(answers[: len(names)])
+        return is_mine, not names or answers[-1] == len(names)
 
     def _fill(self, space: str, key: str, parts: Parts, offset: int, into: memoryview) -> Parts | None:
         """Read; gives where the parts are by now, so that `into` counts only if that is where they were."""
@@ -325,7 +327,7 @@ class RedisStore(KVStore):
                 batch.execute()
 
     def _live_on(self, batch: Any, name: str) -> None:  # noqa: ANN401
-        """Begin a time to live anew; the answer says whether there is such a value, if it was being staged."""
+        """Begin a time to live anew."""
         if self._ttl_s:
             batch.expire(name, self._ttl_s)
         else:

@@ -122,8 +122,9 @@ def traces_url(endpoint: str) -> str:
     """
     try:
         path = urlsplit(endpoint).path
-    except ValueError as error:
-        raise ConfigError(f"otlp_endpoint is no URL: {error}; write one such as http://localhost:4318") from error
+    except ValueError:
+        # The message of urllib may hold a password.
+        raise ConfigError("otlp_endpoint is no URL; write one such as http://localhost:4318") from None
     return endpoint if path not in ("", "/") else endpoint.rstrip("/") + _TRACES_PATH
 
 

@@ -71,9 +71,11 @@ def parse_tool_use(fields: Fields, *, is_flat: bool = False) -> ToolUse:
     shown = tuple(parse_tools(fields, is_flat=is_flat))
     functions = [_function(tool if is_flat else tool.section("function")) for tool in fields.sections("tools")]
     names = [function.name for function in functions]
+    seen: set[str] = set()
     for number, name in enumerate(names):
-        if name in names[:number]:
+        if name in seen:
             raise fields.error(f"tools[{number}]", f"is the second function with the name {name!r}")
+        seen.add(name)
     is_parallel = fields.flag("parallel_tool_calls", default=True)
     choice = fields.values.get("tool_choice") or "auto"
     if isinstance(choice, dict):

@@ -61,7 +61,8 @@ def _within(node: dict[str, Any], root: object, *, is_alone: bool) -> Iterator[t
         value = node.get(keyword)
         for one in value if isinstance(value, list) else [value]:
             yield one, True
-    branches = [(keyword, one) for keyword in _IN_PLACE for one in node.get(keyword) or () if isinstance(one, dict)]
+    given = [(keyword, listed) for keyword in _IN_PLACE if isinstance(listed := node.get(keyword), list)]
+    branches = [(keyword, one) for keyword, listed in given for one in listed if isinstance(one, dict)]
     referred = _referred(node.get("$ref"), root)
     speakers = len([one for keyword, one in branches if keyword == "allOf"]) + (referred is not None)
     speakers += sum(keyword in node for keyword in ("anyOf", "oneOf"))

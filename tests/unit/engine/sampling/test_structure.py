@@ -25,6 +25,7 @@ from kvgraft.engine.sampling.grammars import Grammars
 from kvgraft.engine.sampling.logit_rules import LogitRules
 from kvgraft.engine.sampling.sampling import Sampler
 from kvgraft.engine.sampling.sampling_params import SamplingParams
+from kvgraft.engine.sampling.schema_rules import check_schema
 from kvgraft.engine.sampling.structure import MAX_CHARS, StructureKind, StructureSpec
 from kvgraft.errors import ConfigError, RequestError, StructureError
 from kvgraft.models import bundled_model_path
@@ -376,6 +377,7 @@ class TestCache:
                 tiny.start(StructureSpec.regex("(a"))
 
 
+PATTERNS = [{"type": "string", "pattern": f"a.*{n}.*"} for n in range(13)]
 REFUSED_SCHEMAS = {
     "not an object": ([], "a JSON schema is an object"),
     "false": (False, "a JSON schema is an object"),
@@ -399,7 +401,32 @@ REFUSED_SCHEMAS = {
     "keys that may come twice": ({"type": "object", "minProperties": 3}, "minProperties 3"),
     "rounded": ({"enum": [{"a": [2**53 + 1]}]}, "beyond 2"),
     "a large automaton": ({"items": {"multipleOf": 1.000003}}, "multipleOf"),
+    "patterns that hold together": ({"items": {"allOf": PATTERNS}}, r"the schema\.items has more than 12 patterns"),
+    "patterns of a chain of references": (
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {str(n): {"pattern": "a", "$ref": f"#/$defs/{n + 1}"} for n in range(13)} | {"13": {}},
+        },
+        "more than 12 patterns",
+    ),
+    "patterns of choices within choices": (
+        {"pattern": "a", "anyOf": [{"format": "date", "oneOf": [{}, {"allOf": PATTERNS[:11]}]}]},
+        "more than 12 patterns",
+    ),
 }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": PATTERNS},
+        {"allOf": PATTERNS[:12]},
+        {"allOf": [{"properties": {f"k{n}": one}} for n, one in enumerate(PATTERNS)]},
+        {"$defs": {"a": {"pattern": "a", "$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    ],
+)
+def test_patterns_that_need_not_hold_together_may_be_many(schema):
+    check_schema(schema)
 
 
 @pytest.mark.parametrize("name", REFUSED_SCHEMAS)

@@ -160,9 +160,13 @@ def test_endpoint_without_a_path_gets_the_usual_one(endpoint, url):
     assert traces_url(endpoint) == url
 
 
-def test_endpoint_that_is_no_url_is_refused():
-    with pytest.raises(ConfigError, match=r"otlp_endpoint is no URL: .*; write one such as http://localhost:4318"):
-        traces_url("http://[::1")
+@pytest.mark.parametrize("endpoint", ["http://[::1", "http://me:s3cret@ho\u2100st:4318"])
+def test_endpoint_that_is_no_url_is_refused_without_its_password(endpoint):
+    with pytest.raises(
+        ConfigError, match="otlp_endpoint is no URL; write one such as http://localhost:4318"
+    ) as refused:
+        traces_url(endpoint)
+    assert "s3cret" not in str(refused.value)
 
 
 def test_missing_extra_is_named():

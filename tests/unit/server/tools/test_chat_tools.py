@@ -7,6 +7,9 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from kvgraft.http.fields import Fields
+from kvgraft.server.tools import parse_tool_use
+
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 OTHER = {"type": "function", "function": {"name": "stop"}}
@@ -248,6 +251,26 @@ def test_json_parser_tells_models_of_tools_whose_template_does_not(make_server, 
         assert text in (prompt if template is None else prompt.replace('\\"', '"'))
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages }} {# tool_calls #}"])
+@pytest.mark.parametrize("value", ["[" * 600 + "]" * 600, '"\\ud800"'], ids=["deep", "half a character"])
+def test_arguments_that_templates_cannot_take_stay_text(make_server, template, value):
+    """They are the model's own words, which come back with the next turn."""
+    server = make_server()
+    server.engine.loaded.tokenizer.chat_template = template
+    arguments = f'{{"a": {value}}}'
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1", "tool_call_id": "c"}]
+    assert server.chat(*said).status == 200
+    assert value.strip('"') in server.engine.prepared[-1]
+
+
+@pytest.mark.parametrize("call_id", [["c"], {"c": 1}, 5, True])
+def test_an_id_of_a_call_that_is_no_text_is_400(server, call_id):
+    call = {"id": call_id, "function": {"name": "add", "arguments": "{}"}}
+    reply = server.chat({"role": "assistant", "tool_calls": [call]})
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].tool_calls[0].id")
+
+
 def test_provisional_stream_with_tools_is_400(hermes):
     fields = {"stream": True, "kvgraft": {"reuse": "verified", "provisional": True}}
     assert hermes.chat(tools=[TOOL], **fields).error["param"] == "kvgraft.provisional"
@@ -275,3 +298,24 @@ def test_bad_field_is_named(hermes, fields, param):
     assert reply.status == 400, reply.body
     assert reply.error["param"] == param
     assert hermes.engine.prepared == []
+
+
+class CountedName(str):
+    """A name that counts how often it is compared."""
+
+    __slots__ = ()
+    num_compared = 0
+
+    def __eq__(self, other):
+        CountedName.num_compared += 1
+        return str(self) == str(other)
+
+    __hash__ = str.__hash__
+
+
+def test_each_of_many_tools_is_looked_at_once():
+    """A body has room for 130,000: to compare each with all others kept all clients waiting for minutes."""
+    CountedName.num_compared = 0
+    use = parse_tool_use(Fields({"tools": [{"function": {"name": CountedName(f"f{n}")}} for n in range(1_000)]}))
+    assert len(use.functions) == 1_000
+    assert CountedName.num_compared < 10_000

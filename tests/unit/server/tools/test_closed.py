@@ -54,6 +54,8 @@ def test_what_says_nothing_is_closed(schema, expected):
         {"required": ["b"], "anyOf": [an_object(a=TEXT)]},
         {"anyOf": [an_object(a=TEXT)], "oneOf": [an_object(b=TEXT)]},
         True,
+        {"allOf": 5},
+        an_object(a={"anyOf": True}) | {"additionalProperties": True},
     ],
 )
 def test_what_says_so_or_is_said_by_several_stays_open(schema):
