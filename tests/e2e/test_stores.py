@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import numpy as np
@@ -637,6 +638,31 @@ class TestFaults:
         reads = tier.begin_reads(spans, donors, 1e12)
         assert reads.deadline <= time.monotonic() + 30.0
         reads.cancel()
+
+
+@pytest.mark.parametrize("begun", ["reader", "promotions"])
+def test_threads_that_cannot_be_started_for_a_read_fail_no_request(begun, stores, engines, rng, monkeypatch):
+    """The machine may have no more of them: the prompt is computed, or what it has read is not promoted."""
+    document, question = text(rng, 400), text(rng, 50)
+    first = engines()
+    ask(first, document)
+    assert first.sync_stores(WAIT_S)
+    llm = engines()
+    assert llm.sync_stores(WAIT_S)
+    start = threading.Thread.start
+
+    def started(thread):
+        if begun in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started)
+        report = ask(llm, question, document).report
+    assert bool(report.shifted_tokens) == (begun == "promotions")
+    assert llm.num_errors == 1
+    llm.check()
+    assert llm.usage().request == 0
 
 
 class TestOverlap:

@@ -137,7 +137,6 @@ class CacheManager:
             self._begin_windows(kv)
             if request.reuse is ReuseMode.VERIFIED:
                 kv.draft_room = self._draft_room(kv)
-            self._grafting.begin_reads(kv)
         except BaseException:
             self._release(held)
             raise
@@ -228,6 +227,7 @@ class CacheManager:
         Where spans come from a store (`kv.held.reads`), `load` is called until it returns True.
         """
         with self._attempt(kv):
+            self._grafting.begin_reads(kv)
             self._grafting.copy_resident(kv)
             if kv.held.reads is None:
                 self._grafting.note(kv)
@@ -249,7 +249,8 @@ class CacheManager:
                 kv.decision = self._planner.without(kv.request, kv.decision, lost, miss)
             self._grafting.note(kv)
         kv.held.release_donors()
-        stores.used(reads)
+        with self._counted(kv):
+            stores.used(reads)
         return True
 
     def prefill(self, kv: RequestKV) -> SparsePrefill:
