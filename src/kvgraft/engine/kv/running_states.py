@@ -103,7 +103,8 @@ class RunningStates(LayerSlots):
     def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
         """See `LayerSlots.reserve`: the pass is given slots for what it is to record."""
         row, start, stop = _row(kv), int(positions[0]), int(positions[-1]) + 1
-        assert row.num_tokens == start == stop - len(positions), "a state reads every position once, in order"
+        # Rows are prepared twice where their step was interrupted; the pass looks at what the state has read.
+        assert row.num_tokens >= start == stop - len(positions), "a state reads every position once, in order"
         row.num_tokens = stop
         while row.due and row.due[0] <= stop:
             position, state = row.due.pop(0), self._spare()
@@ -115,7 +116,7 @@ class RunningStates(LayerSlots):
     def grow(self, kv: RequestKV, num_tokens: int) -> None:
         """See `LayerSlots.grow`. Where an answer ends at no multiple of a page, its last multiple is kept."""
         row = _row(kv)
-        if self._space.state_alignment > 1 and self._may_record(row):
+        if self._space.state_alignment > 1 and self._may_record(row) and self._has_read(row):
             self._snapshot(row)
         row.num_tokens = num_tokens
 
@@ -139,6 +140,10 @@ class RunningStates(LayerSlots):
     def _may_record(self, row: StateRow) -> bool:
         """Return whether the prefix cache takes a state at this position, and the request has given it none."""
         return row.is_stored and row.num_tokens > row.recorded_len and not row.num_tokens % self._space.state_alignment
+
+    def _has_read(self, row: StateRow) -> bool:
+        """Return whether the rows prepared last were computed: their step may have been interrupted."""
+        return row.running is not None and self._pool.num_tokens(row.running) == row.num_tokens
 
     def _snapshot(self, row: StateRow) -> None:
         """Copy the running state over one that was recorded before, or into a slot of its own if there is one to spare."""
