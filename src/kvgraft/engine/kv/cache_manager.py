@@ -484,8 +484,9 @@ class CacheManager:
         self._layers.widen(kv)
         if kv.plan.spans:
             try:
-                # Drafted tokens, and the row that a repair has beside it, attend to positions that are computed again.
-                goes_on = kv.request.reuse is ReuseMode.VERIFIED or kv.repairs_after
+                # Drafted tokens, and the row that a repair has beside it, attend to positions that are computed again. A
+                # graft that waits for its repair need not wait any more once a store has lost a part of it.
+                goes_on = kv.request.reuse is ReuseMode.VERIFIED or kv.request.repairs_after
                 self._layers.fill(kv, len(kv.kv_indices) if goes_on else kv.plan.num_tokens)
             except CapacityError:
                 self._give_up(kv, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots"))
