@@ -688,6 +688,25 @@ def test_threads_that_cannot_be_started_for_a_read_fail_no_request(begun, stores
     assert llm.usage().request == 0
 
 
+def test_a_write_for_which_no_thread_can_be_started_is_over(stores, engines, rng, monkeypatch):
+    llm, start = engines(), threading.Thread.start
+
+    def started(thread):
+        if "writer" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started)
+        ask(llm, text(rng, 300))
+    assert llm.sync_stores(WAIT_S)
+    assert stored(llm).writes["failed"] == 1
+    ask(llm, text(rng, 300))
+    assert llm.sync_stores(WAIT_S)
+    assert stored(llm).writes["stored"] == 1
+    llm.check()
+
+
 class TestOverlap:
     """What happens to others, and to a request itself, while its K/V are on their way."""
 
