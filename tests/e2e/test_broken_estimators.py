@@ -12,9 +12,11 @@ from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exac
 from kvgraft.config import EngineConfig
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
+from kvgraft.engine.idle.dictated import dictate
 from kvgraft.engine.idle.scoring import score
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.requests.text import OutputText
 from kvgraft.graft.drift import DriftCorrection
 from kvgraft.graft.drift_estimate import DriftEstimator
 from kvgraft.graft.select import QuerySeam
@@ -27,6 +29,18 @@ class Broken(DriftEstimator):
     """An estimator that does one thing wrong."""
 
     fault: str
+
+    @property
+    def least_sample(self):
+        if self.fault == "least_sample":
+            raise KeyError("no least sample")
+        return None if self.fault == "no number" else 1
+
+    @property
+    def pools_runs(self):
+        if self.fault == "pools_runs":
+            raise KeyError("no pools")
+        return False
 
     def operations(self, num_sampled, num_rest, width):
         if self.fault == "operations":
@@ -84,7 +98,7 @@ def assert_nothing_approximate_is_kept(engine, document, output):
 
 
 @pytest.mark.parametrize("reuse", ["graft", "verified"])
-@pytest.mark.parametrize("fault", ["for_layer", "shift", "wrong shape"])
+@pytest.mark.parametrize("fault", ["for_layer", "shift", "wrong shape", "least_sample", "no number", "pools_runs"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_failure_before_the_first_token_is_a_miss_and_harms_nobody_beside_it(family, fault, reuse):
     engine, document, prompt, expected = engine_and_prompt(family, "before")
@@ -101,6 +115,16 @@ def test_a_failure_before_the_first_token_is_a_miss_and_harms_nobody_beside_it(f
     assert report.computed_tokens + report.exact_tokens == report.num_tokens
     assert engine.manager.num_errors == errors + 1
     assert len(outputs[other].token_ids) == 6
+    assert_nothing_approximate_is_kept(engine, document, output)
+
+
+@pytest.mark.parametrize("fault", ["least_sample", "no number", "pools_runs"])
+def test_an_estimator_that_does_not_say_what_it_needs_is_a_miss_before_any_token_is_drawn(fault):
+    engine, document, prompt, expected = engine_and_prompt("llama", "after")
+    name = ask(engine, prompt, fault)
+    output = run_to_end(engine)[name]
+    assert output.token_ids == expected
+    assert output.report.miss.reason is MissReason.POLICY_ERROR
     assert_nothing_approximate_is_kept(engine, document, output)
 
 
@@ -138,6 +162,29 @@ def test_a_score_is_exact_from_the_second_token_on_where_correction_fails_after_
     assert scored.logits.argmax(-1).tolist()[1:] == list(expected)[1:]
     assert (scored.report.repair.from_token, scored.report.repair.exact_from_token) == (2, 2)
     engine.check()
+
+
+@pytest.mark.parametrize("repair", ["before", "after"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_dictated_answer_is_what_is_served_where_correction_fails(family, repair):
+    engine, _, prompt, expected = engine_and_prompt(family, repair)
+    request = broken_request(engine, prompt, "shift")
+    answer = dictate(
+        engine.adapter,
+        engine.manager,
+        request,
+        np.asarray(expected),
+        text=OutputText.of(None, request.sampling),
+        eos_token_ids=frozenset(),
+        max_rows=40,
+    )
+    engine.check()
+    assert engine.space.usage().request == 0
+    assert answer.logits.argmax(-1).tolist()[1:] == list(expected)[1:]
+    if repair == "before":
+        assert answer.report.miss.reason is MissReason.POLICY_ERROR
+    else:
+        assert (answer.report.repair.from_token, answer.report.repair.exact_from_token) == (2, 2)
 
 
 def test_an_estimator_that_cannot_say_what_it_costs_corrects_all_the_same():

@@ -424,6 +424,30 @@ class TestNothingIsLeftBehind:
         assert len(healed.token_ids) > 300, "the only one with a donor that lives"
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_piece_that_its_user_interrupts_holds_nothing(words, monkeypatch, beside):
+    """Ctrl-C while a notebook heals, or while it generates beside what heals."""
+    llm = make_llm(heal="always" if beside else "idle")
+    prompt, output = grafted(llm, words)
+
+    def interrupted(batch):
+        if any(not rows.num_logits for rows in batch):  # a piece draws nothing
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    forward = llm.adapter.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.adapter, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(words(20), SamplingParams(50, ignore_eos=True), "off") if beside else llm.heal()
+    llm.check()
+    assert llm.usage().request == 0
+    assert llm.heal() > 0
+    text = text_of(prompt, output)
+    assert assert_prefix_is_exact(llm.adapter, llm.space, namespace_of(llm, prompt), text) == len(text)
+    llm.check()
+
+
 class TestBesideOthers:
     def test_it_takes_no_slots_that_an_open_stream_may_come_to_need(self, words):
         llm = make_llm(num_slots=700)

@@ -14,6 +14,7 @@ from kvgraft.cli import main
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.model.loading import adopt_model
+from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.errors import ConfigError
 from kvgraft.prefix import EVICTION_POLICIES, RadixCache, TreeCacheBuildContext, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -267,9 +268,10 @@ def test_wrong_values_are_told_in_one_line_before_a_model_is_loaded(settings, me
 
 
 class BrokenCache(RadixCache):
-    """Raises in the methods that are named."""
+    """Raises in the methods that are named; in those of `once` a single time."""
 
     broken: frozenset[str] = frozenset()
+    once: frozenset[str] = frozenset()
 
     def match_prefix(self, params):
         self._fail("match_prefix")
@@ -283,20 +285,37 @@ class BrokenCache(RadixCache):
         self._fail("insert")
         return super().insert(*args, **options)
 
+    def look(self, key):
+        self._fail("look")
+        return super().look(key)
+
+    def dec_lock_ref(self, handle):
+        self._fail("dec_lock_ref")
+        return super().dec_lock_ref(handle)
+
+    def evict(self, num_tokens):
+        self._fail("evict")
+        return super().evict(num_tokens)
+
     def _fail(self, method):
         if method in self.broken:
+            self.broken -= self.once
             raise KeyError(f"no {method}")
+
+
+def make_broken(**settings):
+    caches = []
+    register_radix_cache_backend("broken", lambda context: caches.append(BrokenCache(context.page_size)) or caches[-1])
+    return make_llm(radix_cache_backend="broken", **settings), caches[0]
 
 
 @pytest.mark.parametrize("method", ["match_prefix", "inc_lock_ref", "insert"])
 def test_a_cache_that_fails_costs_its_prefix_and_no_request(method, rng):
-    caches = []
-    register_radix_cache_backend("broken", lambda context: caches.append(BrokenCache(context.page_size)) or caches[-1])
-    llm = make_llm(radix_cache_backend="broken")
+    llm, cache = make_broken()
     document, question = random_prompt(rng, 100), random_prompt(rng, 20)
     llm.generate(document, GREEDY, "exact")
     prompt = np.concatenate([document, question])
-    (cache,), errors = caches, llm.num_errors
+    errors = llm.num_errors
     cache.broken = frozenset({method})
     output = llm.generate(prompt, GREEDY, "exact")[0]
     assert output.token_ids == stock_greedy(llm, prompt, 8)
@@ -306,6 +325,68 @@ def test_a_cache_that_fails_costs_its_prefix_and_no_request(method, rng):
     cache.broken = frozenset()
     assert llm.generate(prompt, GREEDY, "exact")[0].report.exact_tokens >= len(document)
     llm.check()
+
+
+def test_a_cache_that_takes_no_lock_back_keeps_its_prefix_and_no_slots_of_requests(rng):
+    llm, cache = make_broken()
+    document = random_prompt(rng, 100)
+    llm.generate(document, GREEDY, "exact")
+    cache.broken = frozenset({"dec_lock_ref"})
+    prompt = np.concatenate([document, random_prompt(rng, 20)])
+    assert llm.generate(prompt, GREEDY, "exact")[0].token_ids == stock_greedy(llm, prompt, 8)
+    assert llm.num_errors == 1
+    llm.check()
+    assert llm.usage().request == 0
+    session = llm.open_session()
+    llm.generate(random_prompt(rng, 50), GREEDY, "exact", session_id=session)
+    llm.close_session(session)
+    llm.check()
+    assert llm.num_errors == 3, "the turn's lock and the session's"
+
+
+def test_a_cache_that_fails_to_evict_once_costs_no_request_its_answer(rng):
+    """Two answers grow into the room that a prefix has: one of them waits for the other."""
+    llm, cache = make_broken(num_slots=220)
+    llm.generate(random_prompt(rng, 60), SamplingParams(1), "exact")
+    prompts, engine = [random_prompt(rng, 40), random_prompt(rng, 40)], llm.engine
+    for number, prompt in enumerate(prompts):
+        sampling = SamplingParams(64, ignore_eos=True)
+        engine.add(engine.builder.build(prompt, RequestOptions(sampling, "exact", request_id=str(number))))
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    cache.broken, cache.once, outputs = frozenset({"evict"}), frozenset({"evict"}), {}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            if event.part.output is not None:
+                outputs[event.request_id] = event.part.output.token_ids
+    assert outputs == {str(number): stock_greedy(llm, prompt, 64) for number, prompt in enumerate(prompts)}
+    assert llm.num_errors == 1
+    llm.check()
+
+
+def test_a_cache_that_cannot_be_looked_into_ends_no_step_that_heals(rng):
+    """Nothing reuses the text, and room is short: whether it is worth healing depends on what is stored of it."""
+    llm, cache = make_broken(num_slots=460, selection="query_seam")
+    document = random_prompt(rng, 150)
+    llm.generate(document, GREEDY)
+    prompt = np.concatenate([random_prompt(rng, 20), document, random_prompt(rng, 30)])
+    assert llm.generate(prompt, GREEDY)[0].report.shifted_tokens
+    for _ in range(2):
+        llm.generate(random_prompt(rng, 140), GREEDY, "exact")
+    cache.broken, errors = frozenset({"look"}), llm.num_errors
+    assert llm.heal() == 0
+    assert llm.num_errors > errors
+    llm.check()
+
+
+def test_a_session_whose_prefix_cannot_be_locked_keeps_no_slots(rng):
+    llm, cache = make_broken(page_size=16)
+    session = llm.open_session()
+    cache.broken = frozenset({"inc_lock_ref"})
+    llm.generate(random_prompt(rng, 90), GREEDY, "exact", session_id=session)
+    llm.check()
+    assert llm.usage().cached == in_pages(97, 16)
 
 
 # what a factory of somebody else's is told

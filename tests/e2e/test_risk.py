@@ -440,6 +440,24 @@ class TestAudit:
         llm.check()
         llm.generate(document, ANSWER)
 
+    def test_begins_again_after_its_user_has_interrupted_it(self, calibrated, rng, document, monkeypatch):
+        llm = LLM(loaded(), **calibrated("10 %"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        llm.generate(behind(rng, document), ANSWER)
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.adapter, "forward", self.interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.audit()
+        llm.check()
+        assert llm.audit() == 1
+        assert llm.risk.latest
+        assert not llm.engine.auditor.num_left_out
+        llm.check()
+
+    @staticmethod
+    def interrupted(batch):
+        raise KeyboardInterrupt
+
     def test_a_state_that_cannot_be_written_stops_nothing(self, calibrated, rng, document, tmp_path, caplog):
         state = tmp_path / "gone" / "risk.json"
         llm = LLM(loaded(), **calibrated("none"), audit_share=1.0, risk_state=str(state))

@@ -444,3 +444,37 @@ def test_request_without_reuse_records_for_others(rng):
     ask(llm, prompt, reuse="off")
     assert ask(llm, longer, reuse="off").report.exact_tokens == 0
     assert ask(llm, np.concatenate([prompt, random_prompt(rng, 10)])).report.exact_tokens == 59
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_steps_that_their_user_interrupts_are_taken_again(page_size, rng, monkeypatch):
+    """Ctrl-C in a program that takes the steps itself, amid prompts and answers: rows are prepared twice and read once."""
+    llm = make_llm(page_size=page_size, max_rows=64)
+    engine, forward, interrupts = llm.engine, llm.adapter.forward, iter([True, False] * 100)
+
+    def every_other(batch):
+        if next(interrupts):
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    monkeypatch.setattr(llm.adapter, "forward", every_other)
+    prompts = [random_prompt(rng, length) for length in (70, 90)]
+    names = [submit(engine, prompt, 20, "exact").request.request_id for prompt in prompts]
+    outputs = {}
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except KeyboardInterrupt:
+            engine.check()
+            continue
+        for event in events:
+            assert event.error is None
+            if event.part.output is not None:
+                outputs[event.request_id] = event.part.output
+    monkeypatch.undo()
+    for name, prompt in zip(names, prompts, strict=True):
+        assert_greedy(llm, prompt, outputs[name].token_ids)
+    assert llm.num_errors == 0
+    assert_idle(llm)
+    continued = np.concatenate([prompts[0], outputs[names[0]].token_ids])
+    assert ask(llm, continued).report.exact_tokens >= (89 if page_size == 1 else 80)

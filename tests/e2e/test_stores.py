@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from kvgraft.engine import LLM, SamplingParams, core
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
+from kvgraft.engine.requests.risk import Served
 from kvgraft.errors import ConfigError
 from kvgraft.fidelity import cache_of
 from kvgraft.memory.store import register_store
@@ -21,7 +23,7 @@ from kvgraft.reuse import reads as reads_module
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
-from kvgraft.types import Fidelity, Match, MissReason, Namespace
+from kvgraft.types import Fidelity, Match, MissReason, Namespace, RepairTime
 
 FOUR = SamplingParams(4, ignore_eos=True)
 WAIT_S = 60.0
@@ -637,6 +639,72 @@ class TestFaults:
         reads = tier.begin_reads(spans, donors, 1e12)
         assert reads.deadline <= time.monotonic() + 30.0
         reads.cancel()
+
+
+def test_a_graft_that_waits_for_its_repair_no_more_after_a_loss_keeps_its_windows(stores, engines, rng, monkeypatch):
+    """Of a class that waits and a class that does not: the span that is left is repaired after the first token."""
+    documents = [text(rng, 120), text(rng, 130)]
+    first = engines("gemma2")
+    for document in documents:
+        ask(first, document)
+    assert first.sync_stores(WAIT_S)
+    llm = engines("gemma2", repair="after", repair_rows=0, selection="first_k")
+    assert llm.sync_stores(WAIT_S)
+    objects = stores.inner["one"].objects
+    for space, key in list(objects):
+        if decode_head(objects[space, key][0], space, key).record.num_tokens > 125:
+            del objects[space, key]
+    monkeypatch.setattr(
+        llm.risk, "serve", lambda request, spans: Served(request.policy, waits=len(spans) == len(documents))
+    )
+    prompt = [text(rng, 20), documents[0], text(rng, 10), documents[1], text(rng, 30)]
+    report = ask(llm, *prompt).report
+    assert [span.length for span in report.spans] == [120]
+    assert (report.repair.time, report.repair.from_token) == (RepairTime.AFTER, 2)
+
+
+@pytest.mark.parametrize("begun", ["reader", "promotions"])
+def test_threads_that_cannot_be_started_for_a_read_fail_no_request(begun, stores, engines, rng, monkeypatch):
+    """The machine may have no more of them: the prompt is computed, or what it has read is not promoted."""
+    document, question = text(rng, 400), text(rng, 50)
+    first = engines()
+    ask(first, document)
+    assert first.sync_stores(WAIT_S)
+    llm = engines()
+    assert llm.sync_stores(WAIT_S)
+    start = threading.Thread.start
+
+    def started(thread):
+        if begun in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started)
+        report = ask(llm, question, document).report
+    assert bool(report.shifted_tokens) == (begun == "promotions")
+    assert llm.num_errors == 1
+    llm.check()
+    assert llm.usage().request == 0
+
+
+def test_a_write_for_which_no_thread_can_be_started_is_over(stores, engines, rng, monkeypatch):
+    llm, start = engines(), threading.Thread.start
+
+    def started(thread):
+        if "writer" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started)
+        ask(llm, text(rng, 300))
+    assert llm.sync_stores(WAIT_S)
+    assert stored(llm).writes["failed"] == 1
+    ask(llm, text(rng, 300))
+    assert llm.sync_stores(WAIT_S)
+    assert stored(llm).writes["stored"] == 1
+    llm.check()
 
 
 class TestOverlap:

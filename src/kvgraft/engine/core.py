@@ -301,7 +301,11 @@ class Engine:
             self.scheduler.wait_for_stores(_STORE_TICK_S)
         events = [self._fail(active, error) for active, error in step.failed]
         beside = self._heal_beside(step)
-        outputs = self._forward([*(rows for _, rows in step.parts), *beside])
+        try:
+            outputs = self._forward([*(rows for _, rows in step.parts), *beside])
+        except BaseException:  # its user's Ctrl-C
+            self.healer.abandon()
+            raise
         for output in outputs[len(step.parts) :]:
             self.healer.receive(output)
         for (active, _), output in zip(step.parts, outputs, strict=False):

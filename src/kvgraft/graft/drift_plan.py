@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvgraft.errors import PolicyError, one_line
 from kvgraft.graft.drift_layout import DriftRun
 from kvgraft.graft.model import DriftRuns
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.graft.drift import DriftCorrection
+    from kvgraft.graft.drift_estimate import DriftEstimator
     from kvgraft.graft.select.base import SelectionContext
 
 MAX_RUN_ROWS = 128
@@ -47,6 +50,7 @@ class DriftPlan:
     num_rows: int
     _correction: DriftCorrection | None = None
     _planned: tuple[_PlannedRun, ...] = ()
+    _pools_runs: bool = False
 
     @classmethod
     def of(
@@ -68,12 +72,15 @@ class DriftPlan:
             computed: bool (num_tokens,), positions that earlier passes computed: they neither drift nor are corrected.
             correction: None to correct nothing.
             max_length: Tokens that can be corrected in one piece; a run of more counts as several. None for no limit.
+
+        Raises:
+            PolicyError: The estimator, which may be foreign code, does not say what it needs.
         """
         if correction is None or not len(sample):
             return cls(len(rows))
-        least_sample = correction.estimator.least_sample
+        least_sample, pools_runs = _needs(correction.estimator)
         planned = _planned(context, rows, sample, computed, least_sample=least_sample, max_length=max_length)
-        return cls(len(rows), correction, tuple(planned))
+        return cls(len(rows), correction, tuple(planned), pools_runs)
 
     @property
     def runs(self) -> tuple[DriftRun, ...]:
@@ -95,9 +102,17 @@ class DriftPlan:
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Return the rows `[first, stop)` that are computed in one piece."""
-        if self._correction is not None and self._correction.estimator.pools_runs and self._planned:
+        if self._pools_runs and self._planned:
             return [(self._planned[0].first, self._planned[-1].stop)]
         return [(planned.first, planned.stop) for planned in self._planned]
+
+
+def _needs(estimator: DriftEstimator) -> tuple[int, bool]:
+    """Return `least_sample` and `pools_runs`; what is no number or no truth value counts as a failure."""
+    try:
+        return operator.index(estimator.least_sample), bool(estimator.pools_runs)
+    except Exception as error:
+        raise PolicyError(f"drift estimator {type(estimator).__name__}: {one_line(error)}") from error
 
 
 def _planned(

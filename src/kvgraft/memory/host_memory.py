@@ -190,16 +190,24 @@ class HostMemory:
         stop = int(units[-1]) + 1
         slab.touched = max(slab.touched, stop)
         missing = stop + len(units) - slab.touched
-        if missing <= 0 or not self.touches or self.pages is not None:
+        if missing <= 0 or not self.touches or self.pages is not None or not self._is_touching():
             return
         ahead = slab.free.take_at(slab.touched, missing)
         if not len(ahead):
             return
         slab.touched += len(ahead)
         self._wishes.put((slab, ahead))
+
+    def _is_touching(self) -> bool:
+        """Start the thread if there is none; False where the machine has no more of them."""
         if self._thread is None or not self._thread.is_alive():  # a forked process has no threads
-            self._thread = threading.Thread(target=self._touch, name="kvgraft-host-memory", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._touch, name="kvgraft-host-memory", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
 
     def _touch(self) -> None:
         """Write to every page of what is wished for, which is taken meanwhile, and give it back."""

@@ -126,3 +126,16 @@ def test_threads_take_no_memory_twice():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_memory_is_given_where_no_thread_can_be_started(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    memory = make(touches=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        first = memory.take(PIECE).fill_(1)
+    second = memory.take(PIECE)
+    assert second.data_ptr() == first.data_ptr() + PIECE, "nothing was taken for a thread that is not there"
+    wait_for(lambda: memory.num_touched == PIECE // UNIT)

@@ -136,6 +136,9 @@ class Auditor:
         except Exception:
             logger.exception("the audit of request %s failed", audit.request.request_id)
             self._leave_out()
+        except BaseException:  # its user's Ctrl-C: what it has computed is given back
+            self.interrupt()
+            raise
 
     def interrupt(self) -> None:
         """Give slots back; the audit begins again later."""

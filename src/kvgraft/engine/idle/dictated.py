@@ -14,7 +14,7 @@ import torch
 
 from kvgraft.engine.sampling.sampling import Sampler
 from kvgraft.engine.schedule.active import ActiveRequest
-from kvgraft.errors import CapacityError
+from kvgraft.errors import CapacityError, PolicyError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,12 @@ def dictate(
             count = 1
             if active.is_prefilling and not (count := manager.reserve(kv, active.remaining[: active.piece(max_rows)])):
                 raise CapacityError("running requests hold the slots of window layers; dictate when they have ended")
-            active.receive(adapter.forward([active.next_rows(count)])[0])
+            try:
+                output = adapter.forward([active.next_rows(count)])[0]
+            except PolicyError as error:
+                active.give_up(error)
+            else:
+                active.receive(output)
         return DictatedAnswer(
             tuple(active.output_ids),
             torch.stack(sampler.logits),

@@ -136,10 +136,13 @@ class IdleHealer:
         try:
             output: SequenceOutput | Exception = self._adapter.forward([rows])[0]
         except PassAbandonedError:
-            self._abandon()
+            self.abandon()
             return 0.0
         except Exception as error:  # noqa: BLE001 - its candidate is dropped
             output = error
+        except BaseException:  # its user's Ctrl-C
+            self.abandon()
+            raise
         self.receive(output)
         return flops
 
@@ -200,12 +203,12 @@ class IdleHealer:
         elif candidate.num_computed >= _MOST_WORK * candidate.num_tokens:
             self._drop(candidate, "evicted")
 
-    def _abandon(self) -> None:
-        """Give the slots of a piece back, which no prefix and no donor has."""
+    def abandon(self) -> None:
+        """Give the slots of the piece that was begun back, which no prefix and no donor has; harmless without one."""
         piece, self._piece = self._piece, None
-        assert piece is not None, "a piece was begun"
-        self.num_abandoned += 1
-        self._manager.abort(piece.kv)
+        if piece is not None:
+            self.num_abandoned += 1
+            self._manager.abort(piece.kv)
 
     def wake(self) -> None:
         """Look again at texts that were not worth the room they need: a request has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +18,14 @@ from kvgraft.graft.select import NoRecompute
 from kvgraft.graft.sparse_prefill import AnswerFirst, SparsePrefill
 from kvgraft.graft.steps import GraftSteps, Scope
 from kvgraft.memory import Owner
-from kvgraft.prefix import RadixKey
+from kvgraft.prefix import RadixKey, StoredLength
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.reads import store_miss
 from kvgraft.types import Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.layer_slots import LayerSlots
     from kvgraft.engine.kv.planning import Planner
     from kvgraft.engine.kv.request_donors import RequestDonors
+    from kvgraft.engine.kv.state_row import StateRow
+    from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.model.adapter import TransformersAdapter
     from kvgraft.engine.requests.request import Request
     from kvgraft.errors import PolicyError
-    from kvgraft.prefix import MatchResult, StoredLength
+    from kvgraft.prefix import MatchResult
     from kvgraft.reuse import ProposalCounters
     from kvgraft.types import DonorId, Namespace, TokenArray
 
@@ -110,10 +113,11 @@ class CacheManager:
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
         num_tokens = len(request.token_ids[:stop])
         held, match = self._hold_prefix(request, namespace, stop)
-        prefix_len = len(held.kv_indices)
         try:
             is_donor = leaves_trace and self._leaves_donors(request, is_healing=stop is not None)
-            held.layers = self._layers.adopt(match, held.lock, num_tokens, is_stored=leaves_trace, is_donor=is_donor)
+            adopt = partial(self._layers.adopt, num_tokens=num_tokens, is_stored=leaves_trace, is_donor=is_donor)
+            held.layers = self._adopted(request, held, match, adopt)
+            prefix_len = len(held.kv_indices)
             decision = self._planner.decide(request, namespace, num_tokens, prefix_len, may_refresh=leaves_trace)
             kv = RequestKV(
                 request,
@@ -133,7 +137,6 @@ class CacheManager:
             self._begin_windows(kv)
             if request.reuse is ReuseMode.VERIFIED:
                 kv.draft_room = self._draft_room(kv)
-            self._grafting.begin_reads(kv)
         except BaseException:
             self._release(held)
             raise
@@ -145,9 +148,17 @@ class CacheManager:
         self._planner.lookup.reset()
 
     def look(self, request: Request) -> StoredLength:
-        """Return how much of the request's prompt the prefix cache has, its last token included. Moves nothing."""
+        """Return how much of the request's prompt the prefix cache has, its last token included; nothing where it fails.
+
+        Moves nothing.
+        """
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
-        return self.space.prefix.look(RadixKey(request.token_ids, namespace.key))
+        try:
+            return self.space.prefix.look(RadixKey(request.token_ids, namespace.key))
+        except Exception:
+            self._num_errors += 1
+            logger.exception("the prefix cache cannot be asked what it has of request %s", request.request_id)
+            return StoredLength(0)
 
     def retire(self, donor_ids: Iterable[DonorId]) -> list[DonorId]:
         """See `RequestDonors.retire`."""
@@ -190,12 +201,33 @@ class CacheManager:
             logger.exception("the prefix cache failed on request %s; its prefix is computed", request.request_id)
             return None
 
+    def _adopted(
+        self,
+        request: Request,
+        held: Holdings,
+        match: MatchResult | None,
+        adopt: Callable[..., WindowRow | StateRow | None],
+    ) -> WindowRow | StateRow | None:
+        """Begin with what `held` has of the prefix; where that fails, as where its state is not copied, without a prefix."""
+        try:
+            return adopt(match, held.lock)
+        except CapacityError:
+            raise
+        except Exception:
+            if match is None:
+                raise
+            self._num_errors += 1
+            logger.exception("request %s cannot go on from its prefix, which is computed", request.request_id)
+        held.release()
+        return adopt(None, None)
+
     def graft(self, kv: RequestKV) -> None:
         """Copy the plan's spans into the request's slots and unpin their donors. A failure becomes a miss.
 
         Where spans come from a store (`kv.held.reads`), `load` is called until it returns True.
         """
         with self._attempt(kv):
+            self._grafting.begin_reads(kv)
             self._grafting.copy_resident(kv)
             if kv.held.reads is None:
                 self._grafting.note(kv)
@@ -217,7 +249,8 @@ class CacheManager:
                 kv.decision = self._planner.without(kv.request, kv.decision, lost, miss)
             self._grafting.note(kv)
         kv.held.release_donors()
-        stores.used(reads)
+        with self._counted(kv):
+            stores.used(reads)
         return True
 
     def prefill(self, kv: RequestKV) -> SparsePrefill:
@@ -451,8 +484,9 @@ class CacheManager:
         self._layers.widen(kv)
         if kv.plan.spans:
             try:
-                # Drafted tokens, and the row that a repair has beside it, attend to positions that are computed again.
-                goes_on = kv.request.reuse is ReuseMode.VERIFIED or kv.repairs_after
+                # Drafted tokens, and the row that a repair has beside it, attend to positions that are computed again. A
+                # graft that waits for its repair need not wait any more once a store has lost a part of it.
+                goes_on = kv.request.reuse is ReuseMode.VERIFIED or kv.request.repairs_after
                 self._layers.fill(kv, len(kv.kv_indices) if goes_on else kv.plan.num_tokens)
             except CapacityError:
                 self._give_up(kv, Miss(MissReason.NO_ROOM, "the graft does not fit into the window layers' slots"))

@@ -21,6 +21,7 @@ from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
 from kvgraft.prefix import RadixKey
+from kvgraft.prefix.results import NOTHING_FREED
 from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class KVSpace:
         self.num_spilled = 0
         self.num_dropped = 0
         self._num_uncopied = 0
+        self._num_unheard = 0
         self._epoch = 0
 
     @property
@@ -117,8 +119,8 @@ class KVSpace:
 
     @property
     def num_errors(self) -> int:
-        """Failures in here that became misses, such as copies to the host."""
-        return self._num_uncopied
+        """Failures in here that became misses: copies to the host, and calls of a prefix cache of another package."""
+        return self._num_uncopied + self._num_unheard
 
     def usage(self) -> SlotUsage:
         """Count slots that are free, or held by requests, prefixes and donors."""
@@ -218,9 +220,16 @@ class KVSpace:
         return PrefixLock(self.prefix.inc_lock_ref(handle), self._epoch)
 
     def unlock(self, lock: PrefixLock) -> None:
-        """Give back a lock on a prefix, which may have been forgotten since."""
-        if lock.epoch == self._epoch:
-            self._release_forgotten(self.prefix.dec_lock_ref(lock.receipt))
+        """Give back a lock on a prefix, which may have been forgotten since; one that is not taken back is counted."""
+        if lock.epoch != self._epoch:
+            return
+        try:
+            forgotten = self.prefix.dec_lock_ref(lock.receipt)
+        except Exception:
+            self._num_unheard += 1
+            logger.exception("the prefix cache does not take a lock back; its prefix stays")
+            return
+        self._release_forgotten(forgotten)
 
     def keep(self, name: Hashable, key: RadixKey, slots: NDArray[np.int64]) -> None:
         """Keep the exact K/V of `key` from eviction under `name`, instead of what was kept there before.
@@ -236,11 +245,12 @@ class KVSpace:
         if len(key) > self.kept.max_slots:
             return
         match = self.match(key)
+        lock = self.lock(match.handle)
         tail = slots[match.prefix_len :] if self._keeps_tails else slots[:0]
         self.allocator.retain(tail, Owner.CACHE)
         own = RadixKey(key.token_ids[: match.prefix_len + len(tail)].copy(), key.extra_key, key.cache_salt)
         held = np.concatenate([match.kv_indices, tail])
-        self.kept.add(name, KeptPrefix(own, held, match.prefix_len, self.lock(match.handle)))
+        self.kept.add(name, KeptPrefix(own, held, match.prefix_len, lock))
         while self.kept.num_slots > self.kept.max_slots:
             self._let_oldest_go()
 
@@ -311,7 +321,7 @@ class KVSpace:
 
     def _make_room(self, num_tokens: int) -> None:
         while (shortage := num_tokens - self.allocator.free_size) > 0:
-            evicted = self.prefix.evict(shortage)
+            evicted = self._evicted(shortage)
             self._release_forgotten(evicted)
             if self.allocator.free_size >= num_tokens:
                 return
@@ -319,6 +329,15 @@ class KVSpace:
                 continue
             if not self._let_oldest_go() and not self._spill_donor(if_need_be=True):
                 raise self._shortage(num_tokens)
+
+    def _evicted(self, num_tokens: int) -> EvictResult:
+        """Have the prefix cache evict; one that fails has evicted nothing."""
+        try:
+            return self.prefix.evict(num_tokens)
+        except Exception:
+            self._num_unheard += 1
+            logger.exception("the prefix cache cannot evict; room is made elsewhere")
+            return NOTHING_FREED
 
     def _release_forgotten(self, result: EvictResult) -> None:
         """Take back slots that the prefix cache has forgotten."""

@@ -18,6 +18,7 @@ A copy for others is made only in states that running requests cannot come to ne
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvgraft.engine.kv.layer_slots import LayerSlots
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.memory import StatePool
     from kvgraft.prefix import MatchResult, StateRecording
+
+logger = logging.getLogger(__name__)
 
 
 class RunningStates(LayerSlots):
@@ -71,13 +74,14 @@ class RunningStates(LayerSlots):
             assert isinstance(match, StateMatchResult), "the prefix cache of these models has states"
             prefix_len, branching_len, source = match.prefix_len, match.branching_len, match.state
         running = self._space.take_state()
-        if source is None:
-            self._pool.clear(running)
-        else:
+        try:
+            self._begin(running, source, prefix_len)
+        except BaseException:
+            self._space.give_states_back([running])
+            raise
+        if source is not None:
             assert lock is not None, "the state at the end of a prefix is locked until it is copied"
-            self._pool.copy(source, running)
             self._space.unlock_state(lock)
-            assert self._pool.num_tokens(running) == prefix_len, "a state is recorded for exactly its tokens"
         self._num_running += 1
         prompt = RecordingPrompt(
             prompt_len=num_tokens,
@@ -88,10 +92,19 @@ class RunningStates(LayerSlots):
         due = self._recording.positions(prompt) if is_stored else []
         return StateRow(running, prefix_len, prefix_len, due, is_stored)
 
+    def _begin(self, running: int, source: int | None, prefix_len: int) -> None:
+        """Make a slot the state at the end of a prefix, `source`, or one that has read nothing."""
+        if source is None:
+            self._pool.clear(running)
+            return
+        self._pool.copy(source, running)
+        assert self._pool.num_tokens(running) == prefix_len, "a state is recorded for exactly its tokens"
+
     def reserve(self, kv: RequestKV, positions: NDArray[np.int64]) -> int:
         """See `LayerSlots.reserve`: the pass is given slots for what it is to record."""
         row, start, stop = _row(kv), int(positions[0]), int(positions[-1]) + 1
-        assert row.num_tokens == start == stop - len(positions), "a state reads every position once, in order"
+        # Rows are prepared twice where their step was interrupted; the pass looks at what the state has read.
+        assert row.num_tokens >= start == stop - len(positions), "a state reads every position once, in order"
         row.num_tokens = stop
         while row.due and row.due[0] <= stop:
             position, state = row.due.pop(0), self._spare()
@@ -103,7 +116,7 @@ class RunningStates(LayerSlots):
     def grow(self, kv: RequestKV, num_tokens: int) -> None:
         """See `LayerSlots.grow`. Where an answer ends at no multiple of a page, its last multiple is kept."""
         row = _row(kv)
-        if self._space.state_alignment > 1 and self._may_record(row):
+        if self._space.state_alignment > 1 and self._may_record(row) and self._has_read(row):
             self._snapshot(row)
         row.num_tokens = num_tokens
 
@@ -128,14 +141,25 @@ class RunningStates(LayerSlots):
         """Return whether the prefix cache takes a state at this position, and the request has given it none."""
         return row.is_stored and row.num_tokens > row.recorded_len and not row.num_tokens % self._space.state_alignment
 
+    def _has_read(self, row: StateRow) -> bool:
+        """Return whether the rows prepared last were computed: their step may have been interrupted."""
+        return row.running is not None and self._pool.num_tokens(row.running) == row.num_tokens
+
     def _snapshot(self, row: StateRow) -> None:
         """Copy the running state over one that was recorded before, or into a slot of its own if there is one to spare."""
         assert row.running is not None, "a request that computes has a running state"
         state = row.recorded.popitem()[1] if row.recorded else self._spare()
-        if state is not None:
+        if state is None:
+            return
+        try:
             self._pool.copy(row.running, state)
-            row.recorded[row.num_tokens] = state
-            row.recorded_len = row.num_tokens
+        except Exception:
+            self.num_errors += 1
+            logger.exception("a state after %d tokens is not kept", row.num_tokens)
+            self._space.give_states_back([state])
+            return
+        row.recorded[row.num_tokens] = state
+        row.recorded_len = row.num_tokens
 
     def _spare(self) -> int | None:
         """Take a state that running requests cannot come to need; None if there is none."""

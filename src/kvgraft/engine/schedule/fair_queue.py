@@ -3,6 +3,7 @@
 Start-time fair queueing (Goyal, Vin, Cheng 1996): an item's start tag is the later of the queue's virtual time and the
 tenant's last finish tag; its finish tag adds the item's cost; the lowest start tag is served. Virtual time advances by the
 work served per queued tenant, so that an endless row of new tenants cannot starve an old one. With one tenant it is a FIFO.
+An item that is removed has cost nothing: those of its tenant behind it move up.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Queued(Generic[T]):
+    """An item; `arrival` is the virtual time when it was queued."""
+
     item: T
     tenant: str | None
     cost: float
+    arrival: float = 0.0
 
 
 class FairQueue(Generic[T]):
@@ -55,7 +59,7 @@ class FairQueue(Generic[T]):
         start = max(self._now, self._finish.get(tenant, 0.0))
         self._finish[tenant] = start + cost
         self._next += 1
-        self._add(_Queued(item, tenant, cost), _Turn(start, self._next))
+        self._add(_Queued(item, tenant, cost, self._now), _Turn(start, self._next))
 
     def push_front(self, item: T) -> None:
         """Queue `item` before all others: it was served already and lost its place."""
@@ -64,12 +68,10 @@ class FairQueue(Generic[T]):
 
     def peek(self) -> T:
         """Return the item that `pop` would take; IndexError if there is none."""
-        self._drop_removed()
         return self._queued[self._heap[0].number].item
 
     def pop(self) -> T:
         """Take the next item; IndexError if there is none."""
-        self._drop_removed()
         entry = heapq.heappop(self._heap)
         queued = self._queued[entry.number]
         self._now = max(self._now, entry.start) + queued.cost / len(self._tenants)
@@ -77,11 +79,27 @@ class FairQueue(Generic[T]):
         return queued.item
 
     def remove(self, item: T) -> None:
-        """Take `item` out wherever it stands. O(n). Raises KeyError if it is not queued."""
+        """Take `item` out wherever it stands. O(n log n). Raises KeyError if it is not queued."""
         number = next((number for number, queued in self._queued.items() if queued.item is item), None)
         if number is None:
             raise KeyError("not queued")
+        tenant, turns = self._queued[number].tenant, {turn.number: turn for turn in self._heap}
+        gone = turns.pop(number)
+        if tenant is not None:
+            self._move_up(tenant, gone, turns)
+        self._heap = list(turns.values())
+        heapq.heapify(self._heap)
         self._take(number)
+
+    def _move_up(self, tenant: str, gone: _Turn, turns: dict[int, _Turn]) -> None:
+        """Give the items of a tenant behind one that leaves unserved the turns that they would have had without it."""
+        finish = gone.start
+        for number in sorted(turns):
+            queued = self._queued[number]
+            if number > gone.number and queued.tenant == tenant:
+                turns[number] = _Turn(max(queued.arrival, finish), number)
+                finish = turns[number].start + queued.cost
+        self._finish[tenant] = finish
 
     def _add(self, queued: _Queued[T], entry: _Turn) -> None:
         self._queued[entry.number] = queued
@@ -96,7 +114,3 @@ class FairQueue(Generic[T]):
         if len(self._finish) > 2 * len(self._queued) + 16:
             # A tenant with a finish tag in the past starts at the virtual time anyway.
             self._finish = {name: finish for name, finish in self._finish.items() if finish > self._now}
-
-    def _drop_removed(self) -> None:
-        while self._heap and self._heap[0].number not in self._queued:
-            heapq.heappop(self._heap)

@@ -56,6 +56,34 @@ def test_removed_item_is_gone_and_unknown_one_is_an_error():
         queue.remove(items[0])
 
 
+def test_tenant_does_not_pay_for_what_left_the_queue_unserved():
+    """Clients that disconnect while they wait, or after a deadline: their tenant has got nothing."""
+    queue = FairQueue()
+    left = [object() for _ in range(10)]
+    for item in left:
+        queue.push(item, "a", cost=100)
+    for i in range(20):
+        queue.push(("b", i), "b", cost=10)
+    for item in left:
+        queue.remove(item)
+    queue.push("a", "a", cost=10)
+    assert "a" in drain(queue)[:2]
+
+
+def test_those_behind_one_that_left_move_up_and_keep_their_order():
+    queue = FairQueue()
+    items = [object() for _ in range(4)]
+    for item in items:
+        queue.push(item, "a", cost=100)
+    for i in range(40):
+        queue.push(("b", i), "b", cost=10)
+    queue.remove(items[1])
+    order = drain(queue)
+    places = [order.index(item) for item in (items[0], items[2], items[3])]
+    assert places == sorted(places)
+    assert places[1] <= 12, "after as much of b's as of a's first"
+
+
 def test_endless_row_of_new_tenants_does_not_starve_an_old_one():
     queue = FairQueue()
     for i in range(3):
