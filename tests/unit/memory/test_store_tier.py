@@ -15,6 +15,7 @@ from kvgraft.memory.store.checksums import page_checksums
 from kvgraft.memory.store.record import MOST_TOKENS, encode_head
 from kvgraft.memory.store.tier import ReadSpeed, StoreFeed, StoreReader, StoreWriter
 from kvgraft.memory.store.tier.tasks import TaskThreads
+from kvgraft.memory.store.tier.touches import Touches
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
 from kvgraft.testing.stored_objects import LAYOUT, SPACE, make_object
 
@@ -71,6 +72,22 @@ def calls_of(store, monkeypatch):
     return calls
 
 
+@pytest.fixture
+def no_threads(monkeypatch):
+    """The machine has no thread left; inside `with no_threads():`."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    @contextlib.contextmanager
+    def patched():
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            yield
+
+    return patched
+
+
 class TestReader:
     @pytest.fixture
     def clock(self):
@@ -99,6 +116,15 @@ class TestReader:
         wanted = put(store, 1)
         assert np.array_equal(self.get(reader, wanted, start, length), wanted.rows[start : start + length])
         assert (reader.counters.hits, reader.counters.num_bytes) == (1, length * LAYOUT.bytes_per_token)
+
+    def test_a_read_for_which_there_is_no_thread_fails_and_holds_nothing(self, reader, store, no_threads):
+        wanted = put(store, 1)
+        idle = reader.expected_s(700)
+        with no_threads():
+            assert "no thread can be started" in str(self.missed(reader, wanted))
+        assert reader.counters.refused == 1
+        assert reader.expected_s(700) == idle, "it is not on its way for good"
+        assert np.array_equal(self.get(reader, wanted), wanted.rows)
 
     def test_only_the_pages_of_a_span_are_read(self, reader, store, monkeypatch):
         wanted, ranges = put(store, 1), []
@@ -300,6 +326,14 @@ class TestWriter:
         assert (writer.counters.stored, writer.counters.known) == (1, 1)
         assert memory.keys(SPACE) == {wanted.key}
         assert next(memory.heads(SPACE, [wanted.key]))[1] == wanted.head
+
+    def test_a_write_for_which_there_is_no_thread_is_not_taken(self, writer, no_threads):
+        wanted = make_object(1)
+        with no_threads():
+            assert not writer.offer(wanted.record, lambda: LAYOUT.unpack(wanted.rows))
+        assert writer.flush(PATIENCE_S)
+        assert (writer.queued_bytes, writer.counters.dropped, writer.take_written()) == (0, 1, [])
+        assert self.offer(writer, wanted) == [(wanted.key, True)]
 
     def test_known_donors_are_not_even_read(self, writer, store):
         wanted = put(store, 1)
@@ -616,6 +650,27 @@ class TestThreads:
         assert finished.wait(PATIENCE_S)
         assert "a task of test failed" in caplog.text
         assert threads.close(PATIENCE_S)
+
+    def test_a_machine_without_threads_takes_no_task_until_it_has_some(self, no_threads):
+        threads, finished = TaskThreads("test", 2), threading.Event()
+        with no_threads():
+            assert not threads.submit(finished.set)
+        assert threads.submit(lambda: None)
+        assert not finished.is_set(), "what was not taken never runs"
+        assert threads.submit(finished.set)
+        assert finished.wait(PATIENCE_S)
+        assert threads.close(PATIENCE_S)
+
+    def test_uses_are_reported_again_once_there_is_a_thread(self, memory, monkeypatch, no_threads):
+        touched, done = [], threading.Event()
+        monkeypatch.setattr(memory, "touch", lambda space, keys: (touched.append(keys), done.set()))
+        touches = Touches(memory)
+        with no_threads():
+            touches.report([SPACE], ["a"])
+        touches.report([SPACE], ["b"])
+        assert done.wait(PATIENCE_S)
+        assert touched == [["b"]]
+        touches.close()
 
     def test_what_waits_is_dropped_at_the_end(self):
         threads, done, release, begun = TaskThreads("test"), [], threading.Event(), threading.Event()

@@ -55,7 +55,11 @@ def check_schema(schema: object) -> None:
     """
     num_states, counted = 0, dict[int, int]()
     for place, inner in _schemas(schema, "the schema"):
-        if _num_together(inner, schema, counted) > _MOST_TOGETHER:
+        try:
+            num_together = _num_together(inner, schema, counted)
+        except RecursionError as error:
+            raise ConfigError(f"{place} refers to others in a chain of hundreds; leave links out") from error
+        if num_together > _MOST_TOGETHER:
             raise ConfigError(
                 f"{place} has more than {_MOST_TOGETHER} patterns and formats that hold together; join them into fewer"
             )
@@ -116,13 +120,13 @@ def _num_together(schema: object, root: object, counted: dict[int, int]) -> int:
     }
     found = ("pattern" in schema) + ("format" in schema) + sum(each.pop("allOf", ()))
     found += sum(max(choices, default=0) for choices in each.values())
-    found += _num_together(_referred(schema.get("$ref"), root), root, counted)
+    found += _num_together(referred(schema.get("$ref"), root), root, counted)
     counted[id(schema)] = found
     return found
 
 
-def _referred(pointer: object, root: object) -> object:
-    """Return what `#/...` names; None for everything else."""
+def referred(pointer: object, root: object) -> object:
+    """Return what `#/...` names in `root`; None for everything else."""
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         return None
     found = root

@@ -52,8 +52,8 @@ class Promotions:
         if donor.donor_id in self._under_way or num_bytes > self._space.host.budget_bytes:
             return
         donor_id, done = donor.donor_id, self._done
-        self._threads.submit(lambda: done.append((donor_id, _arrived(whole or fetch()))))
-        self._under_way.add(donor_id)
+        if self._threads.submit(lambda: done.append((donor_id, _arrived(whole or fetch())))):
+            self._under_way.add(donor_id)
 
     def step(self) -> list[Donor]:
         """Take over what has arrived; returns the donors that were promoted, as they were before."""

@@ -5,7 +5,6 @@ A conversation that grows is a new donor with every turn, and only what the turn
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraft.engine.stores.stored_cover import StoredCover, StoredPart
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from kvgraft.memory.store.tier import UsedStore
     from kvgraft.reuse.stored import StoredDonors
     from kvgraft.types import DonorId, KeyedNamespace
-
-logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64
 """Shorter parts are not stored by themselves: reading one costs as much as a page of 256. They wait for the next turn."""
@@ -202,7 +199,7 @@ class StoreWrites:
         if self._pending.get(key) is not pending:
             return
         for number, used in enumerate(self._stores):
-            if _is_taken(used, pending):
+            if used.writer.offer(pending.record, pending.read):
                 pending.waiting_for.add(number)
         if not pending.waiting_for:
             self._end_write(pending)
@@ -296,16 +293,6 @@ class StoreWrites:
             donor = self._catalogue.get(source.donor_id)
             if key not in self._pending or donor is None or self._space.slots_of(donor) is None:
                 raise CorruptCacheError(f"a write of {key} reads slots of a donor that is not there")
-
-
-def _is_taken(used: UsedStore, pending: PendingWrite) -> bool:
-    """Offer a write to a store; False where it is not taken, or where no thread can be started for it."""
-    try:
-        return used.writer.offer(pending.record, pending.read)
-    except Exception:
-        used.writer.counters.failed += 1
-        logger.exception("%s is not given a donor of %d tokens", used.store.name, pending.record.num_tokens)
-        return False
 
 
 def _has_adapter(donor: Donor) -> bool:

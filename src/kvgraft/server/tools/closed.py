@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.engine.sampling.schema_rules import referred
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -63,26 +65,15 @@ def _within(node: dict[str, Any], root: object, *, is_alone: bool) -> Iterator[t
             yield one, True
     given = [(keyword, listed) for keyword in _IN_PLACE if isinstance(listed := node.get(keyword), list)]
     branches = [(keyword, one) for keyword, listed in given for one in listed if isinstance(one, dict)]
-    referred = _referred(node.get("$ref"), root)
-    speakers = len([one for keyword, one in branches if keyword == "allOf"]) + (referred is not None)
+    target = referred(node.get("$ref"), root)
+    speakers = len([one for keyword, one in branches if keyword == "allOf"]) + (target is not None)
     speakers += sum(keyword in node for keyword in ("anyOf", "oneOf"))
     is_one = is_alone and speakers == 1 and not any(keyword in node for keyword in _OF_KEYS)
     for _, one in branches:
         yield one, is_one
-    if referred is not None:
-        yield referred, is_one
+    if target is not None:
+        yield target, is_one
 
 
 def _values(value: object) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else []
-
-
-def _referred(pointer: object, root: object) -> object:
-    """Return what `#/...` names; None for everything else."""
-    if not isinstance(pointer, str) or not pointer.startswith("#"):
-        return None
-    found: Any = root
-    for part in filter(None, pointer[1:].split("/")):
-        key = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, dict) else None
-    return found

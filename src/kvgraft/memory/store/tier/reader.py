@@ -204,7 +204,8 @@ class StoreReader:
                 return fetch
             self._pending_bytes += num_bytes
             self._pending.add(fetch)
-        self._threads.submit(lambda: self._serve(fetch, num_bytes))
+        if not self._threads.submit(lambda: self._serve(fetch, num_bytes)):
+            self._serve_not(fetch, num_bytes)
         return fetch
 
     def close(self) -> None:
@@ -215,6 +216,16 @@ class StoreReader:
             self.counters.cancelled += len(pending)
         for fetch in pending:
             fetch.fail(_CancelledError(f"{self._store.name} was closed"))
+
+    def _serve_not(self, fetch: Fetch, num_bytes: int) -> None:
+        """Fail a read that no thread takes; `close` may have done so already."""
+        with self._lock:
+            self._pending_bytes -= num_bytes
+            if fetch not in self._pending:
+                return
+            self._pending.remove(fetch)
+            self.counters.refused += 1
+        fetch.fail(StoreError(f"{self._store.name} is not asked: no thread can be started for it"))
 
     def _serve(self, fetch: Fetch, num_bytes: int) -> None:
         block: KVBlock | None = None

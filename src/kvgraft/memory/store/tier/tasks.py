@@ -31,16 +31,31 @@ class TaskThreads:
         return self._is_closed
 
     def submit(self, task: Callable[[], None]) -> bool:
-        """Queue a task, which must not raise; False after `close`, when it is dropped."""
+        """Queue a task, which must not raise.
+
+        Returns:
+            False after `close`, and where the machine has no thread for it; the task is dropped.
+        """
         with self._lock:
             if self._is_closed:
                 return False
-            while len(self._threads) < self._num_threads:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            self._start_threads()
+            if not self._threads:
+                return False
             self._tasks.put(task)
         return True
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._num_threads:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the next task tries again
+                logger.warning(
+                    "%s has %d threads, not %d: %s", self._name, len(self._threads), self._num_threads, error
+                )
+                return
+            self._threads.append(thread)
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """End the threads after their present tasks, dropping what waits; False if one takes longer than `timeout_s`."""

@@ -30,8 +30,9 @@ class Touches:
         with self._lock:
             is_awaited = bool(self._waiting)
             self._waiting |= used
-        if used and not is_awaited:
-            self._threads.submit(self._touch)
+        if used and not is_awaited and not self._threads.submit(self._touch):
+            with self._lock:
+                self._waiting.clear()
 
     def close(self) -> None:
         """End; uses that were not reported yet are dropped."""

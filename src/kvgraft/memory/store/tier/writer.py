@@ -95,7 +95,8 @@ class StoreWriter:
                 `take_written` names the key the caller keeps them from being overwritten.
 
         Returns:
-            False if too much waits, or after `close`; it is counted, and `take_written` does not name it.
+            False if too much waits, after `close`, and where no thread can be started; it is counted, and `take_written` does
+            not name it.
         """
         num_bytes = record.num_tokens * self._layout.bytes_per_token
         with self._lock:
@@ -105,8 +106,11 @@ class StoreWriter:
                 return False
             self._queued_bytes += num_bytes
             self._num_queued += 1
-        self._threads.submit(lambda: self._write(record, read, num_bytes))
-        return True
+        if self._threads.submit(lambda: self._write(record, read, num_bytes)):
+            return True
+        self.counters.dropped += 1
+        self._leave_queue(num_bytes)
+        return False
 
     def take_written(self) -> list[Written]:
         """What has become of donors since the last call."""
@@ -137,6 +141,9 @@ class StoreWriter:
             if self.counters.failed == 1:
                 logger.warning("%s does not keep a donor; more are only counted: %s", self._store.name, one_line(error))
         self._written.append(Written(record.key, is_stored))
+        self._leave_queue(num_bytes)
+
+    def _leave_queue(self, num_bytes: int) -> None:
         with self._idle:
             self._queued_bytes -= num_bytes
             self._num_queued -= 1
