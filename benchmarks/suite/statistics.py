@@ -79,7 +79,8 @@ def task_scores(records: Sequence[Mapping[str, Any]], seed: int) -> Columns:
     for column, figure in (("score", "task"), ("contains", "contains")):
         off, on = ([record[side][figure] for record in records] for side in ("off", "on"))
         found |= {f"{column}_off": mean(off), f"{column}_on": mean(on)}
-        found |= with_interval(f"{column}_difference", array_mean, [np.subtract(on, off)], seed)
+        changes = [after - before for before, after in zip(off, on, strict=True)]
+        found |= with_interval(f"{column}_difference", array_mean, [changes], seed)
     return found
 
 
