@@ -4,7 +4,8 @@ Rooms: `requests`, `schedule`, `kv`, `stores`, `model`, `attention`, `sampling`,
 
 Public modules: `inspection`, `kv.kv_space`, `memory_use`, `model.adapter`, `model.loading`, `model.tokenizer_probe`,
 `requests.document_names`, `requests.options`, `requests.repair`, `requests.request_builder`, `requests.risk`,
-`requests.text`, `requests.token_spans`, `sampling.bad_words`, `sampling.structure`.
+`requests.text`, `requests.token_spans`, `sampling.bad_words`, `sampling.schema_rules`,
+`sampling.structure`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
-from kvgraft.prefix import RadixKey
-from kvgraft.prefix.results import NOTHING_FREED
+from kvgraft.prefix import EvictResult, RadixKey
 from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.stores.store_tier import StoreTier
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import HybridSlotPool, KVBlock, SlotUsage, StoreKey
-    from kvgraft.prefix import EvictResult, MatchResult, PrefixCache, PrefixHandle
+    from kvgraft.prefix import MatchResult, PrefixCache, PrefixHandle
     from kvgraft.types import DonorId, Match
 
 logger = logging.getLogger(__name__)
@@ -337,7 +336,7 @@ class KVSpace:
         except Exception:
             self._num_unheard += 1
             logger.exception("the prefix cache cannot evict; room is made elsewhere")
-            return NOTHING_FREED
+            return EvictResult(np.empty(0, np.int64))
 
     def _release_forgotten(self, result: EvictResult) -> None:
         """Take back slots that the prefix cache has forgotten."""
