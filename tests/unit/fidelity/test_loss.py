@@ -54,6 +54,16 @@ def test_what_they_compare():
         )
 
 
+def test_kl_of_masked_tokens_is_of_the_others_and_of_no_distribution_is_a_whole_loss():
+    loss = Loss.parse("kl:100")
+    masked, other = np.array([[0.0, 1.0, -np.inf]]), np.array([[0.5, 1.0, -np.inf]])
+    assert loss.of(masked, other) == pytest.approx(loss.of(masked[:, :2], other[:, :2]))
+    assert loss.of(masked, other) > 0
+    for broken in (np.full((1, 3), np.nan), np.array([[0.0, np.nan, 1.0]]), np.full((1, 3), -np.inf)):
+        assert loss.of(FULL, broken) == 1.0
+        assert loss.of(broken, FULL) == 1.0
+
+
 def test_kl_is_torch_s_in_units_of_kappa_and_at_most_one():
     rng = np.random.default_rng(1)
     full, grafted = rng.normal(size=(2, 1, 50)).astype(np.float32)

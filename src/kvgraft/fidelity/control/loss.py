@@ -123,11 +123,18 @@ class Loss:
 
 
 def _kl(full: NDArray[np.floating], grafted: NDArray[np.floating]) -> float:
-    """KL divergence of two next-token distributions given as logits (vocab_size,), in nats, in double precision."""
+    """KL divergence of two next-token distributions given as logits (vocab_size,), in nats, in double precision.
+
+    Infinite where one of them is none: a comparison that says nothing must not pass for a perfect answer.
+    """
     expected, actual = (_log_softmax(logits.astype(np.float64)) for logits in (full, grafted))
-    return max(0.0, float(np.sum(np.exp(expected) * (expected - actual))))
+    possible = expected > -np.inf
+    kl = float(np.sum(np.exp(expected[possible]) * (expected[possible] - actual[possible])))
+    is_distribution = not (np.isnan(expected).any() or np.isnan(actual).any())
+    return max(0.0, kl) if is_distribution else math.inf
 
 
 def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    normalised: NDArray[np.float64] = logits - np.logaddexp.reduce(logits)
+    with np.errstate(invalid="ignore"):  # of logits that are all -inf
+        normalised: NDArray[np.float64] = logits - np.logaddexp.reduce(logits)
     return normalised
