@@ -211,7 +211,8 @@ def _num_indexed(slots: SlotIndex) -> int:
 def _store(tensor: torch.Tensor, slots: SlotIndex, source: torch.Tensor) -> None:
     if isinstance(slots, slice):
         tensor[slots].copy_(source)
-    else:
-        # Slots of one head are dense, so that torch sees that a view of others lies in the same memory, and refuses it.
-        is_view = source.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        tensor.index_copy_(0, slots, source.clone() if is_view and source.shape[1] == 1 else source)
+        return
+    # Slots of one head are dense, so that torch sees that a view of others lies in the same memory, and refuses it.
+    if source.shape[1] == 1 and source.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        source = source.clone()
+    tensor.index_copy_(0, slots, source)

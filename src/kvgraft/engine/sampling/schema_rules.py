@@ -104,19 +104,19 @@ def _num_together(schema: object, root: object, counted: dict[int, int]) -> int:
 
     Complexity: O(size) for all schemas of a root, however long its chains of references are.
     """
-    waiting = [(schema, False)]
+    waiting: list[tuple[object, list[list[object]] | None]] = [(schema, None)]  # with its groups once these are counted
     while waiting:
-        inner, is_entered = waiting.pop()
-        if not isinstance(inner, dict) or (id(inner) in counted and not is_entered):
+        inner, groups = waiting.pop()
+        if not isinstance(inner, dict) or (groups is None and id(inner) in counted):
             continue
-        groups = _groups(inner, root)
-        if is_entered:
+        if groups is not None:
             own = ("pattern" in inner) + ("format" in inner)
             counted[id(inner)] = own + sum(max((counted.get(id(one), 0) for one in each), default=0) for each in groups)
             continue
         counted[id(inner)] = 0  # a schema within itself adds nothing
-        waiting.append((inner, True))
-        waiting += [(one, False) for each in groups for one in each]
+        groups = _groups(inner, root)
+        waiting.append((inner, groups))
+        waiting += [(one, None) for each in groups for one in each]
     return counted.get(id(schema), 0)
 
 
