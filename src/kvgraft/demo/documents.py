@@ -66,11 +66,6 @@ class Module:
     name: str
     source: str
 
-    @property
-    def held_out(self) -> bool:
-        """Whether this module is kept out of training."""
-        return is_held_out(self.name)
-
 
 @dataclass(frozen=True, slots=True)
 class Passage:
