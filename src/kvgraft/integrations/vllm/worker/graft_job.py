@@ -296,7 +296,7 @@ def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
     for group, block_ids in zip(rank.groups, command.block_ids, strict=True):
         blocks = np.asarray(block_ids, np.int32)
         if group.window:
-            homes.append(WindowRing(group, blocks, max_rows=max_rows))
+            homes.append(WindowRing(group, blocks, max_rows=max_rows, start=command.plan.prefix_len))
         else:
             homes.append(PagedKV.of(group, blocks, start=command.plan.prefix_len))
     return homes

@@ -30,15 +30,15 @@ class WindowRing(GroupKV):
     A ring shorter than the prompt holds `max_rows` rows with all that they attend to.
     """
 
-    def __init__(self, group: LayerGroup, blocks: NDArray[np.int32], *, max_rows: int) -> None:
-        """Allocate the ring for a request with `blocks`, 0 where vLLM keeps none."""
+    def __init__(self, group: LayerGroup, blocks: NDArray[np.int32], *, max_rows: int, start: int) -> None:
+        """Allocate the ring for a request with `blocks`, 0 where vLLM keeps none; those before `start` may be shared."""
         blocks = group.own_blocks(blocks)
         size = min(-(-(group.window + max_rows) // group.block_size) + 1, len(blocks))
         table = BlockTable(np.arange(len(blocks), dtype=np.int32) % size, group.block_size)
         super().__init__(group, table, [layer.scratch(size) for layer in group.layers])
         self._own = BlockTable(blocks, group.block_size)
         self._num_blocks = size
-        self._filled = 0
+        self._filled, self._start = 0, start
         self.longest_piece = max_rows if size < len(blocks) else None
 
     def row_limit(self, first_row: int) -> int:
@@ -61,9 +61,9 @@ class WindowRing(GroupKV):
         self._filled = 0
 
     def finish(self, spans: DonorSpans, stop: int) -> None:
-        """Complete the last window and copy it to the request's blocks."""
+        """Complete the last window and copy it to the request's blocks; that of the exact prefix stays, which others read."""
         self.prepare(spans, stop, stop)
-        positions = np.arange(self.first_seen(stop), stop)
+        positions = np.arange(max(self.first_seen(stop), self._start), stop)
         positions = positions[self._own.blocks[positions // self.group.block_size] != 0]
         if not len(positions):
             return
