@@ -84,7 +84,7 @@ def test_a_salt_cannot_be_guessed_from_a_name_alone():
         (b"", SPACE, RECORD.key),
         (b"\xff" * 100, SPACE, RECORD.key),
         (HEAD[:8] + b"[" + HEAD[9:], SPACE, RECORD.key),
-        (HEAD.replace(b'"kvgraft":"3"', b'"kvgraft":"2"'), SPACE, RECORD.key),
+        (HEAD.replace(b'"kvgraft":"4"', b'"kvgraft":"3"'), SPACE, RECORD.key),
         (HEAD.replace(b'"front":"66', b'"front":"67'), SPACE, RECORD.key),
         (HEAD.replace(b'"page_tokens":"256"', b'"page_tokens":"128"'), SPACE, RECORD.key),
         (HEAD.replace(b'"generation":"2"', b'"generation":"1"'), SPACE, RECORD.key),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors.donor import Donor
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Of objects, and of what computed them: it rises with the format, and where wrong K/V may have been stored before a mend."""
 PAGE_TOKENS = 256
 """Tokens that share a checksum; reads are rounded out to whole pages."""
