@@ -86,7 +86,7 @@ class PrefixCache(ABC):
             key: Tokens and namespace; copied.
             kv_indices: Integers (len(key),), one slot per element of `key`; copied.
             after: Handle of a stored prefix with which `key` begins: the insert starts after it and costs only what
-                follows. The caller vouches that the prefix is the key's own.
+                follows. The caller vouches that its tokens are the key's own; namespace and last page are verified.
             priority: For the `priority` policy; the path keeps the largest it has seen.
             counted_len: The same request's earlier inserts ended here: they count no second hit. None for `after`'s end.
 
@@ -148,6 +148,9 @@ class PrefixCache(ABC):
         """Store what `req` has computed so far and go on with it: between chunks of a prefill, or at preemption.
 
         Points the row of `req` to the cache's slots, moves its lock and returns its duplicates for the caller to free.
+
+        Raises:
+            CorruptCacheError: The cache was reset since `req` began. Nothing is stored then, and the row keeps its slots.
         """
         return lifecycle.store_unfinished(self, req)
 
@@ -155,6 +158,10 @@ class PrefixCache(ABC):
         """Store what `req` has computed unless it must not be, release its lock and return what the caller frees.
 
         Afterwards the request owns nothing: every slot of its row is in the cache or in the result.
+
+        Raises:
+            CorruptCacheError: The cache was reset since `req` began. Nothing is stored then: `req.own_slots` names what the
+                caller frees.
         """
         return lifecycle.store_finished(self, req, is_insert=is_insert)
 
@@ -164,7 +171,7 @@ class PrefixCache(ABC):
         result = self.insert(
             key,
             req.kv_indices[: len(key)],
-            after=req.handle if req.protected_len else None,
+            after=req.handle,  # of an empty prefix, too: it says that the cache was not reset since
             priority=req.priority,
             counted_len=req.num_inserted,
         )

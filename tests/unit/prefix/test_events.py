@@ -429,6 +429,28 @@ def test_a_late_subscriber_is_told_what_it_missed(endpoints):
     assert subscriber.num_missed == numbers[0] > 0
 
 
+@pytest.mark.parametrize("can_replay", [False, True])
+def test_a_publisher_that_was_started_anew_is_heard(endpoints, can_replay):
+    """It counts from 0 again, and holds nothing of what the one before it has announced."""
+    replay = endpoints[1] if can_replay else None
+    publisher = ZmqEventPublisher(PublisherConfig(endpoints[0], replay))
+    subscriber = ZmqEventSubscriber(endpoints[0], replay_endpoint=replay)
+    sent = join(publisher, subscriber)[-1].events[0].block_hashes[0] + 1
+    for number in range(sent, sent + 1000):  # more than are sent below before the first of them arrives
+        publisher.publish([BlockRemoved((number,))])
+    receive(subscriber, 1000)
+    publisher.close()
+    anew = ZmqEventPublisher(PublisherConfig(endpoints[0], replay))
+    first, *batches = join(anew, subscriber, first=5000)
+    anew.close()
+    subscriber.close()
+    assert first.events == (AllBlocksCleared(),)
+    numbers = [batch.events[0].block_hashes[0] for batch in batches]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    assert subscriber.num_restarts == 1
+    assert numbers[0] == 5000 if can_replay else subscriber.num_missed >= numbers[0] - 5000
+
+
 def test_a_full_queue_drops_and_counts(endpoints, monkeypatch, caplog):
     goes_on = threading.Event()
     monkeypatch.setattr(ZmqEventPublisher, "_send_next", lambda self: not goes_on.wait(PATIENCE_S))

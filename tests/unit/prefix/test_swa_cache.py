@@ -293,6 +293,21 @@ def test_a_lock_covers_full_attention_to_the_root_and_one_window():
     cache.check()
 
 
+def test_a_cut_marks_nothing_and_loses_nothing():
+    cache = SWARadixCache(4, sliding_window_size=8)
+    key = RadixKey(np.arange(24))
+    cache.insert(key, np.arange(24), swa_indices=np.arange(24) + 100)
+    before = [(node.last_access, node.component.last_access) for node in cache.root_handle.children.values()]
+    for position in (0, 3, 15, 15, 24, 99):
+        cache.cut(key, position)
+        cache.check()
+    cache.cut(RadixKey([0, 1, 2, 3, 9, 9, 9, 9]), 8)  # not stored so far
+    nodes = [node for node in cache.root_handle.subtree() if len(node)]
+    assert [node.end for node in nodes] == [12, 24]
+    assert [(node.last_access, node.component.last_access) for node in nodes] == before * 2
+    assert cache.inc_lock_ref(cache.match_prefix(key).handle).swa_start == 12
+
+
 def test_a_split_moves_the_border_of_a_lock_with_it():
     cache = make_cache(window=8)
     lock = cache.inc_lock_ref(put(cache, *sequence(0, 10)).handle)

@@ -16,7 +16,6 @@ from kvgraft.engine.kv.kv_space import HostDonorKV, KVSpace
 from kvgraft.engine.kv.window_row import WindowRow
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import HybridSlotPool, KVBlock, Owner, SlotAllocator
-from kvgraft.prefix import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.memory import SlotUsage, StoreKey
-    from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
+    from kvgraft.prefix import EvictResult, MatchResult, RadixKey, SWARadixCache
     from kvgraft.types import DonorId
     from kvgraft.windows import WindowKind
 
@@ -106,14 +105,14 @@ class HybridKVSpace(KVSpace):
     def match(self, key: RadixKey) -> MatchResult:
         """Find the longest stored prefix of `key`, cut where the window begins that it needs.
 
-        A lock covers whole nodes until a window is covered. The cut, where it can be made, keeps that below two windows; one
-        cached prompt would pin the whole space otherwise. It is made by looking the shorter prefix up.
+        A lock covers whole nodes until a window is covered, and a match marks them as used. The cut, where it can be made,
+        keeps that below two windows: one cached prompt would pin the whole space otherwise, and windows that nobody reads
+        any more would stay while those of other prompts leave. So it is made before the match.
         """
-        match = self._prefix.match_prefix(key)
-        border = self.window_kind.first_needed(match.prefix_len)
-        if border in {0, match.prefix_len}:
-            return match
-        self._prefix.match_prefix(RadixKey(key.token_ids, key.extra_key, key.cache_salt, limit=border))
+        length = self._prefix.look(key).prefix_len
+        border = self.window_kind.first_needed(length)
+        if border < length:
+            self._prefix.cut(key, border)
         return self._prefix.match_prefix(key)
 
     def store_prefix(

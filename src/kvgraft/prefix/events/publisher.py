@@ -6,6 +6,7 @@ A message is `[topic, sequence number, payload]`. A reader that sees a gap asks 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.prefix.events.event import AllBlocksCleared
 from kvgraft.prefix.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch, require_msgpack
 
 if TYPE_CHECKING:
@@ -186,18 +188,23 @@ class ZmqEventPublisher:
 class ZmqEventSubscriber:
     """Reads batches of a publisher in order, each once; asks for what it missed where there is a replay endpoint.
 
+    A publisher that was started anew counts from 0 again. It is known by the time of its batch, which a repeated one does not
+    have; a batch of one `AllBlocksCleared` comes first then, because nothing that was announced before is stored.
+
     Attributes:
         num_missed: Batches that could not be had any more.
+        num_restarts: How often another process was found at the endpoint.
     """
 
     def __init__(
         self, endpoint: str, *, topic: str = "", replay_endpoint: str | None = None, hwm: int = 100_000
     ) -> None:
-        self.num_missed = 0
+        self.num_missed = self.num_restarts = 0
         self._zmq = load_zmq()
         self._context = self._zmq.Context.instance()
         self._replay_endpoint = replay_endpoint
         self._next: int | None = None if replay_endpoint is None else 0
+        self._last_time = -math.inf
         self._socket = self._context.socket(self._zmq.SUB)
         self._socket.set_hwm(hwm)
         self._socket.setsockopt(self._zmq.SUBSCRIBE, topic.encode())
@@ -214,12 +221,17 @@ class ZmqEventSubscriber:
         frames = self._socket.recv_multipart()
         if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
             raise IntegrationError(f"{len(frames)} frames are no KV event message; expected topic, sequence, payload")
-        number = int.from_bytes(frames[1], "big")
+        number, batch = int.from_bytes(frames[1], "big"), decode_batch(frames[2])
+        batches: list[EventBatch] = []
         if self._next is not None and number < self._next:
-            return []
-        batches = list(self._missed(number))
-        self._next = number + 1
-        return [*batches, decode_batch(frames[2])]
+            if batch.timestamp <= self._last_time:
+                return []
+            self.num_restarts += 1
+            self._next = 0
+            batches.append(EventBatch(batch.timestamp, (AllBlocksCleared(),), batch.dp_rank))
+        batches += self._missed(number)
+        self._next, self._last_time = number + 1, batch.timestamp
+        return [*batches, batch]
 
     def close(self) -> None:
         """Close the socket; what was not received by then is lost."""

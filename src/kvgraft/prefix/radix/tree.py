@@ -132,7 +132,7 @@ class RadixTree(Generic[Node]):
         return handle
 
     def resolve_prefix(self, key: RadixKey, handle: PrefixHandle) -> Node:
-        """Return the node of a handle that stands for a beginning of `key`; its last page is verified.
+        """Return the node of a handle that stands for a beginning of `key`; its namespace and last page are verified.
 
         Raises:
             ConfigError: The key does not begin with the handle's prefix.
@@ -140,7 +140,7 @@ class RadixTree(Generic[Node]):
         node = self.resolve(handle)
         if node is not self.root:
             last_page = key.slice_bytes(node.end - self.page_size, node.end)
-            if node.end > len(key) or not node.tokens.endswith(last_page):
+            if node.end > len(key) or node.namespace != key.namespace or not node.tokens.endswith(last_page):
                 raise ConfigError("`after` is not a beginning of the key: pass the handle of the key's own prefix")
         return node
 

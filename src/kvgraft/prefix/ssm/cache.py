@@ -114,7 +114,7 @@ class StateRadixCache(BaseStateCache):
         result = self.insert(
             key,
             req.kv_indices[: len(key)],
-            after=req.handle if req.protected_len else None,
+            after=req.handle,  # of an empty prefix, too: it says that the cache was not reset since
             priority=req.priority,
             counted_len=req.num_inserted,
             states=offered,

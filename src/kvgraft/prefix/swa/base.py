@@ -148,6 +148,19 @@ class BaseSWACache(BaseComponentCache[SWANode, Window, SWALock]):
         self._components.divided(upper, node)
         return upper
 
+    def cut(self, key: RadixKey, position: int) -> None:
+        """Let a node of a stored `key` end at the last page boundary up to `position`, where there is none yet.
+
+        A match or a lock of what follows marks or covers whole nodes: cut where its window begins, it leaves what lies
+        before alone. Nothing is marked as used.
+
+        Complexity: O(position) at the speed of `memcmp`, plus O(nodes on the path).
+        """
+        length = min(position, len(key)) // self._page_size * self._page_size
+        _, partial, run = self._tree.descend(key, self._tree.root, length)
+        if partial is not None and partial.start + run == length:
+            self._divide(partial, run)
+
     # locks
 
     def inc_lock_ref(self, handle: PrefixHandle) -> SWALock:

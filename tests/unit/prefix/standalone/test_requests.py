@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import RadixCache, RadixKey, RequestRow
+from kvgraft.prefix import RadixCache, RadixKey, RequestRow, StateRadixCache, SWARadixCache
 from kvgraft.testing.slots import CheckedSlots
 
 
@@ -86,6 +86,29 @@ def test_a_handle_of_another_prefix_is_refused():
     cache.evict(3)
     with pytest.raises(CorruptCacheError, match="match again"):
         cache.insert(RadixKey([1, 2, 3]), np.arange(3), after=handle)
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "b"}, {"extra_key": "b"}, {"is_bigram": True}])
+@pytest.mark.parametrize(
+    ("cache", "stored", "more"),
+    [
+        (RadixCache, {}, {}),
+        (StateRadixCache, {"states": {3: 0}}, {"states": {4: 1}}),
+        (
+            lambda: SWARadixCache(sliding_window_size=4),
+            {"swa_indices": np.arange(3)},
+            {"swa_indices": np.arange(4), "prev_prefix_len": 3},
+        ),
+    ],
+)
+def test_a_handle_of_another_namespace_is_refused(cache, stored, more, other):
+    """What hung below it would be found by the other tenant."""
+    cache, namespace = cache(), {"cache_salt": "a"}
+    handle = cache.insert(RadixKey([7, 7, 7], **namespace), np.arange(3), **stored).handle
+    key = RadixKey([7] * (4 + ("is_bigram" in other)), **{**namespace, **other})
+    with pytest.raises(ConfigError, match="not a beginning of the key"):
+        cache.insert(key, np.arange(4), after=handle, **more)
+    assert cache.total_size == 3
 
 
 def test_cost_of_a_chunk_does_not_depend_on_the_prefix():
@@ -182,6 +205,25 @@ def test_abort_returns_everything_the_request_owned():
     engine.finish(req, is_insert=False)
     assert engine.cache.total_size == 3
     assert engine.cache.protected_size == 0
+
+
+@pytest.mark.parametrize("call", ["cache_unfinished_req", "cache_finished_req"])
+@pytest.mark.parametrize("cache", [RadixCache, StateRadixCache, lambda: SWARadixCache(sliding_window_size=4)])
+def test_nothing_of_a_request_that_began_before_a_reset_is_stored(cache, call):
+    """Not even where it matched nothing: its K/V may be of a model that is gone, and its slots are still its own."""
+    cache, prompt = cache(), np.arange(6)
+    req = RequestRow("r", prompt, np.empty(0, np.int64))
+    match = cache.match_prefix(req.key(5))
+    req.adopt(match, cache.inc_lock_ref(match.handle))
+    req.grow(np.arange(6), np.arange(6) if isinstance(cache, SWARadixCache) else np.empty(0, np.int64))
+    if isinstance(cache, StateRadixCache):
+        req.record_state(6, 9)
+    cache.reset()
+    with pytest.raises(CorruptCacheError, match="match again"):
+        getattr(cache, call)(req)
+    assert cache.total_size == 0
+    assert req.own_slots(0).freed.tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(req.states) == isinstance(cache, StateRadixCache)
 
 
 def _computed(engine, token_ids):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix import (
     ChunkCache,
     MatchPrefixParams,
@@ -175,6 +175,115 @@ def test_turns_run_one_after_another():
         engine.begin([1, 2, 4])
 
 
+def test_first_turns_run_one_after_another():
+    """Of two, the one that ended first would lose its row to the other: slots and a lock that nobody gives back."""
+    engine = Engine()
+    first = engine.begin([1, 2, 3])
+    with pytest.raises(ConfigError, match="finish or abort it first"):
+        engine.begin([1, 2, 3, 4])
+    engine.compute(first)
+    engine.finish(first)
+    engine.turn([1, 2, 3, 4])
+
+
+def test_closing_in_the_first_turn_ends_the_session_with_it():
+    engine = Engine()
+    req = engine.begin([1, 2, 3])
+    engine.compute(req)
+    assert not len(engine.cache.close_session("s").freed)
+    engine.finish(req)
+    assert engine.cache.session_held_tokens == engine.cache.protected_size == 0
+    assert engine.begin([1, 2, 3, 4]).protected_len == 3
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_turn_that_ran_over_a_reset_leaves_no_session(hybrid):
+    """What the reset gave back is free, and may hold another's K/V by the time the next turn begins."""
+    engine = Engine(SWARadixCache(sliding_window_size=4) if hybrid else None, hybrid=hybrid)
+    engine.turn([1, 2, 3])
+    req = engine.begin([1, 2, 3, 4])
+    engine.compute(req)
+    engine.take_back(engine.cache.cache_unfinished_req(req))
+    if hybrid:
+        engine.take_back(engine.cache.reset_both())
+    else:
+        engine.pool.free(engine.cache.reset())
+    engine.running.remove(req)
+    with pytest.raises(CorruptCacheError, match="match again"):
+        engine.cache.cache_finished_req(req)
+    assert engine.begin([1, 2, 3, 4, 5]).committed_len == 0
+
+
+def test_a_turn_that_ran_over_a_reset_does_not_end_the_one_after_it():
+    engine = Engine()
+    old = engine.begin([1, 2, 3])
+    engine.running.remove(old)
+    engine.cache.reset()
+    new = engine.begin([1, 2, 3])
+    with pytest.raises(CorruptCacheError):
+        engine.cache.cache_finished_req(old, is_insert=False)
+    engine.compute(new)
+    engine.finish(new)
+    assert engine.cache.session_held_tokens == 3
+
+
+def test_a_row_that_was_adopted_from_a_session_is_told_how_to_begin():
+    engine = Engine()
+    engine.turn([1, 2, 3])
+    req = RequestRow("r", np.array([1, 2, 3, 4]), np.empty(0, np.int64), session_id="s")
+    match = engine.cache.match_prefix(MatchPrefixParams(req.key(3), req))
+    req.adopt(match, engine.cache.inc_lock_ref(match.handle))
+    for call in (engine.cache.cache_unfinished_req, engine.cache.cache_finished_req):
+        with pytest.raises(ConfigError, match="begin_turn"):
+            call(req)
+    assert engine.cache.session_held_tokens == 3
+
+
+def test_a_request_that_began_as_no_turn_leaves_the_session_alone():
+    engine = Engine()
+    engine.turn([1, 2, 3])
+    other = RequestRow("r", np.array([7]), np.empty(0, np.int64), session_id="s")
+    for is_insert in (True, False):
+        other.kv_indices = engine.pool.alloc(1)
+        engine.take_back(engine.cache.cache_finished_req(other, is_insert=is_insert))
+        engine.check()
+    assert engine.begin([1, 2, 3, 4]).committed_len == 3
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_turn_that_departs_at_the_last_pair_shares_all_before_it(is_stored):
+    """With bigram keys a position is the same only if the token after it is."""
+    engine = Engine()
+    req = engine.begin([1, 2, 3, 4, 5], is_bigram=True)
+    engine.compute(req)
+    if is_stored:
+        engine.take_back(engine.cache.cache_unfinished_req(req))
+    engine.finish(req)
+    req = engine.begin([1, 2, 3, 4, 9, 9, 9], is_bigram=True)
+    assert req.committed_len == 3
+    engine.compute(req)
+    engine.take_back(engine.cache.cache_unfinished_req(req))
+    engine.finish(req)
+
+
+@pytest.mark.parametrize(("token_ids", "length"), [([1, 2, 3, 4, 5], 3), ([1, 2, 3, 8, 8, 8], 2)])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_after_a_turn_that_computed_nothing_the_last_pair_of_its_match_counts(token_ids, length, is_cancelled):
+    """Its row has fewer positions than the lock below it has tokens."""
+    engine = Engine()
+    engine.turn([1, 2, 3, 4], None, is_bigram=True)
+    req = engine.begin([1, 2, 3, 4, 5, 6], is_bigram=True)
+    assert req.committed_len == req.protected_len == 3
+    engine.finish(req)
+    if is_cancelled:
+        engine.end(engine.begin([1, 2, 3, 4, 5], is_bigram=True), engine.cache.cancel_turn)
+    req = engine.begin(token_ids, is_bigram=True)
+    assert req.committed_len == length
+    engine.compute(req)
+    engine.take_back(engine.cache.cache_unfinished_req(req))
+    engine.finish(req)
+
+
 def test_a_session_of_another_namespace_is_not_reused():
     engine = Engine()
     engine.turn([1, 2, 3], extra_key="a")
@@ -207,6 +316,15 @@ def test_reset_returns_what_idle_sessions_hold():
     engine.turn([1, 2, 3])
     engine.pool.free(engine.cache.reset())
     assert engine.pool.available == engine.pool.size
+
+
+def test_reset_returns_slots_of_both_pools():
+    engine = Engine(SWARadixCache(sliding_window_size=4), hybrid=True)
+    engine.turn([1, 2, 3])
+    engine.turn([5, 6, 7, 8], None)
+    engine.take_back(engine.cache.reset_both())
+    assert engine.pool.available == engine.pool.size
+    assert engine.swa.available == engine.swa.size
 
 
 @pytest.mark.parametrize("inner", [ChunkCache(), SWARadixCache(sliding_window_size=4)])
