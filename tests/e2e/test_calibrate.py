@@ -8,7 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from kvgraft.bench.calibrate import AskedRisk, calibration_of, references, sample_notch, summed_up, tokenized
+from kvgraft.bench.calibrate import (
+    AskedRisk,
+    Prompts,
+    Reference,
+    calibration_of,
+    references,
+    sample_notch,
+    sample_notches,
+    summed_up,
+    tokenized,
+)
 from kvgraft.bench.chat import user_message
 from kvgraft.bench.packs import PackSession
 from kvgraft.bench.prompts import read_sessions
@@ -112,6 +122,37 @@ def test_what_scores_do_not_repair_is_not_calibrated(model_dir, prompts):
     with pytest.raises(ConfigError, match=r"repair_rows goes on to repair.*; use first_token"):
         references(llm, tokens, Loss.parse("greedy:4"), lambda: None)
     assert len(references(llm, tokens, Loss.parse("first_token"), lambda: None)) == 2
+
+
+def test_requests_of_which_all_that_is_copied_is_exact_do_not_count(model_dir, rng):
+    """They bear no risk, and none is stated of them: beside those that do they would hide it."""
+    llm = LLM(model_dir, num_slots=600, selection="none", heal="off")
+    document, *others = (rng.integers(3, 200, 200) for _ in range(9))
+    asked = np.concatenate([document, rng.integers(3, 200, 20)]), np.concatenate([rng.integers(3, 200, 30), document])
+    prompts = Prompts((((document, *others), asked),), 0)  # the others take the document's prefix from the device
+    loss, none = Loss.parse("kl:1e-9"), notches_of(llm.policy, RepairTime.BEFORE)[-1]
+    expected = references(llm, prompts, loss, lambda: None)
+    sample = sample_notch(llm, none, prompts, expected, loss, advance=lambda: None)
+    assert [len(lost) for lost in sample.losses.values()] == [1]
+
+
+def test_a_part_that_no_answer_had_is_not_certified(model_dir, prompts):
+    """Answers that all end with their first token say nothing about the tokens after one that does not."""
+    llm = LLM(model_dir, num_slots=2_000, selection="none", repair="after")
+    loss = Loss.parse("first_token")
+    tokens = tokenized(llm, read_sessions(prompts), 1)
+    expected = [
+        Reference(full.token_ids[:1], full.evidence[:1]) for full in references(llm, tokens, loss, lambda: None)
+    ]
+    asked = AskedRisk(loss, 0.95, 0.2)
+    samples = sample_notches(llm, tokens, expected, asked, takes_all=False, advance=lambda: None)
+    (none,) = summed_up(samples, asked)
+    assert {result.part: (result.requests, result.p_value <= 0.2) for result in none.parts} == {
+        AnswerPart.FIRST: (11, True),
+        AnswerPart.LATER: (0, False),
+        AnswerPart.WHOLE: (11, True),
+    }
+    assert (none.worst.part, none.worst.p_value, none.is_certified) == (AnswerPart.LATER, 1.0, False)
 
 
 def test_sessions_begin_with_an_empty_cache(model_dir):

@@ -13,7 +13,7 @@ from tests.support.kept_kv import assert_prefix_is_exact
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import PolicyError
-from kvgraft.graft.select import NoRecompute
+from kvgraft.graft.select import Adaptive, NoRecompute
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import Fidelity, MissReason
 
@@ -86,6 +86,21 @@ def test_policies_choose_among_what_is_approximate_alone(family, selection, docu
     namespace = llm.engine.builder.build(prompt).namespace
     assert assert_prefix_is_exact(llm.adapter, llm.space, namespace, prompt) >= LENGTH
     llm.check()
+
+
+@pytest.mark.parametrize("repair", ["before", "after"])
+def test_exact_text_counts_once_where_a_policy_computes_everything(repair, document, rng):
+    """A policy that gives reuse up computes the exact front, too; those tokens are exact, and no shifted ones fewer."""
+    llm = make_llm(num_slots=700)
+    moved = new_text(rng, 150)
+    llm.generate(np.concatenate([document, new_text(rng, NEW)]), GREEDY)
+    llm.generate(np.concatenate([new_text(rng, 40), moved]), GREEDY)
+    forget_prefixes(llm, rng)
+    prompt = np.concatenate([document, new_text(rng, NEW), moved, new_text(rng, 30)])
+    never_sure = Adaptive(0.05, 1e-9, 0.2)
+    report = llm.generate(prompt, GREEDY, selection=never_sure, repair=repair)[0].report
+    assert (report.exact_tokens, report.shifted_tokens, report.computed_tokens) == (LENGTH, 0, len(prompt) - LENGTH)
+    assert (report.recomputed_tokens, report.recomputed_runs) == (150, ((LENGTH + NEW, 150),))
 
 
 def test_a_donor_behind_a_graft_is_never_an_exact_front(document, rng):

@@ -51,12 +51,17 @@ def test_rotation_takes_keys_to_their_new_positions(pairing, rotary_dim, dtype, 
     assert (moved.double() - expected).abs().max() < tolerance * expected.abs().max()
 
 
-def test_zero_shift_changes_nothing_beyond_rounding():
-    keys = torch.randn(10, 2, 16)
+@pytest.mark.parametrize("pairing", RopePairing)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_stays_in_its_place_keeps_its_bits_beside_what_moves(pairing, dtype):
+    """An exact copy is exact to the bit, whatever else is copied with it."""
+    keys = torch.randn(2_000, 2, 16).to(dtype)
     inv_freq = 1.0 / 10_000 ** (torch.arange(0, 16, 2) / 16)
-    positions = torch.arange(10) + 4_000
-    moved = rotate_keys(keys, RopeShift.between(positions, positions, inv_freq), RopePairing.HALF)
-    torch.testing.assert_close(moved, keys, rtol=0, atol=1e-6)
+    old = torch.arange(2_000)
+    new = torch.where(old < 1_500, old, old + 77)
+    moved = rotate_keys(keys, RopeShift.between(old, new, inv_freq), pairing)
+    assert torch.equal(moved[:1_500], keys[:1_500])
+    assert not torch.equal(moved[1_500:], keys[1_500:])
 
 
 def graft(adapter, span, kv_indices):

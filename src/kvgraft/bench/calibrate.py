@@ -32,7 +32,7 @@ from kvgraft.fidelity.control import (
     fixed_sequence,
 )
 from kvgraft.fidelity.control.notches import FULL, notches_of
-from kvgraft.types import RepairTime, ReuseMode
+from kvgraft.types import Fidelity, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ class NotchSample:
     """Losses and reuse of one notch on the prompts.
 
     Attributes:
-        losses: Of grafted requests, by part of their answers.
+        losses: Of grafted requests, by part of their answers; none of a part that no answer had.
         recomputed: Reused tokens that were computed again.
         reused: Tokens that donors had.
     """
@@ -88,10 +88,15 @@ class NotchSample:
     recomputed: int = 0
     reused: int = 0
 
+    @classmethod
+    def of(cls, notch: Notch) -> NotchSample:
+        """Begin with no request of any part that answers at `notch` can have."""
+        return cls({part: [] for time in _times(notch) for part in PARTS[time]})
+
     def add(self, report: GraftReport, losses: Mapping[AnswerPart, float]) -> None:
         """Take in a request."""
         for part, loss in losses.items():
-            self.losses.setdefault(part, []).append(loss)
+            self.losses[part].append(loss)
         self.recomputed += report.recomputed_tokens
         self.reused += report.recomputed_tokens + report.shifted_tokens
 
@@ -193,8 +198,11 @@ def sample_notch(
     *,
     advance: Callable[[], object],
 ) -> NotchSample:
-    """Serve all prompts at one notch. At "full" nothing is reused: what is lost there is rounding, and all requests count."""
-    sample, answers = NotchSample(), iter(expected)
+    """Serve all prompts at one notch; those count of which something approximate is reused: of others no risk is stated.
+
+    At "full" nothing is reused: what is lost there is rounding, and all requests count.
+    """
+    sample, answers = NotchSample.of(notch), iter(expected)
     for cached, asked in prompts.sessions:
         llm.reset()
         for prompt in cached:
@@ -202,7 +210,7 @@ def sample_notch(
         for prompt in asked:
             full = next(answers)
             report, losses = _served(llm, prompt, notch, full, loss)
-            if report.spans or notch.policy is None:
+            if notch.policy is None or any(span.fidelity is not Fidelity.EXACT for span in report.spans):
                 sample.add(report, losses)
             advance()
     llm.reset()
@@ -217,8 +225,7 @@ def _served(
     At a notch that repairs after the first token some requests wait for the repair nevertheless, so both are scored. Scores
     leave no trace, and come first.
     """
-    times = (RepairTime.BEFORE,) if notch.repair is RepairTime.BEFORE else (RepairTime.BEFORE, RepairTime.AFTER)
-    scores = {time: _scored(llm, prompt, notch, full, time) for time in times}
+    scores = {time: _scored(llm, prompt, notch, full, time) for time in _times(notch)}
     logits = {time: score.logits[: len(full.token_ids)] for time, score in scores.items()}
     losses = {
         part: loss.of(full.evidence, loss.evidence(rows.numpy(force=True)), part)
@@ -227,6 +234,11 @@ def _served(
     }
     llm.generate(prompt, SamplingParams(loss.num_tokens), _reuse(notch), selection=notch.policy)
     return scores[RepairTime.BEFORE].report, {part: found for part, found in losses.items() if found is not None}
+
+
+def _times(notch: Notch) -> tuple[RepairTime, ...]:
+    """Return the times at which requests at `notch` are repaired."""
+    return (RepairTime.BEFORE,) if notch.repair is RepairTime.BEFORE else (RepairTime.BEFORE, RepairTime.AFTER)
 
 
 def _scored(llm: LLM, prompt: TokenArray, notch: Notch, full: Reference, repair: RepairTime) -> Score:
@@ -259,10 +271,9 @@ def _parts(sample: NotchSample, asked: AskedRisk) -> tuple[PartResult, ...]:
         part: LossSample(len(losses), float(sum(losses)), asked.loss.is_binary)
         for part, losses in sample.losses.items()
     }
-    none = {AnswerPart.WHOLE: LossSample(0, 0.0, asked.loss.is_binary)}
     return tuple(
         PartResult(part, losses.count, losses.loss_sum, losses.upper_limit(asked.delta), losses.p_value(asked.epsilon))
-        for part, losses in sorted((known or none).items())
+        for part, losses in sorted(known.items())
     )
 
 

@@ -201,8 +201,10 @@ def _conclusion(calibration: Calibration) -> Iterator[str]:
         yield from _first_token_alone(calibration)
         return
     if _most_requests(calibration) < _fewest(calibration):
+        worst = max(calibration.results, key=lambda result: result.worst.requests).worst
+        had = "" if worst.part.value == "whole" else f" with an answer that has the part {worst.part.value!r}"
         yield (
-            f"nothing is certified: {_most_requests(calibration)} requests were grafted, and with none lost it takes "
+            f"nothing is certified: {worst.requests} requests were grafted{had}, and with none lost it takes "
             f"{_fewest(calibration)}; give more prompts"
         )
         return

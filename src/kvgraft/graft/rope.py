@@ -50,12 +50,13 @@ class RopeShift:
 
     @classmethod
     def between(cls, source: Tensor, target: Tensor, inv_freq: Tensor) -> RopeShift:
-        """Build the rotation from `source` to `target`, 1-D position tensors of equal length."""
+        """Build the rotation from `source` to `target`, 1-D position tensors of equal length; where they are equal, none."""
         old = source.to(torch.float32)[:, None] * inv_freq
         new = target.to(torch.float32)[:, None] * inv_freq
         old_cos, old_sin, new_cos, new_sin = old.cos(), old.sin(), new.cos(), new.sin()
         cos = new_cos * old_cos + new_sin * old_sin
         sin = new_sin * old_cos - new_cos * old_sin
+        cos = cos.masked_fill((source == target)[:, None], 1.0)  # of an exact copy not even the last bit may change
         return cls(cos[:, None], sin[:, None])
 
     def part(self, tokens: slice) -> RopeShift:

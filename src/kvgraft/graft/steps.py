@@ -72,7 +72,8 @@ class GraftWork:
 
     Attributes:
         computed: int64, ascending positions with computed K/V, those of `Scope.computed` included.
-        recomputed_runs: Ascending `(start, length)` of the reused tokens among them. None after giving up: nothing is reused.
+        recomputed_runs: Ascending `(start, length)` of the tokens among them that were reused approximately; an exact span
+            stays what it is. None after giving up: nothing is reused.
         num_corrected: Reused tokens that were corrected for drift and not computed.
         rows: int64, the rows of all passes, one pass after the other; rows of several passes count as often.
         drift_work: Per corrected run, pass by pass, the numbers of its sampled and of its corrected tokens.
@@ -211,8 +212,8 @@ class GraftSteps:
 
     def work(self) -> GraftWork:
         """Return the work of the passes that were run so far. O(num_tokens) in numpy."""
-        is_again = self._computed & (not self._is_given_up)
-        is_again[self.plan.compute] = False
+        is_again, reused = np.zeros_like(self._computed), self._context.reused
+        is_again[reused] = self._computed[reused] & (not self._is_given_up)
         return GraftWork(
             np.flatnonzero(self._computed),
             _marked_runs(is_again),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvgraft.types import MissReason, RiskStatus
+from kvgraft.types import MissReason, RepairTime, RiskStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -294,10 +294,11 @@ def token_kinds(report: GraftReport) -> dict[str, int]:
 def token_outcome(report: GraftReport) -> str:
     """Return how a request's tokens relate to a full prefill, the label `outcome` of prompt tokens.
 
-    `approx`: some were grafted. `fallback`: reuse failed. `rejected`: a match was found or looked for and refused.
-    `exact`: the rest.
+    `approx`: some were grafted, and of the answer the first token at least was drawn from them. `fallback`: reuse failed.
+    `rejected`: a match was found or looked for and refused. `exact`: the rest.
     """
-    if report.shifted_tokens or report.substituted_tokens:
+    is_first_token_approximate = report.repair is not None and report.repair.time is RepairTime.AFTER
+    if report.shifted_tokens or report.substituted_tokens or is_first_token_approximate:
         return "approx"
     if report.miss is not None and report.miss.reason in _FAILED:
         return "fallback"

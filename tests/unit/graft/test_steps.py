@@ -90,6 +90,7 @@ class Oracle:
         self.end = plan.num_tokens if scope.end is None else scope.end
         self.is_forgetful = scope.is_forgetful
         self.live = set(plan.compute.tolist())
+        self.reused = set(selection_context(plan).reused.tolist())
         self.given = set(scope.computed.tolist())
         self.computed, self.corrected = set(self.given), set()
 
@@ -135,7 +136,7 @@ def test_rows_and_masks_are_those_of_the_oracle(data):
         work = steps.work()
         assert set(work.computed.tolist()) == oracle.computed
         again = [p for start, length in work.recomputed_runs for p in range(start, start + length)]
-        assert again == sorted(oracle.computed - oracle.live)
+        assert again == sorted(oracle.computed & oracle.reused)
         assert work.num_corrected == len(oracle.corrected - oracle.computed)
         assert len(work.rows) == num_rows
         planned = steps.next(NOTHING_SEEN)
@@ -191,6 +192,15 @@ def test_rows_that_no_policy_asked_for_continue_where_its_steps_ended():
     assert (work.recomputed_runs, work.num_corrected) == (((0, 200),), 0)
 
 
+def test_exact_copies_that_a_full_prefill_computes_too_are_not_counted_as_computed_again():
+    spans = [Match(4, DonorId(1), 4, 16, is_exact=True), Match(30, DonorId(2), 0, 60)]
+    steps = GraftSteps(GraftPlan.over(100, 4, spans), Scripted([Recompute(np.empty(0, np.int64), afresh=True)]))
+    planned = steps.first()
+    assert planned.rows.tolist() == list(range(4, 100))
+    steps.ran(planned)
+    assert steps.work().recomputed_runs == ((30, 60),)
+
+
 def test_what_is_planned_counts_only_once_it_ran():
     plan = GraftPlan.over(100, 4, [Match(10, DonorId(1), 0, 60)])
     steps = GraftSteps(plan, NoRecompute())
@@ -241,7 +251,7 @@ def test_an_answer_before_the_repair_runs_the_live_rows_and_leaves_what_the_poli
     work = steps.work()
     assert set(work.computed.tolist()) == oracle.computed
     again = [p for start, length in work.recomputed_runs for p in range(start, start + length)]
-    assert again == sorted(oracle.computed - oracle.live)
+    assert again == sorted(oracle.computed & oracle.reused)
 
 
 def test_giving_up_after_the_answer_computes_everything_that_was_copied():

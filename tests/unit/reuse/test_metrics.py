@@ -44,6 +44,9 @@ def values_of(report):
         ({"shifted_tokens": 0, "miss": Miss(MissReason.NOT_WORTH_IT)}, "rejected"),
         ({"shifted_tokens": 0, "miss": Miss(MissReason.NO_DONORS)}, "exact"),
         ({"shifted_tokens": 0}, "exact"),
+        ({"shifted_tokens": 0, "repair": RepairReport(RepairTime.BEFORE, from_token=1)}, "exact"),
+        ({"shifted_tokens": 0, "repair": RepairReport(RepairTime.AFTER, from_token=2)}, "approx"),
+        ({"shifted_tokens": 0, "repair": RepairReport(RepairTime.AFTER, from_token=2, exact_from_token=2)}, "approx"),
     ],
 )
 def test_outcome_says_how_tokens_relate_to_full_prefill(changes, outcome):

@@ -47,6 +47,7 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
         steps_under_way=vllm_config.max_concurrent_batches,
         takes_running_back=takes_running_back(vllm_config),
+        max_model_len=vllm_config.model_config.max_model_len,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from stand_ins import Engine, Request
 from test_graft_scheduler import DOCUMENTS, make_graft
 
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.types import RepairTime
 
 HEAD = 30
 PROMPT = list(range(5000, 5000 + HEAD)) + DOCUMENTS[0] + [7000] * 40
@@ -232,3 +235,15 @@ def test_the_slower_rank_tells_of_a_repair():
     other = WorkerReport(repairs={"one": GraftOutcome(((3, 4),), 1.0, 7.0), "two": REPAIRED})
     joined = mine.joined(other).repairs
     assert joined == {"one": GraftOutcome(((3, 4),), 1.0, 7.0), "two": REPAIRED}
+
+
+def test_an_answer_that_the_context_ends_at_its_first_token_waits_for_the_repair(monkeypatch):
+    """vLLM does not cut `max_tokens` to what fits."""
+    for room, reason in ((1, "one token was asked for"), (2, None)):
+        served = Served("sync")
+        attempts = served.graft._attempts
+        monkeypatch.setattr(attempts, "_facts", replace(attempts._facts, max_model_len=len(PROMPT) + room))
+        served.add(max_tokens=9)
+        served.step()
+        repair = attempts.running["one"].repair
+        assert (repair.time, repair.reason or None) == (RepairTime.BEFORE if reason else RepairTime.AFTER, reason)

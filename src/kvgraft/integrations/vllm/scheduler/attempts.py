@@ -80,7 +80,7 @@ class Attempts:
             np.asarray(request.all_token_ids, np.int32),
             request.num_prompt_tokens,
             cached_len,
-            request.max_tokens,
+            self._facts.answer_len(request.num_prompt_tokens, request.max_tokens),
             getattr(request, "resumable", False),
         )
         if known is None:

@@ -21,6 +21,7 @@ class EngineFacts:
         num_ranks: Workers of the engine.
         steps_under_way: Steps that vLLM schedules at most before it knows the result of the first.
         takes_running_back: Whether vLLM computes itself what could not be made for a request that runs (`runner.py`).
+        max_model_len: Tokens of prompt and answer at which vLLM ends a request; None for no end.
     """
 
     fingerprint: str
@@ -36,6 +37,7 @@ class EngineFacts:
     num_ranks: int = 1
     steps_under_way: int = 1
     takes_running_back: bool = True
+    max_model_len: int | None = None
 
     @property
     def keeps_no_repair(self) -> str:
@@ -45,3 +47,7 @@ class EngineFacts:
         if len(self.block_sizes) > 1:
             return "of a model with several KV cache groups vLLM takes no failed repair back"
         return ""
+
+    def answer_len(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Return how long an answer of at most `max_tokens` can become, which vLLM does not cut to what fits."""
+        return max_tokens if self.max_model_len is None else min(max_tokens, self.max_model_len - num_prompt_tokens)
