@@ -271,6 +271,10 @@ class TestFiles:
     def test_json_is_read(self, write):
         assert resolve(ServerConfig, {}, write('{"port": 5, "api_key": ["k"]}', "a.JSON"), {}).config.port == 5
 
+    def test_a_bare_off_of_yaml_is_the_word(self, write):
+        config = resolve(ServerConfig, {}, write("reuse: off\nheal: off\nui: off\n"), {}).config
+        assert (config.reuse, config.heal, config.ui) == ("off", "off", False)
+
     def test_yaml_keys_may_be_a_list(self, write):
         assert resolve(ServerConfig, {}, write("api_key:\n  - a\n  - b\n"), {}).config.api_key == ("a", "b")
 
@@ -284,6 +288,8 @@ class TestFiles:
             ("1: 2", "a.yaml", "unknown setting 1"),
             ("prot: 1", "a.yaml", "did you mean 'port'"),
             ("port: yes", "a.yaml", "whole number, not True"),
+            ("reuse: on", "a.yaml", "must be text, not True"),
+            ("dtype: off", "a.yaml", "must be text, not False"),
             ("port:", "a.yaml", "not nothing"),
             ("recompute_ratio: .nan", "a.yaml", "must be a number"),
             ("model: 2024-01-01", "a.yaml", "must be text"),

@@ -32,7 +32,7 @@ from kvgraft.cli import (
 )
 from kvgraft.cli.parser import Parser, RawDescriptionHelpFormatter, wrapped
 from kvgraft.config import is_text, quoted
-from kvgraft.errors import OUT_OF_MEMORY, ConfigError, KVGraftError, is_out_of_memory
+from kvgraft.errors import OUT_OF_MEMORY, ConfigError, KVGraftError, is_out_of_memory, one_line
 from kvgraft.interrupts import INTERRUPTED
 from kvgraft.models import HUB_DEADLINE_S
 
@@ -125,6 +125,7 @@ def run_command(parser: Callable[[], Parser], argv: Sequence[str]) -> int:
         _check_text(argv)
         args = parser().parsed(argv)
         code: int = args.run(args)
+        _flush()
     except KVGraftError as error:
         return _refused(str(error))
     except ImportError as error:
@@ -133,9 +134,8 @@ def run_command(parser: Callable[[], Parser], argv: Sequence[str]) -> int:
         if not is_out_of_memory(error):
             raise
         return _refused(OUT_OF_MEMORY)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        return _failed(error)
     except KeyboardInterrupt:
         print("kvgraft: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -151,6 +151,33 @@ def _bare(parser: Parser) -> int:
 def _refused(message: str) -> int:
     print(wrapped(f"kvgraft: {message}", sys.stderr.isatty()), file=sys.stderr)
     return 2
+
+
+def _failed(error: OSError) -> int:
+    """Say what the operating system refused, and where; what of the output cannot be written is dropped.
+
+    A reader that has seen enough, as `head` has, is no failure.
+    """
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return 0
+    try:
+        _flush()
+    except OSError:
+        _drop_output()
+    place = "" if error.filename is None else f"{error.filename}: "
+    return _refused(f"{place}{error.strerror or one_line(error)}; give a place that can be used, or make room there")
+
+
+def _flush() -> None:
+    """Write what of the output is still held back, here where an error can be told."""
+    if sys.stdout is not None:  # as it is where the shell closed it
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Have the interpreter's end write what is held back to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_text(argv: Sequence[str]) -> None:

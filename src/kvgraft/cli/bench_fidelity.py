@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraft.cli.fidelity_report import print_controls, print_rows, print_sample
 from kvgraft.cli.model_options import add_model_options, engine_config, load_llm
-from kvgraft.cli.output_files import check_output
+from kvgraft.cli.output_files import check_output, write_whole
 from kvgraft.cli.parser import show_first
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
@@ -109,7 +109,7 @@ def _report(
     print_controls(controls)
     if args.json:
         text = json.dumps({"meta": meta, "rows": rows, "controls": controls}, indent=1)
-        Path(args.json).write_text(text + "\n")
+        write_whole(Path(args.json), text + "\n")
     if args.plot:
         from kvgraft.bench.fidelity.plot import draw_fidelity
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +50,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and say whether all went well."""
-    if args.minutes <= 0 or args.rounds < 1:
-        raise ConfigError("--minutes must be above 0, and --rounds at least 1")
+    if not 0 < args.minutes < math.inf or args.rounds < 1:
+        raise ConfigError("--minutes must be a number above 0, and --rounds at least 1")
     check_output("out", args.out)
     from kvgraft.bench.gpu.exactness import ExactnessSizes
     from kvgraft.bench.gpu.run import GpuSettings, measure_gpu

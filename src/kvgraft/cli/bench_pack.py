@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.cli import bench_pack_dataset
+from kvgraft.cli.output_files import write_whole
 from kvgraft.cli.plotting import add_plot_option, check_plot, draw_plot
 from kvgraft.errors import ConfigError
 
@@ -89,7 +90,7 @@ def _write(folder: Path, kind: str, prompts: Sequence[AgentPrompt]) -> Path:
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(path, "\n".join(lines) + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); give another folder for --output") from error
     return path

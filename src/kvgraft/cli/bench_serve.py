@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.cli.load_report import LoadReport
-from kvgraft.cli.output_files import check_output
+from kvgraft.cli.output_files import check_output, write_whole
 from kvgraft.cli.parser import show_first
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
@@ -119,7 +119,7 @@ def _write(file: str, record: dict[str, object]) -> None:
     if file == "-":
         print(text)
     else:
-        Path(file).write_text(text + "\n")
+        write_whole(Path(file), text + "\n")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -154,7 +154,7 @@ def _load_test(args: argparse.Namespace) -> tuple[LoadTest, Target]:
         target = GivenServer(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
     else:
         end_on_sigterm()
-        target = OwnServer(["--model", model, *shlex.split(args.server_args)])
+        target = OwnServer(["--model", model, *_server_args(args.server_args)])
 
     def fit(prompts: ServeWorkload, served: dict[str, Any]) -> ServeWorkload:
         longest = served.get("max_model_len")
@@ -163,6 +163,13 @@ def _load_test(args: argparse.Namespace) -> tuple[LoadTest, Target]:
         return prompts if limit is None else prompts.no_longer_than(limit, token_counter(args.tokenizer, served["id"]))
 
     return LoadTest(workload, settings, target, fit), target
+
+
+def _server_args(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--server-args {text!r} cannot be taken apart: {error}; close it, as in a shell") from error
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.cli.model_options import add_settings, engine_config, load_llm
+from kvgraft.cli.output_files import check_output
 from kvgraft.cli.parser import show_first
 from kvgraft.cli.progress import progress
 from kvgraft.errors import ConfigError
@@ -108,15 +110,12 @@ def run(args: argparse.Namespace) -> int:
     from kvgraft.fidelity.control import Loss, save_calibration
 
     loss = Loss.parse(args.loss)
-    for option, value in (("--epsilon", args.epsilon), ("--delta", args.delta)):
-        if not 0 < value < 1:
-            raise ConfigError(f"{option} must lie between 0 and 1, not {value}")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, not {args.limit}")
-    if args.output and not Path(args.output).absolute().parent.is_dir():
-        raise ConfigError(f"--output {args.output}: there is no such folder; make it first")
+    _check(args)
     measured = _measure(args, loss)
     calibration = measured.calibration
+    is_enough = any(result.is_certified for result in calibration.results)
+    if args.output and (is_enough or _most_requests(calibration) >= _fewest(calibration)):
+        save_calibration(Path(args.output), calibration)
     if args.json:
         print(json.dumps(measured.as_json()))
     else:
@@ -127,10 +126,26 @@ def run(args: argparse.Namespace) -> int:
         from kvgraft.bench.calibration_plot import draw_calibration
 
         draw_calibration(calibration, Path(args.plot))
-    is_enough = any(result.is_certified for result in calibration.results)
-    if args.output and (is_enough or _most_requests(calibration) >= _fewest(calibration)):
-        save_calibration(Path(args.output), calibration)
     return int(not is_enough)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would be found wrong after measuring.
+
+    Raises:
+        ConfigError: A number is out of range, or a file cannot be written there.
+        ImportError: matplotlib is not installed, and there is to be a picture.
+    """
+    for option, value in (("--epsilon", args.epsilon), ("--delta", args.delta)):
+        if not 0 < value < 1:
+            raise ConfigError(f"{option} must lie between 0 and 1, not {value}")
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, not {args.limit}")
+    for option, file in (("output", args.output), ("plot", args.plot)):
+        if file:
+            check_output(option, Path(file))
+    if args.plot:
+        import_module("kvgraft.bench.calibration_plot")  # a missing package is reported before measuring
 
 
 def _measure(args: argparse.Namespace, loss: Loss) -> Measured:

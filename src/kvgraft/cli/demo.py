@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.cli.model_options import add_model_options, load_llm, resolve_settings
-from kvgraft.cli.output_files import check_output
+from kvgraft.cli.output_files import check_output, write_whole
 from kvgraft.errors import ConfigError
 from kvgraft.models import BUNDLED_MODEL, SMOLLM2_INSTALL, SMOLLM2_MODEL, smollm2_path
 from kvgraft.reuse.report import report_as_dict
@@ -62,7 +62,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the session under every mode."""
-    if (args.requests is not None and args.requests < 1) or not 1 <= (args.documents or 1) <= 24:
+    if (args.requests is not None and args.requests < 1) or not (args.documents is None or 1 <= args.documents <= 24):
         raise ConfigError("--requests must be at least 1 and --documents between 1 and 24")
     check_output("html", Path(args.html))
     llm = load_llm(_config(args), shows_stages=not args.json)
@@ -188,7 +188,7 @@ def _write_page(llm: LLM, given: Sequence[tuple[JudgedAnswer, ...]], file: Path,
     tokenizer = llm.loaded.tokenizer
     text = None if tokenizer is None else PromptText(tokenizer, output.prompt_token_ids.tolist())
     try:
-        file.write_text(page(requests, text=text), encoding="utf-8")
+        write_whole(file, page(requests, text=text))
     except OSError as error:
         raise ConfigError(
             f"--html {file} cannot be written: {error.strerror or error}; choose another place"

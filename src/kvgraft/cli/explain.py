@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraft.cli.output_files import write_whole
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     found = [_latest(known, request_id) for request_id in asked] or known
     missing = [request_id for request_id, request in zip(asked, found, strict=False) if request is None]
     if missing:
-        print(f"no request {missing[0]} in {name}")
+        print(f"no request {missing[0]} in {name}", file=sys.stderr if args.json else sys.stdout)
         return 1
     _show(args, [request for request in found if request is not None])
     return 0
@@ -138,7 +139,7 @@ def _show(args: argparse.Namespace, requests: Sequence[ExplainedRequest]) -> Non
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if args.html:
         try:
-            Path(args.html).write_text(page(requests, text=text), encoding="utf-8")
+            write_whole(Path(args.html), page(requests, text=text))
         except OSError as error:
             raise ConfigError(f"{args.html} cannot be written: {error.strerror or error}") from error
         print(f"wrote {args.html}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
@@ -23,6 +24,29 @@ def check_output(option: str, file: Path) -> None:
         raise ConfigError(f"--{option} {file} is a folder; give the name of a file in it")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"--{option} {file} cannot be written; choose a place that is yours")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file by `text` in one step: who is interrupted, or runs out of room, leaves what was there before.
+
+    What is no plain file (`/dev/stdout`, a pipe), or lies in a folder that is another's, is written to in place.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    target = file.resolve()
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        file.write_text(text, encoding="utf-8", errors="replace")
+        return
+    begun = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        begun.write_text(text, encoding="utf-8", errors="replace")
+        if target.exists():
+            shutil.copymode(target, begun)
+        begun.replace(target)
+    except BaseException:
+        begun.unlink(missing_ok=True)
+        raise
 
 
 def check_output_folder(option: str, folder: Path) -> None:

@@ -144,6 +144,8 @@ def _parse_float(name: str, _rule: Rule, value: object) -> float:
 def _parse_text(name: str, rule: Rule, value: object) -> str:
     if rule.json_object:
         return _parse_object(name, value)
+    if value is False and "off" in rule.choices:
+        return "off"  # which YAML reads as false, unless it is quoted
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be text, not {quoted(value)}")
     if not value and not rule.may_be_empty:

@@ -193,7 +193,7 @@ def _entries(text: str) -> Iterator[dict[str, Any]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        for line in text.splitlines():
+        for line in text.split("\n"):  # JSON may have other ends of lines in its texts
             try:
                 entry = json.loads(line.removeprefix("data:"))
             except ValueError:
@@ -233,7 +233,7 @@ def _request(entry: Mapping[str, Any], where: str) -> ExplainedRequest:
         attempts = (_attempt(reports[0]), *(_attempt(report) for report in reports[1:]))
     except ConfigError as error:
         raise ConfigError(f"{where} is {error}") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{where} is no whole report ({type(error).__name__}: {error})") from error
     return ExplainedRequest(
         str(name),

@@ -111,11 +111,10 @@ class FileSource:
         self._offset += end
         for line in data[:end].splitlines():
             try:
-                requests = read_requests(line.decode(errors="replace"), str(file))
-            except ConfigError:
+                for request in read_requests(line.decode(errors="replace"), str(file)):
+                    self.log.add(partial(_entry, request, time.time()))
+            except (ConfigError, LookupError, TypeError, ValueError, OverflowError):
                 continue  # no report, or of a later version
-            for request in requests:
-                self.log.add(partial(_entry, request, time.time()))
 
 
 def _entry(request: ExplainedRequest, seen: float, number: int) -> Entry:

@@ -35,6 +35,7 @@ SETTLING_S = 1.0
 """So long after a connection was made it is asked once more for what was published before the subscription took effect."""
 ABANDONED_S = 30.0
 """Seconds for which a worker's events are believed without a connection to it."""
+_REMEDY = "give the host and port to connect to, where the worker's own settings may say tcp://*:PORT"
 _POLL_MS = 100
 _HWM = 100_000
 MOST_MESSAGE_BYTES = 16 << 20
@@ -72,6 +73,7 @@ class WorkerStream:
         self._retry_s = RETRY_S
         self._subscriber: Any
         self._monitor: Any
+        self._check_replay()
         self._subscribe()
 
     def sockets(self) -> list[Any]:
@@ -106,6 +108,19 @@ class WorkerStream:
         self._end_replay()
         self._close_subscriber()
 
+    def _check_replay(self) -> None:
+        """Refuse an endpoint of replays that cannot be connected to; it is used later, where nobody could be told."""
+        if self._spec.replay is None:
+            return
+        with self._context.socket(self._zmq.DEALER) as replay:
+            replay.set(self._zmq.LINGER, 0)
+            try:
+                replay.connect(self._spec.replay)
+            except self._zmq.ZMQError as error:
+                raise ConfigError(
+                    f"cannot ask {self._spec.replay!r} of worker {self._spec.name} for replays: {error}; {_REMEDY}"
+                ) from error
+
     def _subscribe(self) -> None:
         zmq, spec = self._zmq, self._spec
         self._subscriber = self._context.socket(zmq.SUB)
@@ -117,7 +132,7 @@ class WorkerStream:
             self._subscriber.connect(spec.events)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"cannot listen to {spec.events!r} of worker {spec.name}: {error}") from error
+            raise ConfigError(f"cannot listen to {spec.events!r} of worker {spec.name}: {error}; {_REMEDY}") from error
 
     def _close_subscriber(self) -> None:
         self._subscriber.disable_monitor()

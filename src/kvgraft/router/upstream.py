@@ -64,7 +64,7 @@ class Answer:
     Attributes:
         status: HTTP status.
         headers: What is passed on.
-        is_stream: Server-sent events.
+        is_stream: Server-sent events that can be read; compressed ones are bytes to which nothing can be added.
         first: The bytes so far; none of a stream that is idle for so long that its client should get a sign of life.
         length: Of the whole body, where the worker says it or it is here.
     """
@@ -143,9 +143,10 @@ async def ask(
         response = await session.post(
             url, data=body, headers=_passed_on(headers), timeout=timeout, allow_redirects=False
         )
-        is_stream = response.content_type == "text/event-stream"
-        first = await _next_chunk(response, idle_s) if is_stream else await _beginning(response)
-        if is_stream and first == b"":
+        has_events = response.content_type == "text/event-stream"
+        is_stream = has_events and not _is_compressed(response)
+        first = await (_next_chunk(response, idle_s if is_stream else None) if has_events else _beginning(response))
+        if has_events and first == b"":
             raise UpstreamError("it ended the stream before the first event")  # noqa: TRY301 - closed below
     except BaseException as error:
         if response is not None:
@@ -159,6 +160,10 @@ async def ask(
     kept = [(name, value) for name, value in raw if _text(name) not in left_out]
     length = len(first or b"") if response.content.at_eof() else response.content_length
     return Answer(response.status, kept, is_stream, first or b"", length, response)
+
+
+def _is_compressed(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("content-encoding", "").strip().lower() not in ("", "identity")
 
 
 async def _next_chunk(response: aiohttp.ClientResponse, idle_s: float | None) -> bytes | None:

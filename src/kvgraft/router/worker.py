@@ -85,6 +85,8 @@ def parse_worker(text: str) -> WorkerSpec:
             raise ConfigError(f"graft of a worker is true or false, not {quoted(value)}")
         if name in ("events", "replay") and not _is_endpoint(value):
             raise ConfigError(f"{name} of a worker is a ZMQ endpoint such as tcp://127.0.0.1:5557, not {quoted(value)}")
+        if name in given:
+            raise ConfigError(f"{name} of worker {quoted(url)} is given twice; keep one")
         given[name] = value == "true" if name == "graft" else value
     return replace(worker, **({"name": "", "label": ""} | given))  # type: ignore[arg-type]
 

@@ -135,6 +135,13 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(capsys, pack, options, wor
     assert err.count("\n") == 1
 
 
+def test_server_arguments_that_are_not_closed_are_one_line(capsys, pack):
+    code, _, err = run(capsys, pack, "--server-args", "--host 'a")
+    assert code == 2
+    assert '--server-args "--host \'a" cannot be taken apart: No closing quotation; close it' in err
+    assert err.count("\n") == 1
+
+
 def test_missing_pack_is_one_line(capsys, tmp_path):
     code, _, err = run(capsys, tmp_path / "nothing", "--url", "http://127.0.0.1:1")
     assert code == 2

@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.unit.explain.test_requests import report
 
-from kvgraft.cli import main
+from kvgraft.cli import calibrate, main
+from kvgraft.cli.output_files import write_whole
 from kvgraft.testing.tiny_models import tiny_model
 
 HOST_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -168,6 +171,90 @@ class TestFiles:
     def test_report_that_cannot_be_written_is_told_before_measuring(self, refused, tmp_path):
         assert "is a folder" in refused("bench", "serve", "--json", str(tmp_path), "builtin:rag")
         assert "does not exist" in refused("bench", "serve", "--plot", str(tmp_path / "no" / "a.png"), "builtin:rag")
+
+
+class TestOutput:
+    """Output that cannot be written: said in one line, and what was there before is still there."""
+
+    @pytest.mark.parametrize("argv", [("config", "show"), ("config", "show", "--changed")])
+    def test_standard_output_without_room(self, argv):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvgraft", *argv], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert done.stderr == "kvgraft: No space left on device; give a place that can be used, or make room there\n"
+        assert done.returncode == 2
+
+    def test_output_that_nobody_reads_is_no_error(self):
+        read, write = os.pipe()
+        os.close(read)
+        with open(write, "wb") as broken:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvgraft", "config", "show", "--changed"],
+                stdout=broken,
+                stderr=subprocess.PIPE,
+                check=False,
+            )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+    def test_a_file_without_room_stays_what_it_was(self, tmp_path):
+        (tmp_path / "answer.json").write_text(json.dumps({"id": "a", "kvgraft": report()}))
+        page = tmp_path / "page.html"
+        page.write_text("before")
+        code = (
+            "import resource, sys; from kvgraft.cli import main\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+            f"sys.exit(main(['explain', '--file', {str(tmp_path / 'answer.json')!r}, '--html', {str(page)!r}]))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert f"{page} cannot be written: File too large" in done.stderr
+        assert page.read_text() == "before"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.json", "page.html"]
+
+    def test_a_file_is_written_where_it_lies_and_keeps_its_rights(self, tmp_path):
+        kept, link = tmp_path / "kept", tmp_path / "link"
+        kept.write_text("before")
+        kept.chmod(0o640)
+        link.symlink_to(kept)
+        write_whole(link, "after \ud800")
+        assert link.is_symlink()
+        assert kept.read_text() == "after ?"
+        assert kept.stat().st_mode & 0o777 == 0o640
+        write_whole(fresh := tmp_path / "new", "text")
+        assert fresh.read_text() == "text"
+        write_whole(Path("/dev/null"), "text")
+        assert Path("/dev/null").is_char_device()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--output", "."), "is a folder"),
+            (("--output", "no/such"), "the folder does not exist"),
+            (("--plot", "no/such.png"), "the folder does not exist"),
+        ],
+    )
+    def test_a_calibration_that_cannot_be_written_is_told_before_measuring(
+        self, refused, monkeypatch, tmp_path, options, words
+    ):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(calibrate, "load_llm", None)  # it is not come to
+        assert words in refused("calibrate", "--prompts", "builtin", *options)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("argv", "words"),
+        [
+            (("demo", "--documents", "0"), "--documents between 1 and 24"),
+            (("demo", "--documents", "25"), "--documents between 1 and 24"),
+            (("bench", "gpu", "--minutes", "nan"), "--minutes must be a number above 0"),
+            (("bench", "gpu", "--minutes", "inf"), "--minutes must be a number above 0"),
+        ],
+    )
+    def test_numbers_that_mean_nothing(self, refused, monkeypatch, tmp_path, argv, words):
+        monkeypatch.chdir(tmp_path)
+        assert words in refused(*argv, "--device", "cpu")
 
 
 class TestVariables:

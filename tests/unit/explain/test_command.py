@@ -81,6 +81,11 @@ def test_elsewhere_than_on_a_terminal_lines_are_plain_and_short(capsys, file):
         assert max(map(len, told.splitlines())) <= 80
 
 
+def test_json_of_a_request_that_is_not_there_is_nothing(capsys, file):
+    assert main(["explain", "--file", file, "--request-id", "hot", "--json"]) == 1
+    assert capsys.readouterr() == ("", f"no request hot in {file}\n")
+
+
 def test_a_request_that_is_not_there_is_named(capsys, file):
     assert main(["explain", "--file", file, "--request-id", "hot"]) == 1
     assert capsys.readouterr().out == f"no request hot in {file}\n"

@@ -392,3 +392,15 @@ def test_runs_cover_every_prompt(data):
     assert attempt.runs[-1].stop == num_tokens
     assert sum(run.length for run in attempt.runs if run.kind is RunKind.SHIFTED) == attempt.tokens(RunKind.SHIFTED)
     assert len(bar(attempt, 40)) == 40
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u0085", "\u2029"])
+def test_an_answer_whose_text_has_other_ends_of_lines_is_read(end):
+    answers = [{"id": name, "choices": [{"text": f"one{end}two"}], "kvgraft": report()} for name in ("a", "b")]
+    text = "\r\n".join(json.dumps(answer, ensure_ascii=False) for answer in answers)
+    assert [request.request_id for request in read_requests(text, "file")] == ["a", "b"]
+
+
+def test_a_length_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="is no whole report"):
+        read_requests('{"id": "a", "kvgraft": {"num_tokens": Infinity, "exact_tokens": 0, "spans": []}}', "file")

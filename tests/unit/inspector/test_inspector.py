@@ -407,6 +407,13 @@ class TestReportFile:
         file.write_bytes(b"nonsense\n\xff\xfe\n[1]\n" + self.lines("a").encode() + b"{}\n")
         assert self.shown(FileSource(file)) == ["a"]
 
+    @pytest.mark.parametrize("odd", [{"miss": {"detail": ""}}, {"shifted_tokens": None}, {"shifted_tokens": 1e999}])
+    def test_a_report_that_is_not_whole_keeps_no_other_back(self, tmp_path, odd):
+        entry = {"request_id": "odd", "attempts": [report() | odd]}
+        file = tmp_path / "reports.jsonl"
+        file.write_text(self.lines("a") + json.dumps(entry) + "\n" + self.lines("b"))
+        assert self.shown(FileSource(file)) == ["b", "a"]
+
     def test_one_that_is_not_there_is_refused_at_once(self, tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             FileSource(tmp_path / "absent.jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import zlib
 
 import aiohttp
 import pytest
@@ -23,17 +24,18 @@ class Slow(Worker):
 
     Attributes:
         halves: What it sends.
-        headers_sent: Of the answer.
+        headers_sent: Of the answer, with `_` for `-`.
         breaks: Whether it breaks off after the first half.
     """
 
-    def __init__(self, worker, *halves, content_type="text/event-stream", breaks=False):
+    def __init__(self, worker, *halves, breaks=False, **headers):
         super().__init__(worker.name)
-        self.halves, self.content_type, self.breaks = halves, content_type, breaks
+        self.halves, self.headers_sent, self.breaks = halves, {"content_type": "text/event-stream"} | headers, breaks
         self.behaviour = "halves"
 
     async def _halves(self, request):
-        response = web.StreamResponse(headers={"content-type": self.content_type})
+        headers = {name.replace("_", "-"): value for name, value in self.headers_sent.items()}
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         if self.halves[0]:
             await response.write(self.halves[0])
@@ -214,6 +216,40 @@ def test_a_stream_that_breaks_off_while_idle_ends_with_an_error():
         assert json.loads(told[-2].removeprefix(b"data: "))["error"]["code"] == "worker_failed"
 
     served(test, b"", breaks=True, keep_alive_s=0.02)
+
+
+def gzipped(*parts):
+    """Return compressed parts of one stream, each of which can be read when it is there."""
+    packer = zlib.compressobj(wbits=31)
+    flushes = [zlib.Z_SYNC_FLUSH] * (len(parts) - 1) + [zlib.Z_FINISH]
+    return [packer.compress(part) + packer.flush(flush) for part, flush in zip(parts, flushes, strict=True)]
+
+
+def test_compressed_events_are_passed_on_as_they_come_with_nothing_between():
+    parts = b'data: {"n": 0}\n\n', b"data: [DONE]\n\n"
+
+    async def test(slow, session, context):
+        response = await session.post("/v1/completions", json=COMPLETION)
+        assert await first(response, len(parts[0])) == parts[0]
+        await asyncio.sleep(0.05)  # time enough for comments, were there any
+        slow.release.set()
+        assert await response.read() == parts[1]
+
+    served(test, *gzipped(*parts), content_encoding="gzip", keep_alive_s=0.01)
+
+
+def test_compressed_events_that_break_off_get_no_readable_end():
+    parts = b'data: {"n": 0}\n\n', b"data: [DONE]\n\n"
+
+    async def test(slow, session, context):
+        response = await session.post("/v1/completions", json=COMPLETION)
+        assert await first(response, len(parts[0])) == parts[0]
+        slow.release.set()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+        assert metric(await metrics(session), 'kvgraft_router:requests_total{outcome="broken",worker="one"}') == 1
+
+    served(test, *gzipped(*parts), content_encoding="gzip", breaks=True)
 
 
 class Waiting(Words):

@@ -218,6 +218,7 @@ def test_a_stream_goes_on_while_its_worker_is_too_busy_to_say_that_it_is_well(mo
         "http://127.0.0.1:8001,events=tcp://nohost",
         "http://127.0.0.1:8001,events=tcp://h:1,replay=tcp://nohost",
         "http://127.0.0.1:8001,events=tcp://h:70000",
+        "http://127.0.0.1:8001,name=one,name=two",
     ],
 )
 def test_workers_that_cannot_be_are_refused(text):

@@ -365,6 +365,14 @@ def test_an_endpoint_that_is_none_is_named():
         EventReader([spec], Directory([spec], max_tokens=1_000))
 
 
+def test_a_replay_endpoint_that_only_a_server_can_use_is_refused(endpoints):
+    spec = WorkerSpec("http://127.0.0.1:1", events=endpoints[0], replay="tcp://*:5558", name="w")
+    with pytest.raises(
+        ConfigError, match=r"cannot ask 'tcp://\*:5558' of worker w for replays: .*; give the host and port"
+    ):
+        EventReader([spec], Directory([spec], max_tokens=10_000)).close()
+
+
 def test_what_a_full_queue_dropped_is_not_believed(endpoints, opened):
     publisher = opened(ZmqEventPublisher(PublisherConfig(*endpoints, max_queue_size=1)))
     engine = EngineModel(16)
