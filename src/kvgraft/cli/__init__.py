@@ -170,7 +170,7 @@ def _failed(error: OSError) -> int:
 
 
 def _flush() -> None:
-    """Write what of the output is still held back, here where an error can be told."""
+    """Write what of the output is still held back, here where an error can be reported."""
     if sys.stdout is not None:  # as it is where the shell closed it
         sys.stdout.flush()
 

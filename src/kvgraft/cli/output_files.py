@@ -27,7 +27,7 @@ def check_output(option: str, file: Path) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Replace a file by `text` in one step: who is interrupted, or runs out of room, leaves what was there before.
+    """Replace a file by `text` in one step: without room for it, or interrupted, it stays what it was.
 
     What is no plain file (`/dev/stdout`, a pipe), or lies in a folder that is another's, is written to in place.
 

@@ -109,7 +109,7 @@ class WorkerStream:
         self._close_subscriber()
 
     def _check_replay(self) -> None:
-        """Refuse an endpoint of replays that cannot be connected to; it is used later, where nobody could be told."""
+        """Refuse an endpoint of replays that cannot be connected to; it is used later, on the thread of the reader."""
         if self._spec.replay is None:
             return
         with self._context.socket(self._zmq.DEALER) as replay:

@@ -106,7 +106,7 @@ class HybridKVSpace(KVSpace):
         """Find the longest stored prefix of `key`, cut where the window begins that it needs.
 
         A lock covers whole nodes until a window is covered, and a match marks them as used. The cut, where it can be made,
-        keeps that below two windows: one cached prompt would pin the whole space otherwise, and windows that nobody reads
+        keeps that below two windows: one cached prompt would pin the whole space otherwise, and windows that no prompt reads
         any more would stay while those of other prompts leave. So it is made before the match.
         """
         length = self._prefix.look(key).prefix_len
