@@ -54,9 +54,8 @@ class RopeShift:
         old = source.to(torch.float32)[:, None] * inv_freq
         new = target.to(torch.float32)[:, None] * inv_freq
         old_cos, old_sin, new_cos, new_sin = old.cos(), old.sin(), new.cos(), new.sin()
-        cos = new_cos * old_cos + new_sin * old_sin
+        cos = (new_cos * old_cos + new_sin * old_sin).masked_fill((source == target)[:, None], 1.0)  # to the bit
         sin = new_sin * old_cos - new_cos * old_sin
-        cos = cos.masked_fill((source == target)[:, None], 1.0)  # of an exact copy not even the last bit may change
         return cls(cos[:, None], sin[:, None])
 
     def part(self, tokens: slice) -> RopeShift:

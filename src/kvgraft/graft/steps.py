@@ -72,8 +72,7 @@ class GraftWork:
 
     Attributes:
         computed: int64, ascending positions with computed K/V, those of `Scope.computed` included.
-        recomputed_runs: Ascending `(start, length)` of the tokens among them that were reused approximately; an exact span
-            stays what it is. None after giving up: nothing is reused.
+        recomputed_runs: Ascending `(start, length)` of those of them in spans that are not exact; none after giving up.
         num_corrected: Reused tokens that were corrected for drift and not computed.
         rows: int64, the rows of all passes, one pass after the other; rows of several passes count as often.
         drift_work: Per corrected run, pass by pass, the numbers of its sampled and of its corrected tokens.
