@@ -317,7 +317,7 @@ def test_arguments_are_checked_before_anything_is_loaded(capsys, prompts):
         (("--delta", "1"), "--delta must lie"),
         (("--loss", "top1"), "unknown loss 'top1'"),
         (("--limit", "0"), "--limit must be at least 1"),
-        (("--output", "/nowhere/at/all.json"), "there is no such folder"),
+        (("--output", "/nowhere/at/all.json"), "the folder does not exist"),
     ):
         code, out, err = run(capsys, "calibrate", "--model", "nowhere", "--prompts", prompts, *options)
         assert (code, out) == (2, "")
