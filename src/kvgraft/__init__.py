@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 if not TYPE_CHECKING:
 
