@@ -140,7 +140,8 @@ test-clients: venv .venv-clients/.installed
 		|| echo "make: cannot get promtool out of Debian's prometheus ($$(tail -1 .venv-clients/promtool.log)); its tests are skipped"
 	touch $@
 
-# The inspector's page, and traces in Perfetto's, in a headless Chromium, three minutes; Debian has the browser; the tests are skipped, with a line that says so, where it cannot be installed.
+# The inspector's page, and traces in Perfetto's, in a headless Chromium, three minutes; Debian has the browser. Where it cannot be installed,
+# the tests are skipped, with a line that says so.
 test-browser: venv .venv-browser/.installed
 	.venv-browser/bin/python -m pytest --confcutdir=tests/browser tests/browser
 
