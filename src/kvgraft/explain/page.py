@@ -92,7 +92,7 @@ def _attempt(attempt: ReportedAttempt, text: PromptText | None) -> Iterator[str]
     recomputed = attempt.report["recomputed_tokens"]
     if recomputed:
         yield f'; <span class="key recomputed"></span>{recomputed:,} of the computed ones lie in copied runs, chosen by '
-        yield escape(str(attempt.report["policy"]))
+        yield escape(attempt.report["policy"])
     if cost := cost_in_words(attempt):
         yield f"; {cost}"
     yield "</p>"
@@ -195,7 +195,7 @@ def _title(run: ReportedRun, again: int = 0) -> str:
 
 def _reasons(attempt: ReportedAttempt, text: PromptText | None) -> Iterator[str]:
     sentences = list(hints(attempt, text))
-    miss = attempt.report.get("miss")
+    miss = attempt.report["miss"]
     if miss:
         reason = reason_in_words(miss["reason"])
         detail = f" ({miss['detail']})" if miss["detail"] else ""
@@ -229,7 +229,7 @@ def _donors(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> Iterator[s
 
 def _times(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield times one after another, as bars."""
-    timings = {name: float(value) for name, value in report.get("timings_ms", {}).items() if value is not None}
+    timings = report["timings_ms"]
     total, at = sum(timings.values()), 0.0
     if not total:
         return

@@ -18,8 +18,8 @@ def repair_in_words(report: Mapping[str, Any]) -> str:
 
 
 def _sentences(report: Mapping[str, Any], repair: Mapping[str, Any]) -> Iterator[str]:
-    again = int(report.get("recomputed_tokens") or 0)
-    reused, corrected = again + int(report.get("shifted_tokens") or 0), int(report.get("corrected_tokens") or 0)
+    again = report["recomputed_tokens"]
+    reused, corrected = again + report["shifted_tokens"], report["corrected_tokens"]
     start, exact = (int(repair.get(name) or 0) for name in ("from_token", "exact_from_token"))
     if repair.get("time") == RepairTime.BEFORE:
         yield _before(str(repair.get("reason") or ""), reused, again, corrected)

@@ -26,6 +26,10 @@ class RunKind(StrEnum):
     COMPUTED = "computed"
 
 
+_COUNTS = ("num_tokens", *(f"{kind}_tokens" for kind in RunKind), "corrected_tokens", "num_donors")
+_OPERATIONS = ("computed_flops", "full_flops")
+
+
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
     """Adjacent tokens of a prompt with one fate.
@@ -71,7 +75,7 @@ class ReportedAttempt:
     """A try to answer a request; engines that take its slots away begin again.
 
     Attributes:
-        report: As `report_as_dict` gives it, and what an engine's file has beside.
+        report: As `report_as_dict` gives it, and what an engine's file has beside; see `_whole` for what is always there.
         runs: All of the prompt, in order; neighbours of a kind are of different donors. None is recomputed: such tokens lie
             in copied runs.
         recomputed: Ascending `(start, length)` of those; empty where the engine did not say which they are.
@@ -86,7 +90,8 @@ class ReportedAttempt:
     @property
     def num_tokens(self) -> int:
         """Length of the prompt."""
-        return int(self.report["num_tokens"])
+        count: int = self.report["num_tokens"]
+        return count
 
     def pieces(self) -> Iterator[ReportedRun]:
         """Yield all of the prompt like `runs`, these cut where tokens were computed again."""
@@ -110,12 +115,13 @@ class ReportedAttempt:
     @property
     def operations(self) -> tuple[float, float] | None:
         """Floating-point operations of the prompt and of its full prefill; None where they were not counted."""
-        run, full = (float(self.report.get(name) or 0.0) for name in ("computed_flops", "full_flops"))
+        run, full = (self.report[name] for name in _OPERATIONS)
         return (run, full) if full > 0 else None
 
     def tokens(self, kind: RunKind) -> int:
         """Return the engine's count of tokens of a kind: recomputed tokens of a span are computed ones, too."""
-        return int(self.report.get(f"{kind}_tokens", 0))
+        count: int = self.report[f"{kind}_tokens"]
+        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +256,25 @@ def _attempt(report: Mapping[str, Any]) -> ReportedAttempt:
         raise ConfigError(
             f"a report of version {version} was written by a later kvgraft, and this one reads {REPORT_VERSION}; upgrade"
         )
+    whole = _whole(report)
     sources = report.get("sources") or [None] * len(report["spans"])
     spans = [_run(span, source) for span, source in zip(report["spans"], sources, strict=True)]
-    runs = tuple(_runs(int(report["num_tokens"]), int(report["exact_tokens"]), spans))
+    runs = tuple(_runs(whole["num_tokens"], whole["exact_tokens"], spans))
     recomputed = tuple(_recomputed(report.get("recomputed_runs", ()), spans))
-    return ReportedAttempt(report, runs, recomputed, repair_in_words(report))
+    return ReportedAttempt(whole, runs, recomputed, repair_in_words(whole))
+
+
+def _whole(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report with its counts, policy, miss and times, all of their types; older reports have fewer of them."""
+    miss, timings = report.get("miss"), report.get("timings_ms") or {}
+    return {
+        **report,
+        **{name: int(report.get(name, 0)) for name in _COUNTS},
+        **{name: float(report.get(name) or 0.0) for name in _OPERATIONS},
+        "policy": str(report.get("policy") or "none"),
+        "miss": {name: str(miss[name]) for name in ("reason", "detail")} if miss else None,
+        "timings_ms": {str(step): float(value) for step, value in timings.items() if value is not None},
+    }
 
 
 def _recomputed(reported: Iterable[Sequence[int]], spans: Sequence[ReportedRun]) -> Iterator[tuple[int, int]]:

@@ -71,7 +71,8 @@ def overview_lines(requests: Sequence[ExplainedRequest]) -> Iterator[str]:
     for request in requests:
         attempt = request.last
         copied = attempt.tokens(RunKind.SHIFTED) + attempt.tokens(RunKind.SUBSTITUTED)
-        reason = (attempt.report.get("miss") or {}).get("reason", "")
+        miss = attempt.report["miss"]
+        reason = miss["reason"] if miss else ""
         figures = (
             f"{attempt.num_tokens:7} {attempt.tokens(RunKind.EXACT):7} {copied:7} {attempt.tokens(RunKind.COMPUTED):8}"
         )
@@ -94,11 +95,11 @@ def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colou
         "num_donors",
     )
     for name in names:
-        before, after = (int(request.last.report.get(name) or 0) for request in (first, second))
+        before, after = (request.last.report[name] for request in (first, second))
         change = f"{after - before:+,}" if after != before else "the same"
         yield f"{_INDENT}{name.removeprefix('num_').replace('_', ' '):<20} {before:>10,} {after:>10,}  {change}"
-    for name in sorted({*first.last.report.get("timings_ms", {}), *second.last.report.get("timings_ms", {})}):
-        values = [request.last.report.get("timings_ms", {}).get(name) for request in (first, second)]
+    for name in sorted({*first.last.report["timings_ms"], *second.last.report["timings_ms"]}):
+        values = [request.last.report["timings_ms"].get(name) for request in (first, second)]
         yield f"{_INDENT}{name + ' ms':<20} " + " ".join(
             f"{'-' if value is None else format(value, ',.2f'):>10}" for value in values
         )
@@ -159,7 +160,7 @@ def _count_lines(attempt: ReportedAttempt) -> Iterator[str]:
             yield f"  {attempt.tokens(kind):7d} of {attempt.num_tokens} prompt tokens {words}"
     if report["recomputed_tokens"]:
         yield f"  {report['recomputed_tokens']:7d} of the computed ones by policy {printable(report['policy'])}"
-    if report.get("corrected_tokens"):
+    if report["corrected_tokens"]:
         yield f"  {report['corrected_tokens']:7d} of the copied ones corrected by their drift"
     if cost := cost_in_words(attempt):
         yield _INDENT + cost
@@ -185,7 +186,7 @@ def _run_lines(run: ReportedRun, text: PromptText | None, *, again: int, colour:
 
 
 def _miss_sentences(attempt: ReportedAttempt) -> Iterator[str]:
-    miss = attempt.report.get("miss")
+    miss = attempt.report["miss"]
     if not miss:
         return
     reason = reason_in_words(miss["reason"])
@@ -196,7 +197,7 @@ def _miss_sentences(attempt: ReportedAttempt) -> Iterator[str]:
 
 def _timing_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield times as bars, one after another."""
-    timings = {name: value for name, value in report.get("timings_ms", {}).items() if value is not None}
+    timings = report["timings_ms"]
     if "prefill_steps" in report:
         yield f"  {report['prefill_steps']} prefill steps"
     total, at = sum(timings.values()), 0.0

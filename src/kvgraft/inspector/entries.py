@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvgraft.explain import RunKind
 from kvgraft.explain.hints import reason_in_words
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from kvgraft.explain import ExplainedRequest
 
-COUNTED = ("exact", "shifted", "substituted", "recomputed", "computed")
-"""Fates of prompt tokens; reports count them under these names with `_tokens` after them."""
 _MOST_ENTRIES = 10_000
 
 
@@ -33,7 +32,7 @@ class Entry:
         output_tokens: Tokens generated; None where unknown.
         ttft_s: Seconds to the first token; None where unknown.
         total_s: Seconds to its end; None where unknown.
-        counts: Prompt tokens by fate (`COUNTED`).
+        counts: Prompt tokens by fate (`RunKind`).
         miss: Why nothing was grafted, or empty.
         explained: Makes its report's explanation; None without a report.
     """
@@ -46,16 +45,16 @@ class Entry:
     output_tokens: int | None
     ttft_s: float | None
     total_s: float | None
-    counts: Mapping[str, int]
+    counts: Mapping[RunKind, int]
     miss: str
     explained: Callable[[], ExplainedRequest] | None
 
     @property
     def reuse(self) -> str:
         """`grafted`, `exact` or `none`: the least exact of what was reused."""
-        if self.counts.get("shifted") or self.counts.get("substituted"):
+        if self.counts.get(RunKind.SHIFTED) or self.counts.get(RunKind.SUBSTITUTED):
             return "grafted"
-        return "exact" if self.counts.get("exact") else "none"
+        return "exact" if self.counts.get(RunKind.EXACT) else "none"
 
     @property
     def why(self) -> str:

@@ -11,8 +11,8 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
-from kvgraft.explain import read_requests
-from kvgraft.inspector.entries import COUNTED, Entry, EntryLog
+from kvgraft.explain import RunKind, read_requests
+from kvgraft.inspector.entries import Entry, EntryLog
 from kvgraft.inspector.state import read_samples
 from kvgraft.inspector.timeline import Timeline
 
@@ -113,13 +113,12 @@ class FileSource:
             try:
                 for request in read_requests(line.decode(errors="replace"), str(file)):
                     self.log.add(partial(_entry, request, time.time()))
-            except (ConfigError, LookupError, TypeError, ValueError, OverflowError):
+            except ConfigError:
                 continue  # no report, or of a later version
 
 
 def _entry(request: ExplainedRequest, seen: float, number: int) -> Entry:
-    report = request.last.report
-    miss = report.get("miss")
+    miss = request.last.report["miss"]
     return Entry(
         number,
         seen,
@@ -129,7 +128,7 @@ def _entry(request: ExplainedRequest, seen: float, number: int) -> Entry:
         request.output_tokens,
         None,
         None,
-        {kind: int(report.get(f"{kind}_tokens", 0)) for kind in COUNTED},
-        str(miss["reason"]) if miss else "",
+        {kind: request.last.tokens(kind) for kind in RunKind},
+        miss["reason"] if miss else "",
         lambda: request,
     )

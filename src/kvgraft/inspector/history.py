@@ -6,8 +6,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgraft.explain import ExplainedRequest
-from kvgraft.inspector.entries import COUNTED, Entry, EntryLog
+from kvgraft.explain import ExplainedRequest, RunKind
+from kvgraft.inspector.entries import Entry, EntryLog
 from kvgraft.reuse.report import report_as_dict
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RequestHistory:
 
 def _entry(record: RequestRecord, ended: float, number: int) -> Entry:
     report = record.report
-    counts = {} if report is None else {kind: getattr(report, f"{kind}_tokens") for kind in COUNTED}
+    counts = {} if report is None else {kind: getattr(report, f"{kind}_tokens") for kind in RunKind}
     return Entry(
         number,
         ended,

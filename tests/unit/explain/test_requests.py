@@ -130,6 +130,13 @@ def test_a_report_file_names_the_donors_requests():
         ({"kvgraft": report(100, spans=[span(40, 200)])}, "overlaps"),
         ({"kvgraft": report(exact=300, spans=[span(200, 10)])}, "overlaps"),
         ({"kvgraft": report(spans=[span(200, 10, fidelity="novel")])}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"recomputed_tokens": "three"}}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"shifted_tokens": [3]}}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"miss": {"detail": "no reason"}}}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"miss": "no_match"}}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"timings_ms": {"lookup": "soon"}}}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"timings_ms": [1.0]}}, "no whole report"),
+        ({"kvgraft": GRAFTED | {"full_flops": [1]}}, "no whole report"),
         ({"kvgraft": report(spans=[span(200, 10)], sources=[])} | {}, None),
     ],
 )
@@ -140,6 +147,15 @@ def test_what_is_no_report_is_one_line(entry, told):
     with pytest.raises(ConfigError, match=told) as raised:
         one(entry)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["recomputed_tokens", "computed_tokens", "policy", "miss", "timings_ms"])
+def test_a_report_without_a_field_is_explained(name):
+    request = one({"id": "a", "kvgraft": {field: value for field, value in GRAFTED.items() if field != name}})
+    assert page([request])
+    assert list(request_lines(request))
+    assert list(overview_lines([request]))
+    assert list(difference_lines(request, one({"id": "b", "kvgraft": GRAFTED})))
 
 
 def test_every_reason_has_words_and_a_remedy():
