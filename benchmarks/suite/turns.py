@@ -18,6 +18,7 @@ from kvgraft.bench.reuse import measure_reuse
 from kvgraft.bench.timed_answer import timed_answer
 from kvgraft.bench.ttft import SHORT_ANSWER
 from kvgraft.engine import LLM
+from kvgraft.errors import ConfigError
 from kvgraft.types import ReuseMode
 
 from .measured import MeasuredTable
@@ -64,14 +65,30 @@ def measure(llm: LLM, settings: TurnsSettings, journal: Journal, advance: Callab
     rested = LLM(llm.loaded, llm.config)
     rows: list[Row] = []
     for kind in settings.chosen:
-        prompts = agent_prompts(kind, agents)
-        for prompt in prompts:
-            llm.validate(prompt.text, SHORT_ANSWER)
+        prompts = _that_fit(llm, agent_prompts(kind, agents))
         shares = _planned(llm, prompts, settings.min_run)
         _ask((llm, rested), kind, prompts, journal, advance)
         records = [record | shares[record["turn"]] for record in journal.under(kind) if record["turn"] < len(prompts)]
         rows += _rows(kind, records, settings)
     return rows
+
+
+def _that_fit(llm: LLM, prompts: Sequence[AgentPrompt]) -> list[AgentPrompt]:
+    """Return the prompts before the first that the engine refuses: a session ends there, as it does at `max_characters`.
+
+    Raises:
+        ConfigError: It refuses the first one.
+    """
+    fitting: list[AgentPrompt] = []
+    for prompt in prompts:
+        try:
+            llm.validate(prompt.text, SHORT_ANSWER)
+        except ConfigError:
+            if not fitting:
+                raise
+            break
+        fitting.append(prompt)
+    return fitting
 
 
 def _planned(llm: LLM, prompts: Sequence[AgentPrompt], min_run: int) -> list[Row]:

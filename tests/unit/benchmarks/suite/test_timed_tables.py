@@ -92,6 +92,16 @@ def test_turns_tell_what_each_mode_reused(capsys, tmp_path):
     assert "| clock | 4-5 |" in tables.turns.BLOCKS["turns"](found)
 
 
+def test_a_session_ends_where_the_engine_takes_no_longer_prompt(capsys):
+    options = ("turns", "--kinds", "growing", "--turns", 3, "--files", 1, *SMALL, "--num-slots")
+    run(*options, 20_000)
+    lengths = [row["mean_tokens"] for row in printed(capsys)["rows"]]
+    run(*options, int(lengths[2]))
+    assert [row["turns"] for row in printed(capsys)["rows"]] == ["1", "2"], "with an answer the third is longer"
+    with pytest.raises(ConfigError, match="KV slots"):
+        run(*options, int(lengths[0]))
+
+
 def test_cost_has_every_step_of_every_length_and_memory(capsys):
     run("cost", "--lengths", "400", "--shift", 100, "--rounds", 1, "--num-donors", 5, *SMALL)
     found = printed(capsys)
