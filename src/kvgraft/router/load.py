@@ -26,7 +26,8 @@ USUAL_PROMPT_TOKENS = 512
 
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "kvgraft:num_requests_waiting")
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "kvgraft:num_requests_running")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+_LABELS = r'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}'  # a value may hold braces: a model's path, say
+_SAMPLE = re.compile(rf"^([a-zA-Z_:][\w:]*)(?:{_LABELS})? (\S+)", re.MULTILINE)
 _MOST_REQUESTS = 1_000_000
 """A report of more of one kind is nonsense."""
 

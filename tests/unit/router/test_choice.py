@@ -45,6 +45,7 @@ def test_queues_are_counted_in_tokens():
         'vllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n',
         'sglang:num_running_reqs{model_name="m"} 3\nsglang:num_queue_reqs{model_name="m"} 2\n',
         'kvgraft:num_requests_running{model_name="m"} 3.0\nkvgraft:num_requests_waiting{model_name="m"} 2.0\n',
+        'vllm:num_requests_running{m="/{a}/\\"b}",e="0"} 3\nvllm:num_requests_waiting{m="{",e="0"} 2\n',
         'vllm:num_requests_running{e="0"} 1\nvllm:num_requests_running{e="1"} 2\nvllm:num_requests_waiting{e="0"} 2e0\n',
     ],
 )
