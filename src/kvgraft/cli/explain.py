@@ -144,7 +144,7 @@ def _show(args: argparse.Namespace, requests: Sequence[ExplainedRequest]) -> Non
             raise ConfigError(f"{args.html} cannot be written: {error.strerror or error}") from error
         print(f"wrote {args.html}")
     elif args.json:
-        print(json.dumps({"attempts": [dict(attempt.report) for attempt in requests[0].attempts]}, indent=1))
+        print(json.dumps({"attempts": [dict(attempt.raw) for attempt in requests[0].attempts]}, indent=1))
     elif len(requests) > 1:
         print("\n".join(difference_lines(requests[0], requests[1], colour=colour)))
     else:

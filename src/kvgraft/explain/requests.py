@@ -75,13 +75,15 @@ class ReportedAttempt:
     """A try to answer a request; engines that take its slots away begin again.
 
     Attributes:
-        report: As `report_as_dict` gives it, and what an engine's file has beside; see `_whole` for what is always there.
+        raw: As `report_as_dict` gives it, and what an engine's file has beside.
+        report: The same with every field that is read here, of its type (`_whole`).
         runs: All of the prompt, in order; neighbours of a kind are of different donors. None is recomputed: such tokens lie
             in copied runs.
         recomputed: Ascending `(start, length)` of those; empty where the engine did not say which they are.
         repair: From which token of the answer on these had been computed, in words; empty where the report does not say.
     """
 
+    raw: Mapping[str, Any]
     report: Mapping[str, Any]
     runs: tuple[ReportedRun, ...]
     recomputed: tuple[tuple[int, int], ...] = ()
@@ -261,7 +263,7 @@ def _attempt(report: Mapping[str, Any]) -> ReportedAttempt:
     spans = [_run(span, source) for span, source in zip(report["spans"], sources, strict=True)]
     runs = tuple(_runs(whole["num_tokens"], whole["exact_tokens"], spans))
     recomputed = tuple(_recomputed(report.get("recomputed_runs", ()), spans))
-    return ReportedAttempt(whole, runs, recomputed, repair_in_words(whole))
+    return ReportedAttempt(report, whole, runs, recomputed, repair_in_words(whole))
 
 
 def _whole(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def _told(entry: Entry) -> dict[str, Any]:
         "request_id": explained.request_id,
         "outcome": explained.outcome,
         "output_tokens": explained.output_tokens,
-        "attempts": [dict(attempt.report) for attempt in explained.attempts],
+        "attempts": [dict(attempt.raw) for attempt in explained.attempts],
     }
 
 
