@@ -26,7 +26,8 @@ class RunKind(StrEnum):
     COMPUTED = "computed"
 
 
-_COUNTS = ("num_tokens", *(f"{kind}_tokens" for kind in RunKind), "corrected_tokens", "num_donors")
+COUNTS = ("num_tokens", *(f"{kind}_tokens" for kind in RunKind), "corrected_tokens", "num_donors")
+"""Fields of a report that count something."""
 _OPERATIONS = ("computed_flops", "full_flops")
 
 
@@ -92,8 +93,7 @@ class ReportedAttempt:
     @property
     def num_tokens(self) -> int:
         """Length of the prompt."""
-        count: int = self.report["num_tokens"]
-        return count
+        return int(self.report["num_tokens"])
 
     def pieces(self) -> Iterator[ReportedRun]:
         """Yield all of the prompt like `runs`, these cut where tokens were computed again."""
@@ -122,8 +122,7 @@ class ReportedAttempt:
 
     def tokens(self, kind: RunKind) -> int:
         """Return the engine's count of tokens of a kind: recomputed tokens of a span are computed ones, too."""
-        count: int = self.report[f"{kind}_tokens"]
-        return count
+        return int(self.report[f"{kind}_tokens"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +270,7 @@ def _whole(report: Mapping[str, Any]) -> dict[str, Any]:
     miss, timings = report.get("miss"), report.get("timings_ms") or {}
     return {
         **report,
-        **{name: int(report.get(name, 0)) for name in _COUNTS},
+        **{name: int(report.get(name, 0)) for name in COUNTS},
         **{name: float(report.get(name) or 0.0) for name in _OPERATIONS},
         "policy": str(report.get("policy") or "none"),
         "miss": {name: str(miss[name]) for name in ("reason", "detail")} if miss else None,

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.explain.hints import cost_in_words, hints, reason_in_words
-from kvgraft.explain.requests import RunKind
+from kvgraft.explain.requests import COUNTS, RunKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -88,13 +88,7 @@ def difference_lines(first: ExplainedRequest, second: ExplainedRequest, *, colou
         yield f"request {printable(request.request_id)}, {request.last.num_tokens:,} prompt tokens"
         yield _INDENT + bar(request.last, WIDTH - len(_INDENT), colour=colour)
     yield _INDENT + legend(colour=colour)
-    names = (
-        "num_tokens",
-        *(f"{kind}_tokens" for kind in RunKind),
-        "corrected_tokens",
-        "num_donors",
-    )
-    for name in names:
+    for name in COUNTS:
         before, after = (request.last.report[name] for request in (first, second))
         change = f"{after - before:+,}" if after != before else "the same"
         yield f"{_INDENT}{name.removeprefix('num_').replace('_', ' '):<20} {before:>10,} {after:>10,}  {change}"
