@@ -26,6 +26,9 @@ DonorId = NewType("DonorId", int)
 STAND_IN = DonorId(-1)
 """Names in plans and reports another text that stands in, which no catalogue knows."""
 
+CONTINUATION = DonorId(-2)
+"""Names in reports the text that a prompt goes on from, whose K/V the engine had in their places; no catalogue knows it."""
+
 
 class ReuseMode(StrEnum):
     """Reuse that a request allows: none, exact prefixes, matches at any offset as well, or even text that is not its own."""
@@ -58,6 +61,9 @@ class Fidelity(StrEnum):
 
     EXACT = "exact"
     """Same tokens before it, same position: the KV that a full prefill gives."""
+    CONTINUED = "continued"
+    """Same tokens before it, same position, and something approximate before it or in it: the KV with which the text would
+    have gone on. Never repaired: nothing is lost that was not lost before."""
     SHIFTED = "shifted"
     """Same token, other position or other context: approximate."""
     SUBSTITUTED = "substituted"
@@ -78,8 +84,6 @@ class MissReason(StrEnum):
     STORE = "store"
     """K/V that were to be read from a store did not come, or not in time."""
     RISK = "risk"
-    REFRESHED = "refreshed"
-    """It was reused approximately often enough, and is computed so that those to come have it exactly."""
     POLICY_ERROR = "policy_error"
     """The selection policy failed, or chose what cannot be computed."""
     ERROR = "error"
@@ -126,10 +130,20 @@ class Match:
     donor_start: int
     """Index of the first one among the donor's."""
     length: int
-    is_exact: bool = False
-    """Whether the donor's K/V there are those of a full prefill of the prompt: it was computed from position 0 on with
-    nothing approximate before it, and has every token of the prompt up to the end of the match."""
+    fidelity: Fidelity = Fidelity.SHIFTED
+    """`exact` or `continued` where the donor stands at the prompt's positions after the prompt's own tokens, from 0 on; the
+    former if it attended to nothing approximate, so that its K/V are those of a full prefill of the prompt."""
     generation: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the donor's K/V there are those of a full prefill of the prompt."""
+        return self.fidelity is Fidelity.EXACT
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether a policy may have some of it computed again."""
+        return self.fidelity is Fidelity.SHIFTED
 
     @property
     def target_end(self) -> int:
@@ -154,7 +168,7 @@ class GraftPlan:
 
     num_tokens: int
     prefix_len: int
-    """Positions `[0, prefix_len)` come from the exact prefix cache."""
+    """Positions `[0, prefix_len)` have their K/V already: those of the exact prefix, and what the prompt goes on from."""
     spans: tuple[Match, ...]
     """Sorted, disjoint matches after `prefix_len`."""
     compute: NDArray[np.int64]
@@ -174,19 +188,19 @@ class GraftPlan:
         return cls(num_tokens, prefix_len, spans, np.flatnonzero(is_computed))
 
     @property
-    def exact_end(self) -> int:
-        """End of the exact K/V once spans are copied: the prefix, and exact spans that follow at once."""
+    def settled_end(self) -> int:
+        """End of the K/V that no repair changes: the prefix, and spans that follow at once and are not shifted."""
         end = self.prefix_len
         for span in self.spans:
-            if not span.is_exact or span.target_start != end:
+            if span.is_shifted or span.target_start != end:
                 break
             end = span.target_end
         return end
 
     @property
-    def is_approximate(self) -> bool:
-        """Whether anything that is copied is not what a full prefill gives."""
-        return not all(span.is_exact for span in self.spans)
+    def has_shifted(self) -> bool:
+        """Whether anything is copied that a policy may have computed again."""
+        return any(span.is_shifted for span in self.spans)
 
     @property
     def reused_len(self) -> int:
@@ -335,6 +349,8 @@ class GraftReport:
     num_tokens: int
     exact_tokens: int = 0
     """Prompt tokens with the K/V of a full prefill."""
+    continued_tokens: int = 0
+    """Prompt tokens with approximate K/V in their own places: what an earlier request was answered from, and goes on."""
     shifted_tokens: int = 0
     """Prompt tokens with approximate K/V (recomputed ones not counted)."""
     substituted_tokens: int = 0
@@ -369,7 +385,7 @@ class GraftReport:
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens that were not computed for this request."""
-        return self.exact_tokens + self.shifted_tokens + self.substituted_tokens
+        return self.exact_tokens + self.continued_tokens + self.shifted_tokens + self.substituted_tokens
 
     @property
     def num_copied(self) -> int:
@@ -379,7 +395,7 @@ class GraftReport:
     @property
     def num_donors(self) -> int:
         """Distinct donors that gave a span."""
-        return len({span.donor_id for span in self.spans})
+        return len({span.donor_id for span in self.spans} - {CONTINUATION})
 
 
 @dataclass(frozen=True, slots=True)

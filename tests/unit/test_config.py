@@ -42,12 +42,11 @@ def write(tmp_path):
 
 def test_there_are_few_settings():
     # Three are for browsers and TLS, which the engine cannot find out; tool_parser because templates do not always tell.
-    # Two say where traces go, which nobody but the user knows; two open a page, and to whom. refresh_after=0 is for those who
-    # measure grafts, or want no turn of a conversation to be computed in full. Four are what a semantic provider is
-    # made with: which text is near enough, and what that may cost, is the users' to say. One lets messages write control
-    # tokens, for clients that render turns themselves; one is how long proxies stand a silent stream. Three say when the
-    # policy's choice is computed, which trades the first token's fidelity against its time.
-    assert len(ServerConfig.rules()) <= 65
+    # Two say where traces go, which nobody but the user knows; two open a page, and to whom. Four are what a semantic
+    # provider is made with: which text is near enough, and what that may cost, is the users' to say. One lets messages write
+    # control tokens, for clients that render turns themselves; one is how long proxies stand a silent stream. Three say when
+    # the policy's choice is computed, which trades the first token's fidelity against its time.
+    assert len(ServerConfig.rules()) <= 64
 
 
 def test_environment_sets_typed_values():

@@ -62,12 +62,9 @@ class ReuseSettings(Settings):
         low=SHORTEST_RUN,
     )
     max_generation: int = setting(
-        2, "highest generation of a donor: 0 is text computed after exact K/V, g + 1 after donors of g", REUSE, low=0
-    )
-    refresh_after: int = setting(
-        4,
-        "prompts that may reuse one beginning approximately before the next one is computed in full, so that those to come "
-        "have it exactly; 0 for any number",
+        2,
+        "highest generation of a donor: 0 is text computed after exact K/V, g + 1 after copies of donors of g; turns that go "
+        "on from one another add none",
         REUSE,
         low=0,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvgraft.donors.catalogue import BYTES_PER_TOKEN, AddResult, DonorCatalogue, DonorWatcher
 from kvgraft.donors.donor import Donor, DonorText
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
-from kvgraft.donors.planner import CostModel, ends_lineage, plan_graft
+from kvgraft.donors.planner import CostModel, plan_graft
 from kvgraft.donors.secret import new_secret, set_process_secret
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "DonorCatalogue",
     "DonorText",
     "DonorWatcher",
-    "ends_lineage",
     "new_secret",
     "plan_graft",
     "set_process_secret",

@@ -9,16 +9,16 @@ import numpy as np
 
 from kvgraft.donors.anchors import AnchorIndex, joined_hits, shared_places
 from kvgraft.donors.arena import TokenArena
-from kvgraft.donors.exact import exact_first
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, Anchors, Fingerprinter, Hashes, Tokens
 from kvgraft.donors.front import Fronts
+from kvgraft.donors.in_place import in_place_first
 from kvgraft.donors.matcher import Passages, find_runs
 from kvgraft.donors.passages import PassageIndex
 from kvgraft.donors.runs import Runs
 from kvgraft.donors.tiling import tile
 from kvgraft.donors.verify import Verifier
 from kvgraft.errors import CorruptCacheError
-from kvgraft.types import DonorId, Match
+from kvgraft.types import DonorId, Fidelity, Match
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -179,9 +179,15 @@ class MatchFinder:
             return []
         ranks = 2 * self._generations[runs.rows] + self._is_far[runs.rows]
         pieces = tile(runs, ranks, min_run=self._min_run)
-        proved = self._proved(runs, tokens, Fronts(namespace_key, tokens))
-        exact, others = exact_first(proved, self._is_far[proved.rows], pieces, start=start, min_run=self._min_run)
-        matches = [*self._matches(exact, is_exact=True), *self._matches(others)]
+        in_place = self._in_place(runs, tokens, Fronts(namespace_key, tokens))
+        is_exact = self._generations[in_place.rows] == 0
+        matches: list[Match] = []
+        for fidelity, proved in ((Fidelity.EXACT, in_place.take(is_exact)), (Fidelity.CONTINUED, in_place)):
+            left = proved.outside(matches, self._min_run)
+            is_far = self._is_far[left.rows]
+            chosen, pieces = in_place_first(left, is_far, pieces, start=start, min_run=self._min_run)
+            matches += self._matches(chosen, fidelity)
+        matches += self._matches(pieces, Fidelity.SHIFTED)
         return sorted(matches, key=lambda match: match.target_start)
 
     def inside(self, namespace_key: bytes, tokens: Tokens, *, min_generation: int) -> list[DonorId]:
@@ -285,15 +291,14 @@ class MatchFinder:
         few = list(dict.fromkeys(offset for offset in offsets if 0 <= offset <= len(tokens) - len(own)))[:_MOST_OFFSETS]
         return any(np.array_equal(own, tokens[offset : offset + len(own)]) for offset in few)
 
-    def _proved(self, runs: Runs, tokens: Tokens, fronts: Fronts) -> Runs:
-        """Return the runs with the K/V of a full prefill of the prompt.
+    def _in_place(self, runs: Runs, tokens: Tokens, fronts: Fronts) -> Runs:
+        """Return the runs whose donors encoded them at the prompt's positions, and after the prompt's tokens.
 
-        Their donors attended to nothing approximate, encoded them at the prompt's positions, and after the prompt's tokens:
-        the donor's own are compared, of those before it the digest.
+        The donor's own are compared, of those before it the digest. Where a donor attended to nothing approximate, these are
+        the K/V of a full prefill of the prompt.
         """
         begins = self._start_positions[runs.rows]
-        in_place = self._arena.starts[runs.rows] - runs.diagonals == begins
-        candidates = np.flatnonzero(in_place & (self._generations[runs.rows] == 0))
+        candidates = np.flatnonzero(self._arena.starts[runs.rows] - runs.diagonals == begins)
         proved = []
         for index in candidates[np.argsort(begins[candidates], kind="stable")].tolist():
             row, start, begin = int(runs.rows[index]), int(runs.starts[index]), int(begins[index])
@@ -302,9 +307,11 @@ class MatchFinder:
                 proved.append(index)
         return runs.take(np.array(proved, np.int64))
 
-    def _matches(self, pieces: Runs, *, is_exact: bool = False) -> list[Match]:
+    def _matches(self, pieces: Runs, fidelity: Fidelity) -> list[Match]:
         ids = self._ids[pieces.rows]
         donor_starts = pieces.starts + pieces.diagonals - self._arena.starts[pieces.rows]
-        lengths = pieces.ends - pieces.starts
-        columns = pieces.starts, ids, donor_starts, lengths, np.full(len(ids), is_exact), self._generations[pieces.rows]
-        return list(map(Match, *(column.tolist() for column in columns)))
+        columns = pieces.starts, ids, donor_starts, pieces.ends - pieces.starts, self._generations[pieces.rows]
+        return [
+            Match(start, DonorId(donor_id), donor_start, length, fidelity, generation)
+            for start, donor_id, donor_start, length, generation in zip(*(c.tolist() for c in columns), strict=True)
+        ]

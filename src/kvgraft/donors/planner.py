@@ -72,24 +72,18 @@ class CostModel:
         length = end - start
         return length * (self.compute_per_token + self.attention_per_key * (start + end + 1) / 2)
 
-    def saving(self, start: int, end: int, *, is_exact: bool = False) -> float:
+    def saving(self, start: int, end: int, *, is_shifted: bool = True) -> float:
         """Return what reusing positions `[start, end)` as one span saves; negative where computing is cheaper."""
-        saved = (1.0 if is_exact else 1 - self.recompute_ratio) * self.compute_cost(start, end)
+        saved = (1 - self.recompute_ratio if is_shifted else 1.0) * self.compute_cost(start, end)
         return saved - self.copy_per_token * (end - start) - self.per_span
 
     def look_cost(self, plan: GraftPlan) -> float:
         """Return the cost of choosing among the reused tokens of a plan by what attends to them."""
-        if not plan.is_approximate:
+        if not plan.has_shifted:
             return 0.0
         query_start = plan.num_tokens - min(self.query_rows, len(plan.compute))
         tail = self.tail_passes * self.compute_cost(plan.spans[-1].target_end, plan.num_tokens)
         return tail + self.compute_cost(query_start, plan.num_tokens)
-
-    def rent(self, plan: GraftPlan) -> float:
-        """Return what a prompt that begins like `plan` pays because reused text of it is approximate instead of exact."""
-        approximate = (span for span in plan.spans if not span.is_exact)
-        again = sum(self.compute_cost(span.target_start, span.target_end) for span in approximate)
-        return self.look_cost(plan) + self.recompute_ratio * again
 
 
 def plan_graft(
@@ -100,7 +94,6 @@ def plan_graft(
     *,
     min_run: int = GRAM_TOKENS,
     read_cost: ReadCost | None = None,
-    followers: int = 0,
 ) -> GraftPlan | Miss:
     """Choose the matches to reuse and the positions to compute.
 
@@ -109,12 +102,11 @@ def plan_graft(
 
     Args:
         num_tokens: Length of the prompt.
-        prefix_len: Tokens that the exact prefix cache gives.
+        prefix_len: Tokens that have their K/V already.
         matches: Sorted and disjoint, as `DonorCatalogue.find` returns them.
         cost_model: Which matches pay; None for the defaults.
         min_run: Shortest match, its last token included, that is reused after the exact prefix.
         read_cost: What reading costs besides, of what may be left of each match; None where all K/V are at hand.
-        followers: Prompts that are expected to begin like this one, and to pay for what is approximate in it.
 
     Raises:
         ConfigError: The arguments contradict one another.
@@ -141,26 +133,7 @@ def plan_graft(
     saved = sum(saving for _, saving in savings)
     if saved <= costs.look_cost(plan):
         return Miss(MissReason.NOT_WORTH_IT, "looking at the tokens after the matches costs more than they save")
-    if saved <= costs.look_cost(plan) + followers * costs.rent(plan):
-        return Miss(MissReason.NOT_WORTH_IT, "the next turns would pay more for what is approximate than it saves now")
     return plan
-
-
-def ends_lineage(plan: GraftPlan, last_generation: int) -> bool:
-    """Return whether a plan computes at least as much that no other may reuse as it takes from donors of the last generation.
-
-    What is computed after these is of a generation further and becomes no donor, so that the next turn of a conversation
-    computes it once more, and every turn more of it. Computed without them it is of the last generation itself.
-
-    Args:
-        plan: What is planned.
-        last_generation: The highest that a donor may have, above 0: after exact text alone nothing has been handed on yet.
-    """
-    last = [span for span in plan.spans if not span.is_exact and span.generation >= last_generation]
-    if not last:
-        return False
-    lost = len(plan.compute) - int(plan.compute.searchsorted(last[0].target_end))
-    return sum(span.length for span in last) <= lost
 
 
 def _validate(num_tokens: int, prefix_len: int, matches: Sequence[Match]) -> None:
@@ -190,7 +163,7 @@ def _parts(matches: Iterable[Match], start: int, end: int, min_run: int) -> Iter
 def _worthwhile(parts: Iterable[Match], costs: CostModel, read_cost: ReadCost) -> Iterable[tuple[Match, float]]:
     """Yield those that pay, and what each saves."""
     for part in parts:
-        saving = costs.saving(part.target_start, part.target_end, is_exact=part.is_exact)
+        saving = costs.saving(part.target_start, part.target_end, is_shifted=part.is_shifted)
         if saving > 0 and (saving := saving - read_cost(part)) > 0:
             yield part, saving
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from kvgraft.donors.fingerprint import Positions
+    from kvgraft.types import Match
 
 
 class Runs(NamedTuple):
@@ -51,6 +54,16 @@ class Runs(NamedTuple):
         """Return the parts from prompt position `start` on that are at least `min_run` long."""
         runs = self._replace(starts=np.maximum(self.starts, start))
         return runs.take(runs.ends - runs.starts >= min_run)
+
+    def outside(self, taken: Sequence[Match], min_run: int) -> Runs:
+        """Return the parts outside of `taken`, which are disjoint and ascend, that are at least `min_run` long."""
+        if not taken:
+            return self
+        lows, highs = [0, *(match.target_end for match in taken)], [match.target_start for match in taken]
+        parts = Runs.empty()
+        for low, high in zip(lows, [*highs, int(self.ends.max(initial=0))], strict=True):
+            parts = parts.joined(self.between(low, high, min_run))
+        return parts
 
     def between(self, start: int, end: int, min_run: int) -> Runs:
         """Return the parts in prompt positions `[start, end)` that are at least `min_run` long."""

@@ -259,7 +259,6 @@ def cache_manager(
         space.donors,
         min_run=config.min_run,
         max_generation=config.max_generation,
-        refresh_after=config.refresh_after,
         proposer=proposer,
         near=ResidentDonors(space.donors),
     )

@@ -66,11 +66,6 @@ REASONS = {
     MissReason.RISK: Reason(
         "the risk that was asked for leaves no room for grafts now", "wait for audits, or allow a greater epsilon"
     ),
-    MissReason.REFRESHED: Reason(
-        "earlier prompts had reused the same text here approximately, and this one was computed in full to end that",
-        "nothing: what begins alike has it exactly now; idle time, on which the engine heals, makes it rarer "
-        "(setting refresh_after)",
-    ),
     MissReason.POLICY_ERROR: Reason(
         "the selection policy failed, or chose what cannot be computed", "correct the policy; the log has its error"
     ),

@@ -231,7 +231,7 @@ class GraftSteps:
         if step.afresh:
             return np.arange(self._afresh_from, self._end)
         if step.observe_key_deviation:
-            return np.arange(min(self.plan.exact_end, self._end - 1), self._end)
+            return np.arange(min(self.plan.settled_end, self._end - 1), self._end)
         wanted = np.union1d(step.positions, self._live)
         new = wanted[~self._computed[wanted]]
         if not len(new):

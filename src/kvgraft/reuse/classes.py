@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class ReuseClass(StrEnum):
     """How a prompt's grafts relate to their donors."""
 
+    CONTINUED = "continued"
+    """Nothing is copied: it goes on from what an earlier request was answered from."""
     IN_PLACE = "in_place"
     """Every span stands where it was computed; only the text before it differs."""
     SHIFTED = "shifted"

@@ -35,8 +35,8 @@ class Sampled:
 class Decision:
     """A graft and all that depends on it, or a miss. Replaced whole: what changes the plan makes another decision.
 
-    Invariants (verified on construction): `donors` and `tiers` name one of each span, and a miss has no span, no substitution
-    and no audit.
+    Invariants (verified on construction): `donors` and `tiers` name one of each span, and a miss has no span and no
+    substitution.
 
     Attributes:
         plan: Positions that are reused and computed. Of a miss it computes everything after the prefix.
@@ -65,7 +65,7 @@ class Decision:
     def __post_init__(self) -> None:
         assert len(self.plan.spans) == len(self.donors) == len(self.tiers), "a donor and a tier for each span"
         assert (self.miss is None) == bool(self.plan.spans), "a graft or a miss"
-        assert self.miss is None or (self.sampled is None and self.substitution is None), "a miss is nothing else"
+        assert self.miss is None or self.substitution is None, "a miss is nothing else"
 
     @classmethod
     def to_compute(

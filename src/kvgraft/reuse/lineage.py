@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.types import Fidelity, SpanReport
+from kvgraft.types import CONTINUATION, Fidelity, SpanReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvgraft.types import Match
 
 
-_EXACT = -1
-"""In place of the generation of what was copied and is exact: what attends to it is as exact as if it had been computed."""
+_IN_PLACE = (Fidelity.EXACT, Fidelity.CONTINUED)
+"""Classes of text that stands where it was computed, after the same text: nothing of it is computed again."""
 
 
 class ComputedRun(NamedTuple):
@@ -37,9 +37,11 @@ class Lineage:
     A position is
 
     - *given*, below `prefix_len`: the engine's exact prefix cache had it when the request was admitted;
-    - *copied*, in one of `spans`: K/V of a donor, approximate unless the span is exact;
-    - *computed*, everywhere else, by a forward pass of this request. What is computed after something copied attends to it
-      and is approximate too: its generation is one more than the highest that it attended to.
+    - *continued*, in the first of `spans`: the engine had it, approximate, from a request that went on from the same text;
+    - *copied*, in another of `spans`: K/V of a donor, approximate unless the span is exact;
+    - *computed*, everywhere else, by a forward pass of this request. What is computed after something approximate attends to
+      it and is approximate too. A copy is of one generation more than its donor, wherever that text stood before; what is
+      continued or computed is of the highest generation that it attended to. So generations count copies, not turns.
 
     An engine may take a request's K/V away and let it begin again (preemption, retraction, a failed load). What its cache
     then gives back has the class that it had before, even where the cache takes it for exact: `restart`. And it may compute
@@ -87,10 +89,31 @@ class Lineage:
         """Whether anything approximate was put in, or attended to."""
         return bool(self._exposed) or any(span.fidelity is not Fidelity.EXACT for span in self._spans)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether this request copied anything approximate itself, or attended to such: what goes on is no copy."""
+        return bool(self._exposed) or any(span.fidelity not in _IN_PLACE for span in self._spans)
+
     def copied_tokens(self, fidelity: Fidelity) -> int:
         """Tokens of one class that stayed as they were copied. Those computed again count as shifted before."""
         tokens = sum(span.length for span in self._spans if span.fidelity is fidelity)
         return tokens - self._recomputed_inside if fidelity is Fidelity.SHIFTED else tokens
+
+    def go_on(self, stop: int, generation: int, *, tier: str = "device") -> None:
+        """Note that the engine had the K/V of all positions between the exact prefix and `stop`, where they are.
+
+        To be called before anything is copied.
+
+        Args:
+            stop: First position after them.
+            generation: The highest in them: what is computed after them is of the same.
+            tier: Where the K/V lay.
+        """
+        start = self._prefix_len
+        if stop > start:
+            length = stop - start
+            span = SpanReport(start, length, CONTINUATION, start, 0, Fidelity.CONTINUED, generation, tier)
+            self._spans = (span, *self._spans)
 
     def copy(self, spans: Iterable[SpanReport]) -> None:
         """Note that the K/V of donors now lie at the positions of `spans`, all after those copied so far."""
@@ -120,7 +143,10 @@ class Lineage:
         self._recomputed_in_gaps += num_tokens
 
     def withdraw(self, start: int = 0) -> None:
-        """Note that nothing copied lies from `start` on: the copy failed and the engine computes these positions."""
+        """Note that nothing copied lies from `start` on: the copy failed and the engine computes these positions.
+
+        What the request goes on from is no copy of its own: `start` is its end, or it was computed, too.
+        """
         self._cut(start)
 
     def heal(self, stop: int) -> None:
@@ -147,8 +173,17 @@ class Lineage:
 
     def exact_len(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` positions have the K/V of a full prefill: they may be published."""
-        firsts = [start for start, _, generation in self._sources() if generation != _EXACT]
+        firsts = [start for start, _, generation in self._sources() if generation]
         return min(num_tokens, max(self._healed_len, min([num_tokens, *firsts])))
+
+    def own_len(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` positions attended to no other text's K/V: others may go on from them."""
+        firsts = [span.target_start for span in self._spans if span.fidelity is Fidelity.SUBSTITUTED]
+        return min([num_tokens, *firsts])
+
+    def generation_at(self, stop: int) -> int:
+        """Return the highest generation before position `stop`: 0 where all is exact there. O(spans)."""
+        return max((generation for start, _, generation in self._sources() if start < stop), default=0)
 
     def computed_runs(self, start: int, stop: int) -> Iterator[ComputedRun]:
         """Yield the computed runs of `[start, stop)` with their generations, as far as donors may be made of them.
@@ -157,10 +192,7 @@ class Lineage:
 
         Complexity: O(spans).
         """
-        for span in self._spans:
-            if span.fidelity is Fidelity.SUBSTITUTED:
-                stop = min(stop, span.target_start)
-        return computed_runs(self._sources(), start, stop)
+        return computed_runs(self._sources(), start, self.own_len(stop))
 
     def check(self) -> None:
         """Verify the invariant; raises `CorruptCacheError`."""
@@ -176,23 +208,17 @@ class Lineage:
             end = start + length
 
     def _is_copied(self, start: int, stop: int) -> bool:
-        """Whether all of `[start, stop)` was copied and is approximate."""
+        """Whether all of `[start, stop)` was copied from another place."""
         for span in self._spans:
-            if span.target_start <= start < span.target_start + span.length and span.fidelity is not Fidelity.EXACT:
+            if span.target_start <= start < span.target_start + span.length and span.fidelity not in _IN_PLACE:
                 start = span.target_start + span.length
         return start >= stop
 
     def _sources(self) -> list[tuple[int, int, int]]:
-        """Ascending `(start, stop, generation)` of everything that came from a donor."""
-        copied = [
-            (
-                span.target_start,
-                span.target_start + span.length,
-                _EXACT if span.fidelity is Fidelity.EXACT else span.generation,
-            )
-            for span in self._spans
-        ]
-        return sorted([*copied, *((position, position, generation) for position, generation in self._exposed)])
+        """Ascending `(start, stop, generation)` of everything that was not computed, as it is in this request."""
+        spans = [(span.target_start, span.target_start + span.length, _generation(span)) for span in self._spans]
+        exposed = [(position, position, generation + 1) for position, generation in self._exposed]
+        return sorted([*spans, *exposed])
 
     def _cut(self, stop: int) -> None:
         """Forget everything copied from `stop` on."""
@@ -211,11 +237,11 @@ class Lineage:
 def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int) -> Iterator[ComputedRun]:
     """Yield the runs of `[start, stop)` that were computed and not copied.
 
-    A token's generation is one more than the highest one that it attended to, and 0 where it attended to nothing copied.
+    A token's generation is the highest one that it attended to, and 0 where all of that was exact.
 
     Args:
-        reused: Ascending, disjoint `(start, stop, generation of the donor)` of what was copied, some perhaps before
-            `start`, some perhaps empty.
+        reused: Ascending, disjoint `(start, stop, generation)` of what was not computed, some perhaps before `start`, some
+            perhaps empty; 0 for what is exact.
         start: First position that counts.
         stop: First position after them.
 
@@ -225,10 +251,17 @@ def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int)
     for first, last, generation in reused:
         if start < min(first, stop):
             yield ComputedRun(start, min(first, stop), attended)
-        attended = max(attended, 1 + generation)
+        attended = max(attended, generation)
         start = max(start, last)
     if start < stop:
         yield ComputedRun(start, stop, attended)
+
+
+def _generation(span: SpanReport) -> int:
+    """Return the generation of the K/V of a span as they are in the request: a copy to another place is one more."""
+    if span.fidelity is Fidelity.EXACT:
+        return 0
+    return span.generation if span.fidelity is Fidelity.CONTINUED else span.generation + 1
 
 
 def reused_span(match: Match, donor: Donor, *, tier: str = "", is_substituted: bool = False) -> SpanReport:
@@ -240,14 +273,13 @@ def reused_span(match: Match, donor: Donor, *, tier: str = "", is_substituted: b
         tier: Where it has them.
         is_substituted: Whether a semantic provider chose the donor.
     """
-    fidelity = Fidelity.EXACT if match.is_exact else Fidelity.SHIFTED
     return SpanReport(
         target_start=match.target_start,
         length=match.length,
         donor_id=match.donor_id,
         donor_start=match.donor_start,
         position_delta=match.target_start - donor.start_position - match.donor_start,
-        fidelity=Fidelity.SUBSTITUTED if is_substituted else fidelity,
+        fidelity=Fidelity.SUBSTITUTED if is_substituted else match.fidelity,
         generation=donor.generation,
         tier=tier,
     )

@@ -11,9 +11,8 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvgraft.donors import ends_lineage, plan_graft
+from kvgraft.donors import plan_graft
 from kvgraft.reuse.failures import miss_of
-from kvgraft.reuse.refresh import Refresh
 from kvgraft.types import GraftPlan, Miss, MissReason
 
 if TYPE_CHECKING:
@@ -133,6 +132,9 @@ class Lookup:
 
     A lookup cannot be interrupted, so one that by experience (the median of the last ones, per token) would pass the deadline
     is not begun.
+
+    Attributes:
+        max_generation: Highest generation of a donor.
     """
 
     def __init__(
@@ -142,7 +144,6 @@ class Lookup:
         min_run: int,
         max_generation: int,
         min_saved_tokens: int = 0,
-        refresh_after: int = 0,
         deadline_ms: float = math.inf,
         cut: Cut | None = None,
         proposer: Proposer | None = None,
@@ -156,7 +157,6 @@ class Lookup:
             min_run: Shortest run of equal tokens that is reused.
             max_generation: Highest generation of a donor.
             min_saved_tokens: Least tokens that a graft must save on balance.
-            refresh_after: See `Refresh`.
             deadline_ms: Longest that a lookup may take; infinite where plans must depend on nothing but prompt and donors, as
                 on the ranks of one server, each of which looks up for itself.
             cut: Shrinks matches to what the engine can load; None if it can load any.
@@ -170,9 +170,8 @@ class Lookup:
         self._proposer = proposer
         self._donors = donors
         self._min_run = min_run
-        self._max_generation = max_generation
+        self.max_generation = max_generation
         self._min_saved_tokens = min_saved_tokens
-        self._refresh = Refresh(refresh_after)
         self._deadline_ms = deadline_ms
         self._cut = cut
         self._near = near
@@ -189,24 +188,20 @@ class Lookup:
         start: int | None = None,
         donors: DonorFinder | None = None,
         read_cost: ReadCost | None = None,
-        may_refresh: bool = True,
     ) -> Found:
         """Match and plan one prompt.
 
         Args:
             namespace: Only its donors may be used.
             token_ids: The prompt; its last token is always computed.
-            prefix_len: Tokens that the exact prefix cache gives.
+            prefix_len: Tokens that have their K/V already: of the exact prefix, and of what the prompt goes on from.
             costs: What computing and copying cost.
             start: Matches before it are not looked for; None for `prefix_len`.
-            donors: Where matches are looked for, a part of all donors; None for all. What was reused is remembered of all.
+            donors: Where matches are looked for, a part of all donors; None for all.
             read_cost: Cost of reading a match besides, in the unit of `costs`, above 0 unless it is resident; None where all
                 are. Called several times.
-            may_refresh: Whether the prompt's own K/V are what others will have of it: not of one that is computed in full
-                whatever is grafted.
         """
         if not len(self._donors):
-            self._refresh.clear()
             return Found(Miss(MissReason.NO_DONORS))
         expected_ms = self._expected_ms(len(token_ids))
         if expected_ms > self._deadline_ms:
@@ -218,12 +213,10 @@ class Lookup:
             matches = self._matches(self._donors if donors is None else donors, namespace, token_ids, first)
             planned = self._plan(matches, prefix_len, len(token_ids), costs, read_cost)
             if self._near is not None and read_cost is not None and _might_read(matches, prefix_len, read_cost):
-                near = self._near.find(namespace, token_ids, start=first, max_generation=self._max_generation)
+                near = self._near.find(namespace, token_ids, start=first, max_generation=self.max_generation)
                 filled = sorted([*near, *_between(matches, near, self._min_run)], key=lambda match: match.target_start)
                 other = self._plan(filled, prefix_len, len(token_ids), costs, read_cost)
                 planned = max(planned, other, key=lambda plan: _saved(plan, costs, read_cost))
-            if may_refresh and isinstance(planned, GraftPlan):
-                planned = self._refresh.revised(namespace, token_ids, planned)
         except Exception as error:
             self.num_errors += 1
             logger.exception("a lookup failed; the request is computed instead")
@@ -232,15 +225,11 @@ class Lookup:
         self._recent_ms_per_token.append(lookup_ms / max(1, len(token_ids)))
         return Found(planned, matches, lookup_ms)
 
-    def reset(self) -> None:
-        """All that was computed is forgotten, and so is which prompts reused it; how long lookups take is not."""
-        self._refresh.clear()
-
     def _matches(
         self, donors: DonorFinder, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int
     ) -> tuple[Match, ...]:
         """Matches of the indexes, and where these leave much out, with what is proposed."""
-        find = partial(donors.find, namespace, token_ids, start=start, max_generation=self._max_generation)
+        find = partial(donors.find, namespace, token_ids, start=start, max_generation=self.max_generation)
         matches = tuple(find())
         covered = sum(match.length for match in matches)
         if self._proposer is None or len(token_ids) - start - covered <= self._min_run:
@@ -280,20 +269,12 @@ class Lookup:
         usable = matches if self._cut is None else self._cut(matches, prefix_len, num_tokens)
         if matches and not usable:
             return Miss(MissReason.NOT_WORTH_IT, "the matches are too short for this engine to load")
-        # A prompt that is an exact prefix for the most part is a turn of a conversation, and others will follow.
-        followers = self._refresh.after if 2 * prefix_len >= num_tokens else 0
-        plan = partial(
-            plan_graft, num_tokens, prefix_len, min_run=self._min_run, read_cost=read_cost, followers=followers
-        )
-        planned = plan(usable, costs)
-        last = self._max_generation
-        if last and isinstance(planned, GraftPlan) and ends_lineage(planned, last):
-            planned = plan([match for match in usable if match.is_exact or match.generation < last], costs)
+        planned = plan_graft(num_tokens, prefix_len, usable, costs, min_run=self._min_run, read_cost=read_cost)
         if isinstance(planned, Miss):
             return planned
         saved = float(planned.reused_len)
-        if planned.is_approximate:
-            saved -= costs.recompute_ratio * sum(span.length for span in planned.spans if not span.is_exact)
+        if planned.has_shifted:
+            saved -= costs.recompute_ratio * sum(span.length for span in planned.spans if span.is_shifted)
             saved -= costs.tail_passes * (num_tokens - planned.spans[-1].target_end)
         if saved < self._min_saved_tokens:
             return Miss(MissReason.NOT_WORTH_IT, f"{saved:.0f} tokens saved are less than min_saved_tokens")
@@ -322,7 +303,7 @@ def _saved(planned: GraftPlan | Miss, costs: CostModel, read_cost: ReadCost) -> 
     if isinstance(planned, Miss):
         return -math.inf
     saved = sum(
-        costs.saving(span.target_start, span.target_end, is_exact=span.is_exact) - read_cost(span)
+        costs.saving(span.target_start, span.target_end, is_shifted=span.is_shifted) - read_cost(span)
         for span in planned.spans
     )
     return saved - costs.look_cost(planned)

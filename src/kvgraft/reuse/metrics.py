@@ -26,7 +26,6 @@ _REJECTED = {
     MissReason.NO_ROOM,
     MissReason.DEADLINE,
     MissReason.RISK,
-    MissReason.REFRESHED,
 }
 _FAILED = {MissReason.ERROR, MissReason.POLICY_ERROR}
 
@@ -69,9 +68,10 @@ class Sample(NamedTuple):
 PROMPT_TOKENS = Metric(
     "prompt_tokens",
     MetricKind.COUNTER,
-    "Prompt tokens, once per request. kind: prefix (exact), segment (shifted), substituted (another text's), recomputed "
-    "(reused and computed again), fresh (the rest). outcome of the request: approx (something was grafted), exact, "
-    "rejected (a graft was refused), fallback (reuse failed)",
+    "Prompt tokens, once per request. kind: prefix (exact), continued (approximate, as an earlier request was answered "
+    "from), segment (shifted), substituted (another text's), recomputed (reused and computed again), fresh (the rest). "
+    "outcome of the request: approx (something was grafted or continued), exact, rejected (a graft was refused), fallback "
+    "(reuse failed)",
     ("kind", "outcome"),
 )
 GRAFTED_REQUESTS = Metric("grafted_requests", MetricKind.COUNTER, "Requests with a graft")
@@ -283,6 +283,7 @@ def token_kinds(report: GraftReport) -> dict[str, int]:
     """Prompt tokens by how they came about, under the names of the label `kind`."""
     kinds = {
         "prefix": report.exact_tokens,
+        "continued": report.continued_tokens,
         "segment": report.shifted_tokens,
         "substituted": report.substituted_tokens,
         "recomputed": report.recomputed_tokens,
@@ -298,7 +299,8 @@ def token_outcome(report: GraftReport) -> str:
     `rejected`: a match was found or looked for and refused. `exact`: the rest.
     """
     is_first_token_approximate = report.repair is not None and report.repair.time is RepairTime.AFTER
-    if report.shifted_tokens or report.substituted_tokens or is_first_token_approximate:
+    is_approximate = report.continued_tokens or report.shifted_tokens or report.substituted_tokens
+    if is_approximate or is_first_token_approximate:
         return "approx"
     if report.miss is not None and report.miss.reason in _FAILED:
         return "fallback"

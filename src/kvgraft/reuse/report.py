@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.types import Fidelity, GraftReport, Miss, MissReason, RiskStatement, RiskStatus
+from kvgraft.types import CONTINUATION, Fidelity, GraftReport, Miss, MissReason, RiskStatement, RiskStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvgraft.reuse.lineage import Lineage
     from kvgraft.types import HealingReport, RepairReport, SpanReport, Substitution
 
-REPORT_VERSION = 2
+REPORT_VERSION = 3
 """Of the fields of `report_as_dict`: raised when one changes its meaning or goes; new ones do not raise it."""
 
 NOT_STATED_OF_SUBSTITUTES = RiskStatement(reason="another text's K/V stand in; calibrations are about equal text")
@@ -51,27 +51,28 @@ def request_report(
         policy: Name of the selection policy; only a graft of equal text has one.
         corrected_tokens: See `GraftReport`.
         timings_ms: Milliseconds by step.
-        miss: Why nothing is grafted; left out where something is.
+        miss: Why nothing is grafted beside what the prompt goes on from; left out where something is.
         computed_flops: See `GraftReport`.
         full_flops: See `GraftReport`.
         risk: What may be said about grafts of this kind.
         substitution: The text with K/V that stand in, or None.
         repair: When the choice of the policy was computed; left out where nothing approximate of equal text is reused.
     """
-    kinds = (Fidelity.EXACT, Fidelity.SHIFTED, Fidelity.SUBSTITUTED)
-    copied, shifted, substituted = (lineage.copied_tokens(kind) for kind in kinds)
+    kinds = (Fidelity.EXACT, Fidelity.CONTINUED, Fidelity.SHIFTED, Fidelity.SUBSTITUTED)
+    copied, continued, shifted, substituted = (lineage.copied_tokens(kind) for kind in kinds)
     exact = min(lineage.prefix_len, num_tokens) + copied
-    is_grafted = bool(lineage.spans)
+    is_grafted = any(span.donor_id != CONTINUATION for span in lineage.spans)
     return GraftReport(
         num_tokens=num_tokens,
         exact_tokens=exact,
+        continued_tokens=continued,
         shifted_tokens=shifted,
         substituted_tokens=substituted,
         recomputed_tokens=lineage.recomputed,
         recomputed_runs=_recomputed_runs(lineage),
-        computed_tokens=num_tokens - exact - shifted - substituted,
+        computed_tokens=num_tokens - exact - continued - shifted - substituted,
         spans=lineage.spans,
-        policy=policy if lineage.is_approximate and not substituted else "none",
+        policy=policy if lineage.has_copies and not substituted else "none",
         corrected_tokens=corrected_tokens,
         timings_ms=dict(timings_ms),
         miss=None if is_grafted else miss or Miss(MissReason.NO_MATCH, "nothing was grafted"),
@@ -79,7 +80,7 @@ def request_report(
         full_flops=full_flops,
         risk=NOT_STATED_OF_SUBSTITUTES if substituted else risk,
         substitution=substitution if substituted else None,
-        repair=repair if lineage.is_approximate and not substituted else None,
+        repair=repair if lineage.has_copies and not substituted else None,
     )
 
 
@@ -99,6 +100,7 @@ def verified_report(report: GraftReport, healing: HealingReport, flops: float) -
     """
     return replace(
         report,
+        continued_tokens=0,
         shifted_tokens=0,
         recomputed_tokens=0,
         recomputed_runs=(),
@@ -123,7 +125,12 @@ def worst_report(reports: Iterable[GraftReport]) -> GraftReport:
     attempts = list(reports)
     worst = max(
         enumerate(attempts),
-        key=lambda entry: (entry[1].shifted_tokens + entry[1].substituted_tokens, -entry[1].exact_tokens, entry[0]),
+        key=lambda entry: (
+            entry[1].shifted_tokens + entry[1].substituted_tokens,
+            entry[1].continued_tokens,
+            -entry[1].exact_tokens,
+            entry[0],
+        ),
     )[1]
     doubtful = worst.exact_tokens - min(report.exact_tokens for report in attempts)
     if not doubtful:
@@ -137,6 +144,7 @@ def report_as_dict(report: GraftReport) -> dict[str, object]:
         "version": REPORT_VERSION,
         "num_tokens": int(report.num_tokens),
         "exact_tokens": int(report.exact_tokens),
+        "continued_tokens": int(report.continued_tokens),
         "shifted_tokens": int(report.shifted_tokens),
         "substituted_tokens": int(report.substituted_tokens),
         "recomputed_tokens": int(report.recomputed_tokens),

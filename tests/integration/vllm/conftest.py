@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.types import Fidelity
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "standins")]  # engines.py and models.py; stand-ins of other tests too
@@ -45,7 +46,7 @@ def no_exact_fronts(monkeypatch):
     """Lookups take what donor and prompt begin with for moved text: it is exact then and treated like any graft."""
 
     def find_moved(self, *args, find=DonorCatalogue.find, **kwargs):
-        return [replace(match, is_exact=False) for match in find(self, *args, **kwargs)]
+        return [replace(match, fidelity=Fidelity.SHIFTED) for match in find(self, *args, **kwargs)]
 
     monkeypatch.setattr(DonorCatalogue, "find", find_moved)
 

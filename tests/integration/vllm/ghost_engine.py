@@ -45,7 +45,6 @@ def config_of(folder, *, load="sync", is_async=False, policy="fcfs"):
         "load": load,
         "min_run": 16,
         "min_saved_tokens": 0,
-        "refresh_after": 0,
     }
     config = EngineArgs(
         model=folder,

@@ -22,7 +22,6 @@ OPTIONS = {
     "max_recompute_tokens_per_step": 16,
     "min_saved_tokens": 0,
     "min_run": 16,
-    "refresh_after": 0,
 }
 CONNECTORS = {"alone": dict, "beside a store": lambda mine: beside(TOKEN_STORE, mine)}
 

@@ -39,7 +39,7 @@ SERVED = {
 def served(request, model_folder):
     family, options, engine_options = SERVED[request.param]
     # What a graft computes is nobody's donor: a prompt that is asked twice finds the same ones.
-    options = {"min_saved_tokens": 0, "max_generation": 0, "refresh_after": 0, **options}
+    options = {"min_saved_tokens": 0, "max_generation": 0, **options}
     with engine(model_folder, family, options=options, num_gpu_blocks_override=500, **engine_options) as one:
         one.ask(text(9, 20), "off", max_tokens=1)  # the model is known after its first forward pass
         yield one

@@ -12,7 +12,7 @@ QUESTION, OTHER, LONG = text(104, 40), text(105, 60), text(106, 1300)
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def served(model_folder, request):
-    options = {"selection": "none", "load": request.param, "refresh_after": 0}
+    options = {"selection": "none", "load": request.param}
     with engine(model_folder, "llama", options=options, max_num_batched_tokens=768) as one:
         yield one
 

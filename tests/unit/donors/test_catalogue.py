@@ -12,7 +12,7 @@ from kvgraft.donors import DonorCatalogue, new_secret, set_process_secret
 from kvgraft.donors.fingerprint import Fingerprinter
 from kvgraft.donors.secret import process_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
-from kvgraft.types import KeyedNamespace, Match, Namespace
+from kvgraft.types import Fidelity, KeyedNamespace, Match, Namespace
 
 NAMESPACE = Namespace("model")
 
@@ -63,8 +63,12 @@ def test_added_donor_keeps_what_it_was_given():
 
 def test_matches_are_clipped_to_start():
     catalogue, (donor_id,) = make_catalogue(make_text(300))
-    assert catalogue.find(NAMESPACE, make_text(300), start=200) == [Match(200, donor_id, 200, 100, is_exact=True)]
-    assert catalogue.find(NAMESPACE, make_text(300), start=284) == [Match(284, donor_id, 284, 16, is_exact=True)]
+    assert catalogue.find(NAMESPACE, make_text(300), start=200) == [
+        Match(200, donor_id, 200, 100, fidelity=Fidelity.EXACT)
+    ]
+    assert catalogue.find(NAMESPACE, make_text(300), start=284) == [
+        Match(284, donor_id, 284, 16, fidelity=Fidelity.EXACT)
+    ]
     assert catalogue.find(NAMESPACE, make_text(300), start=285) == []
     assert catalogue.find(NAMESPACE, make_text(300), start=300) == []
 
@@ -73,7 +77,7 @@ def test_clipped_rest_of_a_long_run_is_found_for_every_start():
     catalogue, (donor_id,) = make_catalogue(make_text(200))
     prompt = np.concatenate([make_text(200), make_text(50, seed=1)])
     for start in range(185):
-        expected = Match(start, donor_id, start, 200 - start, is_exact=True)
+        expected = Match(start, donor_id, start, 200 - start, fidelity=Fidelity.EXACT)
         assert catalogue.find(NAMESPACE, prompt, start=start) == [expected]
 
 
@@ -332,7 +336,7 @@ def test_catalogue_survives_being_refilled_many_times():
     for step in range(400):
         text = make_text(int(rng.integers(16, 700)), seed=step)
         donor = catalogue.add(NAMESPACE, text, None).donor
-        assert catalogue.find(NAMESPACE, text) == [Match(0, donor.donor_id, 0, len(text), is_exact=True)]
+        assert catalogue.find(NAMESPACE, text) == [Match(0, donor.donor_id, 0, len(text), fidelity=Fidelity.EXACT)]
         if step % 40 == 0:
             catalogue.check()
 

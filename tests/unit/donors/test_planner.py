@@ -8,7 +8,7 @@ import pytest
 
 from kvgraft.donors import CostModel, plan_graft
 from kvgraft.errors import ConfigError
-from kvgraft.types import GraftPlan, Match, Miss, MissReason
+from kvgraft.types import Fidelity, GraftPlan, Match, Miss, MissReason
 
 FREE = CostModel(copy_per_token=0, per_span=0)
 
@@ -85,8 +85,8 @@ def test_span_is_kept_only_where_it_saves_more_than_it_costs():
 
 def test_exact_spans_pay_for_no_recomputation_and_no_look():
     costs = CostModel(1, 0, 0, 0, recompute_ratio=0.5, tail_passes=1.0, query_rows=64)
-    exact, shifted = dataclasses.replace(make_match(0, 40), is_exact=True), make_match(0, 40)
-    assert (costs.saving(0, 40, is_exact=True), costs.saving(0, 40)) == (40, 20)
+    exact, shifted = dataclasses.replace(make_match(0, 40), fidelity=Fidelity.EXACT), make_match(0, 40)
+    assert (costs.saving(0, 40, is_shifted=False), costs.saving(0, 40)) == (40, 20)
     assert plan(200, 0, exact, cost_model=costs).spans == (exact,)
     assert reason(200, 0, shifted, cost_model=costs) is MissReason.NOT_WORTH_IT
     planned = plan(200, 10, exact, dataclasses.replace(shifted, target_start=100))
@@ -94,8 +94,8 @@ def test_exact_spans_pay_for_no_recomputation_and_no_look():
         (10, 30, True),
         (100, 40, False),
     ]
-    assert (planned.exact_end, planned.is_approximate) == (40, True)
-    assert not plan(200, 10, exact).is_approximate
+    assert (planned.settled_end, planned.has_shifted) == (40, True)
+    assert not plan(200, 10, exact).has_shifted
 
 
 def test_attention_makes_late_positions_worth_more():
@@ -230,26 +230,22 @@ class TestReading:
         assert isinstance(plan_graft(200, 0, [match], costs, read_cost=lambda _: 30.0), Miss)
 
 
-class TestFollowers:
-    """Prompts that begin alike pay for what is approximate: what a graft saves must be more than that."""
+class TestLook:
+    """Choosing by what the question attends to costs its rows once more, where anything is to be chosen."""
 
     COSTS = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0.1, query_rows=50)
 
-    def test_what_followers_pay_is_a_look_and_the_share_that_is_computed_again(self):
-        planned = plan(400, 0, make_match(100, 200), cost_model=self.COSTS)
-        assert self.COSTS.rent(planned) == pytest.approx(50 + 0.1 * 200)
-
-    def test_exact_spans_cost_followers_nothing(self):
-        exact = dataclasses.replace(make_match(0, 200), is_exact=True)
-        planned = plan(400, 0, exact, cost_model=self.COSTS)
-        assert self.COSTS.rent(planned) == 0
-
-    @pytest.mark.parametrize(
-        ("length", "followers", "is_made"), [(56, 0, True), (55, 0, False), (214, 2, False), (215, 2, True)]
-    )
-    def test_a_graft_saves_more_than_its_look_and_what_followers_pay(self, length, followers, is_made):
-        """0.9 of the length is saved; 50 for the look, and for each follower 50 and a tenth of the length."""
-        made = plan_graft(2_000, 1_000, [make_match(1_200, length)], self.COSTS, min_run=16, followers=followers)
+    @pytest.mark.parametrize(("length", "is_made"), [(56, True), (55, False)])
+    def test_a_graft_saves_more_than_its_look(self, length, is_made):
+        """0.9 of the length is saved, and 50 is what the look takes."""
+        made = plan_graft(2_000, 1_000, [make_match(1_200, length)], self.COSTS, min_run=16)
         assert isinstance(made, GraftPlan) == is_made
         if not is_made:
             assert made.reason is MissReason.NOT_WORTH_IT
+
+    @pytest.mark.parametrize("fidelity", [Fidelity.EXACT, Fidelity.CONTINUED])
+    def test_text_in_its_own_place_needs_no_look_and_no_repair(self, fidelity):
+        match = dataclasses.replace(make_match(1_200, 16), fidelity=fidelity)
+        planned = plan_graft(2_000, 1_000, [match], self.COSTS, min_run=16)
+        assert planned.spans == (match,)
+        assert self.COSTS.look_cost(planned) == 0

@@ -15,7 +15,7 @@ from kvgraft.graft.drift_estimate import MeanShift
 from kvgraft.graft.select import FirstK, NoRecompute, Observable, Observation, Recompute, SelectionPolicy
 from kvgraft.graft.select.context import selection_context
 from kvgraft.graft.steps import QUERY_ROWS, GraftSteps, Scope
-from kvgraft.types import DonorId, GraftPlan, Match
+from kvgraft.types import DonorId, Fidelity, GraftPlan, Match
 
 CORRECTION = DriftCorrection(MeanShift())
 NOTHING_SEEN = Observation(None, None)
@@ -48,7 +48,9 @@ def plans(draw):
         position += gap
         may_be_exact = may_be_exact and not gap and draw(st.booleans())
         length = draw(st.integers(1, 40))
-        spans.append(Match(position, DonorId(donor), 0, length, is_exact=may_be_exact))
+        spans.append(
+            Match(position, DonorId(donor), 0, length, fidelity=Fidelity.EXACT if may_be_exact else Fidelity.SHIFTED)
+        )
         position += length
     return GraftPlan.over(position + draw(st.integers(1, 80)), prefix_len, spans)
 
@@ -99,7 +101,7 @@ class Oracle:
             copied = [p for p in range(self.plan.prefix_len, self.end) if p not in self.given]
             return list(range(min(copied, default=self.end - 1), self.end))
         if step.observe_key_deviation:
-            return list(range(min(self.plan.exact_end, self.end - 1), self.end))
+            return list(range(min(self.plan.settled_end, self.end - 1), self.end))
         wanted = set(step.positions.tolist()) | {p for p in self.live if p < self.end}
         new = wanted - self.computed
         if not new:
@@ -193,7 +195,7 @@ def test_rows_that_no_policy_asked_for_continue_where_its_steps_ended():
 
 
 def test_exact_copies_that_a_full_prefill_computes_too_are_not_counted_as_computed_again():
-    spans = [Match(4, DonorId(1), 4, 16, is_exact=True), Match(30, DonorId(2), 0, 60)]
+    spans = [Match(4, DonorId(1), 4, 16, fidelity=Fidelity.EXACT), Match(30, DonorId(2), 0, 60)]
     steps = GraftSteps(GraftPlan.over(100, 4, spans), Scripted([Recompute(np.empty(0, np.int64), afresh=True)]))
     planned = steps.first()
     assert planned.rows.tolist() == list(range(4, 100))

@@ -42,7 +42,10 @@ def test_spans_name_donor_and_tier():
     assert list(make_graft().spans()) == [(SPANS[0], DONORS[0], "device"), (SPANS[1], DONORS[1], "host")]
 
 
-@pytest.mark.parametrize("changes", [{}, {"substitution": Substitution("other", {})}], ids=["equal text", "other text"])
+OTHER = Substitution("other", {})
+
+
+@pytest.mark.parametrize("changes", [{}, {"substitution": OTHER}], ids=["equal text", "other text"])
 def test_what_is_given_up_keeps_nothing_of_the_graft_but_policy_and_risk(changes):
     given_up = make_graft(**changes).given_up(MISS)
     assert given_up.miss == MISS
@@ -59,9 +62,9 @@ def test_what_is_given_up_keeps_nothing_of_the_graft_but_policy_and_risk(changes
         {"tiers": ()},
         {"miss": MISS},
         {"plan": GraftPlan.over(100, 4), "donors": (), "tiers": ()},
-        {"plan": GraftPlan.over(100, 4), "donors": (), "tiers": (), "miss": MISS},
+        {"plan": GraftPlan.over(100, 4), "donors": (), "tiers": (), "miss": MISS, "substitution": OTHER},
     ],
-    ids=["a donor is missing", "no tiers", "a miss with spans", "neither graft nor miss", "a miss that is audited"],
+    ids=["a donor is missing", "no tiers", "a miss with spans", "neither graft nor miss", "a miss that is substituted"],
 )
 def test_halves_of_decisions_are_refused(changes):
     with pytest.raises(AssertionError):

@@ -157,23 +157,82 @@ def test_a_frontier_goes_back_with_what_is_taken_away():
 
 
 def test_empty_source_raises_the_generation_of_what_follows():
-    assert list(computed_runs([(5, 5, 0)], 0, 10)) == [(0, 5, 0), (5, 10, 1)]
+    assert list(computed_runs([(5, 5, 1)], 0, 10)) == [(0, 5, 0), (5, 10, 1)]
+
+
+def test_turns_add_no_generation_and_copies_do():
+    """A conversation goes on a hundred turns after one graft, and then copies text of its own generation once more."""
+    lineage = Lineage(0)
+    lineage.copy([span(20, 30, generation=0)])
+    for turn in range(1, 101):
+        generation = lineage.generation_at(100 * turn)
+        lineage = Lineage(20)
+        lineage.go_on(100 * turn, generation)
+    assert list(lineage.computed_runs(20, 10_100)) == [(10_000, 10_100, 1)]
+    lineage.copy([span(10_050, 20, generation=1)])
+    assert list(lineage.computed_runs(20, 10_100)) == [(10_000, 10_050, 1), (10_070, 10_100, 2)]
+    assert lineage.exact_len(10_100) == 20
+
+
+def test_what_a_request_goes_on_from_is_a_class_of_its_own_and_sums_add_up():
+    lineage = Lineage(10)
+    lineage.go_on(50, generation=1)
+    lineage.check()
+    told = report(lineage)
+    assert (told.exact_tokens, told.continued_tokens, told.computed_tokens) == (10, 40, 50)
+    assert (told.policy, told.num_donors) == ("none", 0)
+    assert told.miss is not None, "nothing was grafted"
+    assert [(part.target_start, part.length, part.fidelity) for part in told.spans] == [(10, 40, Fidelity.CONTINUED)]
+    lineage.copy([span(60, 20)])
+    lineage.recompute([(60, 2)])
+    told = report(lineage)
+    assert (told.continued_tokens, told.shifted_tokens, told.recomputed_tokens, told.computed_tokens) == (40, 18, 2, 32)
+    assert told.exact_tokens + told.continued_tokens + told.shifted_tokens + told.computed_tokens == told.num_tokens
+    assert told.policy == "p"
+    assert told.miss is None
+
+
+def test_what_is_in_its_own_place_is_never_computed_again():
+    lineage = Lineage(10)
+    lineage.go_on(50, generation=1)
+    lineage.recompute([(20, 4)])
+    with pytest.raises(CorruptCacheError, match="cannot have been computed"):
+        lineage.check()
+
+
+def test_a_failed_copy_leaves_what_the_request_goes_on_from_approximate():
+    lineage = Lineage(10)
+    lineage.go_on(50, generation=2)
+    lineage.copy([span(60, 20)])
+    lineage.withdraw(50)
+    assert not lineage.has_copies
+    assert lineage.is_approximate
+    assert lineage.exact_len(100) == 10
+    assert list(lineage.computed_runs(10, 100)) == [(50, 100, 2)]
+
+
+def test_nobody_goes_on_from_another_texts_kv():
+    lineage = Lineage(0)
+    lineage.copy([span(20, 10), span(40, 10, fidelity=Fidelity.SUBSTITUTED)])
+    assert (lineage.own_len(100), lineage.generation_at(40)) == (40, 1)
 
 
 class LineageMachine(RuleBasedStateMachine):
     """An oracle with one `(kind, generation)` per position: what was given, copied from whom, computed behind what."""
 
-    @initialize(prefix_len=st.integers(0, 12))
-    def admit(self, prefix_len):
+    @initialize(prefix_len=st.integers(0, 12), continued=st.integers(0, 8), generation=st.integers(1, 3))
+    def admit(self, prefix_len, continued, generation):
         self.lineage = Lineage(prefix_len)
-        self.positions = [("given", 0)] * prefix_len
+        self.lineage.go_on(prefix_len + continued, generation)
+        self.positions = [("given", 0)] * prefix_len + [("continued", generation)] * continued
         self.healed_len = 0
         self.exposures = []
         self.again = []
 
     def attended(self):
-        copied = [generation for kind, generation in self.positions if kind == "copied"]
-        return max((1 + generation for generation in copied + [g for _, g in self.exposures]), default=0)
+        copied = [1 + generation for kind, generation in self.positions if kind == "copied"]
+        gone_on = [generation for kind, generation in self.positions if kind == "continued"]
+        return max([*copied, *gone_on, *(1 + generation for _, generation in self.exposures)], default=0)
 
     @rule(generation=st.integers(0, 3))
     def expose(self, generation):
@@ -233,10 +292,12 @@ class LineageMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_approximate_may_be_published(self):
         exact = self.lineage.exact_len(len(self.positions))
-        assert all(kind != "copied" and generation == 0 for kind, generation in self.positions[self.healed_len : exact])
+        kept = self.positions[self.healed_len : exact]
+        assert all(kind not in ("copied", "continued") and generation == 0 for kind, generation in kept)
         assert exact >= self.healed_len
         if self.healed_len < exact < len(self.positions):
-            assert self.positions[exact][0] == "copied" or exact in [p for p, _ in self.exposures]
+            is_approximate = self.positions[exact][0] in ("copied", "continued")
+            assert is_approximate or exact in [p for p, _ in self.exposures]
 
     @invariant()
     def donors_are_computed_and_of_their_generation(self):
@@ -251,7 +312,9 @@ class LineageMachine(RuleBasedStateMachine):
         kinds = [kind for kind, _ in self.positions]
         assert told.shifted_tokens == kinds.count("copied") - len(self.again)
         assert told.recomputed_runs == tuple((p, 1) for p in self.again)
-        assert told.exact_tokens + told.shifted_tokens + told.computed_tokens == len(self.positions)
+        assert told.continued_tokens == kinds.count("continued")
+        reused = told.exact_tokens + told.continued_tokens + told.shifted_tokens
+        assert reused + told.computed_tokens == len(self.positions)
         self.lineage.check()
 
 

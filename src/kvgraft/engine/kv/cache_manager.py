@@ -19,6 +19,7 @@ from kvgraft.graft.sparse_prefill import AnswerFirst, SparsePrefill
 from kvgraft.graft.steps import GraftSteps, Scope
 from kvgraft.memory import Owner
 from kvgraft.prefix import RadixKey, StoredLength
+from kvgraft.reuse.continuation import continuation_key
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.reads import store_miss
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
-    from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.kv_space import KVSpace, StoredContinuation
     from kvgraft.engine.kv.layer_slots import LayerSlots
     from kvgraft.engine.kv.planning import Planner
     from kvgraft.engine.kv.request_donors import RequestDonors
@@ -94,6 +95,7 @@ class CacheManager:
         stop: int | None = None,
         stored_len: int = 0,
         leaves_trace: bool = True,
+        goes_on: bool | None = None,
     ) -> RequestKV:
         """Match, decide, hold and allocate the prompt's slots and `headroom` more.
 
@@ -104,6 +106,8 @@ class CacheManager:
                 piece of a text that heals. None for the whole prompt.
             stored_len: See `RequestKV`.
             leaves_trace: Others may reuse what it computes: it is published. Nothing is recorded for them otherwise.
+            goes_on: Whether it takes approximate K/V that an earlier request, or attempt, has left in their places; None to
+                do so if its reuse mode does.
 
         Raises:
             CapacityError: There are not enough slots, even after eviction; the request holds nothing.
@@ -112,18 +116,19 @@ class CacheManager:
         epoch = self.space.epoch
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
         num_tokens = len(request.token_ids[:stop])
-        held, match = self._hold_prefix(request, namespace, stop)
+        held, match, lineage = self._hold_prefix(request, namespace, stop, goes_on=goes_on)
         try:
             is_donor = leaves_trace and self._leaves_donors(request, is_healing=stop is not None)
             adopt = partial(self._layers.adopt, num_tokens=num_tokens, is_stored=leaves_trace, is_donor=is_donor)
             held.layers = self._adopted(request, held, match, adopt)
             prefix_len = len(held.kv_indices)
-            decision = self._planner.decide(request, namespace, num_tokens, prefix_len, may_refresh=leaves_trace)
+            lineage = lineage if prefix_len else Lineage(0)
+            decision = self._planner.decide(request, namespace, num_tokens, prefix_len, goes_on=lineage.is_approximate)
             kv = RequestKV(
                 request,
                 namespace,
                 epoch,
-                Lineage(prefix_len),
+                lineage,
                 decision,
                 held,
                 timings_ms={"lookup": (time.perf_counter() - started) * 1e3},
@@ -143,9 +148,8 @@ class CacheManager:
         return kv
 
     def reset(self) -> None:
-        """Drop all prefixes and donors, and the memory of prompts that reused them; see `KVSpace.reset`."""
+        """Drop all prefixes and donors; see `KVSpace.reset`."""
         self.space.reset()
-        self._planner.lookup.reset()
 
     def look(self, request: Request) -> StoredLength:
         """Return how much of the request's prompt the prefix cache has, its last token included; nothing where it fails.
@@ -176,23 +180,64 @@ class CacheManager:
             self._grafting.names.note(kv.request, kv.made)
 
     def _hold_prefix(
-        self, request: Request, namespace: Namespace, stop: int | None
-    ) -> tuple[Holdings, MatchResult | None]:
-        """Lock the exact prefix of what begins, and hold its slots; None where none is looked for, or looking fails."""
+        self, request: Request, namespace: Namespace, stop: int | None, *, goes_on: bool | None
+    ) -> tuple[Holdings, MatchResult | None, Lineage]:
+        """Lock and hold what there is of a text that begins: its exact prefix, then what it goes on from.
+
+        The match is that of what is held at the end of it; None where nothing is looked for, or looking fails.
+        """
         # The last token is always computed: its logits are what the request is for.
-        key = RadixKey(request.token_ids[:stop][:-1], namespace.key)
-        found = None if request.reuse is ReuseMode.OFF else self._locked_match(request, key)
+        token_ids = request.token_ids[:stop][:-1]
+        held = Holdings(self.space, np.empty(0, np.int64), None)
+        match, lineage = None, Lineage(0)
+        if request.reuse is not ReuseMode.OFF:
+            match = self._extended(request, held, RadixKey(token_ids, namespace.key))
+            lineage = Lineage(len(held.kv_indices))
+        if goes_on is None:
+            goes_on = stop is None and self._planner.may_go_on(request)
+        if goes_on:
+            known = self._longest_continuation(request, namespace, token_ids)
+            if known is not None and known.length > len(held.kv_indices):
+                key = RadixKey(token_ids, continuation_key(namespace, known.generation))
+                match = self._extended(request, held, key) or match
+                lineage.go_on(len(held.kv_indices), known.generation)
+        return held, match, lineage
+
+    def _extended(self, request: Request, held: Holdings, key: RadixKey) -> MatchResult | None:
+        """Hold what is stored of a key beyond what is held, under its lock alone; None where there is nothing more."""
+        found = self._locked_match(request, key)
         if found is None:
-            return Holdings(self.space, np.empty(0, np.int64), None), None
+            return None
         match, lock = found
-        slots = match.kv_indices
+        slots, start = match.kv_indices, len(held.kv_indices)
         if request.session is not None:
             slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
-        self.space.allocator.retain(slots, Owner.REQUEST)
-        return Holdings(self.space, slots, lock), match
+        if start and len(slots) <= start:
+            self.space.unlock(lock)
+            return None
+        self.space.allocator.retain(slots[start:], Owner.REQUEST)
+        held.kv_indices = np.concatenate([held.kv_indices, slots[start:]])
+        if held.lock is not None:
+            self.space.unlock(held.lock)  # the slots are the request's as well; a lock keeps the path to them
+        held.lock = lock
+        return match
+
+    def _longest_continuation(
+        self, request: Request, namespace: Namespace, token_ids: TokenArray
+    ) -> StoredContinuation | None:
+        """Return the longest stored text that a request may go on from, of equal ones the least often copied."""
+        try:
+            return self.space.longest_continuation(
+                (generation, RadixKey(token_ids, continuation_key(namespace, generation)))
+                for generation in range(1, self._planner.lookup.max_generation + 2)
+            )
+        except Exception:
+            self._num_errors += 1
+            logger.exception("the prefix cache cannot be asked what request %s goes on from", request.request_id)
+            return None
 
     def _locked_match(self, request: Request, key: RadixKey) -> tuple[MatchResult, PrefixLock] | None:
-        """Find and lock the exact prefix; None where the prefix cache, which may be another package's, fails."""
+        """Find and lock a stored prefix; None where the prefix cache, which may be another package's, fails."""
         try:
             match = self.space.match(key)
             return match, self.space.lock(match.handle)
@@ -262,7 +307,7 @@ class CacheManager:
         decision = kv.decision
         steps = GraftSteps(
             decision.plan,
-            decision.policy if decision.policy is not None and decision.plan.is_approximate else NoRecompute(),
+            decision.policy if decision.policy is not None and decision.plan.has_shifted else NoRecompute(),
             token_ids=kv.request.token_ids,
             correction=decision.correction,
             scope=Scope(num_layers=self._adapter.num_layers),
@@ -345,7 +390,7 @@ class CacheManager:
         return self._layers.can_rewind
 
     def publish(self, kv: RequestKV, token_ids: TokenArray) -> None:
-        """Let others reuse what the request has computed: exact K/V as prefixes, its own text as donors.
+        """Let others reuse what the request has: exact K/V as prefixes, the others to go on from, what it computed as donors.
 
         May be called again when there is more. A failure is logged and counted; the request is not harmed by it. Nothing is
         kept of a request that began before a reset: its K/V may be of other weights.
@@ -357,6 +402,7 @@ class CacheManager:
         with self._counted(kv):
             if kv.epoch == self.space.epoch:
                 self._publish_prefix(kv, token_ids)
+                self._publish_continuation(kv, token_ids)
                 self._request_donors.register(kv, token_ids)
                 self._grafting.names.note(kv.request, kv.made)
         self._layers.advance(kv, len(token_ids))
@@ -381,7 +427,7 @@ class CacheManager:
             self._substitutes.close()
 
     def suspend(self, kv: RequestKV, token_ids: TokenArray) -> None:
-        """Release a request that will be begun again; what it computed exactly stays cached while there is room.
+        """Release a request that will be begun again; what it has stays cached while there is room, for itself too.
 
         A failure to store it is logged and counted; the request is computed again from its beginning then.
         """
@@ -390,6 +436,7 @@ class CacheManager:
                 if kv.epoch == self.space.epoch:
                     self._layers.conclude(kv, len(token_ids))
                     self._publish_prefix(kv, token_ids)
+                    self._publish_continuation(kv, token_ids)
         finally:
             self._release(kv.held)
 
@@ -447,7 +494,7 @@ class CacheManager:
     def _give_up(self, kv: RequestKV, miss: Miss) -> None:
         """Replace a decision that cannot be carried out by a miss: everything after the prefix is computed."""
         kv.held.release_donors()
-        kv.lineage.withdraw()
+        kv.lineage.withdraw(kv.plan.prefix_len)
         kv.decision = kv.decision.given_up(miss)
 
     def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:
@@ -459,11 +506,36 @@ class CacheManager:
         )
         kv.stored_len = max(kv.stored_len, exact_len)
 
+    def _publish_continuation(self, kv: RequestKV, token_ids: TokenArray) -> None:
+        """Store all that the request was answered from, under a name that requests look for which accept copies.
+
+        The slots are shared with the exact prefix, and with all that go on from them: nobody writes to them any more.
+        """
+        key = self._continuation(kv, token_ids)
+        if key is not None:
+            self.space.store_prefix(
+                key,
+                kv.kv_indices[: len(key)],
+                kv.held.layers,
+                priority=kv.request.priority,
+                counted_len=kv.continued_len,
+            )
+            kv.continued_len = max(kv.continued_len, len(key))
+
+    def _continuation(self, kv: RequestKV, token_ids: TokenArray) -> RadixKey | None:
+        """Return the key of what others may go on from; None where all of that is exact."""
+        stop = kv.lineage.own_len(len(token_ids))
+        generation = kv.lineage.generation_at(stop)
+        if not generation:
+            return None
+        return RadixKey(token_ids[:stop], continuation_key(kv.namespace, generation))
+
     def _keep(self, name: Hashable, kv: RequestKV, token_ids: TokenArray) -> None:
         with self._counted(kv):
             if kv.epoch == self.space.epoch:
-                exact_len = kv.lineage.exact_len(len(token_ids))
-                self.space.keep(name, RadixKey(token_ids[:exact_len], kv.namespace.key), kv.kv_indices[:exact_len])
+                exact = RadixKey(token_ids[: kv.lineage.exact_len(len(token_ids))], kv.namespace.key)
+                key = self._continuation(kv, token_ids) or exact
+                self.space.keep(name, key, kv.kv_indices[: len(key)])
 
     @contextmanager
     def _counted(self, kv: RequestKV) -> Iterator[None]:

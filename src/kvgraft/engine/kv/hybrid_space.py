@@ -225,7 +225,7 @@ class HybridKVSpace(KVSpace):
         usage = self.windows.usage()
         if usage.free + usage.request + usage.cached + usage.donor != usage.total:
             raise CorruptCacheError(f"window slots are not conserved: {usage}")
-        if self._prefix.swa_total_size != self.windows.num_held(Owner.CACHE):
+        if self._prefix.swa_total_size != self.windows.num_references(Owner.CACHE):
             raise CorruptCacheError("the prefix cache and the allocator disagree about who holds which window slots")
         if self.usage().donor or usage.donor:
             raise CorruptCacheError("a donor of a hybrid model holds slots")

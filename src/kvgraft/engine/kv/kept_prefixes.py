@@ -36,7 +36,7 @@ class PrefixLock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptPrefix:
-    """Exact K/V of a token sequence.
+    """K/V of a token sequence.
 
     Attributes:
         stored_len: The first so many are the prefix cache's, under `lock`; the rest fills no page of it.

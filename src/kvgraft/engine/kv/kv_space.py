@@ -24,7 +24,7 @@ from kvgraft.prefix import EvictResult, RadixKey
 from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from numpy.typing import NDArray
 
@@ -59,6 +59,14 @@ class PrefixKV(SlotKV):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredContinuation:
+    """Text that the prefix cache has for requests that go on from it: its length in tokens, and its generation."""
+
+    length: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostDonorKV:
     """K/V of a donor that lie in the host store under its id."""
 
@@ -68,7 +76,8 @@ class KVSpace:
 
     Invariants (verified by `check`):
         - `free + cached + donor + request == total` slots.
-        - The prefix cache's slots, and the tails kept for sessions, are exactly those with CACHE references.
+        - The prefix cache's slots, and the tails kept for sessions, are exactly those with CACHE references: exact prefixes,
+          and under other names, which share their slots, what requests go on from.
         - Donors' slots are exactly those with a DONOR reference.
         - A donor's K/V lie in slots, in the host store, which holds nothing else, or in a store alone.
 
@@ -184,6 +193,15 @@ class KVSpace:
         """Find the longest stored prefix of `key`; lock it before anything may evict."""
         return self.prefix.match_prefix(key)
 
+    def longest_continuation(self, keys: Iterable[tuple[int, RadixKey]]) -> StoredContinuation | None:
+        """Return the longest of what is stored under `(generation, key)`, of equal ones the first; None if nothing is.
+
+        Moves nothing.
+        """
+        stored = [StoredContinuation(self.prefix.look(key).total, generation) for generation, key in keys]
+        longest = max(stored, key=lambda known: known.length, default=None)
+        return longest if longest is not None and longest.length else None
+
     def tail_behind(self, name: Hashable, key: RadixKey, match: MatchResult) -> NDArray[np.int64]:
         """Return slots that continue a match of `key` with what is kept under `name` beyond whole pages; maybe none."""
         return self.kept.tail_behind(name, key, match.prefix_len)
@@ -197,7 +215,7 @@ class KVSpace:
         priority: int = 0,
         counted_len: int = 0,
     ) -> None:
-        """Give the prefix cache the exact K/V of `key`, in whole pages; the request goes on holding its slots, too.
+        """Give the prefix cache the K/V of `key`, in whole pages; the request goes on holding its slots, too.
 
         Args:
             key: Tokens and namespace.
@@ -231,7 +249,7 @@ class KVSpace:
         self._release_forgotten(forgotten)
 
     def keep(self, name: Hashable, key: RadixKey, slots: NDArray[np.int64]) -> None:
-        """Keep the exact K/V of `key` from eviction under `name`, instead of what was kept there before.
+        """Keep the K/V of `key` from eviction under `name`, instead of what was kept there before.
 
         The oldest leave where they are more than their share, and all of them before a request goes without.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvgraft.donors import CostModel
@@ -10,6 +11,8 @@ from kvgraft.engine.kv.stand_ins import PrefixStandIns
 from kvgraft.errors import PolicyError
 from kvgraft.graft.select import expected_share, looks_at_query
 from kvgraft.graft.steps import QUERY_ROWS
+from kvgraft.reuse.classes import ReuseClass, reuse_class
+from kvgraft.reuse.continuation import may_go_on
 from kvgraft.reuse.decision import Decision
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import reused_span
@@ -71,12 +74,26 @@ class Planner:
         return self._num_errors + self.lookup.num_errors + substitutes
 
     def decide(
-        self, request: Request, namespace: Namespace, num_tokens: int, prefix_len: int, *, may_refresh: bool
+        self, request: Request, namespace: Namespace, num_tokens: int, prefix_len: int, *, goes_on: bool
     ) -> Decision:
         """Return what is reused of the first `num_tokens` of a prompt after its prefix.
 
-        One that leaves no trace cannot refresh it. Nothing keeps donors from eviction: `Holdings.keep` follows at once.
+        Some of that is approximate if the request `goes_on`. Nothing keeps donors from eviction: `Holdings.keep` follows at
+        once.
         """
+        decision = self._decided(request, namespace, num_tokens, prefix_len)
+        if not goes_on or decision.plan.has_shifted or decision.substitution is not None:
+            return decision
+        served = self._risk.serve(request, ReuseClass.CONTINUED)
+        return replace(decision, risk=served.statement, sampled=served.sampled)
+
+    def may_go_on(self, request: Request) -> bool:
+        """Return whether a request takes approximate K/V that an earlier one has left in their places."""
+        # Rows that heal beside decode steps would be written over what others go on from, too.
+        is_left_alone = not request.repair.rows_per_step
+        return may_go_on(request.reuse) and is_left_alone and self.refusal is None and self._risk.may_go_on(request)
+
+    def _decided(self, request: Request, namespace: Namespace, num_tokens: int, prefix_len: int) -> Decision:
         costs = self._costs(request)
         if isinstance(costs, Miss):
             return Decision.to_compute(num_tokens, prefix_len, costs, risk=self._risk.stated(request))
@@ -86,7 +103,6 @@ class Planner:
             prefix_len,
             costs,
             read_cost=None if self._space.stores is None else self._space.stores.read_cost,
-            may_refresh=may_refresh and request.reuse is ReuseMode.GRAFT,
         ).planned
         if request.reuse is ReuseMode.SUBSTITUTE:
             decision = self._substituted(request, namespace, prefix_len, planned)
@@ -132,18 +148,18 @@ class Planner:
     def _served(self, request: Request, plan: GraftPlan, spans: Iterable[tuple[Match, Donor, str]]) -> Decision:
         """Decide how a graft of these spans of `plan` is served.
 
-        Exact spans bear no risk, and are copied even where the others must not be.
+        Spans in their own places add no risk, and are copied even where the others must not be.
         """
         spans = list(spans)
         risk, policy, sampled, waits = self._risk.stated(request), request.policy, None, False
-        shifted = [reused_span(match, donor) for match, donor, _ in spans if not match.is_exact]
+        shifted = [reused_span(match, donor) for match, donor, _ in spans if match.is_shifted]
         if shifted:
-            served = self._risk.serve(request, shifted)
+            served = self._risk.serve(request, reuse_class(shifted))
             risk, sampled, waits = served.statement, served.sampled, served.waits
             if served.policy is not None:
                 policy = served.policy
             else:
-                spans = [span for span in spans if span[0].is_exact]
+                spans = [span for span in spans if not span[0].is_shifted]
         if not spans:
             miss = Miss(MissReason.RISK, f"grafts of this kind are at notch {risk.notch!r}")
             return Decision.to_compute(plan.num_tokens, plan.prefix_len, miss, risk=risk)

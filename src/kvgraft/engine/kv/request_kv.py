@@ -41,6 +41,7 @@ class RequestKV:
         made: All donors made of its text, in order; some may be gone.
         stored_len: Positions that the request has given the prefix cache, earlier attempts included: storing them again is
             no second use of them.
+        continued_len: As `stored_len`, of what others go on from.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class RequestKV:
     stored_len: int
     draft_room: int = 0
     is_answered: bool = False
+    continued_len: int = 0
     registered: dict[int, DonorId] = field(default_factory=dict)
     made: list[DonorId] = field(default_factory=list)
 
@@ -65,7 +67,7 @@ class RequestKV:
     @property
     def is_healing(self) -> bool:
         """Whether decode steps compute approximate positions exactly, from the exact frontier on (`repair_rows`)."""
-        return self.repairs_after and self.request.repair.rows_per_step > 0 and self.lineage.is_approximate
+        return self.repairs_after and self.request.repair.rows_per_step > 0 and self.lineage.has_copies
 
     @property
     def repairs_after(self) -> bool:

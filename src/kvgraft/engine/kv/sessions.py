@@ -1,8 +1,8 @@
 """Sessions: turns of one client, each of which continues the one before and may send only what is new.
 
-A session remembers its tokens and has the space keep their exact K/V (`KVSpace.keep`). It holds nothing approximate: a turn
-after a graft begins again from what is exact, and what is grafted or computed then is found and reported as for any request.
-A turn that fails or is cancelled leaves its session as it was.
+A session remembers its tokens and has the space keep their K/V (`KVSpace.keep`): those of a full prefill, or after a graft
+what its last answer was drawn from, which only a turn that accepts copies goes on from. A turn that fails or is cancelled
+leaves its session as it was.
 """
 
 from __future__ import annotations

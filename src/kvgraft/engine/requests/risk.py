@@ -25,19 +25,18 @@ from kvgraft.fidelity.control import (
 )
 from kvgraft.fidelity.control.notches import notches_of
 from kvgraft.graft.drift import drift_correction
-from kvgraft.reuse.classes import reuse_class
+from kvgraft.reuse.classes import ReuseClass
 from kvgraft.reuse.decision import Sampled
 from kvgraft.types import UNCALIBRATED, RepairTime, ReuseMode, RiskStatement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.request import Request
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
-    from kvgraft.types import SpanReport
 
 logger = logging.getLogger(__name__)
 
@@ -191,15 +190,20 @@ class HeldRisk:
         """Return the statement about a request of which nothing is grafted."""
         return self.start if self._controller is None or self.is_meant(request) else OWN_SETTINGS
 
-    def serve(self, request: Request, spans: Sequence[SpanReport]) -> Served:
-        """Decide how to serve a graft with these spans, and whether to audit it.
+    def may_go_on(self, request: Request) -> bool:
+        """Return whether a request may go on from approximate K/V of an earlier one."""
+        if self._controller is None or not self.is_meant(request):
+            return True
+        return self._notches[self._controller.notch(ReuseClass.CONTINUED)].policy is not None
+
+    def serve(self, request: Request, name: ReuseClass) -> Served:
+        """Decide how to serve a request of a reuse class, and whether to audit it.
 
         The sample is drawn here: with the same probability for all requests of a class, before anything is computed.
         """
         if not self.is_meant(request):
             return Served(request.policy, self.stated(request))
         assert self._controller is not None
-        name = str(reuse_class(spans))
         number = self._controller.notch(name)
         notch = self._notches[number]
         repair = notch.repair if request.repairs_after else RepairTime.BEFORE

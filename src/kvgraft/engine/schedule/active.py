@@ -16,6 +16,7 @@ from kvgraft.engine.schedule.drafts import DraftLog, Drafts
 from kvgraft.engine.schedule.prompt_logprobs import ScoredPrefill, scored
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.repair import Repair
+from kvgraft.reuse.continuation import may_go_on
 from kvgraft.types import RepairTime, ReuseMode
 
 if TYPE_CHECKING:
@@ -186,6 +187,15 @@ class ActiveRequest:
         return replace(self.request, token_ids=token_ids, reuse=reuse)
 
     @property
+    def goes_on(self) -> bool | None:
+        """Whether `sequence` takes what approximate K/V there are of it; None if its reuse mode says so.
+
+        Of a request that begins again these are its own, or those of another turn of its conversation.
+        """
+        is_repaired = bool(self.output_ids) and not self._is_unrepaired
+        return may_go_on(self.request.reuse) and not self.request.repair.rows_per_step if is_repaired else None
+
+    @property
     def _is_unrepaired(self) -> bool:
         """Whether the first token is out, and the repair that comes with the second one is not done."""
         repair = None if self.report is None else self.report.repair
@@ -298,9 +308,9 @@ class ActiveRequest:
         if not self.output_ids:
             return [self._drawn(outcome.logits)]
         was_unrepaired = self._is_unrepaired
-        if self.kv.lineage.is_approximate:  # begun again where the risk that is held has every answer wait by now
+        if self.kv.lineage.has_copies:  # begun again where the risk that is held has every answer wait by now
             self._note_repaired(outcome.work)
-        else:
+        elif not self.kv.lineage.is_approximate:
             self._note_exact()
         # A prompt begun anew for its repair, and without donors to copy by now, goes on with the row of its first token.
         return [] if was_unrepaired else [self._drawn(outcome.logits)]
@@ -328,7 +338,8 @@ class ActiveRequest:
         assert self.report is not None
         self._pass, self.phase = None, Phase.DECODE
         if outcome.is_exact and self.kv.is_answered:
-            self.kv.lineage.healed()  # the report stays that of the graft that the first token was drawn from
+            # The report stays that of the graft that the first token was drawn from.
+            self.kv.lineage.withdraw(self.kv.plan.prefix_len)
             self._note_exact()
         else:
             if outcome.is_exact:  # the policy failed before anything was drawn
@@ -355,10 +366,14 @@ class ActiveRequest:
         return len(self.output_ids) + 1
 
     def _note_exact(self) -> None:
-        """Note that the next token is drawn from the K/V of a full prefill."""
+        """Note that the next token is drawn from K/V without copies of its own: a full prefill's, unless it goes on."""
         assert self.report is not None
+        assert self.kv is not None
         repair = self.report.repair
-        if repair is not None and repair.exact_from_token is None:
+        if self.kv.lineage.is_approximate:
+            repair = None if repair is None else replace(repair, from_token=repair.from_token or self._next_token)
+            self.report = replace(self.report, repair=repair)
+        elif repair is not None and repair.exact_from_token is None:
             from_token = repair.from_token or self._next_token
             repair = replace(repair, from_token=from_token, exact_from_token=self._next_token)
             self.report = replace(self.report, repair=repair)

@@ -264,7 +264,7 @@ class Scheduler:
 
     def _begin(self, active: ActiveRequest, sequence: Request, headroom: int) -> None:
         """Give a request its slots and its graft; one that fails at it holds nothing."""
-        kv = self._manager.begin(sequence, headroom=headroom, stored_len=active.stored_len)
+        kv = self._manager.begin(sequence, headroom=headroom, stored_len=active.stored_len, goes_on=active.goes_on)
         try:
             self._manager.graft(kv)
             if kv.held.reads is None:

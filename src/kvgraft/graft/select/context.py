@@ -18,15 +18,16 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = None) -> SelectionContext:
-    """Lay out the tokens that `plan` reuses approximately; spans that continue one another in donor and prompt are one run.
+    """Lay out the tokens that `plan` moves from elsewhere; spans that continue one another in donor and prompt are one run.
 
-    Exact spans are left out: computed again they would be the same. `token_ids` seed policies that draw.
+    Exact spans are left out: computed again they would be the same. So are continued ones: what is approximate in them is so
+    in all that the text was answered from before. `token_ids` seed policies that draw.
     """
     positions, distances = [_NOTHING], [_NOTHING]
     run_start = 0
     previous: Match | None = None
     for span in plan.spans:
-        if span.is_exact:
+        if not span.is_shifted:
             continue
         if previous is None or not _continues(previous, span):
             run_start = span.target_start

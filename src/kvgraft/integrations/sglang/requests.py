@@ -420,6 +420,5 @@ class RequestReuse:
 
     def _forget_donors(self, first_epoch: int = 0) -> None:
         self.keeper.clear(first_epoch)
-        self.planner.reset()
         for state in self._states.values():
             state.forget_donors()

@@ -32,8 +32,8 @@ def check_tiered_tree(
     nodes = check_structure(root, page_size)
     for node in nodes:
         _check_tiers(node, root)
-    require_unique([node.kv_indices for node in nodes if node.on_device])
-    require_unique([node.host_indices for node in nodes if node.on_host])
+    require_unique((node, node.kv_indices) for node in nodes if node.on_device)
+    require_unique((node, node.host_indices) for node in nodes if node.on_host)
     device = {node for node in nodes if node.on_device and not node.device_children and not node.lock_ref}
     require(device == queued, "the device queue does not hold exactly the unlocked device leaves")
     host = {node for node in nodes if not node.on_device and not node.children and not node.host_locks}

@@ -53,7 +53,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
     """Base of radix caches of one lock and one eviction order; `RadixCache` is the plain one.
 
     Invariants (verified by `check`):
-        - A node holds whole pages and one slot per element; no slot is stored twice.
+        - A node holds whole pages and one slot per element; no slot is stored twice in a namespace.
         - `children` keys are the first page of the child, so no two children share a first page.
         - `lock_ref` is the node's `handle_locks` plus its children with `lock_ref > 0`; the root counts as locked.
         - The eviction queue holds the unlocked leaves and nothing else.

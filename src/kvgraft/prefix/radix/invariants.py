@@ -11,8 +11,9 @@ from kvgraft.prefix.key import TOKEN_BYTES
 from kvgraft.prefix.radix.node import RadixNode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Iterable, Set
 
+    from kvgraft.prefix.key import KeyNamespace
     from kvgraft.prefix.results import SlotArray
 
 Node = TypeVar("Node", bound=RadixNode)
@@ -27,7 +28,7 @@ def check_tree(
         root: Root of the tree.
         page_size: Tokens per page.
         queued: The nodes in the eviction queue.
-        unique_slots: Whether no slot may be stored twice.
+        unique_slots: Whether no slot may be stored twice in a namespace.
 
     Returns:
         Tokens in unlocked and in locked nodes.
@@ -40,7 +41,7 @@ def check_tree(
         require(len(node.kv_indices) == len(node), "a node has not one slot per token")
         require_owned(node.kv_indices)
     if unique_slots:
-        require_unique([node.kv_indices for node in nodes])
+        require_unique((node, node.kv_indices) for node in nodes)
     candidates = {node for node in nodes if not node.children and not node.lock_ref}
     require(candidates == queued, "the eviction queue does not hold exactly the unlocked leaves")
     evictable_size = sum(len(node) for node in nodes if not node.lock_ref)
@@ -71,10 +72,13 @@ def require_owned(array: SlotArray) -> None:
     require(array.base is None and not array.flags.writeable, "a node holds a view or a writable array")
 
 
-def require_unique(arrays: Sequence[SlotArray]) -> None:
-    """Verify that no slot occurs twice."""
-    if arrays:
-        slots = np.concatenate(arrays)
+def require_unique(held: Iterable[tuple[RadixNode, SlotArray]]) -> None:
+    """Verify that no slot occurs twice in a namespace: one owner may store a text in several, by reference count."""
+    arrays: dict[KeyNamespace | None, list[SlotArray]] = {}
+    for node, slots in held:
+        arrays.setdefault(node.namespace, []).append(slots)
+    for parts in arrays.values():
+        slots = np.concatenate(parts)
         require(len(np.unique(slots)) == len(slots), "a slot is stored twice")
 
 

@@ -16,7 +16,7 @@ def check_windows(root: SWANode, *, unique_slots: bool) -> None:
 
     Args:
         root: Root of the tree.
-        unique_slots: Whether no slot may be stored twice.
+        unique_slots: Whether no slot may be stored twice in a namespace.
 
     Raises:
         CorruptCacheError: The first invariant that does not hold.
@@ -26,7 +26,7 @@ def check_windows(root: SWANode, *, unique_slots: bool) -> None:
         require(len(window) == len(window.node), "a window has not one slot per token")
         require_owned(window.swa_indices)
     if unique_slots:
-        require_unique([window.swa_indices for window in windows])
+        require_unique((window.node, window.swa_indices) for window in windows)
     _check_locks(list(root.subtree())[1:])
 
 

@@ -92,7 +92,7 @@ def test_later_turns_are_exact_wherever_their_k_v_went(make_world, make_tokens):
 
 def test_exact_text_of_a_store_may_stand_behind_a_copy_at_hand():
     """Donors at hand go first, so that of a longer exact front in a store the rest alone may be read."""
-    copied, exact = Match(0, DonorId(1), 50, 100), Match(100, DonorId(2), 100, 60, is_exact=True)
+    copied, exact = Match(0, DonorId(1), 50, 100), Match(100, DonorId(2), 100, 60, fidelity=Fidelity.EXACT)
     policy = configured_policy("first_k", first_k=10, recompute_ratio=0.0, shown=frozenset())
     regions, recomputed = loadable([copied, exact], start=0, end=200, page_size=1, policy=policy, min_run=16)
     assert [(part.target_start, part.target_end, part.is_exact) for part in regions] == [
@@ -101,7 +101,7 @@ def test_exact_text_of_a_store_may_stand_behind_a_copy_at_hand():
     ]
     assert recomputed == {10: 10, 100: 0}
     plan_of_both = GraftPlan.over(201, 0, regions)
-    assert (plan_of_both.exact_end, plan_of_both.is_approximate) == (0, True)
+    assert (plan_of_both.settled_end, plan_of_both.has_shifted) == (0, True)
 
 
 def test_lookup_that_would_take_too_long_is_not_begun_and_is_tried_again_later(make_world, make_tokens):

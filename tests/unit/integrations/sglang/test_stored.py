@@ -274,50 +274,6 @@ def test_store_that_raises_harms_nobody(server, shelf, make_tokens):
     assert after.log.num_errors == world.log.num_errors == 0
 
 
-def test_prompt_reads_nothing_that_it_may_not_reuse(server, shelf, make_tokens):
-    """Prompts that begin alike, whose text leaves host memory between them; `refresh_after` counts one memory of them."""
-    before, head, document, other = server(), make_tokens(10), make_tokens(300), make_tokens(300)
-    before.publish("donor", document)
-    before.publish("other", other)
-    settle(before)
-    after = server(refresh_after=2, host_bytes=400 * before.pool.bytes_per_token)
-    look(after)
-    promised, reads = [], []
-    for number in range(5):
-        had = shelf.num_reads
-        req = FakeRequest(f"query {number}", head + document + make_tokens(5))
-        promise(after, req, 10)
-        if awaits(after, req):
-            arrive(after, req)
-        promised.append(promise(after, req, 10))
-        reads.append(shelf.num_reads - had)
-        miss = after.reuse._states[req].miss
-        assert miss is None if promised[-1] else miss.reason is MissReason.REFRESHED
-        report(after, req)
-        assert ask(after, other, make_tokens, f"other {number}")[1] == 300  # which takes the room
-    assert promised == [300, 300, 0, 300, 300]
-    assert reads == [1, 1, 0, 1, 1]
-
-
-def test_stores_keep_what_was_reused_in_mind_where_nothing_is_at_hand(server, make_tokens):
-    """A request that may not read finds an empty keeper; that is no reason to begin to count anew."""
-    before, head, document = server(), make_tokens(10), make_tokens(300)
-    before.publish("donor", document)
-    settle(before)
-    after = server(refresh_after=1, host_bytes=400 * before.pool.bytes_per_token)
-    look(after)
-    answers = []
-    for number, adapter in enumerate([None, "adapter", None]):
-        req = FakeRequest(f"query {number}", head + document + make_tokens(5), lora_id=adapter)
-        promise(after, req, 10)
-        if awaits(after, req):
-            after.reuse.aborted(req.cache_request_handle)
-            answers.append("reads")
-        else:
-            answers.append(report(after, req)["miss"]["reason"])
-    assert answers == ["reads", MissReason.NO_MATCH, MissReason.REFRESHED]
-
-
 def test_read_that_takes_longer_than_computing_is_not_begun(server, shelf, make_tokens):
     before, document = server(), make_tokens(100)
     before.publish("donor", document)

@@ -17,7 +17,7 @@ from kvgraft.integrations.vllm.scheduler import EngineFacts
 from kvgraft.integrations.vllm.scheduler.claims import Claim, Claims
 from kvgraft.integrations.vllm.scheduler.decisions import costs_of
 from kvgraft.reuse.failures import miss_of
-from kvgraft.types import GraftPlan, MissReason, Namespace, RepairReport, RepairTime
+from kvgraft.types import Fidelity, GraftPlan, MissReason, Namespace, RepairReport, RepairTime
 
 NAMESPACE = Namespace("model")
 DOCUMENT = random.Random(1).choices(range(1000), k=200)
@@ -137,7 +137,7 @@ def test_a_policy_that_chooses_nothing_repairs_nothing():
     claims, plan, _ = planned(NoRecompute())
     assert time_of(claims, plan, RepairTime.AFTER) is None
     claims, plan, _ = planned(FirstK(16))
-    exact = replace(plan, spans=tuple(replace(span, is_exact=True) for span in plan.spans))
+    exact = replace(plan, spans=tuple(replace(span, fidelity=Fidelity.EXACT) for span in plan.spans))
     assert time_of(claims, exact, RepairTime.AFTER) is None
 
 

@@ -15,7 +15,7 @@ from kvgraft.integrations.sglang.planning.spans import LoadDecision, LoadSpan
 from kvgraft.reuse.lookup import Lookup
 from kvgraft.reuse.policy import configured_policy
 from kvgraft.reuse.stored import is_stored
-from kvgraft.types import Fidelity, GraftPlan, Match, Miss, MissReason, Namespace
+from kvgraft.types import GraftPlan, Match, Miss, MissReason, Namespace
 
 if TYPE_CHECKING:
     from array import array
@@ -49,9 +49,9 @@ def chosen_policy(config: SGLangConfig) -> SelectionPolicy:
 
 
 def extent(plan: GraftPlan) -> tuple[int, int]:
-    """Return how many tokens `plan` copies that are approximate, and how many stand after the last of them."""
-    approximate = [span for span in plan.spans if not span.is_exact]
-    return sum(span.length for span in approximate), plan.num_tokens - approximate[-1].target_end
+    """Return how many tokens `plan` moves from elsewhere, and how many stand after the last of them."""
+    shifted = [span for span in plan.spans if span.is_shifted]
+    return sum(span.length for span in shifted), plan.num_tokens - shifted[-1].target_end
 
 
 class LoadPlanner:
@@ -82,12 +82,10 @@ class LoadPlanner:
         self._page_size = page_size
         self._min_run = config.min_run
         self._recomputed: dict[tuple[DonorId, int], int] = {}
-        # One lookup, and so one memory of what was reused: a prompt is looked up again when what it reads has come.
         self._lookup = Lookup(
             keeper,
             min_run=config.min_run,
             max_generation=config.max_generation,
-            refresh_after=config.refresh_after,
             deadline_ms=config.lookup_deadline_ms if has_deadline else math.inf,
             cut=self._cut,
             near=keeper.resident,
@@ -105,15 +103,11 @@ class LoadPlanner:
         found = self._lookup.find(namespace, token_ids, prefix_len, self._costs, donors=donors, read_cost=read_cost)
         if isinstance(found.planned, Miss):
             return LoadDecision((), found.planned, found.lookup_ms)
-        recomputer = self._recomputer if found.planned.is_approximate else None
+        recomputer = self._recomputer if found.planned.has_shifted else None
         if recomputer is not None and recomputer.policy_for(*extent(found.planned)) is None:
             miss = Miss(MissReason.NOT_WORTH_IT, "computing chosen tokens again costs more than the copy saves")
             return LoadDecision((), miss, found.lookup_ms)
         return LoadDecision(tuple(map(self._span, found.planned.spans)), None, found.lookup_ms)
-
-    def reset(self) -> None:
-        """All donors are forgotten."""
-        self._lookup.reset()
 
     def _cut(self, matches: Sequence[Match], prefix_len: int, num_tokens: int) -> Sequence[Match]:
         regions, recomputed = loadable(
@@ -132,13 +126,12 @@ class LoadPlanner:
     def _span(self, region: Match) -> LoadSpan:
         donor = self._keeper.catalogue.get(region.donor_id)
         recomputed = self._recomputed[region.donor_id, region.target_start]
-        fidelity = Fidelity.EXACT if region.is_exact else Fidelity.SHIFTED
         return LoadSpan(
             region.target_start,
             region.length,
             donor,
             region.donor_start,
             recomputed,
-            fidelity,
+            region.fidelity,
             is_stored=is_stored(donor),
         )

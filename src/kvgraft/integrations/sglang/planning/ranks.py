@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _Shared = TypeVar("_Shared")
 _KEEP = -1
 _FIELDS = 8
+_FIDELITIES = (Fidelity.SHIFTED, Fidelity.EXACT, Fidelity.CONTINUED)
+"""Classes of spans of catalogued donors, by the number that is sent."""
 
 
 def shared_secret(group: dist.ProcessGroup) -> bytes:
@@ -140,32 +142,33 @@ class TensorParallelRanks(Ranks):
         return parts
 
     def _decoded(self, numbers: list[int]) -> LoadSpan:
-        start, length, donor_id, donor_start, recomputed, is_exact, is_stored, digest = numbers
+        start, length, donor_id, donor_start, recomputed, fidelity, is_stored, digest = numbers
         donor = self._donor_of(DonorId(donor_id))
-        if donor is not None and _digest(donor, donor_start, length, is_exact=bool(is_exact)) != digest:
+        is_in_place = _FIDELITIES[fidelity] is not Fidelity.SHIFTED
+        if donor is not None and _digest(donor, donor_start, length, is_in_place=is_in_place) != digest:
             donor = None
-        fidelity = Fidelity.EXACT if is_exact else Fidelity.SHIFTED
-        return LoadSpan(start, length, donor, donor_start, recomputed, fidelity, is_stored=bool(is_stored))
+        kind = _FIDELITIES[fidelity]
+        return LoadSpan(start, length, donor, donor_start, recomputed, kind, is_stored=bool(is_stored))
 
 
 def encoded(span: LoadSpan) -> list[int]:
     """Return a span of a catalogued donor as it is sent."""
     assert span.donor is not None
     assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
-    is_exact, donor_id = span.fidelity is Fidelity.EXACT, span.donor.donor_id
-    digest = _digest(span.donor, span.donor_start, span.length, is_exact=is_exact)
-    place = [span.start, span.length, donor_id, span.donor_start, span.recomputed]
-    return [*place, int(is_exact), int(span.is_stored), digest]
+    is_in_place = span.fidelity is not Fidelity.SHIFTED
+    digest = _digest(span.donor, span.donor_start, span.length, is_in_place=is_in_place)
+    place = [span.start, span.length, span.donor.donor_id, span.donor_start, span.recomputed]
+    return [*place, _FIDELITIES.index(span.fidelity), int(span.is_stored), digest]
 
 
-def _digest(donor: Donor, start: int, length: int, *, is_exact: bool) -> int:
+def _digest(donor: Donor, start: int, length: int, *, is_in_place: bool) -> int:
     """Digest the tokens of a span and the position and text after which they were encoded; 62 bits.
 
-    Of an exact span also the tokens before it, which make it exact.
+    Of one in its own place also the tokens before it, which make it that.
     """
-    first = 0 if is_exact else start
+    first = 0 if is_in_place else start
     digest = hashlib.blake2b(donor.token_ids[first : start + length].tobytes(), digest_size=8)
     digest.update(f"{donor.start_position + start} {donor.generation}".encode() + donor.namespace.key)
-    if is_exact:
+    if is_in_place:
         digest.update(donor.front)
     return int.from_bytes(digest.digest(), "little") >> 2

@@ -64,14 +64,14 @@ def _aligned(match: Match, page_size: int) -> Match | None:
 def _kept(matches: list[Match], num_tokens: int, policy: SelectionPolicy) -> Iterator[tuple[Match, int]]:
     """Yield what the policy leaves of `matches`, and how many tokens of the same match it takes before each.
 
-    It is not asked about exact ones.
+    It is not asked about those in their own places.
     """
-    approximate = [match for match in matches if not match.is_exact]
-    if not approximate:
+    shifted = [match for match in matches if match.is_shifted]
+    if not shifted:
         yield from ((match, 0) for match in matches)
         return
-    reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in approximate])
-    distance = np.concatenate([np.arange(match.length) for match in approximate])
+    reused = np.concatenate([np.arange(match.target_start, match.target_end) for match in shifted])
+    distance = np.concatenate([np.arange(match.length) for match in shifted])
     copied = np.concatenate([np.arange(match.target_start, match.target_end) for match in matches])
     live = np.setdiff1d(np.arange(num_tokens), copied, assume_unique=True)
     step = PolicySteps(policy, SelectionContext(num_tokens, reused, distance, live)).first()

@@ -49,9 +49,8 @@ class LoadSpan:
     def match(self) -> Match:
         """The same tokens in the prompt and at the donor, which this rank knows."""
         assert self.donor is not None
-        is_exact = self.fidelity is Fidelity.EXACT
         donor = self.donor
-        return Match(self.start, donor.donor_id, self.donor_start, self.length, is_exact, donor.generation)
+        return Match(self.start, donor.donor_id, self.donor_start, self.length, self.fidelity, donor.generation)
 
     def report(self) -> SpanReport:
         """Describe it once it is loaded."""

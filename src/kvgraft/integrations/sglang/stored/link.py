@@ -238,7 +238,9 @@ class StoreLink:
         return chosen
 
     def _begun(self, spans: Sequence[LoadSpan]) -> StoredReads:
-        cost = sum(self.costs.saving(span.start, span.end, is_exact=span.fidelity is Fidelity.EXACT) for span in spans)
+        cost = sum(
+            self.costs.saving(span.start, span.end, is_shifted=span.fidelity is Fidelity.SHIFTED) for span in spans
+        )
         reads = [self._begin(span) for span in spans]
         return StoredReads(reads, self._terms.patience_s([read.match for read in reads], cost), self._clock)
 

@@ -40,7 +40,7 @@ class _Asked(NamedTuple):
 
 
 class Decisions:
-    """Decides for one engine. Changes nothing but counts and what the lookup remembers."""
+    """Decides for one engine. Changes nothing but counts."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Decisions:
             return Decided(Miss(MissReason.REUSE_OFF, wrong), stored=stored), ()
         if refusal:
             return Decided(Miss(MissReason.MODEL_REFUSED, refusal), stored=stored), ()
-        found = self._found(prompt, may_refresh=asked.mode is ReuseMode.GRAFT)
+        found = self._found(prompt)
         graft = self._graft(prompt, found, asked, stored, failure)
         if isinstance(graft, Claim):
             return Decided(graft, found.lookup_ms, keeps_text=True), found.matches
@@ -90,7 +90,7 @@ class Decisions:
         repair, wrong_time = asked_repair(given.get(REPAIR_PARAMETER, self._repair), field)
         return _Asked(ReuseMode.OFF if wrong_time else mode, repair), wrong or wrong_time
 
-    def _found(self, prompt: AskedPrompt, *, may_refresh: bool) -> Found:
+    def _found(self, prompt: AskedPrompt) -> Found:
         found = self._lookup.find(
             prompt.namespace,
             prompt.text,
@@ -98,7 +98,6 @@ class Decisions:
             self._costs,
             start=0,
             read_cost=self._stores.terms.cost if self._stores else None,
-            may_refresh=may_refresh,
         )
         planned = found.planned
         if isinstance(planned, Miss) and planned.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
@@ -130,10 +129,6 @@ class Decisions:
         )
         return self._claims.of(planned, found.matches, repair=repair)
 
-    def reset(self) -> None:
-        """All donors are forgotten."""
-        self._lookup.reset()
-
     def deadline_s(self, claim: Claim) -> float:
         """Return the seconds that the reads of a claim may take."""
         stored = [span for span in claim.spans if self._stores.donors.is_read(span)]
@@ -164,7 +159,6 @@ def lookup_of(config: VLLMConfig, registry: DonorRegistry) -> Lookup:
         min_run=config.min_run,
         max_generation=config.max_generation,
         min_saved_tokens=config.min_saved_tokens,
-        refresh_after=config.refresh_after,
         deadline_ms=config.lookup_deadline_ms,
         near=ResidentDonors(registry.catalogue) if registry.stores else None,
     )

@@ -326,7 +326,6 @@ class GraftScheduler:
         for donor in list(self.registry.catalogue):
             self.registry.forget(donor.donor_id)
         self.registry.stores.reset()
-        self._decisions.reset()
 
     def _follow_stores(self, report: StoreReport) -> None:
         """Take the workers' report of stores."""

@@ -39,7 +39,7 @@ class RepairTimes:
             max_tokens: Of the answer.
             num_generated: Tokens of the answer that are known: of a request that begins again some may be.
         """
-        if isinstance(self._policy, NoRecompute) or not plan.is_approximate:
+        if isinstance(self._policy, NoRecompute) or not plan.has_shifted:
             return None
         repair = planned_repair(
             asked, lambda: self._reason_to_wait(plan, max_tokens=max_tokens, num_generated=num_generated)
@@ -74,7 +74,7 @@ class RepairTimes:
     def _num_rows_after(self, plan: GraftPlan) -> int:
         """Return how many rows the repair takes in the step of the second token."""
         if Observable.KEY_DEVIATION in self._policy.observes:
-            return plan.num_tokens - plan.exact_end
+            return plan.num_tokens - plan.settled_end
         looks = Observable.QUERY_ATTENTION in self._policy.observes
         return self._num_chosen(plan) + (1 + looks) * min(QUERY_ROWS, len(plan.compute))
 

@@ -73,7 +73,7 @@ class GraftJob:
         self._homes = _homes(command, rank, max_rows)
         self._end = command.end
         self._max_rows = min(max_rows, rank.most_rows)
-        is_chosen_from = command.plan.is_approximate and not command.is_substituted
+        is_chosen_from = command.plan.has_shifted and not command.is_substituted
         self._steps = GraftSteps(
             command.plan,
             policy if is_chosen_from else NoRecompute(),

@@ -1,4 +1,4 @@
-"""Exact runs before others: choose few that reach far, and fit what is left of the others between them."""
+"""Runs in their own places before others: choose few that reach far, and fit what is left of the others between them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _EVERYWHERE = 1 << 62
 """After the end of every prompt."""
 
 
-def exact_first(
+def in_place_first(
     proved: Runs, is_stored: NDArray[np.bool_], pieces: Runs, *, start: int, min_run: int
 ) -> tuple[Runs, Runs]:
-    """Return exact runs and what stays of the others, disjoint, ascending, each of at least `min_run` tokens.
+    """Return runs of `proved` and what stays of the others, disjoint, ascending, each of at least `min_run` tokens.
 
-    The last exact one ends early enough to leave the piece across its end `min_run` tokens, so that none is lost.
+    The last proved one ends early enough to leave the piece across its end `min_run` tokens, so that none is lost.
 
     Args:
-        proved: Runs with the K/V of a full prefill.
+        proved: Runs that stand where the prompt has them, after its own tokens.
         is_stored: Of each, whether its K/V lie far away; of two that reach equally far the nearer one is taken.
         pieces: All runs, tiled: ascending and disjoint.
         start: First position that counts.
         min_run: Shortest run.
 
-    Complexity: O(runs log runs + exact runs * pieces).
+    Complexity: O(runs log runs + chosen runs * pieces).
     """
-    exact = _cover(proved, is_stored, start, min_run)
-    if not exact.num_runs:
-        return exact, pieces
-    last = int(exact.ends[-1])
+    chosen = _cover(proved, is_stored, start, min_run)
+    if not chosen.num_runs:
+        return chosen, pieces
+    last = int(chosen.ends[-1])
     across = pieces.ends[(pieces.starts < last) & (pieces.ends > last)]
-    exact.ends[-1] = min([last, *(across - min_run)])
-    exact = exact.take(exact.ends - exact.starts >= min_run)
-    gaps = zip([start, *exact.ends.tolist()], [*exact.starts.tolist(), _EVERYWHERE], strict=True)
+    chosen.ends[-1] = min([last, *(across - min_run)])
+    chosen = chosen.take(chosen.ends - chosen.starts >= min_run)
+    gaps = zip([start, *chosen.ends.tolist()], [*chosen.starts.tolist(), _EVERYWHERE], strict=True)
     others = Runs.empty()
     for low, high in gaps:
         others = others.joined(pieces.between(low, high, min_run))
-    return exact, others
+    return chosen, others
 
 
 def _cover(proved: Runs, is_stored: NDArray[np.bool_], start: int, min_run: int) -> Runs:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import Fronts, front_digest
 from kvgraft.errors import ConfigError
-from kvgraft.types import Match, Namespace
+from kvgraft.types import Fidelity, Match, Namespace
 
 NAMESPACE = Namespace("model")
 MIN_RUN = 16
@@ -84,14 +84,14 @@ def test_what_stands_behind_keeps_the_shortest_length():
 def test_of_equal_exact_donors_the_near_one_is_taken():
     catalogue = DonorCatalogue(10_000)
     far, near = (catalogue.add(NAMESPACE, text(200), None, is_stored=far).donor.donor_id for far in (True, False))
-    assert catalogue.find(NAMESPACE, text(200)) == [Match(0, near, 0, 200, is_exact=True)]
+    assert catalogue.find(NAMESPACE, text(200)) == [Match(0, near, 0, 200, fidelity=Fidelity.EXACT)]
     catalogue.remove(near)
-    assert catalogue.find(NAMESPACE, text(200)) == [Match(0, far, 0, 200, is_exact=True)]
+    assert catalogue.find(NAMESPACE, text(200)) == [Match(0, far, 0, 200, fidelity=Fidelity.EXACT)]
 
 
 def test_a_part_of_a_match_is_as_exact_as_the_whole():
-    match = Match(10, 3, 110, 100, is_exact=True)
-    assert match.part(40, 60) == Match(40, 3, 140, 20, is_exact=True)
+    match = Match(10, 3, 110, 100, fidelity=Fidelity.EXACT)
+    assert match.part(40, 60) == Match(40, 3, 140, 20, fidelity=Fidelity.EXACT)
     assert match.part(0, 1_000) == match
 
 
