@@ -99,7 +99,7 @@ class Lineage:
         tokens = sum(span.length for span in self._spans if span.fidelity is fidelity)
         return tokens - self._recomputed_inside if fidelity is Fidelity.SHIFTED else tokens
 
-    def go_on(self, stop: int, generation: int, *, tier: str = "device") -> None:
+    def go_on(self, stop: int, generation: int, *, start: int | None = None, tier: str = "device") -> None:
         """Note that the engine had the K/V of all positions between the exact prefix and `stop`, where they are.
 
         To be called before anything is copied.
@@ -107,9 +107,10 @@ class Lineage:
         Args:
             stop: First position after them.
             generation: The highest in them: what is computed after them is of the same.
+            start: End of what is exact; None for the exact prefix.
             tier: Where the K/V lay.
         """
-        start = self._prefix_len
+        start = self._prefix_len if start is None else start
         if stop > start:
             length = stop - start
             span = SpanReport(start, length, CONTINUATION, start, 0, Fidelity.CONTINUED, generation, tier)
@@ -216,7 +217,7 @@ class Lineage:
 
     def _sources(self) -> list[tuple[int, int, int]]:
         """Ascending `(start, stop, generation)` of everything that was not computed, as it is in this request."""
-        spans = [(span.target_start, span.target_start + span.length, _generation(span)) for span in self._spans]
+        spans = [(span.target_start, span.target_start + span.length, copied_generation(span)) for span in self._spans]
         exposed = [(position, position, generation + 1) for position, generation in self._exposed]
         return sorted([*spans, *exposed])
 
@@ -257,7 +258,7 @@ def computed_runs(reused: Iterable[tuple[int, int, int]], start: int, stop: int)
         yield ComputedRun(start, stop, attended)
 
 
-def _generation(span: SpanReport) -> int:
+def copied_generation(span: Match | SpanReport) -> int:
     """Return the generation of the K/V of a span as they are in the request: a copy to another place is one more."""
     if span.fidelity is Fidelity.EXACT:
         return 0

@@ -126,8 +126,7 @@ def worst_report(reports: Iterable[GraftReport]) -> GraftReport:
     worst = max(
         enumerate(attempts),
         key=lambda entry: (
-            entry[1].shifted_tokens + entry[1].substituted_tokens,
-            entry[1].continued_tokens,
+            entry[1].continued_tokens + entry[1].shifted_tokens + entry[1].substituted_tokens,
             -entry[1].exact_tokens,
             entry[0],
         ),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from kvgraft.integrations.vllm.messages import GraftOutcome, ReadCost, StoreReport, WorkerReport
+from kvgraft.integrations.vllm.scheduler.private_hashes import is_private
 from kvgraft.memory.store.record import StoreNews
 
 BLOCK = 48
@@ -19,9 +20,9 @@ BLOCK = 48
 
 
 class Truth(NamedTuple):
-    """`depth` 0 is exact; copied is one more than its donor; computed is the highest that was attended to.
+    """`depth` 0 is exact; copied to another place is one more than its donor; computed is the highest that was attended to.
 
-    `text` stands for the tokens up to and with its own: what is exact and was computed behind the very same is exact again.
+    `text` stands for the tokens up to and with its own: behind the very same, it is no worse than it was.
     """
 
     depth: int
@@ -31,8 +32,7 @@ class Truth(NamedTuple):
 
     def at(self, text):
         """A copy of it as the last token of `text`."""
-        is_exact = self.depth == 0 and self.text == text
-        return self if is_exact else Truth(self.depth + 1, self.epoch, copied=True, text=text)
+        return self if self.text == text else Truth(self.depth + 1, self.epoch, copied=True, text=text)
 
 
 @dataclass(eq=False, repr=False)
@@ -302,11 +302,19 @@ class Workers:
 class Books:
     """vLLM's manager where every block is computed before anyone finds it; `test_pending_blocks.py` asks the real one."""
 
-    block_pool = SimpleNamespace(get_cached_block=lambda block_hash, groups: None)
+    def __init__(self, engine):
+        self.engine = engine
+        self.block_pool = SimpleNamespace(get_cached_block=self.get_cached_block, evict_blocks=self.evict_named)
 
     def get_computed_blocks(self, request):
-        del request
-        return SimpleNamespace(blocks=([],)), 0
+        return SimpleNamespace(blocks=([],)), len(self.engine.cached(request))
+
+    def get_cached_block(self, block_hash, groups):
+        return [SimpleNamespace(block_id=block_hash)] if block_hash in self.engine.cache else None
+
+    def evict_named(self, block_hashes):
+        for block_hash in block_hashes:
+            del self.engine.cache[block_hash]
 
     def get_blocks(self, request_id):
         del request_id
@@ -321,7 +329,7 @@ class Engine:
 
     def __init__(self, graft, shelf=None):
         self.graft = graft
-        graft.bind(Books())
+        graft.bind(Books(self))
         self.shelf = shelf or Shelf()
         self.defers = False
         self.deferred = []
@@ -353,8 +361,13 @@ class Engine:
             block = self.cache.get(request.block_hashes[number])
             if block is None:
                 break
+            is_public = not is_private(request.block_hashes[number])
+            assert not (is_public and any(truth.depth for truth in block)), "a cache hit is approximate"
             kv += block
-        assert not any(truth.depth for truth in kv), "a cache hit is approximate"
+        accepts = (request.kv_transfer_params or {}).get("kvgraft", "graft") == "graft"
+        assert accepts or not any(truth.depth for truth in kv), "copies reach a request that accepts none"
+        for position, truth in enumerate(kv):
+            assert truth.text == request.text(position + 1), "K/V are of another text"
         return kv
 
     def publish(self, request):
@@ -432,6 +445,8 @@ class Engine:
         for request in list(self.waiting):
             local = self.cached(request)
             external, waits = self.graft.match(request, len(local))
+            if external is None:
+                continue
             assert external <= request.num_tokens - 1 - len(local)
             if not room:
                 break
@@ -506,7 +521,8 @@ class Engine:
         for request, params in told:
             if params is not None and request.worst_copied:
                 report = params["kvgraft"]
-                assert report["shifted_tokens"] >= request.worst_copied, "the report is better than the answer"
+                reused = report["shifted_tokens"] + report["continued_tokens"]
+                assert reused >= request.worst_copied, "the report is better than the answer"
                 assert report["exact_tokens"] <= request.least_exact
                 assert report["spans"]
 

@@ -243,7 +243,7 @@ def test_a_lookup_that_fails_when_a_request_begins_again_leaves_nothing(monkeypa
     assert engine.workers.unrepaired
     engine.preempt(request)
     engine.step(room=True, chunk=400)
-    monkeypatch.setattr(engine.graft._pending, "hit_of", lambda _: 1 / 0)
+    monkeypatch.setattr(engine.graft._pending, "hit_of", lambda *_: 1 / 0)
     assert_nothing_is_left(engine)
     assert engine.graft.counts.num_errors == 1
 
@@ -280,8 +280,24 @@ class Machine(RuleBasedStateMachine):
         for document, first, last in order:
             tokens += DOCUMENTS[document][first:last] + [6000 + first] * (first % 3)
         tokens += [7000 + tail] * tail
-        name = str(next(self.names))
-        self.engine.add(Request(name, tokens, {"kvgraft": mode}, answer))
+        self.ask(tokens, mode, answer)
+
+    def ask(self, tokens, mode, answer):
+        self.engine.add(Request(str(next(self.names)), tokens, {"kvgraft": mode}, answer))
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(
+        data=st.data(),
+        share=st.floats(0.3, 1.5),
+        tail=st.integers(1, 40),
+        mode=st.sampled_from(["graft", "graft", "graft", "exact", "off"]),
+        answer=st.integers(1, 60),
+    )
+    def go_on(self, data, share, tail, mode, answer):
+        """The next turn of a conversation, or another one after an edit; maybe before the last answer is complete."""
+        before = self.engine.requests[data.draw(st.sampled_from(sorted(self.engine.requests)))]
+        kept = before.all_token_ids[: int(share * before.num_tokens)]
+        self.ask(kept + [8000 + tail] * tail, mode, answer)
 
     @rule(
         steps=st.integers(1, 12),

@@ -13,7 +13,8 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.vllm.messages import GraftRepair
 from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
-from kvgraft.integrations.vllm.scheduler.private_hashes import make_private
+from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
+from kvgraft.integrations.vllm.scheduler.refused import is_session
 from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt, AttemptPhase, RepairPhase, VLLMRequest
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.report import report_as_dict
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.vllm.messages import Capture, GraftOutcome
     from kvgraft.integrations.vllm.scheduler.captures import Captures
+    from kvgraft.integrations.vllm.scheduler.claims import Claim
+    from kvgraft.integrations.vllm.scheduler.continuing import Continuing
     from kvgraft.integrations.vllm.scheduler.counts import Counts
     from kvgraft.integrations.vllm.scheduler.decisions import Decisions
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
@@ -57,11 +60,19 @@ class Attempts:
     """
 
     def __init__(
-        self, decisions: Decisions, captures: Captures, counts: Counts, facts: EngineFacts, policy: str
+        self,
+        decisions: Decisions,
+        captures: Captures,
+        continuing: Continuing,
+        counts: Counts,
+        *,
+        facts: EngineFacts,
+        policy: str,
     ) -> None:
         self.running: dict[str, VLLMRequest] = {}
         self.ended: dict[str, VLLMRequest] = {}
         self._decisions, self._captures, self._counts = decisions, captures, counts
+        self._continuing = continuing
         self._registry = captures.registry
         self._facts, self._policy = facts, policy
 
@@ -81,10 +92,13 @@ class Attempts:
             request.num_prompt_tokens,
             cached_len,
             self._facts.answer_len(request.num_prompt_tokens, request.max_tokens),
-            getattr(request, "resumable", False),
+            is_session(request),
+            self._continuing.exact_len(request, cached_len),
+            self._continuing.generation(request, cached_len),
         )
         if known is None:
-            state = VLLMRequest(prompt, Lineage(cached_len), RegistryHoldings(self._registry))
+            state = VLLMRequest(prompt, Lineage(prompt.exact_len), RegistryHoldings(self._registry))
+            prompt.go_on(state.lineage)
         else:
             state = known.again(prompt, self._policy)
         self.running[request.request_id] = state
@@ -92,14 +106,31 @@ class Attempts:
             prompt, request, stored, refusal=refusal, failure=state.earlier.failure
         )
         claim = state.claim
+        if isinstance(request.block_hashes, PrivateBlockHashes):
+            state.hashes = request.block_hashes
         if claim is not None:
-            state.hashes = make_private(request, claim.first_approximate // self._facts.hash_block_size)
+            state.hashes = self._named(request, state, claim)
             state.held.pin([donor.donor_id for donor in claim.donors])
             return
         if state.decided.stored.num_tokens and state.earlier.report is None:
             state.lineage = Lineage(state.prefix_len)
         if state.decided.keeps_text:
             self._captures.open_after_prefix(state, matches)
+
+    def _named(self, request: Request, state: VLLMRequest, claim: Claim) -> PrivateBlockHashes:
+        """Keep the blocks of a graft from exact requests; others may go on from them unless that could mislead them."""
+        prompt, first = state.prompt, claim.first_approximate // self._facts.hash_block_size
+        is_of_model = self._captures.trusts_prefixes or not prompt.cached_len
+        generation = max(prompt.generation, claim.generation)
+        if claim.decision.substitution is None and generation and is_of_model and not prompt.is_session:
+            return self._continuing.share(request, prompt.namespace, first, generation)
+        return self._continuing.keep_private(request, first)
+
+    def unrepaired(self) -> Iterator[tuple[str, int]]:
+        """Yield the requests whose repair is due, and the positions from which on it may change K/V."""
+        for state in self.running.values():
+            if state.repair_phase is RepairPhase.DUE and state.claim is not None:
+                yield state.request_id, state.claim.first_approximate
 
     def compute(self, request_id: str, miss: Miss) -> None:
         """Let vLLM compute a request whose lookup failed half-way, and keep nothing of it."""
@@ -190,7 +221,9 @@ class Attempts:
             return
         if outcome.fell_back:
             self._counts.error()
-            state.repair = replace(state.repair, reason=outcome.fell_back, exact_from_token=_SECOND)
+            is_exact = state.prompt.exact_len == state.prompt.prefix_len
+            exact_from = _SECOND if is_exact else None
+            state.repair = replace(state.repair, reason=outcome.fell_back, exact_from_token=exact_from)
         state.repair = replace(state.repair, from_token=_SECOND)
         state.outcome = replace(outcome, read_ms=state.outcome.read_ms)
         state.lineage.recompute(outcome.recomputed_runs)
@@ -225,6 +258,8 @@ class Attempts:
         """Give up all that depends on donors, and all text that may become one."""
         for state in (*self.running.values(), *self.ended.values()):
             state.held.give_up_texts()
+            if state.hashes is not None:
+                state.hashes.renew()
             state.decided = replace(state.decided, keeps_text=False)
             state.leave_unrepaired("donors were forgotten before the second token")
             if not state.is_admitted:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvgraft.integrations.vllm.scheduler.repair_time import RepairTimes
 from kvgraft.memory.store import HOST
 from kvgraft.reuse.decision import Decision
+from kvgraft.reuse.lineage import copied_generation
 from kvgraft.reuse.stored import is_stored
 from kvgraft.types import Miss, MissReason, RepairTime
 
@@ -67,6 +68,12 @@ class Claim:
     def num_tokens(self) -> int:
         """Tokens that are promised."""
         return self.end - self.plan.prefix_len
+
+    @property
+    def generation(self) -> int:
+        """Highest generation of what it copies, and of what attends to that; 0 where all of that is exact."""
+        in_front = [donor.generation + 1 for donor in self.front_donors]
+        return max([*map(copied_generation, self.plan.spans), *in_front])
 
     @property
     def num_stored_tokens(self) -> int:

@@ -9,10 +9,11 @@ from kvgraft.donors import CostModel
 from kvgraft.graft.select import expected_share, looks_at_query
 from kvgraft.graft.steps import QUERY_ROWS
 from kvgraft.integrations.vllm.scheduler.claims import Claim, Claims
-from kvgraft.integrations.vllm.scheduler.refused import refused_request
+from kvgraft.integrations.vllm.scheduler.refused import is_session, refused_request
 from kvgraft.integrations.vllm.scheduler.requests import Decided
 from kvgraft.integrations.vllm.scheduler.stand_ins import DonorStandIns
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
+from kvgraft.reuse.continuation import may_go_on
 from kvgraft.reuse.lookup import Lookup, ResidentDonors
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
@@ -82,6 +83,10 @@ class Decisions:
             return Decided(graft, found.lookup_ms, keeps_text=True), found.matches
         matches = tuple(match for match in found.matches if not self._stores.donors.is_read(match))
         return Decided(graft, found.lookup_ms, stored.asynchronous, stored), matches
+
+    def may_go_on(self, request: Request) -> bool:
+        """Return whether a request takes approximate K/V that an earlier one has left in their places."""
+        return may_go_on(self._asked(request)[0].mode) and not refused_request(request) and not is_session(request)
 
     def _asked(self, request: Request) -> tuple[_Asked, str]:
         """Return what a request asks for, and what is wrong with that; what is wrong reuses nothing."""

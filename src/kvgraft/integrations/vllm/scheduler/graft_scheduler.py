@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 from kvgraft.integrations.vllm.messages import StepCommands
 from kvgraft.integrations.vllm.scheduler.attempts import Attempts
 from kvgraft.integrations.vllm.scheduler.captures import Captures
+from kvgraft.integrations.vllm.scheduler.continuing import Continuing
 from kvgraft.integrations.vllm.scheduler.counts import Counts
 from kvgraft.integrations.vllm.scheduler.decisions import Decisions, lookup_of
 from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
 from kvgraft.integrations.vllm.scheduler.grafts import Grafts
+from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.pending_blocks import HitState, PendingBlocks
+from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
 from kvgraft.integrations.vllm.scheduler.requests import AttemptPhase, RepairPhase, VLLMRequest
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED
 from kvgraft.integrations.vllm.selection import chosen_policy
@@ -74,7 +77,15 @@ class GraftScheduler:
             block_sizes=facts.block_sizes,
             deadline_s=self._decisions.deadline_s,
         )
-        self._attempts = Attempts(self._decisions, self._captures, self.counts, facts, self._policy.name)
+        self._continuing = Continuing(facts, max_generation=config.max_generation)
+        self._attempts = Attempts(
+            self._decisions,
+            self._captures,
+            self._continuing,
+            self.counts,
+            facts=facts,
+            policy=self._policy.name,
+        )
         self._cancels: list[str] = []
         self._is_reset = False
         self._known_changes = 0
@@ -108,15 +119,19 @@ class GraftScheduler:
         """Decide how many tokens after vLLM's own `cached_len` are made here, and whether the request waits for them.
 
         None are unless a graft reuses `min_saved_tokens` more than a store beside us has exact ones. The number is None
-        while the request has to wait for K/V that another one computes: vLLM asks again in its next step.
+        while the request has to wait for K/V that another one computes, and where vLLM is to look by other hashes: it asks
+        again in its next step.
         """
         known = self._attempts.running.get(request.request_id)
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
-        if self._finds_own_blocks(known, cached_len):
+        if not self._continuing.is_found_rightly(request, cached_len):
             return None, False
         try:
+            if not is_known and self._finds_more(request, cached_len):
+                return None, False
             # Before the claim, which changes the hashes that vLLM has looked up.
-            hit = self._pending.hit_of(request) if cached_len else HitState.COMPUTED
+            unrepaired = self._attempts.unrepaired()
+            hit = self._pending.hit_of(request, unrepaired) if cached_len else HitState.COMPUTED
             if not is_known:
                 self._cancel_repair(known)
                 self._attempts.begin(request, cached_len, stored, self.refusal)
@@ -131,17 +146,12 @@ class GraftScheduler:
             return None, False
         return _promised(state)
 
-    def _finds_own_blocks(self, known: VLLMRequest | None, cached_len: int) -> bool:
-        """Return whether vLLM took a request's own approximate blocks for exact ones, which it cannot a second time.
-
-        A reset preempted the request, and failed: vLLM looks before `commands` could renew the hashes.
-        """
-        if known is None or known.hashes is None:
+    def _finds_more(self, request: Request, cached_len: int) -> bool:
+        """Return whether a request was given hashes by which vLLM finds more than the exact blocks that it has found."""
+        if is_tainted(request) or self.refusal or not self._decisions.may_go_on(request):
             return False
-        if cached_len <= known.hashes.first_private * self._facts.hash_block_size:
-            return False
-        known.hashes.renew()
-        return True
+        namespace = namespace_of(request, self._facts.fingerprint)
+        return self._continuing.extend(request, namespace, cached_len, lambda: self._pending.hit_len(request))
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Take the blocks of a request; vLLM calls this a second time with 0 tokens for asynchronous claims.
@@ -202,9 +212,7 @@ class GraftScheduler:
         with self._following_stores():
             self.registry.follow_stores()
         for req_id in output.preempted_req_ids or ():
-            preempted = self._attempts.running.get(req_id)
-            if preempted is not None and preempted.hashes is not None:
-                preempted.hashes.renew()  # it must not find its own approximate blocks and take them for exact
+            self._hide_unsettled(self._attempts.running.get(req_id))
         self._pending.step_scheduled(output)
         rows = self._attempts.scheduled(output)
         repairs = self._attempts.repairs_of(rows)
@@ -233,6 +241,18 @@ class GraftScheduler:
             is_idle=not num_tokens,
             known_changes=self._known_changes,
         )
+
+    def _hide_unsettled(self, preempted: VLLMRequest | None) -> None:
+        """Let nobody find the blocks of a preempted request that was not repaired yet, nor itself those without names."""
+        if preempted is None or preempted.hashes is None:
+            return
+        if preempted.phase is AttemptPhase.RUNNING and preempted.repair_phase is RepairPhase.NONE:
+            preempted.hashes.rename()
+            return
+        size = self._facts.hash_block_size
+        first = max(preempted.prompt.cached_len // size, preempted.hashes.first_private)
+        self._pending.forget_hashes(preempted.hashes, first * size)
+        preempted.hashes.hide_from(first)
 
     def step_ended(self) -> None:
         """Note that the result of a step has come back."""
@@ -322,6 +342,7 @@ class GraftScheduler:
         self._attempts.check()
 
     def _forget_everything(self) -> None:
+        self._continuing.forget()
         self._attempts.forget_donors()
         for donor in list(self.registry.catalogue):
             self.registry.forget(donor.donor_id)

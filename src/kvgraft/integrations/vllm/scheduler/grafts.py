@@ -106,8 +106,8 @@ class Grafts:
             repairs_after=claim.repairs_after,
         )
         if not claim.asynchronous:  # vLLM publishes the blocks of an asynchronous one when it is through
-            blocks = state.blocks_to(claim.first_approximate, self._block_sizes)
-            self._pending.owe(state.request_id, blocks, claim.plan.prefix_len, claim.first_approximate)
+            blocks = state.blocks_to(claim.end, self._block_sizes)
+            self._pending.owe(state.request_id, blocks, claim.plan.prefix_len, claim.end)
         state.phase = AttemptPhase.GRAFTING
         self._unsent.append(graft)
 

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Any
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -88,8 +88,16 @@ class PendingBlocks:
         """Take vLLM's manager, to read its books of requests and hits."""
         self._manager = manager
 
-    def hit_of(self, request: Request) -> HitState:
+    def hit_len(self, request: Request) -> int:
+        """Return how many tokens vLLM finds for a request by the hashes that it has now. Complexity: O(blocks found)."""
+        return 0 if self._manager is None else int(self._manager.get_computed_blocks(request)[1])
+
+    def hit_of(self, request: Request, unrepaired: Iterable[tuple[str, int]] = ()) -> HitState:
         """Return the state of the blocks that vLLM finds for a request, which it is about to admit.
+
+        Args:
+            request: Has hashes.
+            unrepaired: Requests, and the positions from which on their K/V are still to be repaired: they are owed.
 
         Complexity: O(blocks found), and once per step O(requests that hold blocks).
         """
@@ -98,6 +106,8 @@ class PendingBlocks:
         blocks = self._manager.get_computed_blocks(request)[0].blocks
         found = {(group, block.block_id) for group, hit in enumerate(blocks) for block in hit if not block.is_null}
         if any(not found.isdisjoint(owed) for owed in self._owed.values()):
+            return HitState.OWED
+        if any(not found.isdisjoint(self._blocks_from(*place)) for place in unrepaired):
             return HitState.OWED
         if self._scheduled is None:  # vLLM admits requests after it has scheduled all that run
             scheduled: Ids = set()
@@ -123,7 +133,7 @@ class PendingBlocks:
             self._note(holder, self._scheduled)
 
     def owe(self, request_id: str, block_ids: BlockIds, start: int, stop: int) -> None:
-        """Note that a graft computes the positions `[start, stop)` of a request, which are public from then on."""
+        """Note that a graft makes the positions `[start, stop)` of a request, which others may find from then on."""
         self._owed[request_id] = {
             (group, block)
             for group, (ids, size) in enumerate(zip(block_ids, self._block_sizes, strict=True))
@@ -164,9 +174,13 @@ class PendingBlocks:
         age = self._step - holder.step
         is_loading = holder.loads and age < self._steps_under_way  # whether the load failed is not known before
         start = holder.start if age == 0 or is_loading else holder.request.num_computed_tokens
+        yield from self._blocks_from(holder.request.request_id, start)
+
+    def _blocks_from(self, request_id: str, start: int) -> Iterator[tuple[int, int]]:
+        """Yield the blocks that a request has from position `start` on."""
         if self._manager is None:
             return
-        held = self._manager.get_blocks(holder.request.request_id).blocks
+        held = self._manager.get_blocks(request_id).blocks
         for group, (blocks, size) in enumerate(zip(held, self._block_sizes, strict=True)):
             for block in blocks[start // size :]:
                 yield group, block.block_id
@@ -178,10 +192,13 @@ class PendingBlocks:
         hashes, and nothing ever computes them. So do those of a load that has failed. Equal blocks of others go too; they
         look the same.
         """
+        self.forget_hashes(holder.request.block_hashes, holder.start if holder.loads else holder.computed)
+
+    def forget_hashes(self, hashes: Sequence[bytes], first: int) -> None:
+        """Let nobody find blocks under the hashes of a request from position `first` on."""
         if self._manager is None:
             return
         pool: Any = self._manager.block_pool
-        hashes, first = holder.request.block_hashes, holder.start if holder.loads else holder.computed
         for group, (size, ratio) in enumerate(zip(self._block_sizes, self._ratios, strict=True)):
             for index in range(first // size, len(hashes) // ratio):
                 while found := pool.get_cached_block(hashes[(index + 1) * ratio - 1], [group]):

@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def is_session(request: Request) -> bool:
+    """Return whether a request goes on with further input, which may take the place of tokens that it has drawn."""
+    return bool(getattr(request, "resumable", False))
+
+
 def refused_request(request: Request) -> str:
     """Return why a request is neither grafted nor captured, or an empty text."""
     if request.lora_request is not None:

@@ -51,8 +51,9 @@ class AskedPrompt:
     """A prompt as vLLM asks for it.
 
     `token_ids` (int32) are all tokens at the lookup, the first `num_prompt_tokens` of them the prompt; vLLM's own prefix
-    cache has `cached_len` of them. The answer has `max_tokens` at most. A session goes on with further input, in place of the
-    last token of the answer, of which K/V may have been captured: its answers become no donors.
+    cache has `cached_len` of them, those from `exact_len` on approximate and of `generation`. The answer has `max_tokens` at
+    most. A session goes on with further input, in place of the last token of the answer, of which K/V may have been captured:
+    its answers become no donors.
     """
 
     request_id: str
@@ -62,11 +63,18 @@ class AskedPrompt:
     cached_len: int
     max_tokens: int | None = None
     is_session: bool = False
+    exact_len: int = 0
+    generation: int = 0
 
     @property
     def text(self) -> NDArray[np.int32]:
         """The prompt's own tokens."""
         return self.token_ids[: self.num_prompt_tokens]
+
+    def go_on(self, lineage: Lineage) -> None:
+        """Note in a lineage what the prompt goes on from."""
+        if self.prefix_len > self.exact_len:
+            lineage.go_on(self.prefix_len, self.generation, start=self.exact_len)
 
     @property
     def num_generated(self) -> int:
@@ -75,7 +83,7 @@ class AskedPrompt:
 
     @property
     def prefix_len(self) -> int:
-        """Exact tokens of the prompt itself: of a request that begins again, an answer may be cached too."""
+        """Cached tokens of the prompt itself: of a request that begins again, an answer may be cached too."""
         return min(self.cached_len, len(self.text))
 
 
@@ -159,12 +167,14 @@ class VLLMRequest:
         return self.prompt.cached_len + self.decided.stored.num_tokens
 
     def again(self, prompt: AskedPrompt, policy: str) -> VLLMRequest:
-        """Give everything back and return the next attempt; what vLLM's cache gives it has the class that it had before."""
+        """Give everything back and return the next attempt, which goes on from what vLLM's cache has of its text."""
         self.held.release()
         earlier = replace(self.earlier, report=self.report(policy)) if self.is_admitted else self.earlier
-        lineage = Lineage(prompt.cached_len) if earlier.report is None else self.lineage
-        if earlier.report is not None:
-            lineage.restart(prompt.cached_len)
+        lineage = self.lineage
+        lineage.restart(prompt.exact_len)
+        if earlier.report is None:
+            lineage = Lineage(prompt.exact_len)
+        prompt.go_on(lineage)
         return VLLMRequest(prompt, lineage, RegistryHoldings(self.held.registry), earlier, hashes=self.hashes)
 
     def answers(self, cached_len: int, num_tokens: int, stored: StoredPrefix) -> bool:
