@@ -72,8 +72,12 @@ class Claim:
     @property
     def generation(self) -> int:
         """Highest generation of what it copies, and of what attends to that; 0 where all of that is exact."""
-        in_front = [donor.generation + 1 for donor in self.front_donors]
-        return max([*map(copied_generation, self.plan.spans), *in_front])
+        return max(self.front_generation, *map(copied_generation, self.plan.spans))
+
+    @property
+    def front_generation(self) -> int:
+        """Highest generation of windows that donors give before the prompt's prefix ends; 0 where none do."""
+        return max([1, *map(copied_generation, self.front)]) if self.front else 0
 
     @property
     def num_stored_tokens(self) -> int:

@@ -57,7 +57,7 @@ class Grafts:
             for span, donor, tier in claim.decision.spans()
         )
         if claim.front:
-            state.lineage.expose(claim.plan.prefix_len, max(donor.generation for donor in claim.front_donors))
+            state.lineage.expose(claim.plan.prefix_len, claim.front_generation - 1)
         try:
             self._captures.open_after_graft(state, claim)
         except Exception:
