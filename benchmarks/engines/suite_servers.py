@@ -159,7 +159,7 @@ class EngineServer(ProcessGroup):
 
 def reused(report: Mapping[str, object]) -> int:
     """Prompt tokens that were not computed, by kvgraft's report."""
-    return sum(int(str(report[name])) for name in ("exact_tokens", "shifted_tokens", "substituted_tokens"))
+    return int(str(report["num_tokens"])) - int(str(report["computed_tokens"]))
 
 
 def completion_body(token_ids: Sequence[int]) -> Json:

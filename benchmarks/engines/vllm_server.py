@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 MODEL_NAME = "m"
-COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(prefix|segment)"[^}]*\} (\S+)', re.MULTILINE)
+COUNTED = re.compile(r'^kvgraft:prompt_tokens_total\{[^}]*kind="(prefix|continued|segment)"[^}]*\} (\S+)', re.MULTILINE)
 """Reused tokens by kind in the metrics of `GraftConnector`."""
 METRICS_S = 0.2
 """Until a step's counts are in the metrics."""

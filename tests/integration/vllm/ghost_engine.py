@@ -62,6 +62,9 @@ def config_of(folder, *, load="sync", is_async=False, policy="fcfs"):
     return config
 
 
+_EVERYTHING = 1 << 62
+
+
 @dataclass(eq=False)
 class _Text:
     """A request's tokens as far as they are known, their truths, and the truths of its full blocks by their public hash."""
@@ -92,7 +95,8 @@ class _Rows:
     start: int
     stop: int
     block_ids: list[int]
-    is_private: bool
+    exact_stop: int
+    found_stop: int
 
 
 class GhostEngine:
@@ -252,10 +256,20 @@ class GhostEngine:
                 starts[name],
                 starts[name] + count,
                 self.manager.get_block_ids(name)[0],
-                is_tainted(self.scheduler.requests[name]),
+                *self._found(name),
             )
             for name, count in output.num_scheduled_tokens.items()
         ]
+
+    def _found(self, name):
+        """Positions of a request that must be exact, and those that must be of its text: of others it is not known."""
+        request = self.scheduler.requests[name]
+        if not is_tainted(request):
+            return _EVERYTHING, _EVERYTHING
+        state = self.graft._attempts.running.get(name)
+        exact = request.block_hashes.first_private * BLOCK
+        found = 0 if state is None else state.prompt.cached_len
+        return min(exact, found), found
 
     def _follow_texts(self):
         for name, request in self.scheduler.requests.items():
@@ -327,15 +341,16 @@ class GhostEngine:
         """Copy and compute what a graft promised; its pass reads everything in front."""
         self.num_grafts += 1
         truths, ids = self._texts[graft.request_id].truths, graft.block_ids[0]
-        self._check_read(ids, truths, graft.plan.prefix_len, f"the pass of {graft.request_id} reads")
+        prefix_len = graft.plan.prefix_len
+        self._check_read(ids, truths, prefix_len, f"the pass of {graft.request_id} reads", is_exact=False)
         copied = {}
         for span in graft.spans:
             for offset in range(span.length):
                 copied[span.target_start + offset] = self._donors[span.donor_id][span.donor_start + offset]
-        is_exact = True
-        for position in range(graft.plan.prefix_len, graft.end):
+        is_exact = self._read(ids, prefix_len) == truths[:prefix_len]
+        for position in range(prefix_len, graft.end):
             is_exact = is_exact and copied.get(position, truths[position]) == truths[position]
-            self._write(ids, position, truths[position] if is_exact else -next(self._unique))
+            self._write(ids, position, truths[position] if is_exact else self._approximate(truths, position))
         for text_id, start, stop in graft.captures:
             self._keep(text_id, ids, start, stop)
 
@@ -345,7 +360,7 @@ class GhostEngine:
         if graft is None:
             return GraftOutcome((), 0.0, 0.0, "not there", failed=True, is_gone=True)
         self.num_repairs += 1
-        runs = tuple((span.target_start, min(16, span.length)) for span in graft.plan.spans if not span.is_exact)
+        runs = tuple((span.target_start, min(16, span.length)) for span in graft.plan.spans if span.is_shifted)
         written = {ids[position // BLOCK] for start, count in runs for position in range(start, start + count)}
         for other in self.scheduler.running:
             held = self.manager.get_block_ids(other.request_id)[0]
@@ -357,7 +372,7 @@ class GhostEngine:
                 raise WrongKVError(f"the repair of {repair.request_id} writes into public block {block}")
         for start, count in runs:
             for position in range(start, start + count):
-                self._write(ids, position, -next(self._unique))
+                self._write(ids, position, self._approximate(self._texts[repair.request_id].truths, position))
         return GraftOutcome(runs, 0.0, 0.0)
 
     def _forward(self, rows):
@@ -366,15 +381,23 @@ class GhostEngine:
             raise WrongKVError(f"a token of {rows.name} is drawn before its repair")
         truths = self._texts[rows.name].truths
         known = min(rows.start, len(truths))
-        if not rows.is_private:
-            self._check_read(rows.block_ids, truths, known, f"request {rows.name} is served")
+        told = f"request {rows.name} is served"
+        self._check_read(rows.block_ids, truths, min(known, rows.exact_stop), told)
+        self._check_read(rows.block_ids, truths, min(known, rows.found_stop), told, is_exact=False)
         is_exact = self._read(rows.block_ids, known) == truths[:known]
         for position in range(rows.start, rows.stop):
             is_known = position < len(truths)  # not of a request that ended while the step was under way
-            self._write(rows.block_ids, position, truths[position] if is_exact and is_known else -next(self._unique))
+            value = truths[position] if is_exact and is_known else self._approximate(truths, position)
+            self._write(rows.block_ids, position, value)
 
-    def _check_read(self, ids, truths, stop, told):
+    def _approximate(self, truths, position):
+        """K/V of a text that differ from all others."""
+        return (truths[position] if position < len(truths) else None, next(self._unique))
+
+    def _check_read(self, ids, truths, stop, told, *, is_exact=True):
         held = self._read(ids, stop)
+        if not is_exact:
+            held = [value[0] if isinstance(value, tuple) else value for value in held]
         if held != truths[:stop]:
             position = next(index for index, value in enumerate(held) if value != truths[index])
             raise WrongKVError(f"{told} position {position} of {stop}, which holds no K/V of its text")

@@ -216,7 +216,7 @@ def test_a_worker_that_refuses_ends_reuse_and_nothing_else(served, monkeypatch):
 def test_hashes_of_another_form_are_a_miss(served, monkeypatch):
     served.donate(HEAD + DOCUMENT + QUESTION)
     cold = served.cold(PROMPT)
-    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.attempts.make_private", _fails)
+    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.continuing.make_private", _fails)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
     assert answer.shifted == 0

@@ -100,7 +100,7 @@ class Attempts:
             state = VLLMRequest(prompt, Lineage(prompt.exact_len), RegistryHoldings(self._registry))
             prompt.go_on(state.lineage)
         else:
-            state = known.again(prompt, self._policy)
+            state = known.again(prompt, self._policy, self._facts.hash_block_size)
         self.running[request.request_id] = state
         state.decided, matches = self._decisions.decide(
             prompt, request, stored, refusal=refusal, failure=state.earlier.failure

@@ -77,7 +77,7 @@ class Continuing:
             return True
         if hashes.is_shared and self.generation(request, found_len):
             return True
-        hashes.renew()
+        hashes.hide_from(found_len // self._block_size)
         return False
 
     def exact_len(self, request: Request, found_len: int) -> int:

@@ -124,6 +124,8 @@ class GraftScheduler:
         """
         known = self._attempts.running.get(request.request_id)
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
+        if known is not None and known.is_admitted:  # vLLM looks before `commands` hears of the preemption
+            self._hide_unsettled(known)
         if not self._continuing.is_found_rightly(request, cached_len):
             return None, False
         try:

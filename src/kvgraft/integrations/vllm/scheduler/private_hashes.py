@@ -180,10 +180,10 @@ class PrivateBlockHashes(list[bytes]):
 
     def hide_from(self, first: int) -> None:
         """Let nobody find the blocks from `first` on, not even the request itself; those before keep their names."""
-        if self._shared is not None:
+        if self.is_shared:
             self.share_from(first, 0)
         else:
-            self.rename()
+            self.renew()
 
     def rename(self) -> None:
         """Make all secret hashes new: blocks under the old ones are not found any more. Names stay what they are."""

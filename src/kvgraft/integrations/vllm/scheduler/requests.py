@@ -166,15 +166,20 @@ class VLLMRequest:
         """Positions that vLLM does not compute though no graft makes them."""
         return self.prompt.cached_len + self.decided.stored.num_tokens
 
-    def again(self, prompt: AskedPrompt, policy: str) -> VLLMRequest:
-        """Give everything back and return the next attempt, which goes on from what vLLM's cache has of its text."""
+    def again(self, prompt: AskedPrompt, policy: str, block_size: int) -> VLLMRequest:
+        """Give everything back and return the next attempt; what vLLM's cache gives it has the class that it had before.
+
+        Unless others have left more than it had itself: then it goes on from that. Names are of blocks of `block_size`
+        tokens.
+        """
         self.held.release()
         earlier = replace(self.earlier, report=self.report(policy)) if self.is_admitted else self.earlier
-        lineage = self.lineage
-        lineage.restart(prompt.exact_len)
-        if earlier.report is None:
-            lineage = Lineage(prompt.exact_len)
-        prompt.go_on(lineage)
+        lineage = Lineage(prompt.exact_len) if earlier.report is None else self.lineage
+        lineage.restart(prompt.cached_len)
+        exact_blocks = lineage.exact_len(prompt.cached_len) // block_size
+        if exact_blocks * block_size > prompt.exact_len or lineage.generation_at(prompt.cached_len) < prompt.generation:
+            lineage.restart(prompt.exact_len)
+            prompt.go_on(lineage)
         return VLLMRequest(prompt, lineage, RegistryHoldings(self.held.registry), earlier, hashes=self.hashes)
 
     def answers(self, cached_len: int, num_tokens: int, stored: StoredPrefix) -> bool:
