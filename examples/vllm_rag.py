@@ -41,7 +41,7 @@ def main() -> None:
         answer = call(f"{args.url}/v1/completions", body)
         report = answer["kv_transfer_params"]["kvgraft"]
         print(f"{question}\n  {' '.join(answer['choices'][0]['text'].split())}")
-        reused = report["exact_tokens"] + report["shifted_tokens"]
+        reused = report["reused_tokens"]
         print(f"  {report['num_tokens']} prompt tokens, {reused} reused, {report['shifted_tokens']} of them moved\n")
 
 

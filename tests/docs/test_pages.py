@@ -43,6 +43,7 @@ OTHERS = {
     "enableServiceLinks": "Kubernetes",
     "extra-openai-models.yaml": "llm",
     "my_module": "the user's",
+    "refresh_after": "a setting until 0.3, which the changelog names",
     "KVGRAFT_CHAT_SERVICE_HOST": "Kubernetes, of a service called kvgraft-chat",
     "terminationGracePeriodSeconds": "Kubernetes",
     "ReadWriteMany": "Kubernetes",

@@ -8,13 +8,14 @@ from panels import Panel, Target
 _TOKENS = "kvgraft:prompt_tokens_total"
 _KINDS = {
     "prefix": "exact",
+    "continued": "continued",
     "segment": "shifted",
     "substituted": "substituted",
     "recomputed": "recomputed",
     "fresh": "computed",
 }
 """Values of the label `kind`, and the words of reports."""
-NOT_COMPUTED = 'kind=~"prefix|segment|substituted"'
+NOT_COMPUTED = 'kind=~"prefix|continued|segment|substituted"'
 
 
 def share(metric: str, where: str) -> str:
@@ -35,22 +36,23 @@ def _of_each(metric: str, kinds: dict[str, str]) -> tuple[Target, ...]:
 TEXT = (
     Panel(
         "Prompt tokens by class",
-        "`exact` stand in front of the prompt as before; `shifted` are the same tokens at other positions, approximate; "
-        "`substituted` are other tokens; `recomputed` were reused and computed again to be nearer to a full prefill; "
-        "`computed` are the rest. Their labels `kind` are prefix, segment, substituted, recomputed, fresh.",
+        "`exact` stand in front of the prompt as before; `continued` do, too, and are approximate; `shifted` are the same "
+        "tokens at other positions, approximate; `substituted` are other tokens; `recomputed` were reused and computed again "
+        "to be nearer to a full prefill; `computed` are the rest. Their labels `kind` are prefix, continued, segment, "
+        "substituted, recomputed, fresh.",
         _of_each(_TOKENS, _KINDS),
         stack="percent",
     ),
     Panel(
         "Prompt tokens not computed",
         "Tokens per second that requests did not have to wait for, by where they came from.",
-        _of_each(_TOKENS, {kind: _KINDS[kind] for kind in ("prefix", "segment", "substituted")}),
+        _of_each(_TOKENS, {kind: _KINDS[kind] for kind in ("prefix", "continued", "segment", "substituted")}),
         stack="normal",
     ),
     Panel(
         "Prompt tokens by what became of their request",
-        "`approx`: something was grafted. `exact`: nothing was, and nothing was looked for in vain. `rejected`: a match was "
-        "refused. `fallback`: reuse failed, and the request was computed.",
+        "`approx`: something was grafted or continued. `exact`: nothing was, and nothing was looked for in vain. "
+        "`rejected`: a match was refused. `fallback`: reuse failed, and the request was computed.",
         (Target(per_second(_TOKENS, "outcome"), "{{outcome}}"),),
         stack="percent",
     ),

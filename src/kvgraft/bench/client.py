@@ -227,7 +227,7 @@ def note_usage(event: Mapping[str, Any], exchange: TimedRequest) -> None:
     if report:
         exchange.prompt_tokens = int(report["num_tokens"])
         exchange.reused_tokens = sum(
-            int(report.get(name, 0)) for name in ("exact_tokens", "shifted_tokens", "substituted_tokens")
+            int(report.get(f"{kind}_tokens", 0)) for kind in ("exact", "continued", "shifted", "substituted")
         )
 
 

@@ -13,7 +13,7 @@ from kvgraft.cli.preflight import check_start
 from kvgraft.cli.watching import trace_file
 from kvgraft.errors import ConfigError, one_line
 from kvgraft.reuse.report import report_as_dict
-from kvgraft.types import ReuseMode
+from kvgraft.types import CONTINUATION, ReuseMode
 
 if TYPE_CHECKING:
     import argparse
@@ -192,13 +192,16 @@ def _print_stream(llm: LLM, prompt: str, sampling: SamplingParams, reuse: str) -
 def summary(output: RequestOutput) -> str:
     """Return one line about reuse and speed of a request."""
     report: GraftReport = output.report
-    parts = [f"{report.num_tokens} prompt tokens: {report.exact_tokens} exact, {report.shifted_tokens} shifted"]
+    continued = f", {report.continued_tokens} continued" if report.continued_tokens else ""
+    reused = f"{report.exact_tokens} exact{continued}, {report.shifted_tokens} shifted"
+    parts = [f"{report.num_tokens} prompt tokens: {reused}"]
     parts.append(f"{report.computed_tokens} computed ({report.recomputed_tokens} of them again)")
     if report.healing is not None:
         healing = report.healing
         parts.append(f"{healing.drafted_tokens} drafted, {healing.retracted_tokens} of them not verified")
-    elif report.spans:
-        parts.append(f"{len(report.spans)} spans of {report.num_donors} donors")
+    elif report.num_donors:
+        num_spans = sum(span.donor_id != CONTINUATION for span in report.spans)
+        parts.append(f"{num_spans} spans of {report.num_donors} donors")
     elif report.miss is not None:
         parts.append(f"no graft: {report.miss.detail or report.miss.reason}")
     parts.append(f"first token after {output.ttft_s * 1e3:.0f} ms")

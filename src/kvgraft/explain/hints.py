@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvgraft.explain.requests import ReportedAttempt, ReportedRun
     from kvgraft.explain.text import PromptText
 
+GOES_ON = "from the conversation before it"
+"""Where K/V come from that stand where an earlier request left them; no donor has them."""
 _LONG = 64
 """Tokens from which on it is worth a line that a run was moved."""
 
@@ -90,7 +92,7 @@ _QUOTED = 60
 
 
 def hints(attempt: ReportedAttempt, text: PromptText | None = None) -> Iterator[str]:
-    """Yield sentences on what keeps reused text from being exact: new text before it, or a graft before its donor.
+    """Yield sentences on what keeps reused text from being exact: new text before it, or copies before it or its donor.
 
     Args:
         attempt: Of a request.
@@ -104,7 +106,13 @@ def hints(attempt: ReportedAttempt, text: PromptText | None = None) -> Iterator[
             f"{before.length:,} new tokens{quoted} at positions {before.start:,}-{before.stop - 1:,} stand before "
             f"{moved:,} copied ones: after these they would do no harm, and more could be exact"
         )
-    deep = sum(run.length for run in attempt.runs if run.generation)
+    continued = sum(run.length for run in attempt.runs if run.kind is RunKind.CONTINUED)
+    if continued:
+        yield (
+            f"{continued:,} tokens go on from an answer that rested on copies: none is computed again, and they are as near "
+            "to a full prefill as that answer was"
+        )
+    deep = sum(run.length for run in attempt.runs if run.generation and run.kind is not RunKind.CONTINUED)
     if deep:
         yield f"{deep:,} tokens are copies of what stood after a graft itself; they turn exact when the engine heals"
 

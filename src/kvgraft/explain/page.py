@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.explain.hints import cost_in_words, hints, reason_in_words
+from kvgraft.explain.hints import GOES_ON, cost_in_words, hints, reason_in_words
 from kvgraft.explain.palette import PALETTE
 from kvgraft.explain.requests import RunKind
 
@@ -19,7 +19,7 @@ _WIDTH = 1000.0
 _MOST_RUNS = 240
 """Runs that are drawn one by one; of more, the longest. A page of 32K tokens stays below 500 KB."""
 _COPIED = ("positions", "tokens", "class", "donor", "from", "moved by", "generation", "memory", "documents")
-"""Heads of the table of copied runs; beside each value where there is no room for a table."""
+"""Heads of the table of reported runs; beside each value where there is no room for a table."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
@@ -28,17 +28,18 @@ svg { display: block; width: 100%; } .part { white-space: nowrap; }
 table { border-collapse: collapse; width: 100%; } td, th { padding: .15rem .5rem; text-align: left; }
 td { border-top: 1px solid var(--line); overflow-wrap: anywhere; } .number { text-align: right; }
 .scroll { overflow-x: auto; }
-.exact { fill: var(--exact); } .shifted { fill: var(--shifted); } .substituted { fill: var(--substituted); }
-.computed { fill: var(--computed); }
+.exact { fill: var(--exact); } .continued { fill: var(--continued); } .shifted { fill: var(--shifted); }
+.substituted { fill: var(--substituted); } .computed { fill: var(--computed); }
 .recomputed { fill: var(--recomputed); } .link { opacity: .25; } .donor { fill: var(--pale); } .time { fill: var(--shifted); }
 svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
-.key.exact { background: var(--exact); } .key.shifted { background: var(--shifted); }
+.key.exact { background: var(--exact); } .key.continued { background: var(--continued); }
+.key.shifted { background: var(--shifted); }
 .key.substituted { background: var(--substituted); } .key.computed { background: var(--computed); }
 .key.recomputed { background: var(--recomputed); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; unicode-bidi: isolate; }
 pre bdi { border-bottom: 3px solid; } pre .exact { border-color: var(--exact); }
-pre .shifted { border-color: var(--shifted); }
+pre .continued { border-color: var(--continued); } pre .shifted { border-color: var(--shifted); }
 pre .substituted { border-color: var(--substituted); } pre .computed { border-color: var(--computed); }
 pre b { font-weight: inherit; border-bottom: 3px solid var(--recomputed); }
 """
@@ -187,7 +188,7 @@ def _rectangle(run: ReportedRun, left: float, width: float, top: float, height: 
 def _title(run: ReportedRun, again: int = 0) -> str:
     place = f"positions {run.start:,}-{run.stop - 1:,}: {run.length:,} tokens {run.kind}"
     if not run.donor:
-        return place
+        return f"{place}, {GOES_ON}, generation {run.generation}" if run.is_reported else place
     moved = f"moved by {run.moved_by:+,}, generation {run.generation}"
     recomputed = f", {again:,} of them computed again" if again else ""
     return f"{place}, from position {run.donor_start:,} of {run.donor}, {moved}{recomputed}"
@@ -205,20 +206,20 @@ def _reasons(attempt: ReportedAttempt, text: PromptText | None) -> Iterator[str]
 
 
 def _donors(attempt: ReportedAttempt, runs: Sequence[ReportedRun]) -> Iterator[str]:
-    copied = [run for run in runs if run.donor]
-    if not copied:
+    reported = [run for run in runs if run.is_reported]
+    if not reported:
         return
-    hidden = sum(1 for run in attempt.runs if run.donor) - len(copied)
-    yield "<h2>What was copied</h2><div class=scroll><table><tr>"
+    hidden = sum(1 for run in attempt.runs if run.is_reported) - len(reported)
+    yield "<h2>What was reused</h2><div class=scroll><table><tr>"
     yield "".join(f"<th>{head}</th>" for head in _COPIED) + "</tr>"
-    for run in copied:
+    for run in reported:
         cells = (
             f"{run.start:,}-{run.stop - 1:,}",
             f"{run.length:,}",
             str(run.kind),
-            run.donor,
-            f"{run.donor_start:,}",
-            f"{run.moved_by:+,}",
+            run.donor or GOES_ON.removeprefix("from "),
+            f"{run.donor_start:,}" if run.donor else "",
+            f"{run.moved_by:+,}" if run.donor else "",
             str(run.generation),
             run.tier,
             ", ".join(run.documents),

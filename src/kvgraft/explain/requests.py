@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvgraft.errors import ConfigError
 from kvgraft.explain.repairs import repair_in_words
 from kvgraft.reuse.report import REPORT_VERSION
+from kvgraft.types import CONTINUATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ class RunKind(StrEnum):
     """Ways in which an engine came by K/V of prompt tokens."""
 
     EXACT = "exact"
+    CONTINUED = "continued"
+    """In their own places after the same text, some of which was approximate."""
     SHIFTED = "shifted"
     SUBSTITUTED = "substituted"
     RECOMPUTED = "recomputed"
@@ -39,9 +42,9 @@ class ReportedRun:
         start: First position.
         length: How many there are.
         kind: Their fate.
-        donor: Their donor, in words; empty without one.
+        donor: Their donor, in words; empty without one, as what a prompt goes on from is.
         donor_start: Where the donor had the first of them; None where it is not known.
-        generation: How often the donor's K/V were copied from copies.
+        generation: How often the K/V were copied before.
         tier: Memory that the K/V came from, or empty.
         documents: Names of documents that lie in it.
     """
@@ -59,6 +62,11 @@ class ReportedRun:
     def stop(self) -> int:
         """First position after it."""
         return self.start + self.length
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether a report has it among its spans; what the exact prefix gave and what was computed is not."""
+        return bool(self.donor) or self.kind is RunKind.CONTINUED
 
     @property
     def moved_by(self) -> int:
@@ -302,8 +310,14 @@ def _recomputed(reported: Iterable[Sequence[int]], spans: Sequence[ReportedRun])
 
 
 def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> ReportedRun:
-    """Return a span; report files name the donor's request and position, answers the donor's number."""
-    if source is not None:
+    """Return a span; report files name the donor's request and position, answers the donor's number.
+
+    What a prompt goes on from has no donor.
+    """
+    donor_start: int | None
+    if span.get("donor_id") == CONTINUATION:
+        donor, donor_start, tier = "", None, str(span.get("tier") or "")
+    elif source is not None:
         donor, donor_start, tier = f"request {source['request']}", int(source["position"]), str(source["tier"])
     else:
         donor, tier = f"donor {span['donor_id']}", str(span.get("tier") or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.explain.hints import cost_in_words, hints, reason_in_words
+from kvgraft.explain.hints import GOES_ON, cost_in_words, hints, reason_in_words
 from kvgraft.explain.requests import COUNTS, RunKind
 
 if TYPE_CHECKING:
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from kvgraft.explain.text import PromptText
 
 WIDTH = 80
-_NAME = 28
+_NAME = 18
 """Letters of a request's name in a table, so that there is room for the longest reason."""
 _MARKS = {
     RunKind.EXACT: "#",
+    RunKind.CONTINUED: "+",
     RunKind.SHIFTED: "=",
     RunKind.SUBSTITUTED: "~",
     RunKind.RECOMPUTED: "o",
@@ -26,6 +27,7 @@ _MARKS = {
 }
 _COLOURS = {
     RunKind.EXACT: "32",
+    RunKind.CONTINUED: "36",
     RunKind.SHIFTED: "34",
     RunKind.SUBSTITUTED: "35",
     RunKind.RECOMPUTED: "31",
@@ -33,6 +35,7 @@ _COLOURS = {
 }
 _WORDS = {
     RunKind.EXACT: "reused exactly",
+    RunKind.CONTINUED: "continued from an earlier request",
     RunKind.SHIFTED: "copied from another position",
     RunKind.SUBSTITUTED: "copied from other tokens",
     RunKind.COMPUTED: "computed",
@@ -66,15 +69,17 @@ def request_lines(request: ExplainedRequest, *, colour: bool = False, text: Prom
 
 def overview_lines(requests: Sequence[ExplainedRequest]) -> Iterator[str]:
     """Yield a table of requests, a line each, and what the reasons in it mean."""
-    yield f"{'request':<{_NAME}} {'tokens':>7} {'exact':>7} {'copied':>7} {'computed':>8}  nothing copied"
+    yield f"{'request':<{_NAME}} {'tokens':>7} {'exact':>7} {'continued':>9} {'copied':>7} {'computed':>8}  nothing copied"
     reasons = []
     for request in requests:
         attempt = request.last
         copied = attempt.tokens(RunKind.SHIFTED) + attempt.tokens(RunKind.SUBSTITUTED)
         miss = attempt.report["miss"]
         reason = miss["reason"] if miss else ""
+        continued = attempt.tokens(RunKind.CONTINUED)
         figures = (
-            f"{attempt.num_tokens:7} {attempt.tokens(RunKind.EXACT):7} {copied:7} {attempt.tokens(RunKind.COMPUTED):8}"
+            f"{attempt.num_tokens:7} {attempt.tokens(RunKind.EXACT):7} {continued:9} {copied:7}"
+            f" {attempt.tokens(RunKind.COMPUTED):8}"
         )
         yield f"{printable(request.request_id)[:_NAME]:<{_NAME}} {figures}  {printable(reason)}".rstrip()
         reasons.append(reason)
@@ -139,9 +144,10 @@ def _attempt_lines(attempt: ReportedAttempt, *, colour: bool, text: PromptText |
         yield from _wrapped(sentence, indent=_INDENT * number)
     if attempt.repair:
         yield from _wrapped(printable(attempt.repair), indent=_INDENT)
-    is_approximate = bool(attempt.tokens(RunKind.SHIFTED) or attempt.tokens(RunKind.SUBSTITUTED))
-    if is_approximate and "risk" in report:
-        yield from _wrapped(f"risk of the copied tokens: {_risk(report['risk'])}", indent=_INDENT)
+    has_copies = bool(attempt.tokens(RunKind.SHIFTED) or attempt.tokens(RunKind.SUBSTITUTED))
+    if (has_copies or attempt.tokens(RunKind.CONTINUED)) and "risk" in report:
+        which = "copied" if has_copies else RunKind.CONTINUED
+        yield from _wrapped(f"risk of the {which} tokens: {_risk(report['risk'])}", indent=_INDENT)
     for hint in hints(attempt, text):
         yield from _wrapped(printable(hint), indent=_INDENT)
     yield from _timing_lines(report)
@@ -161,18 +167,19 @@ def _count_lines(attempt: ReportedAttempt) -> Iterator[str]:
 
 
 def _run_lines(run: ReportedRun, text: PromptText | None, *, again: int, colour: bool) -> Iterator[str]:
-    if run.donor:
+    if run.is_reported:
         names = f", documents {', '.join(map(printable, run.documents))}" if run.documents else ""
         memory = f"{run.tier} memory, " if run.tier else ""
         moved = f"moved by {run.moved_by:+,}, " if run.moved_by else ""
         recomputed = f", {again:,} recomputed" if again else ""
+        origin = f"from position {run.donor_start} of {printable(run.donor)}" if run.donor else GOES_ON
         line = (
-            f"positions {run.start}-{run.stop - 1} from position {run.donor_start} of {printable(run.donor)}"
+            f"positions {run.start}-{run.stop - 1} {origin}"
             f" ({memory}{moved}{run.kind}, generation {run.generation}{names}{recomputed})"
         )
         yield from _wrapped(line, indent=_INDENT)
     if text is not None:
-        if not run.donor:
+        if not run.is_reported:
             yield f"{_INDENT}positions {run.start}-{run.stop - 1} {run.kind}"
         for line in text.between(run.start, run.stop).splitlines() or [""]:
             for part in textwrap.wrap(printable(line.expandtabs(4)), WIDTH - 6, drop_whitespace=False) or [""]:

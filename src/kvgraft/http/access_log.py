@@ -60,6 +60,7 @@ class AccessRecord:
     prompt_tokens: int = 0
     output_tokens: int = 0
     exact_tokens: int = 0
+    continued_tokens: int = 0
     shifted_tokens: int = 0
     drafted_tokens: int | None = None
     retracted_tokens: int | None = None
@@ -75,6 +76,7 @@ class AccessRecord:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.output_tokens += len(output.token_ids)
             self.exact_tokens += int(output.report.exact_tokens)
+            self.continued_tokens += int(output.report.continued_tokens)
             self.shifted_tokens += int(output.report.shifted_tokens)
             healing = output.report.healing
             if healing is not None:
@@ -93,6 +95,7 @@ class AccessRecord:
             "prompt_tokens",
             "output_tokens",
             "exact_tokens",
+            "continued_tokens",
             "shifted_tokens",
             "drafted_tokens",
             "retracted_tokens",

@@ -51,9 +51,11 @@ class Entry:
 
     @property
     def reuse(self) -> str:
-        """`grafted`, `exact` or `none`: the least exact of what was reused."""
+        """`grafted`, `continued`, `exact` or `none`: the least exact of what was reused."""
         if self.counts.get(RunKind.SHIFTED) or self.counts.get(RunKind.SUBSTITUTED):
             return "grafted"
+        if self.counts.get(RunKind.CONTINUED):
+            return "continued"
         return "exact" if self.counts.get(RunKind.EXACT) else "none"
 
     @property

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from kvgraft.errors import ConfigError
 from kvgraft.observability.backlog import Backlog
 from kvgraft.observability.recorder import IdleRecord, RequestRecord, StepRecord
-from kvgraft.observability.request_stages import Stage, stages_of
+from kvgraft.observability.request_stages import Stage, grafted_spans, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -171,6 +171,7 @@ def _request_facts(record: RequestRecord) -> Event:
 def _report_facts(report: GraftReport) -> Event:
     facts: Event = {
         "exact_tokens": int(report.exact_tokens),
+        "continued_tokens": int(report.continued_tokens),
         "shifted_tokens": int(report.shifted_tokens),
         "substituted_tokens": int(report.substituted_tokens),
         "recomputed_tokens": int(report.recomputed_tokens),
@@ -195,7 +196,7 @@ def _stage_facts(stage: str, record: RequestRecord) -> Event:
     if report is None:
         return {}
     if stage == "graft":
-        spans = report.spans if report.healing is None else report.healing.spans
+        spans = grafted_spans(report)
         return {"num_spans": len(spans), "spans": [_span_facts(span) for span in spans[:_MOST_SPANS]]}
     return {"computed_tokens": int(report.computed_tokens)} if stage == "prefill" else {}
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvgraft.types import CONTINUATION
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgraft.observability.recorder import RequestRecord, RequestTimes
+    from kvgraft.types import GraftReport, SpanReport
 
 
 class Stage(NamedTuple):
@@ -47,9 +52,20 @@ def stages_of(record: RequestRecord) -> list[Stage]:
     return _between(times, [(name, moment) for name, moment in marks if moment is not None])
 
 
+def grafted_spans(report: GraftReport) -> Sequence[SpanReport]:
+    """Return what was copied from donors, also where a verified answer has left nothing of it.
+
+    What a prompt goes on from is no copy.
+    """
+    spans = report.spans if report.healing is None else report.healing.spans
+    return tuple(span for span in spans if span.donor_id != CONTINUATION)
+
+
 def _has_graft(record: RequestRecord) -> bool:
     report = record.report
-    return report is not None and bool(report.spans or report.healing is not None or "read" in report.timings_ms)
+    if report is None:
+        return False
+    return bool(grafted_spans(report) or report.healing is not None or "read" in report.timings_ms)
 
 
 def _between(times: RequestTimes, marks: list[tuple[str, float]]) -> list[Stage]:

@@ -13,12 +13,13 @@ REPORT_HEADER = "x-kvgraft-report"
 
 
 def reuse_summary(outputs: Sequence[RequestOutput]) -> dict[str, object]:
-    """Return how many prompt tokens were exact, shifted, substituted and computed, and the first reason of a miss or None."""
+    """Return how many prompt tokens were reused, by class, and computed, and the first reason of a miss or None."""
     reports = [output.report for output in outputs]
     misses = (report.miss.reason.value for report in reports if report.miss is not None)
     return {
         "reused_tokens": sum(int(report.reused_tokens) for report in reports),
         "exact_tokens": sum(int(report.exact_tokens) for report in reports),
+        "continued_tokens": sum(int(report.continued_tokens) for report in reports),
         "shifted_tokens": sum(int(report.shifted_tokens) for report in reports),
         "substituted_tokens": sum(int(report.substituted_tokens) for report in reports),
         "computed_tokens": sum(int(report.computed_tokens) for report in reports),

@@ -66,6 +66,14 @@ def test_report_tells_what_was_reused_before_usage_does(fake):
     fake.report = {"num_tokens": 12, "exact_tokens": 1, "shifted_tokens": 7, "computed_tokens": 5}
     exchange = stream(fake.url)
     assert (exchange.prompt_tokens, exchange.reused_tokens) == (12, 8)
+    fake.report = {
+        "num_tokens": 12,
+        "exact_tokens": 1,
+        "continued_tokens": 4,
+        "shifted_tokens": 2,
+        "computed_tokens": 5,
+    }
+    assert stream(fake.url).reused_tokens == 7
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7])

@@ -46,7 +46,7 @@ def test_report_is_told_in_words(report_file, capsys):
         "       20 of 350 prompt tokens computed",
         "        8 of the computed ones by policy first_k",
         "  " + "#" * 7 + "=" * 67 + "." * 4,
-        "  # exact   = shifted   ~ substituted   o recomputed   . computed",
+        "  # exact   + continued   = shifted   ~ substituted   o recomputed   . computed",
         "  positions 30-329 from position 150 of request donor (host memory, moved by",
         "    -120, shifted, generation 0)",
         "  2 prefill steps",

@@ -15,7 +15,7 @@ from kvgraft.explain.hints import REASONS, hints, reason_in_words
 from kvgraft.explain.page import page
 from kvgraft.explain.terminal import WIDTH, bar, difference_lines, overview_lines, request_lines
 from kvgraft.reuse.report import REPORT_VERSION
-from kvgraft.types import MissReason
+from kvgraft.types import CONTINUATION, MissReason
 
 
 def span(start, length, delta=100, **more):
@@ -40,6 +40,7 @@ def report(num_tokens=1000, exact=50, spans=(), **more):
         "version": REPORT_VERSION,
         "num_tokens": num_tokens,
         "exact_tokens": exact,
+        "continued_tokens": 0,
         "shifted_tokens": copied,
         "substituted_tokens": 0,
         "recomputed_tokens": 0,
@@ -368,9 +369,9 @@ def test_a_repair_that_cannot_be_read_is_refused(repair):
 def test_requests_are_listed_and_compared():
     first, second = one({"id": "cold", "kvgraft": MISS}), one({"id": "warm", "kvgraft": GRAFTED})
     lines = list(overview_lines([first, second]))
-    assert lines[1].split() == ["cold", "1000", "0", "0", "1000", "no_match"]
+    assert lines[1].split() == ["cold", "1000", "0", "0", "0", "1000", "no_match"]
     assert " ".join(line.strip() for line in lines[3:]) == f"no_match: {reason_in_words('no_match').words}"
-    assert lines[2].split() == ["warm", "1000", "50", "500", "450"]
+    assert lines[2].split() == ["warm", "1000", "50", "0", "500", "450"]
     told = "\n".join(difference_lines(first, second))
     assert "shifted tokens                0        500  +500" in told
     assert "num tokens" not in told
@@ -395,6 +396,88 @@ def test_exact_copies_are_told_apart_from_the_prefix_in_front_of_them():
     alone = one({"kvgraft": report(exact=200, spans=spans[:1], shifted_tokens=0, computed_tokens=800)})
     assert "risk" not in "\n".join(request_lines(alone))
     assert "moved by +0" in page([alone])
+
+
+def continued(start, length, **more):
+    """A span of what the prompt goes on from."""
+    return span(start, length, 0, fidelity="continued", generation=1, donor_id=CONTINUATION) | more
+
+
+GOING_ON = report(
+    spans=[continued(50, 600), span(700, 100)], continued_tokens=600, shifted_tokens=100, computed_tokens=250
+)
+ALONE = report(
+    spans=[continued(50, 600)],
+    continued_tokens=600,
+    shifted_tokens=0,
+    computed_tokens=350,
+    num_donors=0,
+    policy="none",
+    miss={"reason": "no_match", "detail": ""},
+)
+
+
+def test_what_a_prompt_goes_on_from_is_a_class_of_its_own_and_has_no_donor():
+    request = one({"id": "a", "kvgraft": GOING_ON})
+    assert [(run.start, run.stop, run.kind, run.donor) for run in request.last.runs] == [
+        (0, 50, RunKind.EXACT, ""),
+        (50, 650, RunKind.CONTINUED, ""),
+        (650, 700, RunKind.COMPUTED, ""),
+        (700, 800, RunKind.SHIFTED, "donor 7"),
+        (800, 1000, RunKind.COMPUTED, ""),
+    ]
+    kinds = [RunKind.EXACT, RunKind.CONTINUED, RunKind.SHIFTED, RunKind.SUBSTITUTED, RunKind.COMPUTED]
+    assert sum(map(request.last.tokens, kinds)) == request.last.num_tokens
+    assert bar(request.last, 20) == "#++++++++++++.==...."
+    told = " ".join(" ".join(request_lines(request)).split())
+    assert "600 of 1000 prompt tokens continued from an earlier request" in told
+    assert "positions 50-649 from the conversation before it (device memory, continued, generation 1)" in told
+    assert "from position 600 of donor 7" in told
+    assert "600 tokens go on from an answer that rested on copies: none is computed again" in told
+    assert "risk of the copied tokens" in told
+    assert max(map(len, request_lines(request))) <= WIDTH
+    assert max(map(len, overview_lines([request]))) <= WIDTH
+
+
+def test_its_page_draws_what_a_prompt_goes_on_from_and_links_it_to_no_donor():
+    drawn = page([one({"id": "a", "kvgraft": GOING_ON})], text=Letters())
+    assert '<span class="key continued"></span>600 continued</span>' in drawn
+    assert "50-649: 600 tokens continued, from the conversation before it, generation 1" in drawn
+    assert "<td>the conversation before it</td><td></td><td></td><td>1</td><td>device</td>" in drawn
+    assert drawn.count('<polygon class="link') == 1
+    assert "donor -2" not in drawn
+
+
+def test_one_that_goes_on_and_copies_nothing_has_its_miss_and_its_risk():
+    request = one({"id": "a", "kvgraft": ALONE})
+    told = " ".join(" ".join(request_lines(request)).split())
+    assert "nothing copied: no_match" in told
+    assert "risk of the continued tokens: uncalibrated" in told
+    assert "copies of what stood after a graft" not in told
+    assert '<polygon class="link' not in page([request])
+    lines = list(overview_lines([request]))
+    assert lines[1].split() == ["a", "1000", "50", "600", "0", "350", "no_match"]
+    assert re.search(r"continued tokens +0 +600 +\+600", "\n".join(difference_lines(one({"kvgraft": MISS}), request)))
+
+
+def test_a_donor_that_stands_in_its_own_place_is_named_though_it_is_continued():
+    in_place = report(
+        spans=[continued(50, 600, donor_id=9)], continued_tokens=600, shifted_tokens=0, computed_tokens=350
+    )
+    told = " ".join(" ".join(request_lines(one({"kvgraft": in_place}))).split())
+    assert "positions 50-649 from position 50 of donor 9 (device memory, continued, generation 1)" in told
+
+
+def test_a_report_file_names_no_request_for_what_a_prompt_goes_on_from():
+    sources = [None, {"request": "first", "position": 600, "tier": "host"}]
+    request = one({"request_id": "a", "attempts": [GOING_ON | {"sources": sources}]})
+    assert [run.donor for run in request.last.runs] == ["", "", "", "request first", ""]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_reports_of_before_have_no_continued_tokens(version):
+    older = {name: value for name, value in GRAFTED.items() if name != "continued_tokens"} | {"version": version}
+    assert one({"kvgraft": older}).last.tokens(RunKind.CONTINUED) == 0
 
 
 @given(st.data())

@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client")
 
 from tests.unit.explain.test_live import answering
 from tests.unit.explain.test_requests import report, span
-from tests.unit.observability.records import make_record, make_report, make_step
+from tests.unit.observability.records import make_continued_report, make_record, make_report, make_step
 from tests.unit.server.conftest import FakeEngine, exchange
 
 from kvgraft.config import ServerConfig
@@ -36,6 +36,7 @@ from kvgraft.inspector.rows import bar, row
 from kvgraft.inspector.state import NAMES, read_samples, state_of
 from kvgraft.inspector.timeline import Timeline
 from kvgraft.observability.prometheus import PrometheusRecorder
+from kvgraft.reuse.metrics import token_kinds
 from kvgraft.server import create_app
 from kvgraft.types import Miss, MissReason
 
@@ -133,6 +134,21 @@ class TestList:
         assert found("reuse=exact") == ["gamma"]
         assert found("reuse=grafted&text=alpha") == ["Alpha"]
         assert found("reuse=none") == []
+
+    def test_what_goes_on_is_a_choice_of_its_own(self):
+        source = Source(make_record("grafted"), make_record("continued", report=make_continued_report()))
+        (listed,) = ask(source, "/api/requests?reuse=continued").json["requests"]
+        assert (listed["id"], listed["reuse"], listed["counts"]["continued"]) == ("continued", "continued", 50)
+        assert sum(count for kind, count in listed["counts"].items() if kind != "recomputed") == 100
+        assert [kind for kind, _ in listed["bar"]] == ["exact", "continued", "computed"]
+        page_of_it = ask(source, "/").body.decode()
+        assert "<option>continued</option>" in page_of_it
+        assert 'class="key continued"' in page_of_it
+
+    @pytest.mark.parametrize("file", ["curves.js", "figures.js"])
+    def test_curves_and_figures_know_every_kind_of_the_metric(self, file):
+        kinds = set(token_kinds(make_report())) - ({"recomputed", "fresh"} if file == "figures.js" else set())
+        assert all(f'"{kind}"' in ask(Source(), f"/static/{file}").body.decode() for kind in kinds)
 
     @pytest.mark.parametrize("before", ["x", "-1", "1e3", "\u0663", "9" * 30])
     def test_a_number_that_is_none_is_refused(self, before):
@@ -320,6 +336,7 @@ class TestAccess:
         variables = set(re.findall(r"--([\w-]+):", colours))
         used = set(re.findall(r"var\(--([\w-]+)", ask(Source(), "/static/inspector.css").body.decode()))
         assert used <= variables
+        assert set(RunKind) <= used
         assert colours in page([])
         assert not re.search(r"--[\w-]+:", ask(Source(), "/static/inspector.css").body.decode())
 

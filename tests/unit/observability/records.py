@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvgraft.observability import RequestRecord, RequestTimes, StepRecord
-from kvgraft.types import DonorId, Fidelity, GraftReport, SpanReport
+from kvgraft.types import CONTINUATION, DonorId, Fidelity, GraftReport, Miss, MissReason, SpanReport
 
 SPAN = SpanReport(10, 50, DonorId(1), 0, 10, Fidelity.SHIFTED, 0, "device")
+GOES_ON = SpanReport(10, 50, CONTINUATION, 10, 0, Fidelity.CONTINUED, 1, "device")
 
 
 def make_times(**changes):
@@ -33,6 +34,13 @@ def make_report(**changes):
         "timings_ms": {"lookup": 900.0, "graft": 990.0},
     }
     return GraftReport(**values | changes)
+
+
+def make_continued_report(**changes):
+    """Report a prompt that goes on from an earlier one and copies nothing."""
+    miss = Miss(MissReason.NO_MATCH, "")
+    counts = {"continued_tokens": 50, "shifted_tokens": 0, "recomputed_tokens": 0, "computed_tokens": 40}
+    return make_report(**counts | {"spans": (GOES_ON,), "policy": "none", "miss": miss} | changes)
 
 
 def make_record(request_id="answer-0", **changes):

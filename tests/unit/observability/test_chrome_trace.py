@@ -5,7 +5,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.unit.observability.records import SPAN, make_record, make_report, make_step, make_times
+from tests.unit.observability.records import (
+    GOES_ON,
+    SPAN,
+    make_continued_report,
+    make_record,
+    make_report,
+    make_step,
+    make_times,
+)
 
 from kvgraft.errors import ConfigError
 from kvgraft.observability import IdleRecord
@@ -59,6 +67,15 @@ def test_request_tells_its_report(traced):
     (graft,) = spans(events, "graft")
     assert graft["args"]["num_spans"] == 1
     assert {"target_start": 10, "length": 50, "tier": "device"}.items() <= graft["args"]["spans"][0].items()
+
+
+def test_what_a_prompt_goes_on_from_is_counted_and_is_no_graft(traced):
+    events = traced(make_record(report=make_continued_report()))
+    (whole,) = spans(events, "stop")
+    assert (whole["args"]["continued_tokens"], whole["args"]["donors"]) == (50, 0)
+    assert not spans(events, "graft")
+    (graft,) = spans(traced(make_record(report=make_report(spans=(GOES_ON, SPAN)))), "graft")
+    assert [span["fidelity"] for span in graft["args"]["spans"]] == ["shifted"]
 
 
 def test_step_is_named_by_its_rows(traced):

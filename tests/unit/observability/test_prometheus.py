@@ -64,6 +64,15 @@ def make_record(**changes):
     return RequestRecord(**values | changes)
 
 
+def test_continued_tokens_are_a_kind_and_make_their_request_approximate():
+    recorder = PrometheusRecorder("m")
+    counts = {"continued_tokens": 40, "shifted_tokens": 0, "recomputed_tokens": 0, "computed_tokens": 40}
+    recorder.record_request(make_record(report=make_report(**counts, spans=())))
+    found = samples(recorder)
+    kinds = {"prefix": 20, "continued": 40, "segment": 0, "fresh": 40}
+    assert {kind: found["kvgraft:prompt_tokens_total", "approx", kind] for kind in kinds} == kinds
+
+
 def test_request_is_counted_by_kind_of_token():
     recorder = PrometheusRecorder("m")
     recorder.record_request(make_record())

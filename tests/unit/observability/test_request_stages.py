@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.observability.records import make_record, make_report, make_times
+from tests.unit.observability.records import make_continued_report, make_record, make_report, make_times
 
 from kvgraft.observability.request_stages import Stage, stages_of
 from kvgraft.types import HealingReport
@@ -23,6 +23,7 @@ def test_stages_follow_one_another_from_arrival_to_end():
 
 def test_request_without_a_graft_has_no_such_stage():
     assert names(make_record(report=make_report(spans=()))) == ["queue", "lookup", "prefill", "decode"]
+    assert names(make_record(report=make_continued_report())) == ["queue", "lookup", "prefill", "decode"]
 
 
 def test_read_that_came_too_late_is_a_graft_stage():

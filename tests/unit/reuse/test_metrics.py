@@ -40,6 +40,7 @@ def values_of(report):
     [
         ({}, "approx"),
         ({"shifted_tokens": 0, "substituted_tokens": 1}, "approx"),
+        ({"shifted_tokens": 0, "continued_tokens": 1, "miss": Miss(MissReason.NOT_WORTH_IT)}, "approx"),
         ({"shifted_tokens": 0, "miss": Miss(MissReason.ERROR)}, "fallback"),
         ({"shifted_tokens": 0, "miss": Miss(MissReason.NOT_WORTH_IT)}, "rejected"),
         ({"shifted_tokens": 0, "miss": Miss(MissReason.NO_DONORS)}, "exact"),
@@ -57,6 +58,7 @@ def test_graft_counts_tokens_by_kind_and_its_steps():
     found = values_of(make_report())
     assert found == {
         ("prompt_tokens", "prefix", "approx"): 20,
+        ("prompt_tokens", "continued", "approx"): 0,
         ("prompt_tokens", "segment", "approx"): 50,
         ("prompt_tokens", "substituted", "approx"): 0,
         ("prompt_tokens", "recomputed", "approx"): 5,

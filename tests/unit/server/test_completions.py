@@ -21,6 +21,7 @@ def test_completion_has_the_shape_of_openai(server):
         "kvgraft": {
             "reused_tokens": 1,
             "exact_tokens": 1,
+            "continued_tokens": 0,
             "shifted_tokens": 0,
             "substituted_tokens": 0,
             "computed_tokens": 5,
@@ -28,7 +29,8 @@ def test_completion_has_the_shape_of_openai(server):
         },
     }
     assert (
-        reply.headers["x-kvgraft-report"] == "reused=1, exact=1, shifted=0, substituted=0, computed=5, miss=no_donors"
+        reply.headers["x-kvgraft-report"]
+        == "reused=1, exact=1, continued=0, shifted=0, substituted=0, computed=5, miss=no_donors"
     )
     assert answer["kvgraft"]["reused_tokens"] == 1
     assert answer["kvgraft"]["miss"] == {"reason": "no_donors", "detail": ""}

@@ -35,7 +35,7 @@ def test_further_choices_have_the_same_names(server):
 def test_the_report_tells_of_named_documents_and_of_no_others(server):
     answer = server.complete("abcd", **asked({"id": "x", "text": "abc"})).json
     assert answer["kvgraft"]["documents"] == [
-        {"id": "x", "start": 0, "length": 3, "exact_tokens": 1, "copied_tokens": 0}
+        {"id": "x", "start": 0, "length": 3, "exact_tokens": 1, "continued_tokens": 0, "copied_tokens": 0}
     ]
     assert "documents" not in server.complete("abcd").json["kvgraft"]
 

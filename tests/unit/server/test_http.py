@@ -236,7 +236,8 @@ def test_log_line_says_what_a_request_cost(server, caplog):
         11,
         5,
     )
-    assert (fields["exact_tokens"], fields["shifted_tokens"], fields["finish"]) == (1, 0, "stop")
+    assert (fields["exact_tokens"], fields["continued_tokens"], fields["shifted_tokens"]) == (1, 0, 0)
+    assert fields["finish"] == "stop"
     assert fields["ttft_ms"] == pytest.approx(10)
     assert "secret" not in caplog.text
     assert "hello" not in json.dumps(fields)

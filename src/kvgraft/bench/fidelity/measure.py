@@ -228,6 +228,7 @@ def shares(report: GraftReport) -> Figures:
         "is_grafted": bool(report.spans),
         "prompt_tokens": report.num_tokens,
         "exact_tokens": report.exact_tokens,
+        "continued_tokens": report.continued_tokens,
         "shifted_tokens": report.shifted_tokens,
         "recomputed_share": report.recomputed_tokens / known if known else 0.0,
         "flops_share": report.computed_flops / report.full_flops if report.full_flops else 1.0,

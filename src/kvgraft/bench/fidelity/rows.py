@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ALL_SUITES = "all"
 CONTROLS = {"exact": "exact prefix", "negative": "unseen text", "noise": "number format"}
 RESAMPLES = 1000
+_REUSED = ("exact_tokens", "continued_tokens", "shifted_tokens")
+"""Figures of reused tokens; older records have fewer."""
 _INTERVAL = (2.5, 97.5)
 _FEWEST_GROUPS = 10
 """A bootstrap over fewer groups says nothing; requests are drawn then."""
@@ -170,7 +172,7 @@ def _row(
         "n": len(grafted),
         "requests": len(records),
         "grafted_requests": len(grafted),
-        "reused_share": sum(found["exact_tokens"] + found["shifted_tokens"] for found in chosen) / max(tokens, 1),
+        "reused_share": sum(found.get(name, 0) for found in chosen for name in _REUSED) / max(tokens, 1),
         "ci": {name: interval for name, interval in ci.items() if interval is not None},
         "by_distance": _by_distance(grafted),
     }

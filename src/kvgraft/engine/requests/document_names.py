@@ -14,7 +14,7 @@ from kvgraft.errors import ConfigError
 from kvgraft.types import Fidelity, NamedPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_NAME_CHARS = 256
 MAX_LABELS = 1024
 """Labels of a request, and named parts in all spans of a report together."""
+_EXACT, _CONTINUED = (Fidelity.EXACT,), (Fidelity.CONTINUED,)
+_COPIED = (Fidelity.SHIFTED, Fidelity.SUBSTITUTED)
 _MAX_PARTS = 256
 """Named parts that are kept of a donor; the text may be reused by every request, and each reuse reports them."""
 
@@ -166,30 +168,47 @@ def _tokens_of(labels: Sequence[DocumentLabel], bounds: NDArray[np.int64]) -> tu
 
 
 def document_reuse(documents: Iterable[NamedPart], report: GraftReport) -> list[dict[str, object]]:
-    """Say of each named part of a prompt how many of its tokens were exact and how many were copied from donors.
+    """Say of each named part of a prompt how many of its tokens were exact, how many continued, how many copied from donors.
+
+    A part is continued where an earlier request had it in its place after the same text, approximate: whether the engine
+    shares that, or copies it from a donor. Copied are those that stood elsewhere, or after other text.
 
     Complexity: O((parts + spans) log spans); spans of a report do not overlap.
     """
     documents = list(documents)
-    copied = _copied_before(report, [part.stop for part in documents])
-    copied -= _copied_before(report, [part.start for part in documents])
+    exact_spans = _extents(report, _EXACT)
+    prefix_len = int(report.exact_tokens) - sum(length for _, length in exact_spans)
+    exact = _inside([(0, prefix_len), *exact_spans], documents)
+    continued = _inside(_extents(report, _CONTINUED), documents)
+    copied = _inside(_extents(report, _COPIED), documents)
     return [
         {
             "id": part.document_id,
             "start": part.start,
             "length": part.length,
-            "exact_tokens": max(0, min(part.stop, int(report.exact_tokens)) - part.start),
+            "exact_tokens": num_exact,
+            "continued_tokens": num_continued,
             "copied_tokens": num_copied,
         }
-        for part, num_copied in zip(documents, copied.tolist(), strict=True)
+        for part, num_exact, num_continued, num_copied in zip(documents, exact, continued, copied, strict=True)
     ]
 
 
-def _copied_before(report: GraftReport, positions: Sequence[int]) -> NDArray[np.int64]:
-    """Return how many tokens before each position are of spans that are not exact, int64 (num_positions,)."""
-    copied = (span for span in report.spans if span.fidelity is not Fidelity.EXACT)
-    spans = sorted((int(span.target_start), int(span.length)) for span in copied)
-    starts, lengths = np.asarray([(-1, 0), *spans], np.int64).T
+def _extents(report: GraftReport, classes: Collection[Fidelity]) -> list[tuple[int, int]]:
+    """Return start and length of the spans of some classes, ascending."""
+    return sorted((int(span.target_start), int(span.length)) for span in report.spans if span.fidelity in classes)
+
+
+def _inside(extents: Sequence[tuple[int, int]], documents: Sequence[NamedPart]) -> list[int]:
+    """Return how many tokens of disjoint, ascending extents each part has."""
+    before_stop = _tokens_before(extents, [part.stop for part in documents])
+    inside: list[int] = (before_stop - _tokens_before(extents, [part.start for part in documents])).tolist()
+    return inside
+
+
+def _tokens_before(extents: Sequence[tuple[int, int]], positions: Sequence[int]) -> NDArray[np.int64]:
+    """Return how many tokens of disjoint, ascending extents are before each position, int64 (num_positions,)."""
+    starts, lengths = np.asarray([(-1, 0), *extents], np.int64).T
     last = np.searchsorted(starts, positions, side="left") - 1
     before = np.concatenate([[0], np.cumsum(lengths)])
     found: NDArray[np.int64] = before[last] + np.minimum(np.asarray(positions, np.int64) - starts[last], lengths[last])

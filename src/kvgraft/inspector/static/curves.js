@@ -5,6 +5,7 @@ const GAP_S = 20;
 // Names that the metrics have, with those of the page and their colours.
 const KINDS = [
   ["prefix", "exact", "--exact"],
+  ["continued", "continued", "--continued"],
   ["segment", "shifted", "--shifted"],
   ["substituted", "substituted", "--substituted"],
   ["recomputed", "recomputed", "--recomputed"],

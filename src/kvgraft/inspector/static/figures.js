@@ -2,7 +2,7 @@
 import { htmlElement, tableRows, whole } from "./elements.js";
 
 const bytes = (count) => (count < 2 ** 20 ? `${whole(count / 1024)} KiB` : `${(count / 2 ** 20).toFixed(1)} MiB`);
-const REUSED = ["prefix", "segment", "substituted"];
+const REUSED = ["prefix", "continued", "segment", "substituted"];
 
 export function showFigures(list, news) {
   const state = news.state;

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.reuse.classes import reuse_class
+from kvgraft.observability.request_stages import grafted_spans
+from kvgraft.reuse.classes import ReuseClass, reuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -77,13 +78,6 @@ def graft_attributes(span: SpanReport) -> Attributes:
     )
 
 
-def grafted_spans(report: GraftReport | None) -> Sequence[SpanReport]:
-    """Return what was copied, also where a verified answer has left nothing of it."""
-    if report is None:
-        return ()
-    return report.spans if report.healing is None else report.healing.spans
-
-
 def _asked(exchange: Exchange) -> dict[str, Value | None]:
     asked = exchange.asked
     if asked is None:
@@ -120,13 +114,13 @@ def _counted(exchange: Exchange, records: Sequence[RequestRecord]) -> dict[str, 
 
 
 def _reuse(reports: Sequence[GraftReport]) -> dict[str, Value | None]:
-    classes = {reuse_class(report.spans).value for report in reports if report.spans}
+    classes = {_class_of(report).value for report in reports if report.spans}
     policies = {report.policy for report in reports}
     times = {report.repair.time.value for report in reports if report.repair is not None}
     misses = [report.miss.reason.value for report in reports if report.miss is not None]
     sums = {
         name: sum(int(getattr(report, f"{name}_tokens")) for report in reports)
-        for name in ("exact", "shifted", "substituted", "recomputed", "corrected", "computed")
+        for name in ("exact", "continued", "shifted", "substituted", "recomputed", "corrected", "computed")
     }
     return {
         "gen_ai.usage.cache_read.input_tokens": sums["exact"],
@@ -138,6 +132,12 @@ def _reuse(reports: Sequence[GraftReport]) -> dict[str, Value | None]:
         "kvgraft.miss.reason": misses[0] if misses else None,
         "kvgraft.risk.status": reports[0].risk.status.value,
     }
+
+
+def _class_of(report: GraftReport) -> ReuseClass:
+    """Return the class of a report with spans: that of its copies, where there are any."""
+    copies = grafted_spans(report)
+    return reuse_class(copies) if copies else ReuseClass.CONTINUED
 
 
 def _common(values: Set[str]) -> str | None:

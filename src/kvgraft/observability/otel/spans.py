@@ -10,12 +10,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvgraft.observability.otel.attributes import (
     graft_attributes,
-    grafted_spans,
     operation_of,
     server_attributes,
     stage_attributes,
 )
-from kvgraft.observability.request_stages import stages_of
+from kvgraft.observability.request_stages import grafted_spans, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from kvgraft.observability.recorder import RequestRecord
 
 _MOST_EVENTS = 64
-"""Events of a graft's span, one per reused span of text; the attribute `kvgraft.reuse.spans` counts all of them."""
+"""Events of a graft's span, one per copied span of text; the attribute `kvgraft.reuse.spans` counts all of them."""
 
 
 class SpanWriter:
@@ -78,7 +77,8 @@ class SpanWriter:
 
 
 def _add_grafts(span: Span, record: RequestRecord, moment: int) -> None:
-    for copied in grafted_spans(record.report)[:_MOST_EVENTS]:
+    copies = () if record.report is None else grafted_spans(record.report)
+    for copied in copies[:_MOST_EVENTS]:
         span.add_event("kvgraft.graft", graft_attributes(copied), moment)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvgraft.engine.requests import document_names
 from kvgraft.engine.requests.document_names import DocumentLabel, DocumentNames, document_reuse, labelled_tokens
-from kvgraft.types import Fidelity, NamedPart
+from kvgraft.types import CONTINUATION, Fidelity, NamedPart
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,17 @@ def test_copied_tokens_of_a_document_are_those_of_all_spans():
     exact = Span(0, 0, 0, 4, fidelity=Fidelity.EXACT)  # counted among the exact ones already
     (alone,) = document_reuse([NamedPart("a", 0, 9)], SimpleNamespace(exact_tokens=4, spans=(exact,)))
     assert (alone["exact_tokens"], alone["copied_tokens"]) == (4, 0)
+
+
+def test_continued_tokens_of_a_document_are_no_copied_ones():
+    """Exact, continued from the engine and from a donor, exact again, computed, copied."""
+    spans = (
+        Span(CONTINUATION, 10, 10, 20, fidelity=Fidelity.CONTINUED),
+        Span(3, 30, 30, 10, fidelity=Fidelity.CONTINUED),
+        Span(4, 40, 40, 5, fidelity=Fidelity.EXACT),
+        Span(5, 0, 50, 10),
+    )
+    report = SimpleNamespace(exact_tokens=15, spans=spans)
+    names = ("exact_tokens", "continued_tokens", "copied_tokens")
+    found = document_reuse([NamedPart("a", 0, 60), NamedPart("b", 5, 30), NamedPart("c", 38, 10)], report)
+    assert [tuple(each[name] for name in names) for each in found] == [(15, 30, 10), (5, 25, 0), (5, 2, 0)]

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from tests.unit.observability.otel.exchanges import make_exchange
-from tests.unit.observability.records import SPAN, make_record, make_report, make_times
+from tests.unit.observability.records import GOES_ON, SPAN, make_continued_report, make_record, make_report, make_times
 
 from kvgraft.observability.otel.spans import SpanWriter
 from kvgraft.types import Fidelity, Miss, MissReason, RepairReport, RepairTime, SpanReport
@@ -123,6 +123,17 @@ def test_each_reused_span_is_an_event_of_the_graft(written):
     assert dict(first.attributes)["kvgraft.graft.tokens"] == 50
     assert dict(second.attributes)["kvgraft.graft.position_delta"] == -20
     assert server.attributes["kvgraft.reuse.class"] == "composed"
+
+
+def test_what_a_prompt_goes_on_from_is_counted_and_is_no_graft(written):
+    server, stages = written(make_exchange(), make_record(report=make_continued_report()))
+    told = server.attributes
+    assert (told["kvgraft.reuse.continued_tokens"], told["gen_ai.usage.cache_read.input_tokens"]) == (50, 10)
+    assert told["kvgraft.reuse.class"] == "continued"
+    assert "kvgraft.graft.ms" not in {name for stage in stages for name in stage.attributes}
+    server, stages = written(make_exchange(), make_record(report=make_report(spans=(GOES_ON, SPAN))))
+    assert server.attributes["kvgraft.reuse.class"] == "shifted"
+    assert len(stages[2].events) == 1
 
 
 def test_client_names_the_parent(written):
