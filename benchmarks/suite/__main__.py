@@ -15,7 +15,7 @@ from kvgraft.cli import run_command
 from kvgraft.cli.output_files import check_output_folder
 from kvgraft.cli.parser import Parser
 
-from . import answers, cosine, cost, datasets, length, quality, repair, similarity, turns
+from . import answers, cosine, cost, datasets, length, quality, recorded, repair, similarity, turns
 from .command import add_table_options, run_table
 from .page import draw_pictures, load_records, update
 
@@ -34,6 +34,7 @@ TABLES = (
     repair.TABLE,
     answers.TABLE,
     cosine.TABLE,
+    recorded.TABLE,
 )
 """In the order of the page; the others are measured by scripts of `benchmarks/engines` and `benchmarks/peers`."""
 

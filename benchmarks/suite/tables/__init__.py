@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import answers, cosine, cost, datasets, engines, length, peers, quality, repair, similarity, turns
+from . import answers, cosine, cost, datasets, engines, length, peers, quality, recorded, repair, similarity, turns
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -21,5 +21,6 @@ TABLES: dict[str, ModuleType] = {
     "repair": repair,
     "answers": answers,
     "cosine": cosine,
+    "recorded": recorded,
 }
-"""In the order of the page, T1 to T11."""
+"""In the order of the page, T1 to T12."""

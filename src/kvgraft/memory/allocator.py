@@ -156,6 +156,23 @@ class SlotAllocator:
         self._extents.give_back(freed)
         return freed
 
+    def release_each(self, slots: SlotArray, owner: Owner) -> None:
+        """Give back a reference by `owner` for every time that a slot is named: a cache has it under several keys.
+
+        Complexity: as `release`, plus O(n log n) for every time that the most frequent one does.
+
+        Raises:
+            ConfigError: `slots` are not indices of this allocator.
+            CorruptCacheError: `owner` does not hold one of them as often.
+        """
+        while len(slots):
+            distinct, first = np.unique(slots, return_index=True)
+            if len(distinct) == len(slots):
+                self.release(slots, owner)
+                return
+            self.release(distinct, owner)
+            slots = np.delete(slots, first)
+
     def transfer(self, slots: SlotArray, source: Owner, target: Owner) -> None:
         """Turn one reference by `source` into one by `target`, for each of `slots`; nothing is freed.
 

@@ -205,3 +205,19 @@ def test_slots_are_counted_under_their_first_holder():
     assert allocator.num_counted(slots[:3], Owner.CACHE) == 3
     allocator.release(slots[:3], Owner.CACHE)
     assert allocator.num_counted(slots, Owner.DONOR) == 4
+
+
+def test_a_slot_that_is_named_more_than_once_gives_back_as_many_references():
+    allocator = SlotAllocator(8)
+    slots = allocator.allocate(4)
+    for part in (slots, slots[:3], slots[:1]):
+        allocator.retain(part, Owner.CACHE)
+    allocator.release(slots, Owner.REQUEST)
+    allocator.release_each(np.array([0, 1, 0, 2]), Owner.CACHE)
+    assert allocator.usage().cached == 4
+    allocator.release_each(np.array([0, 2, 1, 3]), Owner.CACHE)
+    assert allocator.usage().free == 8
+    allocator.release_each(np.empty(0, np.int64), Owner.CACHE)
+    allocator.check()
+    with pytest.raises(CorruptCacheError, match="not held"):
+        allocator.release_each(np.array([5, 5]), Owner.CACHE)

@@ -215,8 +215,7 @@ class HybridKVSpace(KVSpace):
 
     def _release_forgotten(self, result: EvictResult) -> None:
         super()._release_forgotten(result)
-        if len(result.swa_freed):
-            self.windows.release(result.swa_freed, Owner.CACHE)
+        self.windows.release_each(result.swa_freed, Owner.CACHE)
 
     def check(self) -> None:
         """Verify every invariant; raises `CorruptCacheError`. For tests and idle time."""

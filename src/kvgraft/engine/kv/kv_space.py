@@ -330,9 +330,7 @@ class KVSpace:
         self._epoch += 1  # locks of before hold nothing any more
         while self._let_oldest_go():
             pass
-        cached = self.prefix.reset()
-        if len(cached):
-            self.allocator.release(cached, Owner.CACHE)
+        self.allocator.release_each(self.prefix.reset(), Owner.CACHE)
         for donor in self.donors.reset():
             self._forget_kv(donor)
 
@@ -358,8 +356,7 @@ class KVSpace:
 
     def _release_forgotten(self, result: EvictResult) -> None:
         """Take back slots that the prefix cache has forgotten."""
-        if len(result.freed):
-            self.allocator.release(result.freed, Owner.CACHE)
+        self.allocator.release_each(result.freed, Owner.CACHE)
 
     def _shortage(self, num_tokens: int) -> CapacityError:
         return CapacityError(
