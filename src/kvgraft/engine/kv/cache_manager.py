@@ -509,7 +509,7 @@ class CacheManager:
     def _publish_continuation(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Store all that the request was answered from, under a name that requests look for which accept copies.
 
-        The slots are shared with the exact prefix, and with all that go on from them: nobody writes to them any more.
+        The slots are shared with the exact prefix, and with all that go on from them: they are written no more.
         """
         key = self._continuation(kv, token_ids)
         if key is not None:

@@ -36,7 +36,7 @@ class Continuing:
         self._names = Continuations()
 
     def forget(self) -> None:
-        """Let nobody find what was named so far: its K/V may be of another model."""
+        """Make what was named so far unknown to all: its K/V may be of another model."""
         self._names.renew()
 
     def extend(self, request: Request, namespace: Namespace, found_len: int, hit_len: Callable[[], int]) -> bool:

@@ -245,7 +245,7 @@ class GraftScheduler:
         )
 
     def _hide_unsettled(self, preempted: VLLMRequest | None) -> None:
-        """Let nobody find the blocks of a preempted request that was not repaired yet, nor itself those without names."""
+        """Hide the blocks of a preempted request that was not repaired yet, and from itself those without names."""
         if preempted is None or preempted.hashes is None:
             return
         if preempted.phase is AttemptPhase.RUNNING and preempted.repair_phase is RepairPhase.NONE:

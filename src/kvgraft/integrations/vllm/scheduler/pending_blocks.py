@@ -195,7 +195,7 @@ class PendingBlocks:
         self.forget_hashes(holder.request.block_hashes, holder.start if holder.loads else holder.computed)
 
     def forget_hashes(self, hashes: Sequence[bytes], first: int) -> None:
-        """Let nobody find blocks under the hashes of a request from position `first` on."""
+        """Evict blocks from vLLM's prefix cache that lie under the hashes of a request from position `first` on."""
         if self._manager is None:
             return
         pool: Any = self._manager.block_pool

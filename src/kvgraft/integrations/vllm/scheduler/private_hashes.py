@@ -114,7 +114,7 @@ class SharedNames:
     Attributes:
         epoch: Of `names`; of another one, the blocks have no names any more.
         steps: Ascending `(block, generation)`: from each block on the K/V are of that generation at most; 0 for another
-            text's, from which nobody goes on.
+            text's, from which no request goes on.
     """
 
     names: Continuations
@@ -179,7 +179,7 @@ class PrivateBlockHashes(list[bytes]):
         self.rename()
 
     def hide_from(self, first: int) -> None:
-        """Let nobody find the blocks from `first` on, not even the request itself; those before keep their names."""
+        """Hide the blocks from `first` on from all, the request itself included; those before keep their names."""
         if self.is_shared:
             self.share_from(first, 0)
         else:
