@@ -68,6 +68,7 @@ COVERED = HELPERS | {
     "bench_radix.py",
     "bench_risk.py",
     "bench_streams.py",
+    "continued_turns.py",
     "donor_substitution.py",
     "drift_cost.py",
     "drift_estimators.py",
@@ -217,6 +218,47 @@ def test_a_turn_that_reuses_nothing_is_no_figure(load, monkeypatch):
     monkeypatch.setattr(llm.space, "store_prefix", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="0 tokens reused of 55"):
         script.next_turn(llm, np.random.default_rng(0), 40, 8, off_first=True)
+
+
+class TestContinuedTurns:
+    """Conversations that go on, beside those that graft anew, on a model whose answers say nothing."""
+
+    def test_turns_are_compared_with_full_prefill_and_kept(self, load, run, tmp_path):
+        script, journal = load("continued_turns.py"), tmp_path / "journal.jsonl"
+        argv = ("--model", "graft-tiny", "--sessions", 2, "--turns", 3, "--data", tmp_path, "--journal", journal)
+        code, out = run(script, *argv)
+        found = json.loads(out)
+        assert (code, found["absent"]) == (0, ["mturn", "taubench"])
+        assert [(row["kind"], row["turn"], row["sessions"]) for row in found["rows"]] == [
+            ("manual", turn, 2) for turn in (1, 2, 3)
+        ]
+        first, *others = found["rows"]
+        assert first["continued"]["shifted_tokens"] > 0
+        assert first["continued"]["mean_kl"] == first["repeated"]["mean_kl"]
+        for row in others:
+            assert row["continued"]["continued_tokens"] > row["continued"]["computed_tokens"]
+            assert row["continued"]["generation"] == row["none"]["generation"] == 1
+            assert row["repeated"]["continued_tokens"] == row["none"]["recomputed_tokens"] == 0
+            assert row["continued"]["mean_kl_low"] <= row["continued"]["mean_kl"] <= row["continued"]["mean_kl_high"]
+        before = journal.read_text()
+        assert json.loads(run(script, *argv)[1]) == found
+        assert journal.read_text() == before
+
+    def test_packs_give_conversations_behind_documents(self, load, tmp_path):
+        script = load("continued_turns.py")
+        documents = [json.dumps({"doc": str(number), "text": f"{number} " * 900}) for number in range(3)]
+        (tmp_path / "xinstr.docs.jsonl").write_text("\n".join(documents))
+        turns = [{"group": "g", "parts": [{"text": "-"}, {"text": f"User: q{i}"}, {"text": "-"}]} for i in range(4)]
+        lines = [json.dumps(turn | {"answers": [f"a{number}"]}) for number, turn in enumerate(turns)]
+        (tmp_path / "mturn.requests.jsonl").write_text("\n".join(lines))
+        args = argparse.Namespace(data=str(tmp_path), seed=0, turns=3, characters=(300, 400))
+        (session,) = script.mturn(args)
+        assert session.turns == [("q0", "a0"), ("q1", "a1"), ("q2", "a2")]
+        assert 300 <= len(session.document) <= 400
+        assert session.prompt(1).endswith("User: q0\n\nAssistant: a0\n\nUser: q1\n\nAssistant:")
+        assert session.prompt(2).startswith(session.prompt(1))
+        assert session.document in session.read_before
+        assert session.notes not in session.read_before
 
 
 class TestNewText:
