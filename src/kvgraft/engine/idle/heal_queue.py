@@ -32,6 +32,7 @@ class Candidate:
         frontier: Positions that were exact when it was looked at last; fewer if they were evicted since.
         num_computed: Rows that healing has computed for it, those that were evicted again included.
         made: Exact donors made of it so far; some may be gone.
+        num_turns: Turns of its conversation so far: it is the front that the next one needs.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class Candidate:
     frontier: int = 0
     num_computed: int = 0
     made: list[DonorId] = field(default_factory=list)
+    num_turns: int = 1
 
     @property
     def token_ids(self) -> TokenArray:
@@ -55,9 +57,10 @@ class Candidate:
 class HealQueue:
     """A bounded set of candidates, the hottest first. Not thread-safe.
 
-    Hot is what saves much for its cost: the sum of value x generation x tokens over its donors of generation > 0 that still
-    live, divided by the operations that are left to compute. The value is the catalogue's, by which donors are evicted, too.
-    Texts without such donors come last, the newest first: healing them serves the same prompt alone.
+    Hot is what serves much for its cost: the sum of value x generation x tokens over its donors of generation > 0 that still
+    live, and all that is still approximate for every turn that went on from it, divided by the operations that are left to
+    compute. The value is the catalogue's, by which donors are evicted, too. Texts without either come last, the newest first:
+    healing them serves the same prompt alone.
     """
 
     def __init__(self, donors: DonorCatalogue, flops: ModelFlops) -> None:
@@ -84,6 +87,7 @@ class HealQueue:
                 return []
             candidate.donors += other.donors
             candidate.made += other.made
+            candidate.num_turns += other.num_turns
             candidate.frontier = max(candidate.frontier, other.frontier)
             self._waiting.remove(other)
         self._waiting.append(candidate)
@@ -109,7 +113,7 @@ class HealQueue:
         self._waiting.clear()
 
     def _heat(self, candidate: Candidate) -> float:
-        gain = 0.0
+        gain = float((candidate.num_turns - 1) * (candidate.num_tokens - candidate.frontier))
         for donor_id in candidate.donors:
             donor = self._donors.get(donor_id)
             if donor is not None:

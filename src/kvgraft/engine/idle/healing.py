@@ -239,7 +239,7 @@ class IdleHealer:
         return self._chosen is best
 
     def _is_worth_room(self, candidate: Candidate) -> bool:
-        """Return whether other K/V may be evicted for it: text without a reuse so far gets free slots alone."""
+        """Return whether other K/V may be evicted for it: text that nothing reused or went on from gets free slots alone."""
         free_size = self._space.allocator.free_size
         if candidate.num_tokens <= free_size or self._is_hot(candidate):
             return True
@@ -248,7 +248,7 @@ class IdleHealer:
         return candidate.num_tokens - stored.prefix_len <= free_size  # what lies on the host needs slots, too
 
     def _is_hot(self, candidate: Candidate) -> bool:
-        return any(map(self._space.donors.saved_tokens, candidate.donors))
+        return candidate.num_turns > 1 or any(map(self._space.donors.saved_tokens, candidate.donors))
 
     def _begun(self, candidate: Candidate, max_rows: int, max_flops: float) -> _Piece:
         seen = self._manager.look(candidate.request).total
