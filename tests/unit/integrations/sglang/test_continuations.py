@@ -12,7 +12,6 @@ from tests.unit.integrations.sglang.scheduler import Running, Scheduler
 from tests.unit.integrations.sglang.test_any_order import DOCUMENTS, is_complete
 
 from kvgraft.integrations.sglang.donors import continuations
-from kvgraft.integrations.sglang.donors.texts import HostBlockKV
 from kvgraft.types import CONTINUATION
 
 DOCUMENT, HEAD = DOCUMENTS[0], list(range(500, 520))
@@ -199,18 +198,33 @@ def test_text_that_is_evicted_in_part_goes_on_from_what_is_left(session):
     assert session.ask(tokens + session.new(11))[1]["computed_tokens"] == 12
 
 
-def test_donors_in_an_evicted_text_are_not_taken_for_copies_that_come_after_it(session):
+def test_donors_in_an_evicted_text_are_not_taken_for_copies_that_come_after_it():
     """Another request gives the tree the same path again, of which it has copied what was computed before."""
-    tokens, _ = session.first()
-    scheduler = session.scheduler
-    scheduler.tree.evict(scheduler.tree.total)
-    scheduler.check()
-    assert any(isinstance(donor.kv, HostBlockKV) for donor in scheduler.keeper.catalogue)
-    session.ask(HEAD + session.new(1), mode="exact", answer=0)
-    session.ask(tokens[:-1] + session.new(20))
-    scheduler.check()  # no copy is a donor
-    _, told = session.ask(tokens[:-1] + session.new(5))
-    assert told["continued_tokens"] > 0
+    session = Session(host_bytes=0)
+    session.ask(DOCUMENT)
+    said = session.new(30)
+    session.ask(HEAD + DOCUMENT + said)
+    assert any(donor.generation for donor in session.scheduler.keeper.catalogue)
+    session.scheduler.tree.evict(session.scheduler.tree.total)
+    session.ask(session.new(7) + said)
+    session.ask(DOCUMENT)
+    session.ask(HEAD, mode="exact", answer=0)
+    _, told = session.ask(HEAD + DOCUMENT + said + session.new(5))  # checks that no copy is a donor
+    assert told["shifted_tokens"] == len(DOCUMENT) + len(said)
+
+
+def test_text_that_the_tree_has_copied_becomes_no_donor_of_one_that_computed_it(session):
+    session.ask(DOCUMENT)
+    said = session.new(30)
+    session.ask(HEAD, mode="exact", answer=0)
+    computing = session.begin(HEAD + DOCUMENT + said)
+    session.ask(session.new(7) + said)
+    _, told = session.ask(HEAD + DOCUMENT + said + session.new(5))
+    assert told["shifted_tokens"] == len(DOCUMENT) + len(said)
+    for donor in list(session.scheduler.keeper.catalogue):  # as if what makes `said` known had been forgotten
+        if donor.generation == 0 and said[0] in donor.token_ids:
+            session.scheduler.keeper.catalogue.remove(donor.donor_id)
+    session.end(computing)  # checks that no copy is a donor
 
 
 def test_a_retracted_request_goes_on_from_the_session_again(session):
