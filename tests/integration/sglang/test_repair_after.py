@@ -193,7 +193,7 @@ def near(got, other, start, stop):
 def answers(model_dir):
     """Answers of a server that repairs and of one that does not, by prompt."""
     prompts, model = Prompts(), model_dir("llama")
-    settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO), "KVGRAFT_REFRESH_AFTER": "0"}
+    settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO)}
     with SGLangServer(model, {"--chunked-prefill-size": 128}, settings) as plain:
         for donor in prompts.donors:
             plain.generate(donor, 2)

@@ -57,7 +57,7 @@ class Content:
         position: Where it was computed.
         tenant: Of the request.
         text: All tokens up to this one.
-        prefix: As `text` if nothing in front of it had been copied, else None.
+        prefix: As `text` if its K/V are those of a full prefill, else None.
         generation: 0, or one more than the highest of the copies that it attended to.
         weights: Of which weights it and everything that it attended to are.
     """
@@ -454,7 +454,7 @@ class Scheduler:
             assert got is not None
             spare += got.tolist()
         seen = [(at, self.content(each)) for at, each in enumerate(entry.row)]
-        exact = all(each.prefix == tuple(tokens[: at + 1]) and at not in entry.copied for at, each in seen)
+        exact = all(each.prefix == tuple(tokens[: at + 1]) for at, each in seen)
         generation = generation_after(seen, tokens)
         weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
         while len(entry.row) < end:
@@ -580,7 +580,8 @@ class Scheduler:
         ):
             reused = attempt["exact_tokens"] + attempt["continued_tokens"] + attempt["shifted_tokens"]
             assert reused == prefix_len + num_copied
-            assert prefix_len <= attempt["exact_tokens"] <= prefix_len + num_exact, "approximate K/V are called exact"
+            assert prefix_len <= attempt["exact_tokens"], "what the exact tree gave is no longer called exact"
+            assert attempt["exact_tokens"] <= prefix_len + num_exact, "approximate K/V are called exact"
             if self.reuse.copies.recomputer is not None and attempt["shifted_tokens"] + attempt["recomputed_tokens"]:
                 from_token = (attempt["repair"] or {}).get("from_token")
                 assert from_token == (None if repaired_at is None else 1 + repaired_at)

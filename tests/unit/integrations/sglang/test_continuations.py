@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -98,7 +99,7 @@ def test_every_turn_adds_to_the_tree_what_is_new(session):
     for _ in range(5):
         tokens, _ = session.ask(tokens + session.new(11))
         held.append(sum(len(page.slots) for page in session.scheduler.tree.pages()))
-    assert [after - before for before, after in zip(held, held[1:], strict=False)] == [22] * 5
+    assert [after - before for before, after in pairwise(held)] == [22] * 5
     assert len(session.scheduler.tree.roots) == 2, "the exact one, and one of the session"
 
 
@@ -155,7 +156,7 @@ def test_other_tenants_keys_and_adapters_see_nothing_of_it(names):
 
 
 def test_no_client_can_ask_for_it_by_its_name(session):
-    tokens, _ = session.first()
+    session.first()
     (name,) = {name for name, _ in session.scheduler.tree.roots if name}
     assert session.scheduler.reuse.registrar.is_private(name)
     assert len(name) > 64
@@ -193,7 +194,7 @@ def test_text_that_is_evicted_in_part_goes_on_from_what_is_left(session):
     session.scheduler.tree.evict(15)
     session.scheduler.check()
     tokens, told = session.ask(tokens + session.new(11))
-    assert 0 < told["continued_tokens"]
+    assert told["continued_tokens"] > 0
     assert told["computed_tokens"] < 40
     assert session.ask(tokens + session.new(11))[1]["computed_tokens"] == 12
 
