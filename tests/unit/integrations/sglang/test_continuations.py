@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from array import array
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from tests.unit.integrations.sglang import scheduler
 from tests.unit.integrations.sglang.conftest import FakeRequest
 from tests.unit.integrations.sglang.rank_threads import on_ranks
 from tests.unit.integrations.sglang.scheduler import Running, Scheduler
@@ -55,7 +57,8 @@ class Session:
         self.scheduler.log.take = take
         self.scheduler.reuse.settle()
         self.scheduler.check()
-        return entry.req.full_untruncated_fill_ids.tolist(), taken[0]["attempts"][-1]
+        self.told = taken[0]["attempts"][-1]
+        return entry.req.full_untruncated_fill_ids.tolist(), self.told
 
     def first(self, **options):
         """A document is known; the session's first call has it after another head."""
@@ -99,7 +102,7 @@ def test_every_turn_adds_to_the_tree_what_is_new(session):
     for _ in range(5):
         tokens, _ = session.ask(tokens + session.new(11))
         held.append(sum(len(page.slots) for page in session.scheduler.tree.pages()))
-    assert [after - before for before, after in pairwise(held)] == [22] * 5
+    assert [after - before for before, after in itertools.pairwise(held)] == [22] * 5
     assert len(session.scheduler.tree.roots) == 2, "the exact one, and one of the session"
 
 
@@ -199,6 +202,22 @@ def test_text_that_is_evicted_in_part_goes_on_from_what_is_left(session):
     assert session.ask(tokens + session.new(11))[1]["computed_tokens"] == 12
 
 
+def test_evicted_text_is_continued_from_its_donors_and_not_repaired():
+    """Those in host memory stand in their own places after the same text; what was copied is copied again."""
+    session = Session(recomputes=True, selection="query_seam", recompute_ratio=0.3, host_bytes=1000 * 16)
+    tokens, _ = session.first()
+    session.scheduler.tree.evict(session.scheduler.tree.total)
+    tokens, told = session.ask(tokens + session.new(11))
+    kinds = [(span["fidelity"], span["generation"]) for span in told["spans"]]
+    assert kinds == [("shifted", 0), ("continued", 1)]
+    shifted, continued = told["spans"]
+    stop = shifted["target_start"] + shifted["length"]
+    assert all(start + length <= stop for start, length in told["recomputed_runs"])
+    assert told["continued_tokens"] == continued["length"]
+    assert told["repair"]["from_token"] == 2
+    assert session.ask(tokens + session.new(11))[1]["computed_tokens"] == 12
+
+
 def test_donors_in_an_evicted_text_are_not_taken_for_copies_that_come_after_it():
     """Another request gives the tree the same path again, of which it has copied what was computed before."""
     session = Session(host_bytes=0)
@@ -248,13 +267,12 @@ def test_an_aborted_request_leaves_what_there_was(session):
 
 def test_flush_between_promise_and_load_loads_nothing(session):
     tokens, _ = session.first()
-    scheduler = session.scheduler
-    scheduler.submit(tokens + session.new(11), "", "request")
-    (entry,) = scheduler.waiting
-    assert scheduler.match(entry) > 40
-    scheduler.flush()
-    assert scheduler.reuse.load_first(entry.req, 100) == 0
-    assert scheduler.match(entry) == 0
+    session.scheduler.submit(tokens + session.new(11), "", "request")
+    (entry,) = session.scheduler.waiting
+    assert session.scheduler.match(entry) > 40
+    session.scheduler.flush()
+    assert session.scheduler.reuse.load_first(entry.req, 100) == 0
+    assert session.scheduler.match(entry) == 0
 
 
 def test_a_graft_in_a_later_turn_is_repaired_and_the_rest_is_not():
@@ -330,3 +348,31 @@ def test_a_rank_that_does_not_find_it_lets_none_go_on():
         return session.ask(tokens + session.new(11))[1]["continued_tokens"]
 
     assert on_ranks(2, program) == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_at_no_step_have_sessions_computed_more_than_with_exact_prefixes_alone(page_size, seed, monkeypatch):
+    """New sessions, turns and edited turns over common documents, whose text stands in any order."""
+    monkeypatch.setattr(scheduler, "SLOTS", 8000)
+    rng = random.Random(seed)
+    graft, exact = (Session(page_size, donor_tokens=1 << 14) for _ in range(2))
+    sessions, computed = [], [0, 0]
+    for _ in range(16):
+        if sessions and rng.random() < 0.7:
+            tokens = sessions.pop(rng.randrange(len(sessions)))
+            tokens = tokens[: len(tokens) - rng.choice([0, 0, 0, rng.randrange(60)])]
+        else:
+            tokens = graft.new(count := rng.randrange(40))
+            assert exact.new(count) == tokens
+            tokens = [*tokens, *itertools.chain(*rng.sample(DOCUMENTS, rng.randrange(1, 3)))]
+        tokens = tokens + rng.choice([[], DOCUMENTS[0][:50]]) + graft.new(count := rng.randrange(1, 30))
+        exact.new(count)
+        answer = rng.randrange(1, 20)
+        after, told = graft.ask(tokens, answer=answer)
+        assert exact.ask(tokens, mode="exact", answer=answer)[0] == after
+        computed[0] += told["computed_tokens"]
+        computed[1] += exact.told["computed_tokens"]
+        assert computed[0] <= computed[1] + 64
+        sessions.append(after) if len(after) < 400 else None
+    assert computed[0] < computed[1]

@@ -124,7 +124,7 @@ class Continuations:
         if not starts or not tokens:
             return
         fronts = Fronts(namespace.key, np.frombuffer(tokens[:], np.int64))
-        for start in sorted(start for start in starts if start <= min(prefix_len, len(tokens))):
+        for start in sorted(start for start in starts if start <= prefix_len and start < len(tokens)):
             front = _Front(namespace.key, start, fronts.up_to(start))
             begun = self._begun.get(front, {})
             for each in sorted(begun):
