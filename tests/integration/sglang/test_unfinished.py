@@ -93,6 +93,10 @@ def test_answers_beside_an_unfinished_beginning(server, reference, length_of_a):
         assert distance(got[name], want.tokens, want.logprobs) < TOLERANCE, name
     assert got["a"]["meta_info"]["cached_tokens"] == 0
     assert got["c"]["meta_info"]["cached_tokens"] == len(system + gap), "B's gap, which is exact, and nothing behind it"
+    # A prompt that is asked again goes on from what it was answered from, repaired in the meantime.
+    assert server.flush()
+    server.generate(ids(7) + document, 2)
+    server.generate(system + gap + ids(1), 1, reuse="off")
     for name, prompt in (("b", b), ("n", adjoining)):
         attempt = got[name]["meta_info"]["kvgraft"][0]["attempts"][-1]
         assert attempt["shifted_tokens"] > 100
