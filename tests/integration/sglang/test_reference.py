@@ -60,19 +60,24 @@ class Bench:
     def from_b(self, first, last):
         return ("b", 32 + first, self.doc_b[first:last])
 
-    def check(self, *pieces, prefix_len=0):
+    def check(self, *pieces, prefix_len=0, goes_on=False):
         """Send a prompt of fresh tokens (lists) and reused ones (triples); compare answer and count.
 
         Args:
             pieces: Of the prompt.
             prefix_len: Tokens of the prompt that an exact prefix gives.
+            goes_on: It was asked before, so that all but its last token is there as it was computed and copied then.
         """
         prompt = [token for piece in pieces for token in (piece if isinstance(piece, list) else piece[2])]
         parts, copied = self.parts(pieces, prefix_len)
         want = self.reference.answer(parts)
         got = self.server.generate(prompt)
         meta = got["meta_info"]
-        assert meta["cached_tokens"] == prefix_len + copied
+        known = (len(prompt) - 1) // self.page_size * self.page_size if goes_on else prefix_len + copied
+        assert meta["cached_tokens"] == known
+        told = meta["kvgraft"][0]["report"]
+        assert told["continued_tokens"] == (known - prefix_len if goes_on else 0)
+        assert told["exact_tokens"] == prefix_len
         assert got["output_ids"] == want.tokens
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         assert max(abs(a - b) for a, b in zip(logprobs, want.logprobs, strict=True)) < TOLERANCE
@@ -128,7 +133,7 @@ def test_one_region_behind_an_exact_prefix_and_the_same_again(bench):
     exact = 208
     meta = bench.check(bench.system, bench.from_a(96, 400), tail, prefix_len=exact)
     assert meta["cached_tokens_details"] == {"device": exact, "host": 304}
-    bench.check(bench.system, bench.from_a(96, 400), tail, prefix_len=exact)
+    bench.check(bench.system, bench.from_a(96, 400), tail, prefix_len=exact, goes_on=True)
 
 
 def test_a_full_prefill_would_answer_differently(bench):
@@ -148,13 +153,10 @@ def test_three_reordered_regions_and_the_same_again(bench):
     bench.check(*pieces)
     # What was computed in front of the first copy is exact and was published; nothing else was.
     start = -(-70 // bench.page_size) * bench.page_size
-    parts, copied = bench.parts(pieces, start)
-    want = bench.reference.answer(parts)
-    got = bench.server.generate(
-        [token for piece in pieces for token in (piece if isinstance(piece, list) else piece[2])]
-    )
-    assert got["output_ids"] == want.tokens
-    assert got["meta_info"]["cached_tokens"] == copied + start
+    bench.check(*pieces, prefix_len=start, goes_on=True)
+    prompt = [token for piece in pieces for token in (piece if isinstance(piece, list) else piece[2])]
+    exact = bench.server.generate(prompt, reuse="exact")
+    assert exact["meta_info"]["cached_tokens"] == start
 
 
 def test_adjacent_regions_of_two_donors(bench):

@@ -173,10 +173,17 @@ class Prompts:
         return [self._rng.randrange(3, VOCABULARY) for _ in range(count)]
 
 
-def body(prompt, num_tokens, **asked):
+def body(prompt, num_tokens, tenant, **asked):
     sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     sampling["custom_params"] = {f"kvgraft_{name}": value for name, value in asked.items()}
-    return {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    return {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "cache_salt": tenant}
+
+
+def known_to(server, prompts, *tenants):
+    """Have tenants know the donors: one that asks a prompt again goes on from what it was answered from before."""
+    for tenant in tenants:
+        for donor in prompts.donors:
+            server.generate(donor, 2, cache_salt=tenant)
 
 
 def logprobs_of(got):
@@ -193,22 +200,22 @@ def near(got, other, start, stop):
 def answers(model_dir):
     """Answers of a server that repairs and of one that does not, by prompt."""
     prompts, model = Prompts(), model_dir("llama")
-    settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO), "KVGRAFT_REFRESH_AFTER": "0"}
+    settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO)}
     with SGLangServer(model, {"--chunked-prefill-size": 128}, settings) as plain:
-        for donor in prompts.donors:
-            plain.generate(donor, 2)
-        none = [plain.post("/generate", body(prompt, 8)) for prompt in prompts.asked]
+        known_to(plain, prompts, "none")
+        none = [plain.post("/generate", body(prompt, 8, "none")) for prompt in prompts.asked]
     settings |= {"KVGRAFT_SELECTION": "query_seam"}
     with SGLangServer(model, {"--chunked-prefill-size": 128}, settings) as server:
-        for donor in prompts.donors:
-            server.generate(donor, 2)
+        tenants = [f"{number}" for number in range(3)]
+        known_to(server, prompts, "before", "after", *tenants)
         found = {
-            time: [server.post("/generate", body(prompt, 8, repair=time)) for prompt in prompts.asked]
+            time: [server.post("/generate", body(prompt, 8, time, repair=time)) for prompt in prompts.asked]
             for time in ("before", "after")
         }
-        wrong = server.post("/generate", body(prompts.ids(50), 2, repair="never"))
+        wrong = server.post("/generate", body(prompts.ids(50), 2, "wrong", repair="never"))
+        asked = [body(prompt, 8, tenant) for tenant in tenants for prompt in prompts.asked]
         with ThreadPoolExecutor(6) as pool:
-            crowd = list(pool.map(lambda prompt: server.post("/generate", body(prompt, 8)), prompts.asked * 3))
+            crowd = list(pool.map(lambda each: server.post("/generate", each), asked))
         server.settle()  # the strict memory check at idle has seen every slot
         assert server.is_healthy(), server.log()[-3000:]
         assert "failed; it goes on without" not in server.log()

@@ -13,7 +13,7 @@ from array import array
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
-from loop import Loop, NotComputedError, build_scheduler
+from loop import Loop, NotComputedError, build_scheduler, next_token
 
 from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 
@@ -120,6 +120,40 @@ def test_account_notices_text_that_is_published_before_its_pass(loop, monkeypatc
     monkeypatch.setattr(ScheduleBatch, "prepare_for_extend", published_first)
     with pytest.raises(NotComputedError, match="before its pass has run"):
         loop.run(shared_beginning("in one batch"), overlap=True, chunk=512)
+
+
+def answered(tokens, count):
+    """A prompt with its answer of `count` tokens."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(next_token(tokens[-1], len(tokens)))
+    return tokens
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("repair", ["before", "after"])
+def test_turns_go_on_and_exact_requests_beside_them_do_not(loop, repair, overlap):
+    """Two turns of one session at once, an exact request of the same text, and a flush."""
+    tokens, told = fresh(), []
+    prompt = take(tokens, 30) + DOCUMENTS[0] + take(tokens, 9)
+    loop.run(script([("d", take(tokens, 5) + DOCUMENTS[0], 2, GRAFT)]), overlap=overlap)
+    loop.run(script([("0", prompt, 6, {"repair": repair})]), overlap=overlap)
+    for number in range(1, 4):
+        prompt = answered(prompt, 6) + take(tokens, 7)
+        both = [(f"{number} {name}", prompt, 6, {"repair": repair}) for name in "ab"]
+        loop.run(script(both), overlap=overlap)
+        told += [loop.reports()[rid] for rid, *_ in both]
+    page = loop.cache.page_size
+    for number, report in enumerate(told):
+        assert report["computed_tokens"] < 7 + 1 + 2 * page
+        assert report["shifted_tokens"] == report["recomputed_tokens"] == 0
+        assert report["continued_tokens"] > 120 + 9 * (number // 2)
+    loop.run(script([("exact", prompt, 2, {"reuse": "exact"})]), overlap=overlap)  # fails if it attends to copies
+    assert loop.reports()["exact"]["continued_tokens"] == 0
+    assert loop.flush()
+    loop.run(script([("last", prompt, 2, GRAFT)]), overlap=overlap)
+    assert loop.reports()["last"]["computed_tokens"] == len(prompt)
+    assert loop.reuse.log.num_errors == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])

@@ -29,7 +29,6 @@ ENVIRON = {
     "KVGRAFT_RECOMPUTE_RATIO": "0.3",
     "KVGRAFT_PHASE_COST_TOKENS": "1",
     "KVGRAFT_MAX_GENERATION": "0",
-    "KVGRAFT_REFRESH_AFTER": "0",
 }
 
 
@@ -86,7 +85,8 @@ def test_answers_beside_an_unfinished_beginning(server, reference, length_of_a):
     a, b = system + ids(length_of_a), system + gap + document + ids(20)
     adjoining = system + document[100:350] + ids(20)  # fits whole beside a chunk of A
     c = system + gap + ids(100)
-    server.generate(ids(7) + document, 2)
+    donor = ids(7) + document
+    server.generate(donor, 2)
     got = dict(zip("abn", together(server, (a, "off"), (b, "graft"), (adjoining, "graft")), strict=True))
     got["c"] = server.generate(c, reuse="off")
     for name, prompt in (("a", a), ("c", c)):
@@ -94,6 +94,10 @@ def test_answers_beside_an_unfinished_beginning(server, reference, length_of_a):
         assert distance(got[name], want.tokens, want.logprobs) < TOLERANCE, name
     assert got["a"]["meta_info"]["cached_tokens"] == 0
     assert got["c"]["meta_info"]["cached_tokens"] == len(system + gap), "B's gap, which is exact, and nothing behind it"
+    # A prompt that is asked again goes on from what it was answered from, repaired in the meantime.
+    assert server.flush()
+    server.generate(donor, 2)
+    server.generate(system + gap + ids(1), 1, reuse="off")
     for name, prompt in (("b", b), ("n", adjoining)):
         attempt = got[name]["meta_info"]["kvgraft"][0]["attempts"][-1]
         assert attempt["shifted_tokens"] > 100

@@ -21,6 +21,7 @@ from kvgraft.graft.select import FirstK, NoRecompute
 from kvgraft.graft.weights import weights_digest
 from kvgraft.integrations.sglang.copies import Copies
 from kvgraft.integrations.sglang.donor_events import DonorEvents, require_events
+from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.loader import Loader
@@ -134,13 +135,15 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     planner = LoadPlanner(
         keeper, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
     )
+    continuations = Continuations(tree, page_size, config.min_run)
     copies = Copies(Loader(tree, buffers, keeper, ranks=ranks, log=log), log, config.min_run, recomputer)
     reuse = RequestReuse(
         keeper=keeper,
         planner=planner,
         copies=copies,
         repairs=Repairs(copies, refused_recomputation(ctx) or ""),
-        registrar=DonorRegistrar(tree, keeper, page_size=page_size, min_run=config.min_run),
+        registrar=DonorRegistrar(tree, keeper, continuations, min_run=config.min_run),
+        continuations=continuations,
         ranks=ranks,
         log=log,
         fingerprint=fingerprint,

@@ -129,7 +129,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self.reuse.published(req, req.last_node)
 
     def claim_kv_row(self, req: Any) -> bool:  # noqa: ANN401
-        """Take over text computed after copies; called first when a row is released."""
+        """Take over what later turns go on from; called first when a row is released."""
         if super().claim_kv_row(req):
             return True
         if self.reuse is not None and req.kv.holds_kv:
@@ -254,12 +254,13 @@ class SGLangTree:
         """See `DonorTree.free`."""
         self._cache.token_to_kv_pool_allocator.free(slots)
 
-    def adopt(self, text: TreeText, slots: Tensor) -> None:
+    def adopt(self, text: TreeText, slots: Tensor, known: int) -> None:
         """See `DonorTree.adopt`."""
         key = RadixKey(text.tokens, text.extra_key, cache_salt=text.cache_salt)
-        result = self._cache.insert(InsertParams(key=key, value=slots))
-        if result.prefix_len:
-            raise CorruptCacheError(f"a name of our own had {result.prefix_len} tokens already")
+        # Slots after `prev_prefix_len` that the tree has no use for are freed in it; here the row is.
+        result = self._cache.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(slots)))
+        if result.prefix_len != known:
+            raise CorruptCacheError(f"a name of our own had {result.prefix_len} tokens, not {known}")
 
     def empty(self) -> None:
         """See `DonorTree.empty`."""

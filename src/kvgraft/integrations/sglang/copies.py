@@ -73,7 +73,7 @@ class Copies:
         """Compute chosen tokens of what was loaded again, before SGLang computes from `len(slots)` (int64) on."""
         if self.recomputer is not None:
             self._recompute(state, req, slots, self.recomputer.run)
-        elif state.lineage.is_approximate:
+        elif state.has_shifted:
             state.repaired(_num_drawn(state, req))  # what is chosen are gaps, which SGLang computes
 
     def repair(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
@@ -84,7 +84,7 @@ class Copies:
 
     def _recompute(self, state: SGLangRequest, req: Any, slots: Tensor, passes: Passes) -> None:  # noqa: ANN401
         recomputer = self.recomputer
-        if recomputer is None or not state.lineage.is_approximate:
+        if recomputer is None or not state.has_shifted:
             return
         try:
             policy, looks = recomputer.agreed_policy(*state.extent())
@@ -117,14 +117,14 @@ class Copies:
         slots: Tensor,
         error: Exception,
     ) -> None:
-        """The policy failed: compute everything from the first copy on, and load nothing more.
+        """The policy failed: compute everything from the first shifted copy on, and load nothing more.
 
         Where that fails, too, the request goes on with its copies, as after any pass that fails. It stays approximate:
         nothing of it is published, its donors have a generation, its report names its spans and policy `none`.
         """
         state.due = []
         state.missed(self.log.failed("selection policy", state.rid, error))
-        start = min(span.target_start for span in state.lineage.spans)
+        start = min(span.target_start for span in state.lineage.spans if span.fidelity is Fidelity.SHIFTED)
         try:
             recomputer.run_all(_prompt(state, req), slots, start)
         except Exception as failure:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
@@ -132,9 +132,9 @@ class Copies:
             state.policy = NoRecompute.name
             return
         if state.repair.time is RepairTime.AFTER:
-            state.computed_in_full(_num_drawn(state, req))
+            state.computed_in_full(start, _num_drawn(state, req))
         else:
-            state.withdraw()
+            state.withdraw(start)
 
 
 def _prompt(state: SGLangRequest, req: Any) -> NDArray[np.int64]:  # noqa: ANN401

@@ -157,15 +157,20 @@ class SGLangRequest:
         return SGLangRequest(self.rid, self.namespace, (*self.attempts, self.attempt(policy)))
 
     def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]]) -> None:
-        """Note that `spans` were copied."""
-        self.lineage.copy([span.report() for span in spans])
+        """Note that `spans` were copied; what the request goes on from is the first one."""
+        for span in spans:
+            if span.goes_on:
+                assert span.donor is not None
+                self.lineage.go_on(span.end, span.donor.generation)
+        self.lineage.copy([span.report() for span in spans if not span.goes_on])
         self.lineage.recompute_gap(sum(span.recomputed for span in spans))
         self.sources += sources
 
-    def withdraw(self) -> None:
-        """Note that everything copied was computed since, and all that had attended to it."""
-        self.lineage.withdraw()
-        self.sources, self.num_taken, self.num_corrected = [], 0, 0
+    def withdraw(self, start: int) -> None:
+        """Note that everything from `start`, the first shifted copy, on was computed since."""
+        self.lineage.withdraw(start)
+        self.num_taken, self.num_corrected = len(self.lineage.spans), 0
+        self.sources = self.sources[: self.num_taken]
 
     def recomputed(self, policy: str, work: GraftWork) -> None:
         """Note that the choice of `policy` was computed."""
@@ -177,14 +182,15 @@ class SGLangRequest:
         """Note that the choice of the policy was computed when `num_drawn` tokens of the answer had been drawn."""
         self.repair = replace(self.repair, from_token=num_drawn + 1)
 
-    def computed_in_full(self, num_drawn: int) -> None:
-        """Note that the whole prompt was computed when `num_drawn` tokens of the answer had been drawn over copies.
+    def computed_in_full(self, start: int, num_drawn: int) -> None:
+        """Note that the prompt was computed from `start`, the first shifted copy, on, when `num_drawn` tokens were drawn.
 
-        They rest on these, so the lineage keeps them.
+        These rest on the copies, so the lineage keeps them. What the request goes on from stays approximate.
         """
         shifted = [span for span in self.lineage.spans if span.fidelity is Fidelity.SHIFTED]
         self.lineage.recompute((span.target_start, span.length) for span in shifted)
-        self.repair = replace(self.repair, from_token=num_drawn + 1, exact_from_token=num_drawn + 1)
+        exact_from = None if self.lineage.generation_at(start) else num_drawn + 1
+        self.repair = replace(self.repair, from_token=num_drawn + 1, exact_from_token=exact_from)
 
     def attempt(self, policy: str) -> PrefillAttempt:
         """Sum up where the request stands."""
@@ -207,13 +213,13 @@ class SGLangRequest:
         return PrefillAttempt(report, tuple(self.sources), self.num_steps)
 
     def extent(self) -> tuple[int, int]:
-        """Return how many tokens are copied or will be, and how many stand after the last of them; one at least is.
+        """Return how many tokens are moved or will be, and how many stand after the last of them; one at least is.
 
-        Exact ones do not count.
+        Those in their own places do not count.
         """
         copied = [(span.target_start, span.length, span.fidelity) for span in self.lineage.spans]
         due = [(span.start, span.length, span.fidelity) for span in self.due]
-        spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is not Fidelity.EXACT]
+        spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is Fidelity.SHIFTED]
         end = max(start + length for start, length in spans)
         return sum(length for _, length in spans), self.num_tokens - end
 
@@ -229,7 +235,17 @@ class SGLangRequest:
         for span in self.lineage.spans:
             computed[span.target_start : span.target_start + span.length] = False
         matches = tuple(Match(span.target_start, span.donor_id, span.donor_start, span.length) for span in spans)
-        return GraftPlan(num_tokens, self.lineage.prefix_len, matches, np.flatnonzero(computed))
+        return GraftPlan(num_tokens, self._settled_end, matches, np.flatnonzero(computed))
+
+    @property
+    def _settled_end(self) -> int:
+        """End of the exact prefix and of what was copied right after it in its own place."""
+        end = self.lineage.prefix_len
+        for span in self.lineage.spans:
+            if span.target_start != end or span.fidelity not in (Fidelity.EXACT, Fidelity.CONTINUED):
+                break
+            end += span.length
+        return end
 
     def adjoining(self, position: int) -> list[LoadSpan]:
         """Return the spans that follow one another from `position` on."""
@@ -246,8 +262,12 @@ class SGLangRequest:
         self.due = [span for span in self.due if span not in spans]
 
     def pass_by(self, position: int, min_run: int) -> None:
-        """Cut off everything before `position`; the rest of a span must be worth its copy."""
-        after = [span if span.start >= position else span.after(position) for span in self.due if span.end > position]
+        """Cut off everything before `position`; the rest of a span must be worth its copy.
+
+        A request goes on from its exact prefix or not at all.
+        """
+        due = [span for span in self.due if span.end > position and (span.start >= position or not span.goes_on)]
+        after = [span if span.start >= position else span.after(position) for span in due]
         self.due = [span for span in after if span.start > position or span.length >= min_run]
 
     def next_start(self, position: int) -> int | None:

@@ -9,7 +9,7 @@ What a request owns and for how long:
     promised    nothing; matching runs again in every scheduling round
     loading     donors are pinned in the tree, for the time of the copy only
     loaded      private slots, which leave with the request's row
-    finished    runs computed after a copy go to the tree under a name of ours, copied ones are freed
+    finished    what it was answered from goes to the tree under a name of ours, for turns that go on from it
     retracted   nothing, but its report: the answer goes on from what was copied before
 """
 
@@ -28,6 +28,7 @@ from kvgraft.integrations.sglang.planning.spans import LoadDecision
 from kvgraft.integrations.sglang.refusals import refused_request
 from kvgraft.integrations.sglang.request_state import SGLangRequest
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
+from kvgraft.reuse.continuation import may_go_on
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.sglang.copies import Copies
+    from kvgraft.integrations.sglang.donors.continuations import Continuations
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
-    from kvgraft.integrations.sglang.donors.registrar import ComputedText, DonorRegistrar
+    from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar, GivenText, Piece
     from kvgraft.integrations.sglang.planning.planner import LoadPlanner
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.repairs import Repairs
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.store_use import StoreUse
-    from kvgraft.reuse.lineage import ComputedRun
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class RequestReuse:
     still on its way.
 
     Attributes:
+        continuations: What requests go on from that accept copies.
         stand_ins: Lets other texts stand in for requests that ask for it; None without a provider.
         stores: Stores that outlive this process; None for none.
         repair_time: When requests that do not say it are repaired.
@@ -74,6 +76,7 @@ class RequestReuse:
     copies: Copies
     repairs: Repairs
     registrar: DonorRegistrar
+    continuations: Continuations
     ranks: Ranks
     log: RequestLog
     fingerprint: str
@@ -116,7 +119,7 @@ class RequestReuse:
             return 0
         if self.stores is not None and self.stores.is_reading(state):
             return 0
-        self._agree(state, self._decide(state, req, tokens, end))
+        self._agree(state, self._decide(state, req, mode, tokens, end))
         if self.stores is not None and self.stores.begin(state):
             return 0
         return sum(span.length for span in state.adjoining(prefix_len))
@@ -158,25 +161,30 @@ class RequestReuse:
         self,
         state: SGLangRequest,
         req: Any,  # noqa: ANN401
+        mode: ReuseMode,
         tokens: array[int],
         end: int,
     ) -> tuple[LoadSpan, ...] | None:
         """Decide on this rank; returns the spans, or None where what was decided before still holds."""
         prefix_len = state.lineage.prefix_len
         try:
-            depends_on = (self.keeper.version, len(tokens), end, prefix_len)
+            depends_on = (self.keeper.version, self.continuations.version, len(tokens), end, prefix_len)
             if depends_on == state.decision.depends_on and all(map(self._is_there, state.adjoining(prefix_len))):
                 return None
             may_read = self.stores is not None and self.stores.may_read(state)
-            decision = self.planner.plan(state.namespace, tokens, prefix_len, end, may_read=may_read)
+            goes_on = self.continuations.find(state.namespace, tokens, prefix_len, end) if may_go_on(mode) else None
+            known_len = prefix_len if goes_on is None else goes_on.end
+            decision = self.planner.plan(state.namespace, tokens, known_len, end, may_read=may_read)
             if decision.miss is not None and decision.miss.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
                 self.log.count_error()
             if decision.miss is not None and state.wait.miss is not None:
                 decision = replace(decision, miss=state.wait.miss)
-            if self.stand_ins is not None and self._asked(req)[0] is ReuseMode.SUBSTITUTE:
+            if self.stand_ins is not None and mode is ReuseMode.SUBSTITUTE:
                 # Of a retracted request that has generated tokens, these are its own: no other text stands in for them.
                 prompt = tokens[: min(end + 1, len(req.origin_input_ids))]
-                decision = self._substituted(self.stand_ins, state, req, prompt, decision)
+                decision = self._substituted(self.stand_ins, state, req, prompt, decision, known_len=known_len)
+            if goes_on is not None:
+                decision = replace(decision, spans=(goes_on, *decision.spans))
             # A lookup corrects donors that it finds shorter than they were.
             state.decision = replace(decision, depends_on=(self.keeper.version, *depends_on[1:]))
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
@@ -185,7 +193,7 @@ class RequestReuse:
 
     def _agree(self, state: SGLangRequest, spans: tuple[LoadSpan, ...] | None) -> None:
         """Have all ranks load what the first one decided; nothing where their donors differ, which are forgotten."""
-        chosen = self.ranks.chosen(spans, self.keeper.digest)
+        chosen = self.ranks.chosen(spans, self.keeper.digest, state.decision.goes_on)
         if not chosen.are_alike:
             self._begin_anew()
             state.refuse(Miss(MissReason.ERROR, _UNLIKE))
@@ -202,10 +210,12 @@ class RequestReuse:
         req: Any,  # noqa: ANN401
         tokens: array[int],
         decision: LoadDecision,
+        *,
+        known_len: int,
     ) -> LoadDecision:
-        """Return the decision for another text if that gains more."""
+        """Return the decision for another text, after `known_len` tokens, if that gains more."""
         reused_len = sum(span.length for span in decision.spans)
-        found = stand_ins.find(req, state.namespace, tokens, prefix_len=state.lineage.prefix_len, reused_len=reused_len)
+        found = stand_ins.find(req, state.namespace, tokens, prefix_len=known_len, reused_len=reused_len)
         self.log.count_semantic(stand_ins.substitutes.take_outcomes())
         if found is None:
             return decision
@@ -292,7 +302,7 @@ class RequestReuse:
         self.log.show_donors(self.keeper)
 
     def adopt_computed(self, req: Any, row: Tensor, node: object) -> None:  # noqa: ANN401
-        """Keep what a finished request computed after copies, and the exact head before them, as donors.
+        """Keep what a finished request was answered from for those that go on from it, and its exact head as a donor.
 
         It is about to be released; `row` are its slots by position, `node` its node in the exact tree.
         """
@@ -305,14 +315,14 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
         self.settle()  # what is known by now is not adopted a second time
-        if runs := self.registrar.computed(req, state):
-            self._adopt(req, state, row, runs)
+        if pieces := self.registrar.pieces(req, state):
+            self._adopt(req, state, row, pieces)
 
-    def _adopt(self, req: Any, state: SGLangRequest, row: Tensor, runs: list[ComputedRun]) -> None:  # noqa: ANN401
-        """Keep what all ranks want of `runs`: trees that do not have the same do not evict the same."""
-        texts: list[ComputedText | None] = [None] * len(runs)
+    def _adopt(self, req: Any, state: SGLangRequest, row: Tensor, pieces: list[Piece]) -> None:  # noqa: ANN401
+        """Keep what all ranks want of `pieces`: trees that do not have the same do not evict the same."""
+        texts: list[GivenText | None] = [None] * len(pieces)
         try:
-            texts = self.registrar.texts(req, state, row, runs)
+            texts = self.registrar.texts(req, state, row, pieces)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
         are_wanted = self.ranks.lowest([text is not None for text in texts])
@@ -405,7 +415,7 @@ class RequestReuse:
             logger.warning("weights change: %s", _STALE)
 
     def _forget(self, *, weights_change: bool) -> None:
-        """Forget all donors, and what was promised of them."""
+        """Forget all donors and all that requests go on from, and what was promised of them."""
         self._forget_donors()
         if self.stores is not None:
             self.stores.close(weights_change=weights_change)
@@ -420,5 +430,6 @@ class RequestReuse:
 
     def _forget_donors(self, first_epoch: int = 0) -> None:
         self.keeper.clear(first_epoch)
+        self.continuations.clear()
         for state in self._states.values():
             state.forget_donors()

@@ -13,6 +13,7 @@ from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.graft.rope import RopePairing, RopeSpec
 from kvgraft.integrations.sglang.copies import Copies
+from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.loader import Loader
@@ -33,7 +34,10 @@ INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
 
 
 class FakeTree:
-    """Paths by namespace and tokens; every path has slots of its own. Eviction drops the tail of the oldest path."""
+    """Paths by namespace and tokens; one that goes on from another takes its place, and all have slots of their own.
+
+    Eviction drops the tail of the oldest path.
+    """
 
     def __init__(self, page_size=1):
         self.page_size = page_size
@@ -82,8 +86,12 @@ class FakeTree:
     def free(self, slots):
         self.free_slots += slots.tolist()
 
-    def adopt(self, text, slots):
-        self.paths[text.extra_key, text.cache_salt, text.tokens.tobytes()] = (text.tokens, slots.tolist())
+    def adopt(self, text, slots, known):
+        found = self.resident(text, len(slots))
+        assert found.length == known
+        old = self.paths.pop(found.node)[1] if known else []
+        assert len(old) == known, "paths do not branch here"
+        self.paths[text.extra_key, text.cache_salt, text.tokens.tobytes()] = (text.tokens, old + slots.tolist()[known:])
 
     def insert(self, tokens, slots, extra_key=None, cache_salt=None):
         key = (extra_key, cache_salt, tokens.tobytes())
@@ -173,12 +181,14 @@ class World:
         self.log = RequestLog(CountedSamples(), str(tmp_path / "reports.jsonl"))
         loader = Loader(self.tree, self.pool, self.keeper, ranks=ranks, log=self.log)
         copies = Copies(loader, self.log, self.config.min_run)
+        continuations = Continuations(self.tree, page_size, self.config.min_run)
         self.reuse = RequestReuse(
             keeper=self.keeper,
             planner=self.planner,
             copies=copies,
             repairs=Repairs(copies),
-            registrar=DonorRegistrar(self.tree, self.keeper, page_size=page_size, min_run=self.config.min_run),
+            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
+            continuations=continuations,
             ranks=ranks,
             log=self.log,
             fingerprint="model",

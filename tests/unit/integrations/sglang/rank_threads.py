@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kvgraft.integrations.sglang.planning.ranks import Chosen
+from kvgraft.types import CONTINUATION
 
 SOON = 60.0
 
@@ -40,8 +41,11 @@ class ThreadRanks:
     def total(self, numbers):
         return sum(self.exchanged(f"total of {len(numbers)}", numbers))
 
-    def chosen(self, spans, donors):
-        parts, donor_of = self.exchanged("chosen", (spans, donors)), self.keeper.catalogue.get
+    def chosen(self, spans, donors, goes_on=None):
+        def donor_of(donor_id):
+            return goes_on if donor_id == CONTINUATION else self.keeper.catalogue.get(donor_id)
+
+        parts = self.exchanged("chosen", (spans, donors))
         spans, are_alike = parts[0][0], len({donors for _, donors in parts}) == 1
         if not are_alike:
             return Chosen(None, are_alike=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from kvgraft.errors import StoreError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.rope import RopePairing, RopeSpec
 from kvgraft.integrations.sglang.copies import Copies
+from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.loader import Loader
@@ -54,7 +56,8 @@ class Content:
         token: Its id.
         position: Where it was computed.
         tenant: Of the request.
-        prefix: All tokens up to this one if nothing in front of it had been copied, else None.
+        text: All tokens up to this one.
+        prefix: As `text` if its K/V are those of a full prefill, else None.
         generation: 0, or one more than the highest of the copies that it attended to.
         weights: Of which weights it and everything that it attended to are.
     """
@@ -62,6 +65,7 @@ class Content:
     token: int
     position: int
     tenant: str
+    text: tuple
     prefix: tuple | None
     generation: int
     weights: frozenset
@@ -75,6 +79,11 @@ class Page:
     children: dict = field(default_factory=dict)
     locks: int = 0
     used_at: int = 0
+
+
+def generation_after(seen, tokens):
+    """The highest generation of `(position, content)` in a row: what was computed after other text is a copy."""
+    return max((each.generation + (each.text != tuple(tokens[: at + 1])) for at, each in seen), default=0)
 
 
 class PageTree:
@@ -170,10 +179,9 @@ class PageTree:
     def free(self, slots):
         self.free_slots += slots.tolist() if isinstance(slots, torch.Tensor) else slots
 
-    def adopt(self, text, slots):
-        name = (text.extra_key, text.cache_salt)
-        assert name not in self.roots, "a name of our own is new"
-        self.insert(name, text.tokens, slots.tolist())
+    def adopt(self, text, slots, known):
+        _, had = self.insert((text.extra_key, text.cache_salt), text.tokens, slots.tolist())
+        assert len(had) * self.page_size == known
 
     def empty(self):
         self.evict(self.total)
@@ -200,6 +208,7 @@ class Running:
 
     def __init__(self, req):
         self.req, self.row, self.copied, self.prefix_len, self.node, self.wanted = req, [], set(), 0, None, []
+        self.num_loaded = self.num_exact = 0  # tokens, and those of them whose K/V are a full prefill's
         self.attempts, self.has_drawn = [], False
         self.repaired_at = None  # tokens drawn by the last pass over chosen rows
 
@@ -231,12 +240,14 @@ class Scheduler:
         loader = Loader(self.tree, self.buffers, self.keeper, ranks=ranks, log=self.log)
         copies = Copies(loader, self.log, self.config.min_run, recomputer)
         self.link = None if shelf is None else self.make_link(shelf, ranks, costs)
+        continuations = Continuations(self.tree, page_size, self.config.min_run)
         self.reuse = RequestReuse(
             keeper=self.keeper,
             planner=LoadPlanner(self.keeper, self.config, costs, page_size, recomputer=recomputer, stores=self.link),
             copies=copies,
             repairs=Repairs(copies, "" if recomputes else "no passes"),
-            registrar=DonorRegistrar(self.tree, self.keeper, page_size=page_size, min_run=self.config.min_run),
+            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
+            continuations=continuations,
             ranks=ranks,
             log=self.log,
             fingerprint="model",
@@ -247,7 +258,8 @@ class Scheduler:
         self.tree.on_evicted = self.reuse.evicted
         self.is_stale, self.number = False, 0
         self.waiting, self.running, self.copied_tokens, self.recomputed_tokens = [], [], 0, 0
-        self.repaired_after = 0
+        self.repaired_after = self.continued_tokens = 0
+        self.finished = deque(maxlen=4)  # the last ones, as (tokens, tenant)
 
     # What SGLang does
 
@@ -285,6 +297,7 @@ class Scheduler:
         self.waiting.remove(entry)
         self.running.append(entry)
         entry.row, entry.copied = self.tree.slots(entry.node).tolist(), set()
+        entry.num_loaded = entry.num_exact = 0
         req.kv.cache_protected_len, req.kv.req_pool_idx = entry.prefix_len, 1
         if promised:
             loaded = self.reuse.load_first(req, promised)
@@ -328,6 +341,7 @@ class Scheduler:
         if not entry.req.skip_radix_cache_insert:
             self.checkpoint(entry)
         self.release(entry)
+        self.finished.append((entry.req.full_untruncated_fill_ids.tolist(), entry.req.cache_salt or ""))
         self.check_entry(entry, self.log.take(entry.req))
 
     def retract(self, entry):
@@ -400,10 +414,12 @@ class Scheduler:
         """What SGLang's model does in a pass of ours: contents instead of K/V."""
         entry, numbers = self.recomputed_of, []
         for token, row in zip(token_ids.tolist(), rows.tolist(), strict=True):
+            tokens = tuple(entry.req.full_untruncated_fill_ids)
             seen = [(at, self.content(each)) for at, each in enumerate(entry.row[:row])]
-            generation = max((each.generation + (at in entry.copied) for at, each in seen), default=0)
+            generation = generation_after(seen, tokens)
             weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
-            self.contents.append(Content(token, row, entry.req.cache_salt or "", None, generation, weights))
+            content = Content(token, row, entry.req.cache_salt or "", tokens[: row + 1], None, generation, weights)
+            self.contents.append(content)
             numbers.append(len(self.contents) - 1)
         values = torch.tensor(numbers, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
         angles = torch.from_numpy(STEP * rows)
@@ -438,14 +454,15 @@ class Scheduler:
             assert got is not None
             spare += got.tolist()
         seen = [(at, self.content(each)) for at, each in enumerate(entry.row)]
-        exact = all(each.prefix == tuple(tokens[: at + 1]) and at not in entry.copied for at, each in seen)
-        generation = max((each.generation + (at in entry.copied) for at, each in seen), default=0)
+        exact = all(each.prefix == tuple(tokens[: at + 1]) for at, each in seen)
+        generation = generation_after(seen, tokens)
         weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
         while len(entry.row) < end:
             position, slot = len(entry.row), spare.pop(0)
-            prefix = tuple(tokens[: position + 1]) if exact else None
+            text = tuple(tokens[: position + 1])
             tenant = entry.req.cache_salt or ""
-            self.contents.append(Content(tokens[position], position, tenant, prefix, generation, weights))
+            prefix = text if exact else None
+            self.contents.append(Content(tokens[position], position, tenant, text, prefix, generation, weights))
             self.values[slot] = len(self.contents) - 1
             self.keys[slot, 0] = torch.tensor([np.cos(STEP * position), np.sin(STEP * position)])
             entry.row.append(slot)
@@ -457,6 +474,8 @@ class Scheduler:
             assert content.weights == {self.weights}, "a copy of what other weights computed"
             entry.copied.add(len(entry.row))
             entry.row.append(slot)
+            entry.num_exact += content.prefix == tuple(entry.req.full_untruncated_fill_ids[: len(entry.row)])
+        entry.num_loaded += len(slots)
         self.copied_tokens += len(slots)
 
     def checkpoint(self, entry):
@@ -482,7 +501,7 @@ class Scheduler:
             self.tree.free(entry.row[start:stop])
         self.tree.free(entry.wanted)
         self.tree.lock(entry.node, -1)
-        entry.attempts.append((entry.prefix_len, len(entry.copied), entry.repaired_at))
+        entry.attempts.append((entry.prefix_len, entry.num_exact, len(entry.copied), entry.repaired_at))
         entry.repaired_at = None
         self.running.remove(entry)
         self.reuse.released(req)
@@ -507,18 +526,21 @@ class Scheduler:
         assert self.log.num_errors == self.log.metrics["graft_errors"]
 
     def check_tree(self):
-        """No request can ask for anything but what a full prefill computes."""
+        """No request can ask for anything but what a full prefill computes; a name of our own is one tenant's."""
         for (extra_key, salt), root in self.tree.roots.items():
-            if extra_key is None:
-                left = [(child, ()) for child in root.children.values()]
-                while left:
-                    page, tokens = left.pop()
-                    for token, slot in zip(page.tokens, page.slots, strict=True):
-                        tokens += (token,)
-                        content = self.content(slot)
+            left, tenants = [(child, ()) for child in root.children.values()], set()
+            while left:
+                page, tokens = left.pop()
+                for token, slot in zip(page.tokens, page.slots, strict=True):
+                    tokens += (token,)
+                    content = self.content(slot)
+                    assert content.token == token
+                    tenants.add(content.tenant)
+                    if extra_key is None:
                         assert content.prefix == tokens, "approximate K/V under a name that a request can ask for"
                         assert content.tenant == (salt or "")
-                    left += [(child, tokens) for child in page.children.values()]
+                left += [(child, tokens) for child in page.children.values()]
+            assert len(tenants) <= 1
 
     def check_rows(self):
         for entry in self.running:
@@ -553,17 +575,23 @@ class Scheduler:
                 assert content.weights == {self.weights}, "a donor that other weights computed"
 
     def check_entry(self, entry, found):
-        told = [(attempt["exact_tokens"], attempt["shifted_tokens"]) for attempt in found["attempts"]]
-        assert told == [attempt[:2] for attempt in entry.attempts]
-        for attempt, (_, _, repaired_at) in zip(found["attempts"], entry.attempts, strict=True):
-            if self.reuse.copies.recomputer is not None and attempt["spans"]:
+        for attempt, (prefix_len, num_exact, num_copied, repaired_at) in zip(
+            found["attempts"], entry.attempts, strict=True
+        ):
+            reused = attempt["exact_tokens"] + attempt["continued_tokens"] + attempt["shifted_tokens"]
+            assert reused == prefix_len + num_copied
+            assert prefix_len <= attempt["exact_tokens"], "what the exact tree gave is no longer called exact"
+            assert attempt["exact_tokens"] <= prefix_len + num_exact, "approximate K/V are called exact"
+            if self.reuse.copies.recomputer is not None and attempt["shifted_tokens"] + attempt["recomputed_tokens"]:
                 from_token = (attempt["repair"] or {}).get("from_token")
                 assert from_token == (None if repaired_at is None else 1 + repaired_at)
         report = found["report"]
         for attempt in found["attempts"]:
             assert report["shifted_tokens"] >= attempt["shifted_tokens"], "a retraction made the report better"
+            assert report["shifted_tokens"] or report["continued_tokens"] >= attempt["continued_tokens"]
             assert attempt["recomputed_tokens"] <= attempt["computed_tokens"]
             assert attempt["recomputed_tokens"] == 0 or attempt["spans"]
-            sums = attempt["exact_tokens"] + attempt["shifted_tokens"] + attempt["computed_tokens"]
-            assert sums == attempt["num_tokens"]
+            reused = attempt["exact_tokens"] + attempt["continued_tokens"] + attempt["shifted_tokens"]
+            assert reused + attempt["computed_tokens"] == attempt["num_tokens"]
+            self.continued_tokens += attempt["continued_tokens"]
         assert report["exact_tokens"] == min(attempt["exact_tokens"] for attempt in found["attempts"])

@@ -60,6 +60,23 @@ class AnyOrder(RuleBasedStateMachine):
             tokens += DOCUMENTS[document][first : first + length] + self.fresh(gap)
         self.scheduler.submit([*tokens, *self.fresh(1)], tenant, f"request {rid}", repair)
 
+    @precondition(
+        lambda self: len(self.scheduler.waiting) + len(self.scheduler.running) < 6 and self.scheduler.finished
+    )
+    @rule(
+        which=WHICH,
+        kept=strategies.integers(0, 60),
+        count=strategies.integers(0, 30),
+        tenant=strategies.sampled_from([None, None, None, "other", ""]),
+        repair=REPAIR,
+    )
+    def next_turn(self, which, kept, count, tenant, repair):
+        """The client may have edited the end of what it was answered."""
+        tokens, own = self.scheduler.finished[which % len(self.scheduler.finished)]
+        assume(kept < len(tokens) < 300)
+        tokens = tokens[: len(tokens) - kept] + self.fresh(count + 1)
+        self.scheduler.submit(tokens, own if tenant is None else tenant, "turn", repair)
+
     @precondition(lambda self: self.scheduler.waiting)
     @rule(which=WHICH)
     def match(self, which):
@@ -166,6 +183,12 @@ class Walk:
         return [next(self.fresh) for _ in range(self.rng.randrange(most))]
 
     def submit(self):
+        if self.scheduler.finished and self.rng.random() < 0.3:
+            tokens, tenant = self.rng.choice(self.scheduler.finished)
+            if len(tokens) < 250:
+                kept = len(tokens) - self.rng.choice([0, 0, self.rng.randrange(50)])
+                self.scheduler.submit([*tokens[:kept], *self.new(30), next(self.fresh)], tenant, "next turn", "after")
+                return
         tokens = self.new(12) if self.rng.random() < 0.5 else []
         for _ in range(self.rng.randrange(1, 4)):
             document, first = self.rng.choice([*DOCUMENTS, *self.said, *self.said]), self.rng.randrange(30)
@@ -271,6 +294,7 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     ]
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
+    assert walk.scheduler.continued_tokens > 100
     assert (walk.scheduler.recomputed_tokens > 50) == recomputes
     assert (walk.scheduler.repaired_after >= 3) == recomputes
 

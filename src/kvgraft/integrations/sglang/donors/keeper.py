@@ -21,11 +21,11 @@ from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.lookup import ResidentDonors
 from kvgraft.reuse.stored import StoredDonors, is_stored
-from kvgraft.types import Namespace
+from kvgraft.types import Match, Namespace
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.memory.block import KVBlock
-    from kvgraft.types import DonorId, KeyedNamespace, Match, TokenArray
+    from kvgraft.types import DonorId, KeyedNamespace, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class DonorKeeper:
         self._host_order: OrderedDict[int, Donor] = OrderedDict()
         self._next_store_key = 0
         self._slot_texts = SlotTexts(buffers.num_slots)
+        self._donor_in: dict[TreeText, DonorId] = {}
         self._published: deque[_Published] = deque()
 
     @property
@@ -196,7 +197,9 @@ class DonorKeeper:
             self._slot_texts.forget(numbers)  # what lies there next is another text's, also where this one is not kept
         except BaseException:
             self._slot_texts.clear()  # some of its entries are of slots that are the next text's
+            self._cut(list(self._donor_in))
             raise
+        self._cut(part.text for part in parts)
         for part in parts:
             self._capture(part, slots)
 
@@ -286,6 +289,7 @@ class DonorKeeper:
         if self.unwritten is not None:
             self.unwritten.clear()
         self._slot_texts.clear()
+        self._donor_in.clear()
         for store_key in self._host_order:
             self._host.remove(store_key)
         self._host_order.clear()
@@ -321,6 +325,14 @@ class DonorKeeper:
                 self._add(left, kv)
         return False
 
+    def _cut(self, texts: Iterable[TreeText]) -> None:
+        """Cut donors of shared paths to what is left of them: what the tree is given there next may have been copied."""
+        for text in dict.fromkeys(texts):
+            donor_id = self._donor_in.pop(text, None)
+            donor = None if donor_id is None else self.catalogue.get(donor_id)
+            if donor is not None and self._verify(Match(0, donor.donor_id, 0, donor.num_tokens)):
+                self._donor_in[text] = donor.donor_id
+
     def _available(self, donor: Donor, start: int, length: int) -> int:
         kv = donor.kv
         if isinstance(kv, HostBlockKV):
@@ -338,6 +350,8 @@ class DonorKeeper:
         replaced = self.rules.replaced(text.namespace, text.tokens, text.generation)
         donor = self._promoted(record, kv) or self._new(text, record, kv)
         if donor is not None:
+            if isinstance(kv, TreeKV) and kv.text.is_shared:
+                self._donor_in[kv.text] = donor.donor_id
             for other in replaced:
                 self._replace(other.donor_id, donor.donor_id)
         self._changed(text.tokens)

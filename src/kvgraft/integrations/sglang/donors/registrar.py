@@ -1,16 +1,15 @@
-"""Donors made of text that requests compute: exact text as SGLang publishes it, the rest under names of our own.
+"""What requests leave in SGLang's tree: exact text as SGLang publishes it, what others go on from under names of our own.
+
+Donors are parts of it that were computed.
 
 Clients wait for their first tokens meanwhile: texts are handed over here and registered after these (`DonorKeeper.settle`).
 """
 
 from __future__ import annotations
 
-import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from kvgraft.donors.front import front_digest
 from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 
 if TYPE_CHECKING:
@@ -19,35 +18,50 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kvgraft.integrations.sglang.donors.continuations import Continuations
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.request_state import SGLangRequest
     from kvgraft.reuse.lineage import ComputedRun
 
 
-class ComputedText(NamedTuple):
-    """Text that a request computed after copies.
+class Piece(NamedTuple):
+    """Whole pages of a request that SGLang's tree is to have; the same on all ranks.
 
     Attributes:
-        text: It, under a name of our own.
-        start: Its position in the request.
-        slots: int64.
+        start: Position of the first token.
+        stop: First position after the last one.
+        generation: Of its K/V; 0 if a full prefill gives them.
+        runs: What of it was computed, and may become donors.
+    """
+
+    start: int
+    stop: int
+    generation: int
+    runs: tuple[ComputedRun, ...]
+
+
+class GivenText(NamedTuple):
+    """A piece by its name.
+
+    Attributes:
+        text: A path that ends with the piece; it may begin before it.
+        slots: int64, of the whole path; those before the piece are not the request's.
+        runs: As of the piece.
     """
 
     text: TreeText
-    start: int
     slots: Tensor
+    runs: tuple[ComputedRun, ...]
 
 
 class DonorRegistrar:
     """Registers donors. Copied tokens never become donors; computed ones carry their generation. Not thread-safe."""
 
-    def __init__(self, tree: DonorTree, keeper: DonorKeeper, *, page_size: int, min_run: int) -> None:
-        self._tree, self._keeper = tree, keeper
-        self._page_size = page_size
+    def __init__(self, tree: DonorTree, keeper: DonorKeeper, continuations: Continuations, *, min_run: int) -> None:
+        self._tree, self._keeper, self._continuations = tree, keeper, continuations
+        self._page_size = continuations.page_size
         self._min_run = min_run
-        self._secret = secrets.token_hex(16)
-        self._num_private = 0
 
     def is_complete(self, req: Any) -> bool:  # noqa: ANN401 - SGLang's Req
         """Whether the exact tree has all whole pages of the prompt."""
@@ -69,65 +83,87 @@ class DonorRegistrar:
         self._keeper.publish(text, start, slots)
         state.registered_len = stop
 
-    def computed(self, req: Any, state: SGLangRequest) -> list[ComputedRun]:  # noqa: ANN401
-        """Return what `req` computed after copies, whole pages; the same on all ranks."""
-        stop = min(req.owned_kv_len(), len(req.full_untruncated_fill_ids))
-        runs = self._keeper.rules.runs(state.lineage, req.kv.cache_protected_len, stop)
-        page = self._page_size
-        return [run._replace(start=-(-run.start // page) * page, stop=run.stop // page * page) for run in runs]
+    def pieces(self, req: Any, state: SGLangRequest) -> list[Piece]:  # noqa: ANN401 - SGLang's Req
+        """Return what `req`, which holds copies, leaves to the tree.
+
+        If something of it is approximate, that is all that it was answered from, copies included. Where copies are exact the
+        tree may have their text elsewhere, and gets what was computed after them.
+        """
+        lineage, first, page = state.lineage, req.kv.cache_protected_len, self._page_size
+        stop = lineage.own_len(min(req.owned_kv_len(), len(req.full_untruncated_fill_ids))) // page * page
+        runs = tuple(
+            run._replace(start=-(-run.start // page) * page, stop=run.stop // page * page)
+            for run in self._keeper.rules.runs(lineage, first, stop)
+        )
+        generation = lineage.generation_at(stop)
+        if generation and stop > first:
+            return [Piece(first, stop, generation, runs)]
+        return [Piece(*run, (run,)) for run in runs]
 
     def texts(
         self,
         req: Any,  # noqa: ANN401
         state: SGLangRequest,
         row: Tensor,
-        runs: Sequence[ComputedRun],
-    ) -> list[ComputedText | None]:
-        """Name `runs` of `req`, whose slots by position are `row`; None for one that is not worth keeping."""
+        pieces: Sequence[Piece],
+    ) -> list[GivenText | None]:
+        """Name `pieces` of `req`, whose slots by position are `row`; None for one that is not worth keeping."""
         tokens = req.full_untruncated_fill_ids
-        found: list[ComputedText | None] = []
-        for start, stop, generation in runs:
-            if not self._keeper.wants(state.namespace, tokens[start:stop], generation):
+        found: list[GivenText | None] = []
+        for start, stop, generation, runs in pieces:
+            if generation:
+                text = self._continuations.text(state.namespace, tokens[:stop], start, generation, _origin(state))
+            elif self._keeper.wants(state.namespace, tokens[start:stop], 0):
+                text = self._private_text(state, tokens[:stop], start)
+            else:
                 found.append(None)
                 continue
-            slots = row[start:stop].long().clone()  # the row is another request's before they are registered
-            found.append(ComputedText(self._private_text(state, tokens[:stop], start, generation), start, slots))
+            slots = row[text.base : stop].long().clone()  # the row is another request's before they are registered
+            found.append(GivenText(text, slots, runs))
         return found
 
-    def adopt(self, state: SGLangRequest, texts: Sequence[ComputedText]) -> None:
+    def adopt(self, state: SGLangRequest, texts: Sequence[GivenText]) -> None:
         """Give the tree texts of a request that is about to be released, under names that no request can ask for.
 
-        Of its row it no longer owns the ranges `held.adopted`.
+        Of its row it no longer owns the ranges `held.adopted`: what the tree had already stays its own.
 
         Raises:
-            Exception: The tree failed, and may have taken a part of a text, which is no donor; those after it are not given.
+            Exception: The tree failed, and may have taken a part of a text, which is not found; those after it are not given.
         """
-        for text, start, slots in texts:
+        for text, slots, runs in texts:
+            known = self._tree.resident(text, len(slots)).length
             taken = len(slots)
             try:
-                self._tree.adopt(text, slots)
+                self._tree.adopt(text, slots, known)
             except BaseException:
-                taken = self._tree.resident(text, taken).length
+                taken = self._tree.resident(text, len(slots)).length
                 raise
             finally:
-                state.held.adopted.append((start, start + taken))
-            self._keeper.publish(text, 0, slots)
+                if taken > known:
+                    state.held.adopted.append((text.base + known, text.base + taken))
+            if text.generation:
+                self._continuations.note(text)
+            self._publish(text, slots, known, runs)
+
+    def _publish(self, text: TreeText, slots: Tensor, known: int, runs: Sequence[ComputedRun]) -> None:
+        """Have donors made of computed runs, as far as they are this request's: what was known may have been copied."""
+        for run in runs:
+            start, stop = max(run.start - text.base, known), run.stop - text.base
+            if start < stop:
+                self._keeper.publish(replace(text, generation=run.generation), start, slots[start:stop])
 
     def empty_tree(self) -> None:
         """Have the tree give up all that no request has: trees that took different texts are alike afterwards."""
         self._tree.empty()
 
-    def _private_text(self, state: SGLangRequest, tokens: array[int], start: int, generation: int) -> TreeText:
-        """Name `tokens[start:]` so that nothing shares its path: two of equal tokens may differ in what they attended to."""
-        self._num_private += 1
-        name = f"{self._secret}-{self._num_private}"
-        # As a salt too: SGLang's events know a node by that, and its hashes in them are of tokens and salt alone.
-        front = front_digest(state.namespace.key, np.frombuffer(tokens[:start], np.int64))
-        return TreeText(tokens[start:], state.namespace, name, name, start, generation, _origin(state), front)
+    def _private_text(self, state: SGLangRequest, tokens: array[int], start: int) -> TreeText:
+        """Name exact text `tokens[start:]` so that nothing shares its path."""
+        name = self._continuations.names.fresh()
+        return TreeText(tokens[start:], state.namespace, name, name, start, 0, _origin(state), tokens[:start])
 
     def is_private(self, cache_salt: str | None) -> bool:
         """Whether a salt is a name of our own, of text that exact requests must never hit."""
-        return cache_salt is not None and cache_salt.startswith(self._secret)
+        return self._continuations.names.are_of(cache_salt)
 
 
 def _origin(state: SGLangRequest) -> Origin:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,8 +12,6 @@ import numpy as np
 from kvgraft.donors.front import front_digest
 
 if TYPE_CHECKING:
-    from array import array
-
     from kvgraft.types import Namespace
 
 
@@ -43,7 +43,8 @@ class TreeText:
         base: Position at which the first token was encoded.
         generation: 0 if it attended to exact K/V only, else 1 + the highest generation it attended to.
         origin: What computed it.
-        front: See `Donor`; of the text from its first token on.
+        before: Tokens in front of the path's, after which these were encoded.
+        is_shared: Other requests may give the tree the same path, with other K/V, once this one is evicted.
     """
 
     tokens: array[int]
@@ -53,13 +54,13 @@ class TreeText:
     base: int
     generation: int
     origin: Origin
-    front: bytes = b""
+    before: array[int] = field(default_factory=partial(array, "q"))
+    is_shared: bool = False
 
     def front_at(self, index: int) -> bytes:
-        """`front` of the part that begins with token `index`, as far as the text alone shows it."""
-        if index == 0:
-            return self.front
-        return b"" if self.base else front_digest(self.namespace.key, np.frombuffer(self.tokens[:index], np.int64))
+        """`front` (see `Donor`) of the part that begins with token `index`. O(tokens before it)."""
+        before = self.before + self.tokens[:index]
+        return front_digest(self.namespace.key, np.frombuffer(before, np.int64)) if before else b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,8 +49,8 @@ class DonorTree(Protocol):
     def free(self, slots: Tensor) -> None:
         """Give slots of `allocate` back."""
 
-    def adopt(self, text: TreeText, slots: Tensor) -> None:
-        """Insert a path that is not there yet; the tree owns the slots from now on.
+    def adopt(self, text: TreeText, slots: Tensor, known: int) -> None:
+        """Insert a path of which the first `known` tokens are there; the tree owns the slots after these from now on.
 
         Where it fails, the tree owns those of the part that is `resident`.
         """

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kvgraft.donors import new_secret
 from kvgraft.integrations.sglang.planning.spans import LoadSpan
-from kvgraft.types import DonorId, Fidelity
+from kvgraft.types import CONTINUATION, DonorId, Fidelity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _Shared = TypeVar("_Shared")
 _KEEP = -1
 _FIELDS = 8
 _FIDELITIES = (Fidelity.SHIFTED, Fidelity.EXACT, Fidelity.CONTINUED)
-"""Classes of spans of catalogued donors, by the number that is sent."""
+"""Classes of spans by the number that is sent."""
 
 
 def shared_secret(group: dist.ProcessGroup) -> bytes:
@@ -62,8 +62,11 @@ class Ranks:
 
     rank, size = 0, 1
 
-    def chosen(self, spans: Spans | None, donors: int) -> Chosen:
-        """Return rank 0's spans on every rank, unless `donors`, a digest of them, differ; None for what was chosen before."""
+    def chosen(self, spans: Spans | None, donors: int, goes_on: Donor | None = None) -> Chosen:
+        """Return rank 0's spans on every rank, unless `donors`, a digest of them, differ; None for what was chosen before.
+
+        `goes_on` is the text that the prompt goes on from here, which no catalogue has; other ranks have it in their trees.
+        """
         return Chosen(spans)
 
     def confirm(self, num_tokens: int) -> int:
@@ -95,7 +98,7 @@ class TensorParallelRanks(Ranks):
         self._donor_of = donor_of
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def chosen(self, spans: Spans | None, donors: int) -> Chosen:
+    def chosen(self, spans: Spans | None, donors: int, goes_on: Donor | None = None) -> Chosen:
         """Reduce the number of spans and the bounds of `donors`, and broadcast the spans, donors by id and digest."""
         rows = [encoded(span) for span in spans or () if self.rank == 0]
         count = _KEEP if spans is None or self.rank else len(rows)
@@ -108,7 +111,7 @@ class TensorParallelRanks(Ranks):
             return Chosen(None if count == _KEEP else ())
         payload = torch.tensor(rows, dtype=torch.int64) if rows else torch.empty(count, _FIELDS, dtype=torch.int64)
         dist.broadcast(payload, group=self._group, group_src=0)
-        return Chosen(tuple(map(self._decoded, payload.tolist())))
+        return Chosen(tuple(self._decoded(row, goes_on) for row in payload.tolist()))
 
     def confirm(self, num_tokens: int) -> int:
         """Reduce minimum and maximum at once."""
@@ -141,9 +144,9 @@ class TensorParallelRanks(Ranks):
         dist.all_gather_object(parts, part, group=self._group)
         return parts
 
-    def _decoded(self, numbers: list[int]) -> LoadSpan:
+    def _decoded(self, numbers: list[int], goes_on: Donor | None = None) -> LoadSpan:
         start, length, donor_id, donor_start, recomputed, fidelity, is_stored, digest = numbers
-        donor = self._donor_of(DonorId(donor_id))
+        donor = goes_on if donor_id == CONTINUATION else self._donor_of(DonorId(donor_id))
         is_in_place = _FIDELITIES[fidelity] is not Fidelity.SHIFTED
         if donor is not None and _digest(donor, donor_start, length, is_in_place=is_in_place) != digest:
             donor = None
@@ -152,7 +155,7 @@ class TensorParallelRanks(Ranks):
 
 
 def encoded(span: LoadSpan) -> list[int]:
-    """Return a span of a catalogued donor as it is sent."""
+    """Return a span of a catalogued donor, or of what the prompt goes on from, as it is sent."""
     assert span.donor is not None
     assert span.fidelity is not Fidelity.SUBSTITUTED, "only catalogued donors can be sent"
     is_in_place = span.fidelity is not Fidelity.SHIFTED

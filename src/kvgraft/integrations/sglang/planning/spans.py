@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvgraft.reuse.lineage import reused_span
-from kvgraft.types import Fidelity, Match
+from kvgraft.types import CONTINUATION, Fidelity, Match
 
 if TYPE_CHECKING:
     from kvgraft.donors import Donor
@@ -40,6 +40,11 @@ class LoadSpan:
         """First position after the span."""
         return self.start + self.length
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is what the prompt goes on from, and no donor of the catalogue."""
+        return self.donor is not None and self.donor.donor_id == CONTINUATION
+
     def after(self, position: int) -> LoadSpan:
         """Return the part from `position` on, which lies in the span."""
         cut = position - self.start
@@ -67,15 +72,20 @@ class LoadDecision:
         miss: Why there are none, or None.
         lookup_ms: Duration of the lookup.
         substitution: The other text that the spans copy, or None.
-        depends_on: Version of the donors, length of the prompt, end and exact length, of which it is a function; None if it
-            does not follow from a lookup.
+        depends_on: Versions of the donors and of what requests go on from, length of the prompt, end and exact length, of
+            which it is a function; None if it does not follow from a lookup.
     """
 
     spans: tuple[LoadSpan, ...] = ()
     miss: Miss | None = None
     lookup_ms: float = 0.0
     substitution: Substitution | None = None
-    depends_on: tuple[int, int, int, int] | None = None
+    depends_on: tuple[int, int, int, int, int] | None = None
+
+    @property
+    def goes_on(self) -> Donor | None:
+        """The text that the prompt goes on from, which comes first."""
+        return self.spans[0].donor if self.spans and self.spans[0].goes_on else None
 
 
 UNDECIDED = LoadDecision()

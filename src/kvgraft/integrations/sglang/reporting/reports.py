@@ -136,11 +136,13 @@ class RequestLog:
     def _log_entry(self, state: SGLangRequest, outcome: str, report: GraftReport) -> None:
         logger.log(
             logging.INFO if report.spans else logging.DEBUG,
-            "request %s %s: %d prompt tokens, %d exact, %d copied in %d regions, %d steps, lookup %.2f ms, copy %.2f ms%s",
+            "request %s %s: %d prompt tokens, %d exact, %d gone on from, %d moved, %d regions, %d steps, lookup %.2f ms, "
+            "copy %.2f ms%s",
             state.rid,
             outcome,
             report.num_tokens,
             report.exact_tokens,
+            report.continued_tokens,
             report.shifted_tokens + report.substituted_tokens,
             len(report.spans),
             state.num_steps,
