@@ -241,3 +241,26 @@ def test_numbers_left_in_free_slots_change_no_answer(family, rng):
         return [outputs[active.request.request_id].token_ids for active in actives]
 
     assert answers(float("nan")) == answers(0.0)
+
+
+def test_an_exact_answer_that_begins_again_goes_on_from_no_copies(rng):
+    """Its report calls all of it exact. Another request has the same text approximate when it begins again."""
+    engine = make_engine("llama")
+    space, document = engine.space, random_prompt(rng, 150)
+    prompt = np.concatenate([random_prompt(rng, 30), document, random_prompt(rng, 60)])
+    active = submit(engine, prompt, 14)
+    run_until(engine, lambda: len(active.output_ids) >= 4)
+    engine.scheduler.preempt(active)
+    for donor in list(space.donors):
+        space.remove_donor(donor.donor_id)
+    space._release_forgotten(space.prefix.evict(1_500))
+    engine.scheduler.waiting.remove(active)
+    submit(engine, document, 1)
+    run_to_end(engine)
+    submit(engine, np.concatenate([prompt, active.output_ids[:2]]), 1)
+    (twin,) = run_to_end(engine).values()
+    assert twin.report.shifted_tokens
+    engine.scheduler.waiting.push_front(active)
+    run_until(engine, lambda: len(active.output_ids) >= 6)
+    assert active.report.exact_tokens + active.report.computed_tokens == len(prompt)
+    assert not active.kv.lineage.is_approximate
