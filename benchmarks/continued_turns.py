@@ -1,6 +1,6 @@
 """KL to full prefill by turn, of conversations whose first call begins with a document that was read at another place.
 
-    python benchmarks/continued_turns.py --model smollm2-135m --sessions 20 [--kinds manual mturn taubench] [--journal F]
+    python benchmarks/continued_turns.py --model smollm2-135m --sessions 20 [--kinds manual mturn] [--journal F]
 
 Every turn is asked in four ways, each a tenant of one engine (`cache_salt`) that has read the document behind other notes:
 `exact` with exact prefixes alone, the reference, which writes 32 greedy tokens; `continued`, as the engine does by default,
@@ -9,7 +9,8 @@ every turn grafts and repairs it anew; and `none`, as `continued` with nothing r
 reference's tokens. Nothing heals meanwhile.
 
 Kinds: `manual` is made of the standard library's documentation, ten questions about a document of several entries; `mturn`
-and `taubench` are packs in `--data`, left out where they are not there, with a document of the pack `xinstr` in front.
+and `taubench` are packs in `--data`, left out where they are not there, with a document of the pack `xinstr` in front;
+`quoted` is `taubench` as it was logged, where a turn repeats what the one before it said, so that later turns copy, too.
 Prints JSON: a row per kind and turn, means over sessions with 95 % bootstraps over them, and the ratio of each turn to the
 first.
 """
@@ -87,16 +88,31 @@ def manual(args: argparse.Namespace) -> Iterator[Session]:
 def mturn(args: argparse.Namespace) -> Iterator[Session]:
     """Yield conversations of the pack `mturn`, behind documents of `xinstr`."""
     groups: dict[str, Turns] = {}
-    for record in _records(args, "mturn.requests.jsonl"):
+    for record in _records(args, _FILES["mturn"]):
         user = record["parts"][-2]["text"].removeprefix("User: ")
         groups.setdefault(record["group"], []).append((user, record["answers"][0]))
     return _behind_documents(args, groups.values())
 
 
 def taubench(args: argparse.Namespace) -> Iterator[Session]:
-    """Yield conversations of the pack `agent_taubench`, behind documents of `xinstr`; what calls tools is left out."""
+    """Yield conversations of the pack `agent_taubench`, one after another, behind documents of `xinstr`.
+
+    The pack logs both speakers, and what one has said stands in the other's prompt: that counts once.
+    """
+    said: dict[str, list[str]] = {}
+    for record in _records(args, _FILES["taubench"]):
+        messages = said.setdefault(record["session_id"], [])
+        for text in (record["input"], record["output"]):
+            if text and not any(earlier in text for earlier in messages):
+                messages.append(text)
+    turns = [turn for each in said.values() for turn in zip(each[1::2], each[2::2], strict=False)]
+    return _behind_documents(args, [turns[start : start + args.turns] for start in range(0, len(turns), args.turns)])
+
+
+def quoted(args: argparse.Namespace) -> Iterator[Session]:
+    """Yield the same as it was logged: whatever is said, the next turn says again."""
     groups: dict[str, Turns] = {}
-    for record in _records(args, "agent_taubench.jsonl.gz"):
+    for record in _records(args, _FILES["quoted"]):
         turns = groups.setdefault(record["session_id"], [])
         if record["input"] and record["output"] and not (turns and turns[-1][0] == record["input"]):
             turns.append((record["input"], record["output"]))
@@ -107,8 +123,13 @@ KINDS: dict[str, Callable[[argparse.Namespace], Iterator[Session]]] = {
     "manual": manual,
     "mturn": mturn,
     "taubench": taubench,
+    "quoted": quoted,
 }
-_FILES = {"mturn": "mturn.requests.jsonl", "taubench": "agent_taubench.jsonl.gz"}
+_FILES = {
+    "mturn": "mturn.requests.jsonl",
+    "taubench": "agent_taubench.jsonl.gz",
+    "quoted": "agent_taubench.jsonl.gz",
+}
 
 
 def _behind_documents(args: argparse.Namespace, conversations: Iterable[Turns]) -> Iterator[Session]:
@@ -199,7 +220,7 @@ def _interval(name: str, values: Sequence[float]) -> Row:
 
 
 def measure(llm: LLM, args: argparse.Namespace, journal: Journal) -> list[Row]:
-    """Play the sessions of every kind that the journal does not have; return the rows, those of all sessions last."""
+    """Play the sessions of every kind that the journal does not have; return the rows, last of all but `quoted`."""
     kinds = [kind for kind in args.kinds if kind not in _FILES or (Path(args.data) / _FILES[kind]).is_file()]
     for number in range(args.sessions):
         for kind in kinds:
@@ -210,7 +231,7 @@ def measure(llm: LLM, args: argparse.Namespace, journal: Journal) -> list[Row]:
                     print(f"{kind} {number + 1} of {args.sessions}", file=sys.stderr, flush=True)
     found = {kind: [record["turns"] for record in journal.under(kind)] for kind in kinds}
     rows = [row for kind, sessions in found.items() for row in rows_of(kind, sessions, args.seed)]
-    every = [session for sessions in found.values() for session in sessions]
+    every = [session for kind, sessions in found.items() for session in sessions if kind != "quoted"]
     return rows + (rows_of("all", every, args.seed) if len(kinds) > 1 else [])
 
 

@@ -53,7 +53,7 @@ _POSITIONS, _VOCABULARY, _SLOTS = 65_536, 49_152, 400_000
 class RecordedSettings(TableSettings):
     """Clients, and with how many secrets the figures of one are taken again."""
 
-    clients: tuple[str, ...] = option((), f"of {', '.join(CLIENTS)}")
+    names: tuple[str, ...] = option((), f"clients, of {', '.join(CLIENTS)}")
     data: str = option("../shared/data/agents", "folder of packs; those that are not there are left out")
     limit: int = option(0, "calls of each, from the first on (0: all)", least=0)
     secrets: int = option(10, "anchors depend on a secret per process: so many for the first pair of clients", least=1)
@@ -62,10 +62,10 @@ class RecordedSettings(TableSettings):
     @property
     def chosen(self) -> tuple[str, ...]:
         """Clients that are measured where their packs are."""
-        unknown = sorted(set(self.clients) - set(CLIENTS))
+        unknown = sorted(set(self.names) - set(CLIENTS))
         if unknown:
             raise ConfigError(f"there is no client {unknown[0]!r}; choose of {', '.join(CLIENTS)}")
-        return self.clients or CLIENTS
+        return self.names or CLIENTS
 
     @property
     def present(self) -> tuple[str, ...]:

@@ -228,7 +228,7 @@ class TestContinuedTurns:
         argv = ("--model", "graft-tiny", "--sessions", 2, "--turns", 3, "--data", tmp_path, "--journal", journal)
         code, out = run(script, *argv)
         found = json.loads(out)
-        assert (code, found["absent"]) == (0, ["mturn", "taubench"])
+        assert (code, found["absent"]) == (0, ["mturn", "quoted", "taubench"])
         assert [(row["kind"], row["turn"], row["sessions"]) for row in found["rows"]] == [
             ("manual", turn, 2) for turn in (1, 2, 3)
         ]

@@ -31,7 +31,7 @@ _COLUMNS = (
     ("ours: computed", number("graft_tokens")),
     ("bound", number("bound_tokens")),
     ("ours, of exact's", number("graft_of_exact", ".2f")),
-    ("of the bound", number("graft_of_bound", ".2f")),
+    ("of the bound", number("graft_of_bound", ".3f")),
     ("most behind exact", _worst),
 )
 _SPREAD = (

@@ -93,6 +93,6 @@ def test_clients_are_asked_alone_after_one_another_and_with_other_secrets(packs,
 
 def test_what_is_missing_is_told_in_one_line(packs):
     with pytest.raises(ConfigError, match="no pack of codex is in"):
-        run("--data", packs, "--clients", "codex")
+        run("--data", packs, "--names", "codex")
     with pytest.raises(ConfigError, match="there is no client 'emacs'; choose of claude, cline"):
-        run("--data", packs, "--clients", "emacs")
+        run("--data", packs, "--names", "emacs")

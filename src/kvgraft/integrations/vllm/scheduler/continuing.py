@@ -40,7 +40,10 @@ class Continuing:
         self._names.renew()
 
     def extend(self, request: Request, namespace: Namespace, found_len: int, hit_len: Callable[[], int]) -> bool:
-        """Give a request the names of the longest text that it can go on from, beyond what vLLM has found.
+        """Give a request the names of the text that it can go on from, beyond what vLLM has found.
+
+        Blocks of a text are of rising generations, where turns copied more: of each generation as many are taken as there
+        are, the least often copied first.
 
         Args:
             request: With hashes as vLLM made them.
@@ -49,20 +52,21 @@ class Continuing:
             hit_len: Looks once more, by the hashes that the request has then.
 
         Returns:
-            Whether there is such a text, so that vLLM is to look again; of equal ones the least often copied is taken.
+            Whether there is such a text, so that vLLM is to look again.
 
         Complexity: O(blocks) of hashing per generation, once anything was named.
         """
         if not self._names.is_used:
             return False
-        plain, longest, best = request.block_hashes, found_len, None
+        plain, best, steps = request.block_hashes, None, list[tuple[int, int]]()
         first, fronts = found_len // self._block_size, BlockFronts(namespace.key, request, self._block_size)
         try:
             for generation in self._generations:
-                shared = SharedNames(self._names, fronts, self._names.epoch, [(first, generation)])
+                tried = [*steps, (found_len // self._block_size, generation)]
+                shared = SharedNames(self._names, fronts, self._names.epoch, tried)
                 request.block_hashes = continued_hashes(plain, shared, first)
-                if (length := hit_len()) > longest:
-                    longest, best = length, request.block_hashes
+                if (length := hit_len()) > found_len:
+                    found_len, steps, best = length, tried, request.block_hashes
         finally:
             request.block_hashes = plain if best is None else best
         return best is not None
