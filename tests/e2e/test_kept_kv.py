@@ -15,6 +15,7 @@ from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.memory import HybridSlotPool
+from kvgraft.prefix import RadixKey
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
@@ -71,6 +72,31 @@ def test_preempted_graft_launders_nothing(family, moments, rng):
     assert output.report.shifted_tokens >= 140
     assert all(report is None or report == output.report for report in reports)
     assert assert_kept_is_exact(engine, [*first.values(), *second.values()]) >= 1
+
+
+@pytest.mark.parametrize("cut", [1, 5, 10])
+def test_windows_of_text_that_goes_on_heal_no_exact_prefix(cut, rng):
+    """The exact prefix ends within the last window of what a turn goes on from, and its own windows leave meanwhile."""
+    engine = make_engine("gemma2")
+    prefix, document = engine.space.prefix, random_prompt(rng, 150)
+    submit(engine, document, 2)
+    outputs = run_to_end(engine)
+    submit(engine, np.concatenate([random_prompt(rng, 30), document, random_prompt(rng, 60)]), 14)
+    (first,) = (grafted := run_to_end(engine)).values()
+    text = text_of(first)
+    submit(engine, text[:-cut], 1, "exact")
+    outputs |= grafted | run_to_end(engine)
+    active = submit(engine, np.concatenate([text, random_prompt(rng, 90)]), 4)
+    run_until(engine, lambda: active.kv is not None)
+    exact_len, start = active.kv.lineage.prefix_len, active.kv.windows.start
+    assert len(text) > exact_len > start
+    submit(engine, np.concatenate([text[:start], random_prompt(rng, 5)]), 1, "exact")  # uses what lies before
+    key = RadixKey(text, active.request.namespace.key)
+    while prefix.look(key).prefix_len >= exact_len:
+        engine.space._release_forgotten(prefix.evict(0, 1))
+    last = run_to_end(engine)
+    assert last[active.request.request_id].report.continued_tokens
+    assert_kept_is_exact(engine, [*outputs.values(), *last.values()])
 
 
 @FAMILIES
@@ -215,3 +241,26 @@ def test_numbers_left_in_free_slots_change_no_answer(family, rng):
         return [outputs[active.request.request_id].token_ids for active in actives]
 
     assert answers(float("nan")) == answers(0.0)
+
+
+def test_an_exact_answer_that_begins_again_goes_on_from_no_copies(rng):
+    """Its report calls all of it exact. Another request has the same text approximate when it begins again."""
+    engine = make_engine("llama")
+    space, document = engine.space, random_prompt(rng, 150)
+    prompt = np.concatenate([random_prompt(rng, 30), document, random_prompt(rng, 60)])
+    active = submit(engine, prompt, 14)
+    run_until(engine, lambda: len(active.output_ids) >= 4)
+    engine.scheduler.preempt(active)
+    for donor in list(space.donors):
+        space.remove_donor(donor.donor_id)
+    space._release_forgotten(space.prefix.evict(1_500))
+    engine.scheduler.waiting.remove(active)
+    submit(engine, document, 1)
+    run_to_end(engine)
+    submit(engine, np.concatenate([prompt, active.output_ids[:2]]), 1)
+    (twin,) = run_to_end(engine).values()
+    assert twin.report.shifted_tokens
+    engine.scheduler.waiting.push_front(active)
+    run_until(engine, lambda: len(active.output_ids) >= 6)
+    assert active.report.exact_tokens + active.report.computed_tokens == len(prompt)
+    assert not active.kv.lineage.is_approximate

@@ -90,6 +90,11 @@ class Lineage:
         return bool(self._exposed) or any(span.fidelity is not Fidelity.EXACT for span in self._spans)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the engine had approximate K/V of its beginning, where they are: `go_on`."""
+        return any(span.donor_id == CONTINUATION for span in self._spans)
+
+    @property
     def has_copies(self) -> bool:
         """Whether this request copied anything approximate itself, or attended to such: what goes on is no copy."""
         return bool(self._exposed) or any(span.fidelity not in _IN_PLACE for span in self._spans)

@@ -499,6 +499,8 @@ class CacheManager:
 
     def _publish_prefix(self, kv: RequestKV, token_ids: TokenArray) -> None:
         """Give the prefix cache what a full prefill would have computed too: everything before the first graft."""
+        if kv.windows is not None and kv.lineage.goes_on:
+            return  # its windows, those before the end of the exact prefix too, are of what it goes on from
         exact_len = kv.lineage.exact_len(len(token_ids))
         key = RadixKey(token_ids[:exact_len], kv.namespace.key)
         self.space.store_prefix(

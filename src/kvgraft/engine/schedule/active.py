@@ -107,6 +107,7 @@ class ActiveRequest:
         self._loss = loss
         self._sampled: Sampled | None = None
         self._evidence: AnswerEvidence | None = None
+        self._was_approximate = False
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._is_prompt_reported = False
 
@@ -190,10 +191,12 @@ class ActiveRequest:
     def goes_on(self) -> bool | None:
         """Whether `sequence` takes what approximate K/V there are of it; None if its reuse mode says so.
 
-        Of a request that begins again these are its own, or those of another turn of its conversation.
+        Of a request that begins again these are its own, or those of another turn of its conversation. One that was drawn
+        from nothing approximate, and is reported so, takes none.
         """
         is_repaired = bool(self.output_ids) and not self._is_unrepaired
-        return may_go_on(self.request.reuse) and not self.request.repair.rows_per_step if is_repaired else None
+        is_willing = may_go_on(self.request.reuse) and not self.request.repair.rows_per_step
+        return is_willing and self._was_approximate if is_repaired else None
 
     @property
     def _is_unrepaired(self) -> bool:
@@ -222,7 +225,9 @@ class ActiveRequest:
 
     def suspend(self) -> TokenArray:
         """Go back to waiting; returns the tokens that have their final K/V, none if its prefill was not done."""
-        known = self.known_token_ids if self.phase is Phase.DECODE else self.request.token_ids[:0]
+        known = self.request.token_ids[:0]
+        if self.phase is Phase.DECODE and self.kv is not None:
+            known, self._was_approximate = self.known_token_ids, self.kv.lineage.is_approximate
         if self.drafts is not None:
             known = self.drafts.exact_token_ids
             self._end_drafts()

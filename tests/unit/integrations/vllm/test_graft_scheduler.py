@@ -248,6 +248,38 @@ def test_a_lookup_that_fails_when_a_request_begins_again_leaves_nothing(monkeypa
     assert engine.graft.counts.num_errors == 1
 
 
+def test_an_exact_answer_that_begins_again_goes_on_from_no_copies():
+    """Another request has its text approximate by now, answer included; the prompt is a number of whole blocks."""
+    engine = Engine(graft := make_graft("sync"))
+    request = Request("one", [*range(5000, 5020)] + DOCUMENTS[0] + [7000] * 6, None, 90)
+    assert request.num_prompt_tokens == 2 * BLOCK
+    engine.add(request)
+    while request.num_tokens < 3 * BLOCK + 10:
+        engine.step(room=True, chunk=400)
+    engine.preempt(request)
+    engine.waiting.remove(request)
+    engine.cache.clear()
+    for donor in list(graft.registry.catalogue):
+        graft.registry.forget(donor.donor_id)
+    others = [
+        Request("donor", DOCUMENTS[0] + [1, 2], {"kvgraft": "exact"}, 1),
+        twin := Request("twin", request.all_token_ids[: 3 * BLOCK + 1], None, 1),
+        Request("beginning", request.all_token_ids[: 2 * BLOCK + 1], {"kvgraft": "exact"}, 1),
+    ]
+    for other in others:
+        engine.add(other)
+        while engine.running or engine.waiting:
+            engine.step(room=True, chunk=400)
+    assert twin.worst_copied
+    engine.add(request)
+    while engine.running or engine.waiting:
+        engine.step(room=True, chunk=400)
+        assert not any(truth.depth for truth in request.kv)
+    engine.step(room=True, chunk=400)  # workers hear in it what they have as a donor
+    for donor in graft.registry.catalogue:
+        assert donor.generation >= max(truth.depth for truth in engine.workers.donors[donor.donor_id])
+
+
 class Machine(RuleBasedStateMachine):
     load = "sync"
     has_store = False

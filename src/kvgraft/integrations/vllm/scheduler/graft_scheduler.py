@@ -149,8 +149,13 @@ class GraftScheduler:
         return _promised(state)
 
     def _finds_more(self, request: Request, cached_len: int) -> bool:
-        """Return whether a request was given hashes by which vLLM finds more than the exact blocks that it has found."""
-        if is_tainted(request) or self.refusal or not self._decisions.may_go_on(request):
+        """Return whether a request was given hashes by which vLLM finds more than the exact blocks that it has found.
+
+        One that begins again and has drawn tokens from nothing approximate is not: its report says so, and names no more
+        than the prompt.
+        """
+        is_drawn = request.num_tokens > request.num_prompt_tokens
+        if is_drawn or is_tainted(request) or self.refusal or not self._decisions.may_go_on(request):
             return False
         namespace = namespace_of(request, self._facts.fingerprint)
         return self._continuing.extend(request, namespace, cached_len, lambda: self._pending.hit_len(request))
