@@ -248,6 +248,21 @@ def test_a_lookup_that_fails_when_a_request_begins_again_leaves_nothing(monkeypa
     assert engine.graft.counts.num_errors == 1
 
 
+def test_nobody_goes_on_from_what_an_aborted_request_left_unrepaired():
+    """Its first token is out and its repair comes with the second one, which it does not live to see."""
+    engine = served("sync", selection="first_k")
+    prompt = [*range(5000, 5060)] + DOCUMENTS[0] + [7000] * 40
+    engine.add(first := Request("one", prompt, None, 40))
+    engine.step(room=True, chunk=400)
+    assert engine.workers.unrepaired
+    assert first.num_tokens == len(prompt) + 1
+    engine.end(first)
+    engine.add(second := Request("two", prompt + [8000] * 5, None, 3))
+    engine.step(room=True, chunk=400)
+    assert engine.workers.unrepaired.keys() == {second.request_id}
+    assert_nothing_is_left(engine)
+
+
 def test_an_exact_answer_that_begins_again_goes_on_from_no_copies():
     """Another request has its text approximate by now, answer included; the prompt is a number of whole blocks."""
     engine = Engine(graft := make_graft("sync"))

@@ -312,6 +312,8 @@ class GraftScheduler:
         if state.waits_for_graft and state.claim is not None and state.claim.asynchronous:
             self._cancels.append(state.request_id)  # first of all: vLLM waits for it to free the blocks
         self._cancel_repair(state)
+        if state.repair_phase is RepairPhase.DUE:  # it never comes: nobody is to go on from what it would have changed
+            self._hide_unsettled(state)
         return {PARAMETER: self._attempts.finish(state, request)}
 
     def _cancel_repair(self, state: VLLMRequest | None) -> None:
