@@ -367,9 +367,9 @@ def test_report_counts_what_was_corrected_and_all_operations(rng):
 def test_request_says_otherwise_than_the_setting(rng):
     llm, texts = make_llm(correction="none"), documents(rng)
     llm.generate(np.concatenate(texts), SamplingParams(1))
-    prompt = reordered(rng, texts)
 
     def corrected(**options):
+        prompt = reordered(rng, texts)  # begins with new words: the same prompt would go on from what it has
         return llm.generate(prompt, SamplingParams(1), selection="random", **options)[0].report.corrected_tokens
 
     assert corrected() == 0

@@ -115,12 +115,17 @@ def test_prompt_is_aborted_and_sent_again(loop, pause, reuse, overlap):
         loop.submit("donor.", [*take(tokens, 5), *DOCUMENTS[0]], 2)
         rounds = collections.deque([[]] * 6 + [["first."]] + [[]] * stays + [["abort"]] + [[]] * pause + [["second."]])
 
-        def act(loop, rounds=rounds, prompt=prompt):
+        was_answered = []
+
+        def act(loop, rounds=rounds, prompt=prompt, was_answered=was_answered):
             for what in rounds.popleft() if rounds else ():
+                was_answered += loop.reports() if what == "abort" else ()
                 loop.abort("first.") if what == "abort" else loop.submit(what, prompt, 3, reuse=reuse)
             return not rounds
 
         loop.run(act, overlap=overlap, chunk=32)
         report = loop.reports()["second."]
-        assert (report["shifted_tokens"] > 0) == (reuse == "graft")
+        is_whole = "first." in was_answered
+        assert (report["shifted_tokens"] > 0) == (reuse == "graft" and not is_whole)
+        assert (report["continued_tokens"] > 0) == (reuse == "graft" and is_whole)
         assert loop.reuse.num_requests == 0

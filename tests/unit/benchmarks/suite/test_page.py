@@ -152,5 +152,6 @@ def test_panels_are_of_the_table():
         "repair",
         "answers",
         "cosine",
+        "recorded",
     ]
     assert list(TABLES) == names
