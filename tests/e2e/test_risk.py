@@ -342,6 +342,26 @@ class TestAudit:
         assert (output.report.repair.from_token, output.report.repair.exact_from_token) == (2, None)
         llm.check()
 
+    @pytest.mark.parametrize("is_held", [False, True])
+    def test_donors_in_their_own_places_are_held_as_what_goes_on_is(self, calibrated, rng, document, *, is_held):
+        """Shifted grafts are off. The text after one has donors of generation 1, and nothing else is left of it."""
+        llm = LLM(loaded(), **calibrated("none", repair="before"), audit_share=1.0)
+        llm.generate(document, ANSWER)
+        prompt = np.concatenate([behind(rng, document), rng.integers(3, VOCABULARY, 100)])
+        assert llm.generate(prompt, ANSWER)[0].report.shifted_tokens
+        llm.audit()
+        controller, space = llm.risk._controller, llm.space
+        for name in ("shifted", "continued")[: 1 + is_held]:
+            while controller.notch(name):
+                controller.audit(name, controller.notch(name), 1.0, AnswerPart.WHOLE)
+        space._release_forgotten(space.prefix.evict(4_000))
+        report = llm.generate(np.concatenate([prompt, rng.integers(3, VOCABULARY, 30)]), ANSWER)[0].report
+        assert (report.shifted_tokens, bool(report.continued_tokens)) == (0, not is_held)
+        assert llm.audit() == (not is_held)
+        if not is_held:
+            assert controller.classes["continued"].parts[AnswerPart.WHOLE].audits == 1
+        llm.check()
+
     def test_leaves_no_trace(self, calibrated, rng, document):
         llm = LLM(loaded(), **calibrated("none"), audit_share=1.0)
         llm.generate([document, behind(rng, document)], ANSWER)

@@ -16,7 +16,7 @@ from kvgraft.reuse.continuation import may_go_on
 from kvgraft.reuse.decision import Decision
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import reused_span
-from kvgraft.types import GraftPlan, Miss, MissReason, ReuseMode
+from kvgraft.types import Fidelity, GraftPlan, Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -82,6 +82,7 @@ class Planner:
         once.
         """
         decision = self._decided(request, namespace, num_tokens, prefix_len)
+        goes_on = goes_on or any(span.fidelity is Fidelity.CONTINUED for span in decision.plan.spans)
         if not goes_on or decision.plan.has_shifted or decision.substitution is not None:
             return decision
         served = self._risk.serve(request, ReuseClass.CONTINUED)
@@ -148,9 +149,11 @@ class Planner:
     def _served(self, request: Request, plan: GraftPlan, spans: Iterable[tuple[Match, Donor, str]]) -> Decision:
         """Decide how a graft of these spans of `plan` is served.
 
-        Spans in their own places add no risk, and are copied even where the others must not be.
+        Exact spans add no risk, and are copied even where the others must not be. Those that it goes on from are held as
+        what the prefix cache has of that.
         """
-        spans = list(spans)
+        may_go_on = self._risk.may_go_on(request)
+        spans = [span for span in spans if may_go_on or span[0].fidelity is not Fidelity.CONTINUED]
         risk, policy, sampled, waits = self._risk.stated(request), request.policy, None, False
         shifted = [reused_span(match, donor) for match, donor, _ in spans if match.is_shifted]
         if shifted:

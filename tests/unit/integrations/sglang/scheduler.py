@@ -587,8 +587,8 @@ class Scheduler:
                 assert from_token == (None if repaired_at is None else 1 + repaired_at)
         report = found["report"]
         for attempt in found["attempts"]:
-            assert report["shifted_tokens"] >= attempt["shifted_tokens"], "a retraction made the report better"
-            assert report["shifted_tokens"] or report["continued_tokens"] >= attempt["continued_tokens"]
+            at_a_cost = [told["shifted_tokens"] + told["continued_tokens"] for told in (report, attempt)]
+            assert at_a_cost[0] >= at_a_cost[1], "a retraction made the report better"
             assert attempt["recomputed_tokens"] <= attempt["computed_tokens"]
             assert attempt["recomputed_tokens"] == 0 or attempt["spans"]
             reused = attempt["exact_tokens"] + attempt["continued_tokens"] + attempt["shifted_tokens"]

@@ -129,6 +129,18 @@ def test_a_look_that_fails_leaves_the_hashes_as_they_were():
     assert request.block_hashes is plain
 
 
+@pytest.mark.parametrize(("num_stored", "is_more"), [(0, True), (BLOCK, True), (2 * BLOCK, False), (3 * BLOCK, False)])
+def test_what_a_store_has_exactly_is_not_given_up_for_less(num_stored, is_more):
+    """A request with names is withheld from stores."""
+    continuing = make_continuing()
+    pool = set(shared(continuing, TEXT[: 3 * BLOCK]))
+    request = make_request([*TEXT, 7])
+    plain = request.block_hashes
+    found_len = found(request, pool)
+    more = continuing.extend(request, NAMESPACE, found_len, lambda: found(request, pool), stored_len=num_stored)
+    assert (more, is_tainted(request), request.block_hashes is plain) == (is_more, is_more, not is_more)
+
+
 def test_before_anything_was_named_nothing_is_looked_for():
     assert not make_continuing().extend(make_request(TEXT), NAMESPACE, 0, lambda: 1 // 0)
 

@@ -39,7 +39,9 @@ class Continuing:
         """Make what was named so far unknown to all: its K/V may be of another model."""
         self._names.renew()
 
-    def extend(self, request: Request, namespace: Namespace, found_len: int, hit_len: Callable[[], int]) -> bool:
+    def extend(
+        self, request: Request, namespace: Namespace, found_len: int, hit_len: Callable[[], int], *, stored_len: int = 0
+    ) -> bool:
         """Give a request the names of the text that it can go on from, beyond what vLLM has found.
 
         Blocks of a text are of rising generations, where turns copied more: of each generation as many are taken as there
@@ -50,15 +52,17 @@ class Continuing:
             namespace: Its own.
             found_len: Tokens that vLLM has found by these.
             hit_len: Looks once more, by the hashes that the request has then.
+            stored_len: Exact tokens after these that a store beside us has, and that it keeps from a request with names.
 
         Returns:
-            Whether there is such a text, so that vLLM is to look again.
+            Whether there is such a text, longer than that, so that vLLM is to look again.
 
         Complexity: O(blocks) of hashing per generation, once anything was named.
         """
         if not self._names.is_used:
             return False
         plain, best, steps = request.block_hashes, None, list[tuple[int, int]]()
+        least = found_len + stored_len
         first, fronts = found_len // self._block_size, BlockFronts(namespace.key, request, self._block_size)
         try:
             for generation in self._generations:
@@ -67,6 +71,7 @@ class Continuing:
                 request.block_hashes = continued_hashes(plain, shared, first)
                 if (length := hit_len()) > found_len:
                     found_len, steps, best = length, tried, request.block_hashes
+            best = best if found_len > least else None
         finally:
             request.block_hashes = plain if best is None else best
         return best is not None

@@ -129,7 +129,7 @@ class GraftScheduler:
         if not self._continuing.is_found_rightly(request, cached_len):
             return None, False
         try:
-            if not is_known and self._finds_more(request, cached_len):
+            if not is_known and self._finds_more(request, cached_len, stored.num_tokens):
                 return None, False
             # Before the claim, which changes the hashes that vLLM has looked up.
             unrepaired = self._attempts.unrepaired()
@@ -148,8 +148,8 @@ class GraftScheduler:
             return None, False
         return _promised(state)
 
-    def _finds_more(self, request: Request, cached_len: int) -> bool:
-        """Return whether a request was given hashes by which vLLM finds more than the exact blocks that it has found.
+    def _finds_more(self, request: Request, cached_len: int, stored_len: int) -> bool:
+        """Return whether a request was given hashes by which vLLM finds more than it and a store beside us have exactly.
 
         One that begins again and has drawn tokens from nothing approximate is not: its report says so, and names no more
         than the prompt.
@@ -158,7 +158,9 @@ class GraftScheduler:
         if is_drawn or is_tainted(request) or self.refusal or not self._decisions.may_go_on(request):
             return False
         namespace = namespace_of(request, self._facts.fingerprint)
-        return self._continuing.extend(request, namespace, cached_len, lambda: self._pending.hit_len(request))
+        return self._continuing.extend(
+            request, namespace, cached_len, lambda: self._pending.hit_len(request), stored_len=stored_len
+        )
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Take the blocks of a request; vLLM calls this a second time with 0 tokens for asynchronous claims.
