@@ -103,7 +103,7 @@ def prepare(llm: LLM, settings: RecordedSettings) -> LLM:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=_POSITIONS,
-        rope_theta=1e6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
