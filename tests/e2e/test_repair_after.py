@@ -155,6 +155,8 @@ def test_one_token_waits_for_the_repair_and_the_report_says_so(document, prompt)
     report = llm.generate(prompt, SamplingParams(1))[0].report
     assert (report.repair.time, report.repair.from_token) == (RepairTime.BEFORE, 1)
     assert report.repair.reason == "one token was asked for"
+    llm.reset()
+    llm.generate(document, SamplingParams(1))
     asked = llm.generate(prompt, SamplingParams(2), repair="before")[0].report.repair
     assert (asked.time, asked.from_token, asked.reason) == (RepairTime.BEFORE, 1, "")
 
@@ -173,6 +175,8 @@ def test_an_answer_that_ends_at_its_first_token_is_not_repaired_and_leaves_appro
     assert llm.usage().request == 0
     assert_donors_are_exact(llm.adapter, llm.space, [document, prompt])
     assert assert_prefix_is_exact(llm.adapter, llm.space, llm.engine.builder.build(prompt).namespace, prompt) <= 30
+    again = llm.generate(prompt, SamplingParams(10))[0].report
+    assert again.recomputed_tokens > 0  # nothing went on from what was not repaired
 
 
 def test_nothing_is_given_to_others_before_the_repair_is_done(document, prompt):

@@ -430,7 +430,9 @@ class Engine:
         if audit is not None and active.kv.epoch == self.space.epoch:
             self.auditor.add(audit)
         name, token_ids = active.request.request_id, active.known_token_ids
-        self.manager.finish(active.kv, token_ids, keep_as=self.sessions.keeps(name))
+        self.manager.finish(
+            active.kv, token_ids, keep_as=self.sessions.keeps(name), is_settled=not active.is_unrepaired
+        )
         if self._may_heal(active.kv):
             self.healer.add(active.request, active.kv.namespace, token_ids, active.kv.made)
         self.sessions.end(name, active.all_token_ids)

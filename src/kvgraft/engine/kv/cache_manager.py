@@ -389,7 +389,7 @@ class CacheManager:
         """Whether positions of a request that were computed can be computed again."""
         return self._layers.can_rewind
 
-    def publish(self, kv: RequestKV, token_ids: TokenArray) -> None:
+    def publish(self, kv: RequestKV, token_ids: TokenArray, *, is_settled: bool = True) -> None:
         """Let others reuse what the request has: exact K/V as prefixes, the others to go on from, what it computed as donors.
 
         May be called again when there is more. A failure is logged and counted; the request is not harmed by it. Nothing is
@@ -398,22 +398,29 @@ class CacheManager:
         Args:
             kv: As `begin` returned it.
             token_ids: Tokens of the positions that have K/V: the prompt, then all generated tokens but the last.
+            is_settled: Whether its repair, if one was due, is done: others would go on without it.
         """
         with self._counted(kv):
             if kv.epoch == self.space.epoch:
                 self._publish_prefix(kv, token_ids)
-                self._publish_continuation(kv, token_ids)
+                if is_settled:
+                    self._publish_continuation(kv, token_ids)
                 self._request_donors.register(kv, token_ids)
                 self._grafting.names.note(kv.request, kv.made)
         self._layers.advance(kv, len(token_ids))
 
-    def finish(self, kv: RequestKV, token_ids: TokenArray, *, keep_as: Hashable = None) -> None:
-        """Publish and release the request; keep what is exact from eviction for the session `keep_as`, if there is one."""
+    def finish(
+        self, kv: RequestKV, token_ids: TokenArray, *, keep_as: Hashable = None, is_settled: bool = True
+    ) -> None:
+        """Publish and release the request; keep what was published from eviction for the session `keep_as`, if there is one.
+
+        `is_settled` is as `publish` takes it.
+        """
         try:
             self._layers.conclude(kv, len(token_ids))
-            self.publish(kv, token_ids)
+            self.publish(kv, token_ids, is_settled=is_settled)
             if keep_as is not None:
-                self._keep(keep_as, kv, token_ids)
+                self._keep(keep_as, kv, token_ids, is_settled=is_settled)
             if self._substitutes is not None and kv.epoch == self.space.epoch:
                 with self._counted(kv):
                     self._substitutes.heard(kv.request.request_id, token_ids, kv.lineage)
@@ -532,11 +539,11 @@ class CacheManager:
             return None
         return RadixKey(token_ids[:stop], continuation_key(kv.namespace, generation))
 
-    def _keep(self, name: Hashable, kv: RequestKV, token_ids: TokenArray) -> None:
+    def _keep(self, name: Hashable, kv: RequestKV, token_ids: TokenArray, *, is_settled: bool) -> None:
         with self._counted(kv):
             if kv.epoch == self.space.epoch:
                 exact = RadixKey(token_ids[: kv.lineage.exact_len(len(token_ids))], kv.namespace.key)
-                key = self._continuation(kv, token_ids) or exact
+                key = (self._continuation(kv, token_ids) if is_settled else None) or exact
                 self.space.keep(name, key, kv.kv_indices[: len(key)])
 
     @contextmanager

@@ -181,7 +181,7 @@ class ActiveRequest:
         Once tokens are out, the sequence is computed again without a graft: what was reported stays true then. But a prompt
         that was not repaired yet is grafted once more: when it is preempted must not decide what its tokens are drawn from.
         """
-        if not self.output_ids or self._is_unrepaired:
+        if not self.output_ids or self.is_unrepaired:
             return self.request if self.request.sampling.prompt_logprobs is None else scored(self.request)
         token_ids = self.all_token_ids
         reuse = ReuseMode.OFF if self.request.reuse is ReuseMode.OFF else ReuseMode.EXACT
@@ -194,12 +194,12 @@ class ActiveRequest:
         Of a request that begins again these are its own, or those of another turn of its conversation. One that was drawn
         from nothing approximate, and is reported so, takes none.
         """
-        is_repaired = bool(self.output_ids) and not self._is_unrepaired
+        is_repaired = bool(self.output_ids) and not self.is_unrepaired
         is_willing = may_go_on(self.request.reuse) and not self.request.repair.rows_per_step
         return is_willing and self._was_approximate if is_repaired else None
 
     @property
-    def _is_unrepaired(self) -> bool:
+    def is_unrepaired(self) -> bool:
         """Whether the first token is out, and the repair that comes with the second one is not done."""
         repair = None if self.report is None else self.report.repair
         return len(self.output_ids) == 1 and repair is not None and repair.from_token is None
@@ -312,7 +312,7 @@ class ActiveRequest:
             return self._begin_repair(outcome.repair, outcome.logits)
         if not self.output_ids:
             return [self._drawn(outcome.logits)]
-        was_unrepaired = self._is_unrepaired
+        was_unrepaired = self.is_unrepaired
         if self.kv.lineage.has_copies:  # begun again where the risk that is held has every answer wait by now
             self._note_repaired(outcome.work)
         elif not self.kv.lineage.is_approximate:

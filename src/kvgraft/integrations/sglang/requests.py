@@ -315,6 +315,8 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
         self.settle()  # what is known by now is not adopted a second time
+        if self.repairs.due([req]):
+            return  # it ended before its repair: others would go on without it
         if pieces := self.registrar.pieces(req, state):
             self._adopt(req, state, row, pieces)
 
