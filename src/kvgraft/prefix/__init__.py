@@ -16,7 +16,7 @@ from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
 from kvgraft.prefix.hierarchical.transfer import WRITE_POLICIES, LoadBack, LoadBackResult, TierTransfer
 from kvgraft.prefix.hierarchical_ssm.cache import HierarchicalStateCache
 from kvgraft.prefix.hierarchical_ssm.results import TieredStateMatchResult
-from kvgraft.prefix.key import RadixKey, frozen_tokens
+from kvgraft.prefix.key import RadixKey, UnannouncedKey, frozen_tokens
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.registry import (
@@ -122,6 +122,7 @@ __all__ = [
     "TierTransfer",
     "TieredStateMatchResult",
     "TreeCacheBuildContext",
+    "UnannouncedKey",
     "ZmqEventPublisher",
     "ZmqEventSubscriber",
     "affordable_states",

@@ -28,6 +28,10 @@ _FIRST_BLOCK = 1024
 _BLOCK_GROWTH = 8
 
 
+class UnannouncedKey(bytes):
+    """An `extra_key` of whose pages no event speaks, such as that of K/V that are approximate."""
+
+
 @dataclass(slots=True, eq=False)
 class RadixKey:
     """Token ids to look up or to store, and the namespace they live in. A key is never changed once it is made.

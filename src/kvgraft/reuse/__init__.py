@@ -3,14 +3,14 @@
 Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An engine adapter says what its engine did
 (admitted, copied, computed again, started the request anew) and asks what follows from it.
 
-Public modules: `asked`, `classes`, `decision`, `donor_events`, `families`, `metrics` for its names, `reads`,
-`repair_time`, `stored`.
+Public modules: `asked`, `classes`, `continuation`, `decision`, `donor_events`, `families`, `metrics` for its names,
+`reads`, `repair_time`, `stored`.
 """
 
 from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.failures import miss_of
-from kvgraft.reuse.lineage import ComputedRun, Lineage, computed_runs, reused_span
+from kvgraft.reuse.lineage import ComputedRun, Lineage, computed_runs, copied_generation, reused_span
 from kvgraft.reuse.lookup import DonorFinder, Found, Lookup, ProposalCounters, Proposer, ResidentDonors
 from kvgraft.reuse.metrics import Metric, Sample, samples, token_kinds, token_outcome
 from kvgraft.reuse.policy import available_policies, configured_policy, selection_names
@@ -43,6 +43,7 @@ __all__ = [
     "available_policies",
     "computed_runs",
     "configured_policy",
+    "copied_generation",
     "miss_of",
     "report_as_dict",
     "request_report",

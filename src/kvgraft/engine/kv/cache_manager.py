@@ -18,7 +18,7 @@ from kvgraft.graft.select import NoRecompute
 from kvgraft.graft.sparse_prefill import AnswerFirst, SparsePrefill
 from kvgraft.graft.steps import GraftSteps, Scope
 from kvgraft.memory import Owner
-from kvgraft.prefix import RadixKey, StoredLength
+from kvgraft.prefix import RadixKey, StoredLength, UnannouncedKey
 from kvgraft.reuse.continuation import continuation_key
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage
@@ -64,6 +64,7 @@ class CacheManager:
         self.space = space
         self.flops = planner.flops
         self._num_errors = 0
+        self._top_generation = 0  # of what requests go on from; a setting may allow for more than anything has
         self._adapter = adapter
         self._lengths = adapter.lengths
         self._layers = layers
@@ -198,7 +199,7 @@ class CacheManager:
         if goes_on:
             known = self._longest_continuation(request, namespace, token_ids)
             if known is not None and known.length > len(held.kv_indices):
-                key = RadixKey(token_ids, continuation_key(namespace, known.generation))
+                key = _continuation_of(token_ids, namespace, known.generation)
                 match = self._extended(request, held, key) or match
                 lineage.go_on(len(held.kv_indices), known.generation)
         return held, match, lineage
@@ -228,8 +229,8 @@ class CacheManager:
         """Return the longest stored text that a request may go on from, of equal ones the least often copied."""
         try:
             return self.space.longest_continuation(
-                (generation, RadixKey(token_ids, continuation_key(namespace, generation)))
-                for generation in range(1, self._planner.lookup.max_generation + 2)
+                (generation, _continuation_of(token_ids, namespace, generation))
+                for generation in range(1, self._top_generation + 1)
             )
         except Exception:
             self._num_errors += 1
@@ -522,6 +523,7 @@ class CacheManager:
         """
         key = self._continuation(kv, token_ids)
         if key is not None:
+            self._top_generation = max(self._top_generation, kv.lineage.generation_at(len(key)))
             self.space.store_prefix(
                 key,
                 kv.kv_indices[: len(key)],
@@ -537,7 +539,7 @@ class CacheManager:
         generation = kv.lineage.generation_at(stop)
         if not generation:
             return None
-        return RadixKey(token_ids[:stop], continuation_key(kv.namespace, generation))
+        return _continuation_of(token_ids[:stop], kv.namespace, generation)
 
     def _keep(self, name: Hashable, kv: RequestKV, token_ids: TokenArray, *, is_settled: bool) -> None:
         with self._counted(kv):
@@ -591,3 +593,8 @@ def _timed_graft(kv: RequestKV) -> Iterator[None]:
         kv.timings_ms["graft"] = kv.timings_ms.get("graft", 0.0) + (ended - started) * 1e3
         kv.moments.setdefault("graft", started)
         kv.moments["prefill"] = ended
+
+
+def _continuation_of(token_ids: TokenArray, namespace: Namespace, generation: int) -> RadixKey:
+    """Return the key of text that requests go on from; KV events speak of what is exact alone."""
+    return RadixKey(token_ids, UnannouncedKey(continuation_key(namespace, generation)))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.copies import Copies
     from kvgraft.integrations.sglang.donors.continuations import Continuations
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
-    from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar, GivenText, Piece
+    from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar, GivenPiece, GivenText
     from kvgraft.integrations.sglang.planning.planner import LoadPlanner
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
@@ -320,7 +320,7 @@ class RequestReuse:
         if pieces := self.registrar.pieces(req, state):
             self._adopt(req, state, row, pieces)
 
-    def _adopt(self, req: Any, state: SGLangRequest, row: Tensor, pieces: list[Piece]) -> None:  # noqa: ANN401
+    def _adopt(self, req: Any, state: SGLangRequest, row: Tensor, pieces: list[GivenPiece]) -> None:  # noqa: ANN401
         """Keep what all ranks want of `pieces`: trees that do not have the same do not evict the same."""
         texts: list[GivenText | None] = [None] * len(pieces)
         try:

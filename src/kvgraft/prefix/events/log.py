@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored
-from kvgraft.prefix.key import TOKEN_BYTES
+from kvgraft.prefix.key import TOKEN_BYTES, UnannouncedKey
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -124,11 +124,16 @@ class EventLog:
         return events
 
     def stored(self, node: Pages, page_size: int, medium: str | None = None) -> None:
-        """Record a new node, computing the hashes of its pages. Complexity: O(tokens of the node), one SHA-256 per page."""
+        """Record a new node, computing the hashes of its pages; nothing of one under an `UnannouncedKey`.
+
+        Complexity: O(tokens of the node), one SHA-256 per page.
+        """
         assert node.parent is not None, "the root is never recorded"
         assert node.namespace is not None, "only the root has no namespace"
         parent = node.parent.page_hashes[-DIGEST_BYTES:]
         extra_key, salt, _ = node.namespace
+        if isinstance(extra_key, UnannouncedKey):
+            return
         if not node.page_hashes:
             node.page_hashes = self._chain(node, page_size, parent or self._seed(node.namespace))
         self._append_stored(
@@ -144,7 +149,9 @@ class EventLog:
         )
 
     def removed(self, node: Pages, medium: str | None = None) -> None:
-        """Record that a node goes. Complexity: O(pages of the node)."""
+        """Record that a node goes that was recorded. Complexity: O(pages of the node)."""
+        if not node.page_hashes:
+            return
         medium = medium or self._medium
         run = self._open
         if not isinstance(run, _RemovedRun) or run.medium != medium:

@@ -16,7 +16,7 @@ TEXT = list(range(4 * BLOCK))
 
 def make_continuing():
     facts = EngineFacts("model", (BLOCK,), BLOCK, 0, 1000, 64, 8, "")
-    return Continuing(facts, max_generation=2)
+    return Continuing(facts)
 
 
 def make_request(tokens, name="one"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvgraft.reuse.lineage import ComputedRun
 
 
-class Piece(NamedTuple):
+class GivenPiece(NamedTuple):
     """Whole pages of a request that SGLang's tree is to have; the same on all ranks.
 
     Attributes:
@@ -83,7 +83,7 @@ class DonorRegistrar:
         self._keeper.publish(text, start, slots)
         state.registered_len = stop
 
-    def pieces(self, req: Any, state: SGLangRequest) -> list[Piece]:  # noqa: ANN401 - SGLang's Req
+    def pieces(self, req: Any, state: SGLangRequest) -> list[GivenPiece]:  # noqa: ANN401 - SGLang's Req
         """Return what `req`, which holds copies, leaves to the tree.
 
         If something of it is approximate, that is all that it was answered from, copies included. Where copies are exact the
@@ -97,15 +97,15 @@ class DonorRegistrar:
         )
         generation = lineage.generation_at(stop)
         if generation and stop > first:
-            return [Piece(first, stop, generation, runs)]
-        return [Piece(*run, (run,)) for run in runs]
+            return [GivenPiece(first, stop, generation, runs)]
+        return [GivenPiece(*run, (run,)) for run in runs]
 
     def texts(
         self,
         req: Any,  # noqa: ANN401
         state: SGLangRequest,
         row: Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[GivenPiece],
     ) -> list[GivenText | None]:
         """Name `pieces` of `req`, whose slots by position are `row`; None for one that is not worth keeping."""
         tokens = req.full_untruncated_fill_ids

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.scheduler.private_hashes import (
     BlockFronts,
-    Continuations,
+    ContinuationNames,
     PrivateBlockHashes,
     SharedNames,
     continued_hashes,
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 class Continuing:
     """Gives requests names for their approximate blocks, and finds those that others have left. Not thread-safe."""
 
-    def __init__(self, facts: EngineFacts, *, max_generation: int) -> None:
-        """Begin with nothing that can be found; donors have up to `max_generation`, their copies one more."""
+    def __init__(self, facts: EngineFacts) -> None:
+        """Begin with nothing that can be found."""
         self._block_size = facts.hash_block_size
-        self._generations = range(1, max_generation + 2)
-        self._names = Continuations()
+        self._names = ContinuationNames()
 
     def forget(self) -> None:
         """Make what was named so far unknown to all: its K/V may be of another model."""
@@ -59,13 +58,13 @@ class Continuing:
 
         Complexity: O(blocks) of hashing per generation, once anything was named.
         """
-        if not self._names.is_used:
+        if not self._names.top:
             return False
         plain, best, steps = request.block_hashes, None, list[tuple[int, int]]()
         least = found_len + stored_len
         first, fronts = found_len // self._block_size, BlockFronts(namespace.key, request, self._block_size)
         try:
-            for generation in self._generations:
+            for generation in range(1, self._names.top + 1):
                 tried = [*steps, (found_len // self._block_size, generation)]
                 shared = SharedNames(self._names, fronts, self._names.epoch, tried)
                 request.block_hashes = continued_hashes(plain, shared, first)
@@ -115,5 +114,5 @@ class Continuing:
             fronts = BlockFronts(namespace.key, request, self._block_size)
             hashes.name_by(SharedNames(self._names, fronts, self._names.epoch, []))
         hashes.share_from(first_block, generation)
-        self._names.is_used = True
+        self._names.top = max(self._names.top, generation)
         return hashes

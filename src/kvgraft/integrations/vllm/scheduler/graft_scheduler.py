@@ -77,7 +77,7 @@ class GraftScheduler:
             block_sizes=facts.block_sizes,
             deadline_s=self._decisions.deadline_s,
         )
-        self._continuing = Continuing(facts, max_generation=config.max_generation)
+        self._continuing = Continuing(facts)
         self._attempts = Attempts(
             self._decisions,
             self._captures,
@@ -314,7 +314,7 @@ class GraftScheduler:
         if state.waits_for_graft and state.claim is not None and state.claim.asynchronous:
             self._cancels.append(state.request_id)  # first of all: vLLM waits for it to free the blocks
         self._cancel_repair(state)
-        if state.repair_phase is RepairPhase.DUE:  # it never comes: nobody is to go on from what it would have changed
+        if state.repair_phase is RepairPhase.DUE:  # it never comes: none is to go on from what it would have changed
             self._hide_unsettled(state)
         return {PARAMETER: self._attempts.finish(state, request)}
 

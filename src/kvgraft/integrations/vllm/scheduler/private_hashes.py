@@ -6,7 +6,7 @@ allocation: the last moment at which a request can be given a list with other en
 are written. The attribute is no documented interface, so its form is checked where it is read; that vLLM goes on with the
 list that it finds there is tried out on its own class at start (`contract.py`).
 
-Entries are a request's own secret, or names that follow from its text (`Continuations`): the next turn of a conversation
+Entries are a request's own secret, or names that follow from its text (`ContinuationNames`): the next turn of a conversation
 makes the same ones, and vLLM finds and shares the blocks as it does exact ones. No request that was not given such a list
 can.
 
@@ -59,12 +59,12 @@ def is_tainted(request: HashedRequest) -> bool:
     return isinstance(request.block_hashes, PrivateBlockHashes)
 
 
-class Continuations:
+class ContinuationNames:
     """Makes the names of blocks that requests go on from. They mean something in this process and epoch alone.
 
     Attributes:
         epoch: Raised by `renew`.
-        is_used: Whether blocks may lie under names of this epoch.
+        top: Highest generation of blocks that were named in this epoch, 0 for none.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Continuations:
     def renew(self) -> None:
         """Make other names from now on: what lies under those so far is never found again."""
         self.epoch += 1
-        self.is_used = False
+        self.top = 0
         self._secret = secrets.token_bytes(32)
 
     def name(self, front: bytes, generation: int, size: int) -> bytes:
@@ -117,7 +117,7 @@ class SharedNames:
             text's, from which no request goes on.
     """
 
-    names: Continuations
+    names: ContinuationNames
     fronts: BlockFronts
     epoch: int
     steps: list[tuple[int, int]]
