@@ -332,7 +332,9 @@ class Loop:
             else:
                 text, first = donor.kv.text, donor.kv.offset
                 resident = keeper._tree.resident(text, first + donor.num_tokens)
-                found = self._contents(keeper._tree.slots(resident.node)[first : first + donor.num_tokens])
+                # Of a text that was evicted the tree may have the beginning alone, in a node of another text.
+                stop = min(first + donor.num_tokens, resident.length)
+                found = self._contents(keeper._tree.slots(resident.node)[first:stop])
             told = [(donor.start_position + at, int(token)) for at, token in enumerate(donor.token_ids)]
             assert [(content.position, content.token) for content in found] == told[: len(found)]
             if donor.generation == 0 and any(content.text is None for content in found):
