@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from agent_traces import prompts
 from suite_servers import ENGINES, Engine, EngineServer, Site
 from vllm_server import timed_events
 from vllm_ttft import say
 
+from kvgraft.bench.recorded import read_pack
 from kvgraft.bench.server_process import end_on_sigterm
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvgraft-times-") as folder:
         site = Site(args.model.resolve(), 2, _POSITIONS, Path(folder), kv_tokens=_KV_TOKENS)
         for client in args.clients:
-            calls = prompts(args.packs / f"{client}.jsonl.gz")
+            calls = read_pack(args.packs / f"{client}.jsonl.gz")
             with Pair(engine, site, args.port) as pair:
                 for index, prompt in enumerate(prompt for prompt in calls if len(prompt) + _ANSWER < _POSITIONS):
-                    rows.append({"client": client, "call": index, "tokens": len(prompt), **pair.ask(prompt)})
+                    rows.append({"client": client, "call": index, "tokens": len(prompt), **pair.ask(prompt.tolist())})
                     say(json.dumps(rows[-1]))
     sums = [summary(client, [row for row in rows if row["client"] == client]) for client in args.clients]
     print(json.dumps({"engine": engine.name, "answer_tokens": _ANSWER, "clients": sums, "rows": rows}))

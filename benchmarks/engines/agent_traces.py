@@ -12,8 +12,6 @@ run of 16 or more that an earlier prompt had), and the largest lead of exact pre
 from __future__ import annotations
 
 import argparse
-import gzip
-import itertools
 import json
 import sys
 import tempfile
@@ -22,24 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from suite_servers import ENGINES, EngineServer, Site
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 from vllm_server import MODEL_NAME
 from vllm_ttft import say
 
+from kvgraft.bench.recorded import POSITIONS, bound_of, read_pack, two_random_layers
 from kvgraft.bench.server_process import end_on_sigterm
 from kvgraft.models import smollm2_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     Prompt = list[int]
 
 MODES = ("exact", "graft")
-_RUN = 16
-"""The shortest run that kvgraft finds."""
-_POSITIONS = 65_536
 _KV_TOKENS = {"vLLM": 46_000, "SGLang": 1_500_000}
 """Of vLLM in tokens of SmolLM2: 2 GiB, which hold four million of this model's."""
 _SECONDS = 600.0
@@ -62,7 +57,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvgraft-traces-") as folder:
         model = Path(folder) / "model"
         save_model(model)
-        site = Site(model, 2, _POSITIONS, Path(folder), kv_tokens=_KV_TOKENS[args.engine])
+        site = Site(model, 2, POSITIONS, Path(folder), kv_tokens=_KV_TOKENS[args.engine])
         with EngineServer(ENGINES[args.engine], "kvgraft", site, args.port) as server:
             ask = {"vLLM": ask_vllm, "SGLang": ask_sglang}[args.engine]
             pairs = [(client, seed) for client in clients for seed in seeds if seed != client]
@@ -73,18 +68,18 @@ def main() -> int:
 
 def trace(packs: Path, client: str, seed: str, ask: Callable[[Prompt, str, str], dict[str, Any]]) -> dict[str, Any]:
     """Replay one client's sessions in both modes."""
-    first = [] if seed == "none" else [next(prompts(packs / f"{seed}.jsonl.gz"))]
-    own = list(prompts(packs / f"{client}.jsonl.gz"))
+    first = [] if seed == "none" else read_pack(packs / f"{seed}.jsonl.gz", 1)
+    own = read_pack(packs / f"{client}.jsonl.gz")
     sums = {}
     for mode in MODES:
-        reports = [ask(prompt, mode, f"{client} after {seed}, {mode}") for prompt in (*first, *own)]
+        reports = [ask(prompt.tolist(), mode, f"{client} after {seed}, {mode}") for prompt in (*first, *own)]
         sums[mode] = np.cumsum([report["computed_tokens"] for report in reports[len(first) :]])
     row = {
         "client": client,
         "seed": seed,
         "prompts": len(own),
         "tokens": sum(map(len, own)),
-        "bound": bound(first, own),
+        "bound": bound_of(first, own),
         **{mode: int(computed[-1]) for mode, computed in sums.items()},
         "worst_lead_of_exact": int((sums["graft"] - sums["exact"]).max()),
     }
@@ -117,56 +112,12 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def prompts(path: Path) -> Iterator[Prompt]:
-    """Yield the prompts of a pack, each a continuation of the line before it."""
-    prompt: Prompt = []
-    with gzip.open(path, "rt") as lines:
-        for line in map(json.loads, lines):
-            prompt = prompt[: line["after"]] + line["tokens"]
-            yield list(prompt)
-
-
-def bound(first: Sequence[Prompt], own: Sequence[Prompt]) -> int:
-    """Return the tokens of `own` that lie in no run of 16 that an earlier prompt had."""
-    grams: set[tuple[int, ...]] = set()
-    grams.update(itertools.chain.from_iterable(map(_grams, first)))
-    total = 0
-    for prompt in own:
-        is_known = np.zeros(len(prompt), np.bool_)
-        for start, gram in enumerate(_grams(prompt)):
-            if gram in grams:
-                is_known[start : start + _RUN] = True
-        total += int((~is_known).sum())
-        grams.update(_grams(prompt))
-    return total
-
-
-def _grams(prompt: Prompt) -> Iterator[tuple[int, ...]]:
-    return zip(*(prompt[start:] for start in range(_RUN)), strict=False)
-
-
 def save_model(folder: Path) -> None:
     """Save a random model of two layers with SmolLM2's tokenizer."""
     source = smollm2_path()
     if source is None:
         raise SystemExit("SmolLM2's tokenizer is not installed; run `make venv`")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    two_random_layers(0).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 
 

@@ -7,19 +7,15 @@ random layers compute them: what is counted depends on no weights. Rows name the
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvgraft.bench.bound import covered_positions
 from kvgraft.bench.deadline import Deadline
+from kvgraft.bench.recorded import bound_of, read_pack, two_random_layers
 from kvgraft.donors import set_process_secret
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
@@ -43,10 +39,8 @@ CLIENTS = ("claude", "cline", "codex", "continue", "aider")
 MODES = ("exact", "graft")
 NOTHING = "nothing"
 """Read before; otherwise a client."""
-RUN = 16
-"""Shortest run of known tokens that the bound counts."""
 _ANSWER = SamplingParams(2, ignore_eos=True)
-_POSITIONS, _VOCABULARY, _SLOTS = 65_536, 49_152, 400_000
+_SLOTS = 400_000
 
 
 @dataclass(frozen=True)
@@ -94,24 +88,7 @@ class RecordedSettings(TableSettings):
 
 def prepare(llm: LLM, settings: RecordedSettings) -> LLM:
     """Return an engine over two random layers that take the longest prompts; the model asked for computes nothing."""
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)
-        model = LlamaForCausalLM(config).eval()
+    model = two_random_layers(settings.seed)
     own = replace(llm.config, num_slots=_SLOTS, heal="off")
     return LLM(adopt_model("two random layers", model, llm.loaded.tokenizer), own)
 
@@ -134,33 +111,6 @@ def measure(llm: LLM, settings: RecordedSettings, journal: Journal, advance: Cal
     found = [journal.get(*pair) for pair in settings.pairs]
     records = [record for record in found if record is not None]
     return [_row(record, records) for record in records if not record["secret"]]
-
-
-def read_pack(path: Path, limit: int = 0) -> list[Prompt]:
-    """Return the prompts of a pack, the first `limit` of them; all for 0.
-
-    Raises:
-        ConfigError: A line is no call.
-    """
-    prompts: list[Prompt] = []
-    previous: Prompt = np.empty(0, np.int64)
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                call = json.loads(line)
-                previous = np.concatenate([previous[: call["after"]], np.asarray(call["tokens"], np.int64)])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}:{number} is no call of an agent ({error!r}); correct the pack") from error
-            prompts.append(previous)
-            if len(prompts) == limit:
-                break
-    return prompts
-
-
-def bound_of(before: Sequence[Prompt], prompts: Sequence[Prompt]) -> int:
-    """Return the tokens of `prompts` that lie in no run of `RUN` tokens that was asked for: any method computes them."""
-    covered = covered_positions([prompt.astype(np.int32) for prompt in (*before, *prompts)], RUN)[len(before) :]
-    return sum(int((~each).sum()) for each in covered)
 
 
 def _path(data: str, client: str) -> Path:

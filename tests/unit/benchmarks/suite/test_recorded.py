@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from benchmarks.suite.__main__ import build_parser
 from benchmarks.suite.page import panels_of
-from benchmarks.suite.recorded import bound_of, read_pack
 from benchmarks.suite.tables import recorded
 
+from kvgraft.bench.recorded import bound_of, read_pack
 from kvgraft.donors import set_process_secret
 from kvgraft.errors import ConfigError
 
