@@ -55,7 +55,7 @@ class Donor:
     kv: object
     """Handle of the K/V, meaningful to the owner alone."""
     generation: int = 0
-    """0 if the text attended to exact K/V only, else 1 + the highest generation it attended to."""
+    """Highest that the text attended to; 0 if that was exact K/V only. A copy to another place is of one more."""
     start_position: int = 0
     """Position of the first token when it was encoded."""
     front: bytes = b""

@@ -41,7 +41,7 @@ class TreeText:
         extra_key: SGLang's name of a subtree; a name of our own for text that exact requests must never hit.
         cache_salt: SGLang's second name of a subtree.
         base: Position at which the first token was encoded.
-        generation: 0 if it attended to exact K/V only, else 1 + the highest generation it attended to.
+        generation: Highest that it attended to; 0 if that was exact K/V only.
         origin: What computed it.
         before: Tokens in front of the path's, after which these were encoded.
         is_shared: Other requests may give the tree the same path, with other K/V, once this one is evicted.
