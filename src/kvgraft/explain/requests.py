@@ -312,13 +312,13 @@ def _recomputed(reported: Iterable[Sequence[int]], spans: Sequence[ReportedRun])
 def _run(span: Mapping[str, Any], source: Mapping[str, Any] | None) -> ReportedRun:
     """Return a span; report files name the donor's request and position, answers the donor's number.
 
-    What a prompt goes on from has no donor.
+    What a prompt goes on from has no donor, but a request that computed it.
     """
     donor_start: int | None
-    if span.get("donor_id") == CONTINUATION:
-        donor, donor_start, tier = "", None, str(span.get("tier") or "")
-    elif source is not None:
+    if source is not None:
         donor, donor_start, tier = f"request {source['request']}", int(source["position"]), str(source["tier"])
+    elif span.get("donor_id") == CONTINUATION:
+        donor, donor_start, tier = "", None, str(span.get("tier") or "")
     else:
         donor, tier = f"donor {span['donor_id']}", str(span.get("tier") or "")
         donor_start = int(span["target_start"]) - int(span["position_delta"])

@@ -37,7 +37,7 @@ class Lineage:
     A position is
 
     - *given*, below `prefix_len`: the engine's exact prefix cache had it when the request was admitted;
-    - *continued*, in the first of `spans`: the engine had it, approximate, from a request that went on from the same text;
+    - *continued*, in the first ones of `spans`: the engine had it, approximate, from one that went on from the same text;
     - *copied*, in another of `spans`: K/V of a donor, approximate unless the span is exact;
     - *computed*, everywhere else, by a forward pass of this request. What is computed after something approximate attends to
       it and is approximate too. A copy is of one generation more than its donor, wherever that text stood before; what is
@@ -100,9 +100,14 @@ class Lineage:
         return bool(self._exposed) or any(span.fidelity not in _IN_PLACE for span in self._spans)
 
     def copied_tokens(self, fidelity: Fidelity) -> int:
-        """Tokens of one class that stayed as they were copied. Those computed again count as shifted before."""
-        tokens = sum(span.length for span in self._spans if span.fidelity is fidelity)
-        return tokens - self._recomputed_inside if fidelity is Fidelity.SHIFTED else tokens
+        """Tokens of one class that stayed as they were copied, and were not computed again."""
+        spans = [(each.target_start, each.length) for each in self._spans if each.fidelity is fidelity]
+        again = sum(
+            max(0, min(start + length, first + count) - max(start, first))
+            for start, length in spans
+            for first, count in self._recomputed_runs
+        )
+        return sum(length for _, length in spans) - again
 
     def go_on(self, stop: int, generation: int, *, start: int | None = None, tier: str = "device") -> None:
         """Note that the engine had the K/V of all positions between the exact prefix and `stop`, where they are.
@@ -112,14 +117,14 @@ class Lineage:
         Args:
             stop: First position after them.
             generation: The highest in them: what is computed after them is of the same.
-            start: End of what is exact; None for the exact prefix.
+            start: Their first position: the end of what is exact, or the `stop` of another part; None for the exact prefix.
             tier: Where the K/V lay.
         """
         start = self._prefix_len if start is None else start
         if stop > start:
             length = stop - start
             span = SpanReport(start, length, CONTINUATION, start, 0, Fidelity.CONTINUED, generation, tier)
-            self._spans = (span, *self._spans)
+            self._spans = tuple(sorted((*self._spans, span), key=lambda each: each.target_start))
 
     def copy(self, spans: Iterable[SpanReport]) -> None:
         """Note that the K/V of donors now lie at the positions of `spans`, all after those copied so far."""
@@ -214,9 +219,9 @@ class Lineage:
             end = start + length
 
     def _is_copied(self, start: int, stop: int) -> bool:
-        """Whether all of `[start, stop)` was copied from another place."""
+        """Whether all of `[start, stop)` is approximate and was not computed by this request."""
         for span in self._spans:
-            if span.target_start <= start < span.target_start + span.length and span.fidelity not in _IN_PLACE:
+            if span.target_start <= start < span.target_start + span.length and span.fidelity is not Fidelity.EXACT:
                 start = span.target_start + span.length
         return start >= stop
 

@@ -192,10 +192,17 @@ def test_what_a_request_goes_on_from_is_a_class_of_its_own_and_sums_add_up():
     assert told.miss is None
 
 
-def test_what_is_in_its_own_place_is_never_computed_again():
+def test_all_after_a_copy_may_be_computed_again_but_never_what_is_exact():
+    """Where a policy failed, what stands in its own place is computed, too, and counts as that."""
     lineage = Lineage(10)
-    lineage.go_on(50, generation=1)
-    lineage.recompute([(20, 4)])
+    in_place = span(50, 10, fidelity=Fidelity.CONTINUED, generation=1)
+    lineage.copy([span(20, 10), in_place, span(70, 10, fidelity=Fidelity.EXACT)])
+    lineage.recompute([(20, 10), (50, 10)])
+    lineage.check()
+    assert [lineage.copied_tokens(kind) for kind in Fidelity] == [
+        10 if kind is Fidelity.EXACT else 0 for kind in Fidelity
+    ]
+    lineage.recompute([(70, 4)])
     with pytest.raises(CorruptCacheError, match="cannot have been computed"):
         lineage.check()
 

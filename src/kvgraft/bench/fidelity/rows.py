@@ -34,6 +34,11 @@ _FEWEST_GROUPS = 10
 """A bootstrap over fewer groups says nothing; requests are drawn then."""
 
 
+def reused_tokens(figures: Record) -> int:
+    """Return the prompt tokens of a request that were not computed, from the figures of `measure.shares`."""
+    return int(sum(figures.get(name, 0) for name in _REUSED))
+
+
 def worst_tenth(values: Values) -> float:
     """Return the mean of the largest tenth, of one value at least."""
     return float(np.sort(values)[-max(1, math.ceil(len(values) / 10)) :].mean())
@@ -172,7 +177,7 @@ def _row(
         "n": len(grafted),
         "requests": len(records),
         "grafted_requests": len(grafted),
-        "reused_share": sum(found.get(name, 0) for found in chosen for name in _REUSED) / max(tokens, 1),
+        "reused_share": sum(map(reused_tokens, chosen)) / max(tokens, 1),
         "ci": {name: interval for name, interval in ci.items() if interval is not None},
         "by_distance": _by_distance(grafted),
     }

@@ -135,8 +135,8 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     planner = LoadPlanner(
         keeper, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
     )
-    continuations = Continuations(tree, page_size, config.min_run)
-    copies = Copies(Loader(tree, buffers, keeper, ranks=ranks, log=log), log, config.min_run, recomputer)
+    continuations = Continuations(tree, page_size, config.min_run, buffers.num_slots)
+    copies = Copies(Loader(tree, buffers, keeper, continuations, ranks=ranks, log=log), log, config.min_run, recomputer)
     reuse = RequestReuse(
         keeper=keeper,
         planner=planner,

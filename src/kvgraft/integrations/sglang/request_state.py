@@ -157,11 +157,11 @@ class SGLangRequest:
         return SGLangRequest(self.rid, self.namespace, (*self.attempts, self.attempt(policy)))
 
     def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]]) -> None:
-        """Note that `spans` were copied; what the request goes on from is the first one."""
+        """Note that `spans` were copied; what the request goes on from comes first."""
         for span in spans:
             if span.goes_on:
                 assert span.donor is not None
-                self.lineage.go_on(span.end, span.donor.generation)
+                self.lineage.go_on(span.end, span.donor.generation, start=span.start)
         self.lineage.copy([span.report() for span in spans if not span.goes_on])
         self.lineage.recompute_gap(sum(span.recomputed for span in spans))
         self.sources += sources
@@ -187,8 +187,10 @@ class SGLangRequest:
 
         These rest on the copies, so the lineage keeps them. What the request goes on from stays approximate.
         """
-        shifted = [span for span in self.lineage.spans if span.fidelity is Fidelity.SHIFTED]
-        self.lineage.recompute((span.target_start, span.length) for span in shifted)
+        again = [
+            span for span in self.lineage.spans if span.target_start >= start and span.fidelity is not Fidelity.EXACT
+        ]
+        self.lineage.recompute((span.target_start, span.length) for span in again)
         exact_from = None if self.lineage.generation_at(start) else num_drawn + 1
         self.repair = replace(self.repair, from_token=num_drawn + 1, exact_from_token=exact_from)
 

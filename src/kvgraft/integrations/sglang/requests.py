@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 _FIELD = "custom_params"
 _STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
 _UNLIKE = "tensor-parallel ranks had different donors"
+_FAILED = -2
+"""In place of the tokens that a tree was given: no number of tokens, and not what `Ranks.confirm` returns."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -329,11 +331,19 @@ class RequestReuse:
             self.log.failed("register", state.rid, error)
         are_wanted = self.ranks.lowest([text is not None for text in texts])
         wanted = [text for text, is_wanted in zip(texts, are_wanted, strict=True) if text is not None and is_wanted]
+        num_adopted = _FAILED
         try:
             self.registrar.adopt(state, wanted)
+            num_adopted = sum(stop - start for start, stop in state.held.adopted)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
-        num_adopted = sum(stop - start for start, stop in state.held.adopted)
+        try:
+            self.registrar.touch_front(
+                req, state
+            )  # whatever failed: trees of which one is not used alike do not evict alike
+        except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
+            self.log.failed("register", state.rid, error)
+            num_adopted = _FAILED
         if self.ranks.confirm(num_adopted) != num_adopted:
             self._begin_anew()
             self.registrar.empty_tree()
@@ -377,10 +387,11 @@ class RequestReuse:
     def evicted(self, freed: list[Tensor]) -> None:
         """Keep donors whose slots the tree has given up in host memory."""
         self.settle()
-        try:
-            self.keeper.capture(freed)
-        except Exception as error:  # noqa: BLE001 - logged and counted; the donors are lost
-            self.log.failed("capture", "-", error)
+        for what, take in (("capture", self.keeper.capture), ("origins", self.continuations.forget)):
+            try:
+                take(freed)
+            except Exception as error:  # noqa: BLE001 - logged and counted; donors are lost, or the sources of what is left
+                self.log.failed(what, "-", error)
 
     # The scheduler
 

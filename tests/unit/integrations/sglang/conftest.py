@@ -179,9 +179,9 @@ class World:
         self.link = self.make_link(stores, ranks, costs) if stores else None
         self.planner = LoadPlanner(self.keeper, self.config, costs, page_size, stores=self.link)
         self.log = RequestLog(CountedSamples(), str(tmp_path / "reports.jsonl"))
-        loader = Loader(self.tree, self.pool, self.keeper, ranks=ranks, log=self.log)
+        continuations = Continuations(self.tree, page_size, self.config.min_run, self.pool.num_slots)
+        loader = Loader(self.tree, self.pool, self.keeper, continuations, ranks=ranks, log=self.log)
         copies = Copies(loader, self.log, self.config.min_run)
-        continuations = Continuations(self.tree, page_size, self.config.min_run)
         self.reuse = RequestReuse(
             keeper=self.keeper,
             planner=self.planner,

@@ -237,10 +237,10 @@ class Scheduler:
         ranks, costs = ranks or Ranks(), CostModel.of_width(64, per_phase=1, recompute_ratio=0.0)
         ranks.keeper = self.keeper
         recomputer = self.recomputer(ranks) if recomputes else None
-        loader = Loader(self.tree, self.buffers, self.keeper, ranks=ranks, log=self.log)
+        continuations = Continuations(self.tree, page_size, self.config.min_run, SLOTS)
+        loader = Loader(self.tree, self.buffers, self.keeper, continuations, ranks=ranks, log=self.log)
         copies = Copies(loader, self.log, self.config.min_run, recomputer)
         self.link = None if shelf is None else self.make_link(shelf, ranks, costs)
-        continuations = Continuations(self.tree, page_size, self.config.min_run)
         self.reuse = RequestReuse(
             keeper=self.keeper,
             planner=LoadPlanner(self.keeper, self.config, costs, page_size, recomputer=recomputer, stores=self.link),

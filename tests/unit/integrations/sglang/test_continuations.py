@@ -36,9 +36,9 @@ class Session:
         entry = self.begin(tokens, tenant=tenant, **names)
         return self.end(entry, answer)
 
-    def begin(self, tokens, *, tenant="", mode="graft", repair="after", **names):
+    def begin(self, tokens, *, tenant="", mode="graft", repair="after", rid="request", **names):
         sampling = SimpleNamespace(custom_params={"kvgraft": mode, "kvgraft_repair": repair}, max_new_tokens=1000)
-        req = FakeRequest("request", array("q", tokens), cache_salt=tenant or None, sampling_params=sampling, **names)
+        req = FakeRequest(rid, array("q", tokens), cache_salt=tenant or None, sampling_params=sampling, **names)
         entry = Running(req)
         self.scheduler.waiting.append(entry)
         assert self.scheduler.admit(entry, 1000)
@@ -176,6 +176,57 @@ def test_an_edited_turn_goes_on_from_the_equal_front_alone(session):
     assert told["computed_tokens"] == 31, "the branch is kept beside it"
 
 
+def sources(told):
+    return [(span["target_start"], source["request"], source["position"]) for span, source in zip_spans(told)]
+
+
+def zip_spans(told):
+    return zip(told["spans"], told["sources"], strict=True)
+
+
+def test_a_source_is_a_request_that_had_the_same_tokens_with_the_same_kv(session):
+    """The last one on the path: of branches, the requests of both."""
+    tokens, _ = session.first(rid="first")
+    start = len(HEAD)
+    one, told = session.ask(tokens + session.new(30), rid="one")
+    assert sources(told) == [(start, "first", start)]
+    other, told = session.ask(tokens + session.new(40), rid="other")
+    assert sources(told) == [(start, "one", start)], "it has what it went on from"
+    seam = len(tokens)
+    _, told = session.ask(one + session.new(30), rid="two")
+    assert sources(told) == [(start, "other", start), (seam, "one", seam)]
+    _, told = session.ask(other + session.new(30), rid="last")
+    assert sources(told) == [(start, "two", start), (seam, "other", seam)]
+    assert told["continued_tokens"] == len(other) - 1 - start
+
+
+def test_a_request_that_copied_for_itself_is_no_source_of_what_the_tree_had(session):
+    """Two begin a session alike at once, and go on differently: the tree keeps the beginning of the first of them."""
+    session.ask(DOCUMENT)
+    prompt = HEAD + DOCUMENT + session.new(20)
+    both = [session.begin(prompt, rid=rid) for rid in ("one", "other")]
+    texts = [session.end(entry)[0] for entry in both]
+    for text, expected in zip(texts, ("one", "other"), strict=True):
+        _, told = session.ask(text + session.new(11), rid=f"after {expected}")
+        known = [source for _, source, _ in sources(told)]
+        assert known in (["one"], ["after one", "other"])
+
+
+def test_sources_that_could_not_be_noted_are_unknown(session, monkeypatch):
+    tokens, _ = session.first(rid="first")
+
+    def fails(*_):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.scheduler.reuse.continuations._holders, "forget", fails)
+        session.scheduler.tree.evict(15)  # of another text
+    tokens, told = session.ask(tokens + session.new(11), rid="one")
+    assert [source for _, source, _ in sources(told)] == ["unknown"]
+    _, told = session.ask(tokens + session.new(11))
+    assert [source for _, source, _ in sources(told)] == ["one"]
+
+
 def test_two_that_continue_one_session_at_once_leave_its_text_once(session):
     tokens, _ = session.first()
     prompt = tokens + session.new(11)
@@ -200,6 +251,19 @@ def test_text_that_is_evicted_in_part_goes_on_from_what_is_left(session):
     assert told["continued_tokens"] > 0
     assert told["computed_tokens"] < 40
     assert session.ask(tokens + session.new(11))[1]["computed_tokens"] == 12
+
+
+@PAGES
+def test_the_exact_beginning_is_evicted_after_what_goes_on_from_it(page_size):
+    """What begins after the exact prefix is not found, and would be copied and repaired once more."""
+    session = Session(page_size, host_bytes=0)
+    tokens, _ = session.first()
+    session.scheduler.tree.evict(len(DOCUMENT) + 2 * page_size)
+    session.scheduler.check()
+    _, told = session.ask(tokens + session.new(11))
+    assert told["exact_tokens"] >= len(HEAD) // page_size * page_size
+    assert told["continued_tokens"] > 40
+    assert told["shifted_tokens"] == 0
 
 
 def test_evicted_text_is_continued_from_its_donors_and_not_repaired():

@@ -412,4 +412,4 @@ def test_long_walk_with_failures_on_one_rank_leaves_trees_alike(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("selection", ["query_seam", "first_k"])
 def test_long_walk_with_failures_of_all_kinds(selection):
-    assert len(walk([*ALL, "adoption", "policy"], 600, 4, recomputes=True, selection=selection)) >= 5
+    assert len(walk([*ALL, "adoption", "policy"], 1200, 4, recomputes=True, selection=selection)) >= 5

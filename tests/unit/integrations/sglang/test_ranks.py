@@ -105,7 +105,7 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
     (donor,) = world.keeper.catalogue
     state = SGLangRequest("query", donor.namespace)
     state.due = [LoadSpan(0, 50, donor, 10)]
-    loader = Loader(world.tree, world.pool, world.keeper, ranks=Disagree(), log=world.log)
+    loader = Loader(world.tree, world.pool, world.keeper, None, ranks=Disagree(), log=world.log)
     assert loader.load(state, 0, 50) is None
     assert state.miss.detail == "tensor-parallel ranks disagree"
     assert world.log.num_errors == 1

@@ -6,25 +6,29 @@ cannot share slots, so the next turn copies the text; turns with the same text l
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from kvgraft.donors import Donor
 from kvgraft.donors.front import Fronts
 from kvgraft.integrations.sglang.donors.names import PrivateNames
-from kvgraft.integrations.sglang.donors.texts import TreeKV, TreeText
+from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts
+from kvgraft.integrations.sglang.donors.texts import UNKNOWN, Origin, TreeKV, TreeText
 from kvgraft.integrations.sglang.planning.spans import LoadSpan
 from kvgraft.reuse.continuation import continuation_key
 from kvgraft.types import CONTINUATION, Fidelity
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from kvgraft.integrations.sglang.donors.texts import Origin
+    from torch import Tensor
+
+    from kvgraft.integrations.sglang.donors.slot_texts import TextPart
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.types import Namespace
 
@@ -47,15 +51,23 @@ class Continuations:
     Attributes:
         page_size: Tokens of a page.
         min_run: Shortest text that is worth going on from: what is computed after it is approximate.
+        num_slots: Of the pool.
         version: Changes with what can be found.
     """
 
     tree: DonorTree
     page_size: int
     min_run: int
+    num_slots: int
     names: PrivateNames = field(default_factory=PrivateNames)
     version: int = field(default=0, init=False)
-    _begun: OrderedDict[_Front, dict[int, Origin]] = field(default_factory=OrderedDict, init=False)
+    _begun: OrderedDict[_Front, set[int]] = field(default_factory=OrderedDict, init=False)
+    _holders: SlotTexts = field(init=False)
+    _noted: deque[tuple[TreeText, int, Tensor]] = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing lies in any slot yet."""
+        self._holders = SlotTexts(self.num_slots)
 
     def find(self, namespace: Namespace, tokens: array[int], prefix_len: int, end: int) -> LoadSpan | None:
         """Return the longest text that a prompt goes on from after its exact prefix, of equal ones the least often copied.
@@ -101,20 +113,48 @@ class Continuations:
         digest = Fronts(namespace.key, np.frombuffer(tokens[:], np.int64)).up_to(first)
         return self._named(namespace, tokens, _Front(namespace.key, first, digest), generation, origin)
 
-    def note(self, text: TreeText) -> None:
-        """Have a text found that the tree was given."""
+    def note(self, text: TreeText, start: int, slots: Tensor) -> None:
+        """Have a text found that the tree was given.
+
+        Its request held the same K/V as the tree has in `slots` (int64) of `text.tokens[start:]`, others before them perhaps.
+        The device is not waited for.
+        """
+        self._noted.append((text, start, slots))
         front = _Front(text.namespace.key, text.base, text.front_at(0))
-        self._begun.setdefault(front, {})[text.generation] = text.origin
+        self._begun.setdefault(front, set()).add(text.generation)
         self._begun.move_to_end(front)
         if len(self._begun) > _REMEMBERED:
             self._begun.popitem(last=False)
         self.version += 1
 
+    def held_by(self, slots: Tensor) -> list[TextPart]:
+        """Return parts of a path's `slots` with the K/V of one request each, `text.origin`. Waits for the device."""
+        self._settle()
+        return list(self._holders.in_slots(slots.cpu().numpy()))
+
+    def forget(self, freed: Sequence[Tensor]) -> None:
+        """Note which slots the tree has given up; called before anything is written there."""
+        try:
+            self._settle()
+            if len(self._holders):
+                self._holders.forget(torch.cat(list(freed)).cpu().numpy())
+        except BaseException:
+            self._noted.clear()
+            self._holders.clear()  # some of its entries are of slots that are the next text's
+            raise
+
     def clear(self) -> None:
         """Have nothing found any more that was given so far."""
         self._begun.clear()
+        self._noted.clear()
+        self._holders.clear()
         self.names.renew()
         self.version += 1
+
+    def _settle(self) -> None:
+        while self._noted:
+            text, start, slots = self._noted.popleft()
+            self._holders.claim(text, start, slots.cpu().numpy())
 
     def _texts(
         self, namespace: Namespace, tokens: array[int], prefix_len: int, generation: int | None = None
@@ -126,10 +166,9 @@ class Continuations:
         fronts = Fronts(namespace.key, np.frombuffer(tokens[:], np.int64))
         for start in sorted(start for start in starts if start <= prefix_len and start < len(tokens)):
             front = _Front(namespace.key, start, fronts.up_to(start))
-            begun = self._begun.get(front, {})
-            for each in sorted(begun):
+            for each in sorted(self._begun.get(front, ())):
                 if generation in (None, each):
-                    yield self._named(namespace, tokens, front, each, begun[each])
+                    yield self._named(namespace, tokens, front, each, Origin(UNKNOWN))
 
     def _named(
         self, namespace: Namespace, tokens: array[int], front: _Front, generation: int, origin: Origin

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvgraft.graft.executor import SpanCopy
-from kvgraft.integrations.sglang.donors.texts import HostBlockKV, TreeKV
+from kvgraft.integrations.sglang.donors.texts import UNKNOWN, HostBlockKV, Origin, TreeKV
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from kvgraft.donors import Donor
+    from kvgraft.integrations.sglang.donors.continuations import Continuations
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
     from kvgraft.integrations.sglang.donors.tree import DonorTree
@@ -24,9 +24,22 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.request_state import SGLangRequest
-    from kvgraft.memory.block import KVBlock
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
+
+
+class _Part(NamedTuple):
+    """Tokens of a span with the K/V of one request, and the source that reports name for them."""
+
+    span: LoadSpan
+    source: dict[str, object]
+
+
+class _Found(NamedTuple):
+    """The K/V of a span: how they are copied, and which requests had them."""
+
+    copy: SpanCopy
+    parts: list[_Part]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +49,7 @@ class Loader:
     tree: DonorTree
     buffers: KVBuffers
     keeper: DonorKeeper
+    continuations: Continuations
     ranks: Ranks
     log: RequestLog
 
@@ -58,21 +72,22 @@ class Loader:
 
     def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:
         # Ranks that have pinned the same evict the same to make room.
-        copies = self._on_all(state, self._tried(state, partial(self._copies, state, spans, expected, pins)))
-        if copies is None:
+        found = self._on_all(state, self._tried(state, partial(self._find_all, state, spans, expected, pins)))
+        if found is None:
             return None
-        slots = self._tried(state, partial(self._copied, state, copies))
+        slots = self._tried(state, partial(self._copied, state, [each.copy for each in found]))
         if self._on_all(state, slots) is None:
             if slots is not None:
                 self.tree.free(slots)
             return None
-        donors = [span.donor for span in spans if span.donor is not None]
-        for donor, span in zip(donors, spans, strict=True):
-            self.keeper.record_hit(donor, span.length)
-        state.loaded(spans, list(map(_source, donors, copies)))
+        for span in spans:
+            assert span.donor is not None
+            self.keeper.record_hit(span.donor, span.length)
+        parts = [part for each in found for part in each.parts]
+        state.loaded([part.span for part in parts], [part.source for part in parts])
         return slots
 
-    def _tried(self, state: SGLangRequest, act: Callable[[], _Found | None]) -> _Found | None:
+    def _tried(self, state: SGLangRequest, act: Callable[[], _Result | None]) -> _Result | None:
         """Act on this rank; a failure is counted and becomes None."""
         try:
             return act()
@@ -80,7 +95,7 @@ class Loader:
             state.missed(self.log.failed("graft", state.rid, error))
             return None
 
-    def _on_all(self, state: SGLangRequest, found: _Found | None) -> _Found | None:
+    def _on_all(self, state: SGLangRequest, found: _Result | None) -> _Result | None:
         """Return what was found if no rank has None instead; that ranks disagree is counted."""
         has = int(found is not None)
         if self.ranks.confirm(has) == has:
@@ -89,18 +104,18 @@ class Loader:
         self.log.count_error()
         return None
 
-    def _copies(
+    def _find_all(
         self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]
-    ) -> list[SpanCopy] | None:
+    ) -> list[_Found] | None:
         """Find the K/V of all spans, or None; what the tree has of them is pinned."""
         if sum(span.length for span in spans) != expected:
             state.missed(Miss(MissReason.NO_ROOM, "running requests need the slots"))
             return None
-        copies = [copy for span in spans if (copy := self._copy_of(span, pins)) is not None]
-        if len(copies) < len(spans):
+        all_found = [found for span in spans if (found := self._find(span, pins)) is not None]
+        if len(all_found) < len(spans):
             state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
             return None
-        return copies
+        return all_found
 
     def _copied(self, state: SGLangRequest, copies: list[SpanCopy]) -> Tensor | None:
         """Return new slots with `copies` in them, or None where there is no room."""
@@ -115,25 +130,41 @@ class Loader:
             raise
         return slots
 
-    def _copy_of(self, span: LoadSpan, pins: list[object]) -> SpanCopy | None:
+    def _find(self, span: LoadSpan, pins: list[object]) -> _Found | None:
         """Find the K/V of a span, pinned if the tree has them."""
         donor = span.donor
         if donor is None:
             return None
-        kv: Tensor | KVBlock | None = self.keeper.in_host(donor, span.donor_start, span.length)
-        if kv is None:
-            found = self.keeper.on_device(donor, span.donor_start, span.length)
-            if found is None:
-                return None
-            kv, pin = found
-            pins.append(pin)
         position = donor.start_position + span.donor_start
-        return SpanCopy(self.buffers.source(kv), position, span.start, span.length)
+        block = self.keeper.in_host(donor, span.donor_start, span.length)
+        if block is not None:
+            assert isinstance(donor.kv, HostBlockKV)
+            copy = SpanCopy(self.buffers.source(block), position, span.start, span.length)
+            return _Found(copy, [_part(span, donor.kv.origin, position, "host")])
+        found = self.keeper.on_device(donor, span.donor_start, span.length)
+        if found is None:
+            return None
+        slots, pin = found
+        pins.append(pin)
+        copy = SpanCopy(self.buffers.source(slots), position, span.start, span.length)
+        if span.goes_on:
+            return _Found(copy, list(self._by_holder(span, slots)))
+        assert isinstance(donor.kv, TreeKV)
+        return _Found(copy, [_part(span, donor.kv.text.origin, position, "device")])
+
+    def _by_holder(self, span: LoadSpan, slots: Tensor) -> Iterator[_Part]:
+        """Yield the parts of what a prompt goes on from, whose K/V lie in `slots`: branches have more than one."""
+        position = span.start
+        for text, start, length, first in self.continuations.held_by(slots):
+            if span.start + first > position:
+                yield _part(span.part(position, span.start + first), Origin(UNKNOWN), position, "device")
+            position = span.start + first + length
+            part = span.part(position - length, position)
+            yield _part(part, text.origin, text.base + start, "device")
+        if position < span.end:
+            yield _part(span.after(position), Origin(UNKNOWN), position, "device")
 
 
-def _source(donor: Donor, copy: SpanCopy) -> dict[str, object]:
-    """Return the request that computed a span, the position in its text, and the tier from which it was copied."""
-    kv = donor.kv
-    assert isinstance(kv, TreeKV | HostBlockKV)
-    origin, tier = (kv.text.origin, "device") if isinstance(kv, TreeKV) else (kv.origin, "host")
-    return {"request": origin.request, "attempt": origin.attempt, "position": copy.source_start, "tier": tier}
+def _part(span: LoadSpan, origin: Origin, position: int, tier: str) -> _Part:
+    source = {"request": origin.request, "attempt": origin.attempt, "position": position, "tier": tier}
+    return _Part(span, source)

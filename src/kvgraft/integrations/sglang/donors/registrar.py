@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
+from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
     from array import array
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.request_state import SGLangRequest
-    from kvgraft.reuse.lineage import ComputedRun
+    from kvgraft.reuse.lineage import ComputedRun, Lineage
 
 
 class GivenPiece(NamedTuple):
@@ -142,8 +143,16 @@ class DonorRegistrar:
                 if taken > known:
                     state.held.adopted.append((text.base + known, text.base + taken))
             if text.generation:
-                self._continuations.note(text)
+                start = min(known, _shared_from(state.lineage, text, known))
+                path = self._tree.slots(self._tree.resident(text, len(slots)).node)
+                self._continuations.note(text, start, path[start : len(slots)])
             self._publish(text, slots, known, runs)
+
+    def touch_front(self, req: Any, state: SGLangRequest) -> None:  # noqa: ANN401 - SGLang's Req
+        """Have the exact beginning of a request evicted after what begins there: without it that is not found."""
+        tokens, names = req.full_untruncated_fill_ids, (req.extra_key, req.cache_salt)
+        front = TreeText(tokens, state.namespace, *names, 0, 0, _origin(state))
+        self._tree.touch(front, req.kv.cache_protected_len)
 
     def _publish(self, text: TreeText, slots: Tensor, known: int, runs: Sequence[ComputedRun]) -> None:
         """Have donors made of computed runs, as far as they are this request's: what was known may have been copied."""
@@ -164,6 +173,14 @@ class DonorRegistrar:
     def is_private(self, cache_salt: str | None) -> bool:
         """Whether a salt is a name of our own, of text that exact requests must never hit."""
         return self._continuations.names.are_of(cache_salt)
+
+
+def _shared_from(lineage: Lineage, text: TreeText, known: int) -> int:
+    """Return from which token of `text` on a request, which goes on from the first `known`, has the K/V that the tree has."""
+    spans = [span for span in lineage.spans if span.fidelity is Fidelity.CONTINUED]
+    if not spans or spans[-1].target_start + spans[-1].length < text.base + known:
+        return known
+    return max(0, spans[0].target_start - text.base)
 
 
 def _origin(state: SGLangRequest) -> Origin:

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 STORE = "a store"
 """In place of the unknown request that computed a text which was read from a store."""
+UNKNOWN = "unknown"
+"""In place of a request that was not noted, as where memory ran out."""
 
 
 class Origin(NamedTuple):
     """The computation of a text.
 
     Attributes:
-        request: SGLang's id of the request, or `STORE`.
+        request: SGLang's id of the request, `STORE` or `UNKNOWN`.
         attempt: How often the request had been retracted before.
     """
 

@@ -50,6 +50,10 @@ class LoadSpan:
         cut = position - self.start
         return replace(self, start=position, length=self.length - cut, donor_start=self.donor_start + cut)
 
+    def part(self, start: int, end: int) -> LoadSpan:
+        """Return the part between two positions, which lies in the span."""
+        return replace(self.after(start), length=end - start)
+
     @property
     def match(self) -> Match:
         """The same tokens in the prompt and at the donor, which this rank knows."""
