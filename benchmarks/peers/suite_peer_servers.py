@@ -100,7 +100,7 @@ def ask_openai(port: int, token_ids: Sequence[int], **fields: object) -> Answer:
     report = next((event["kvgraft"] for _, event in found if event.get("kvgraft")), None)
     cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     if report is not None:
-        cached = int(report["exact_tokens"]) + int(report["shifted_tokens"])
+        cached = int(report["num_tokens"]) - int(report["computed_tokens"])
     return Answer(seconds, usage["prompt_tokens"], cached, first["choices"][0]["logprobs"]["top_logprobs"][0], report)
 
 

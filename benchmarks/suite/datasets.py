@@ -14,6 +14,7 @@ import numpy as np
 
 from kvgraft.bench.bound import PrefixSet
 from kvgraft.bench.fidelity.measure import Instrument
+from kvgraft.bench.fidelity.rows import reused_tokens
 from kvgraft.bench.fidelity.settings import default_setting
 from kvgraft.bench.fidelity.split import TEST
 from kvgraft.bench.fidelity.subject import Subject
@@ -148,7 +149,7 @@ def _measured(records: Sequence[Record], settings: DatasetsSettings) -> Row:
     off, on = milliseconds(records, "off", settings.clock), milliseconds(records, "graft", settings.clock)
     hit_times = [milliseconds(hits, mode, settings.clock) for mode in ("off", "graft")]
     prompt_tokens = sum(record["on"]["prompt_tokens"] for record in records)
-    reused = sum(record["on"]["exact_tokens"] + record["on"]["shifted_tokens"] for record in records)
+    reused = sum(reused_tokens(record["on"]) for record in records)
     scored = [record for record in records if "task" in record["off"]]
     return {
         "sample": len(records),

@@ -101,7 +101,7 @@ def _record(found: TtftRound) -> Row:
         report = graft.report
         record |= {
             f"{name}_ms": _ms(graft),
-            f"{name}_reused_tokens": int(report.exact_tokens + report.shifted_tokens),
+            f"{name}_reused_tokens": int(report.reused_tokens),
             f"{name}_computed_tokens": int(report.computed_tokens),
             f"{name}_bound_ratio": report.full_flops / report.computed_flops,
         }

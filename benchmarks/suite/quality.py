@@ -17,6 +17,7 @@ import torch
 from kvgraft.bench.fidelity.measure import CONTINUATION_TOKENS, Figures, Instrument, PreparedRequest, figures_of, shares
 from kvgraft.bench.fidelity.noise import NoiseFloor
 from kvgraft.bench.fidelity.request import Part
+from kvgraft.bench.fidelity.rows import reused_tokens
 from kvgraft.bench.fidelity.settings import default_setting, parse_settings
 from kvgraft.bench.fidelity.split import TEST
 from kvgraft.bench.fidelity.subject import Subject, stock_attention
@@ -235,7 +236,7 @@ class Methods:
 
 def _reused(found: Figures) -> Figures:
     """The share of a prompt that was not computed."""
-    return {"reused_share": (found["exact_tokens"] + found["shifted_tokens"]) / found["prompt_tokens"]}
+    return {"reused_share": reused_tokens(found) / found["prompt_tokens"]}
 
 
 def _row(suite: str, label: str, records: Sequence[Record], seed: int) -> Row:

@@ -16,6 +16,7 @@ import numpy as np
 from kvgraft.bench.bound import covered_positions
 from kvgraft.bench.fidelity.measure import Instrument
 from kvgraft.bench.fidelity.request import FidelityRequest, Part
+from kvgraft.bench.fidelity.rows import reused_tokens
 from kvgraft.bench.fidelity.sample import SampledRequest
 from kvgraft.bench.fidelity.settings import default_setting
 from kvgraft.bench.fidelity.subject import Subject
@@ -213,7 +214,7 @@ def _row(name: str, records: Sequence[Record], settings: SimilaritySettings) -> 
     """Shares of all tokens, medians of times, and means over the documents."""
     off, on = (milliseconds(records, mode, settings.clock) for mode in ("off", "graft"))
     tokens = sum(record["tokens"] for record in records)
-    reused = sum(record["on"]["exact_tokens"] + record["on"]["shifted_tokens"] for record in records)
+    reused = sum(reused_tokens(record["on"]) for record in records)
     edits = [record["edited_share"] for record in records if record["edited_share"] is not None]
     return {
         "variant": name,

@@ -137,7 +137,7 @@ def _answer(llm: LLM, prompt: str, mode: ReuseMode, *, salt: str) -> Row:
     """Milliseconds to the first token and to the last by clock, reused tokens, and the first token."""
     answer = timed_answer(llm, prompt, SHORT_ANSWER, mode, cache_salt=salt)
     row: Row = {
-        "tokens": int(answer.report.exact_tokens + answer.report.shifted_tokens),
+        "tokens": int(answer.report.reused_tokens),
         "first": answer.output.token_ids[0],
     }
     for clock, times_s in (("wall", answer.times_s), ("cpu", answer.cpu_times_s)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import importlib.util
 import io
 import itertools
@@ -104,6 +105,8 @@ COVERED = HELPERS | {
     "prefix/soak.py",
     "prefix/state_recording.py",
     "prefix/table.py",
+    "engines/agent_times.py",
+    "engines/agent_traces.py",
     "engines/answers.py",
     "engines/dynamo_selection.py",
     "engines/idle_connector.py",
@@ -1760,7 +1763,7 @@ class TestSuite:
 
     def test_engines_read_the_counts_of_every_server(self, load):
         servers = load("engines/suite_servers.py")
-        report = {"exact_tokens": 3, "shifted_tokens": 20, "substituted_tokens": 0}
+        report = {"num_tokens": 40, "computed_tokens": 17}
         usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 39}}
         said = [{"choices": [{"text": "x"}]}, {"choices": [{"text": "y"}], "usage": None}]
         assert servers.completion_reply([*said, {"choices": [], "usage": usage}]) == (40, 39, "x")
@@ -1876,6 +1879,79 @@ class TestSuite:
         record = json.loads(out)
         assert (code, record["table"]) == (0, "peers")
         assert [row["failure"] for row in record["rows"]] == ["there is no kvboost", "there is no llama.cpp"]
+
+
+class TestRecordedAgents:
+    """`engines/agent_traces.py` and `engines/agent_times.py`."""
+
+    @pytest.fixture
+    def packs(self, tmp_path):
+        calls = {
+            "one": [{"after": 0, "tokens": [*range(40)]}, {"after": 40, "tokens": [*range(100, 110)]}],
+            "two": [{"after": 0, "tokens": [7, *range(20)]}],
+        }
+        for client, own in calls.items():
+            with gzip.open(tmp_path / f"{client}.jsonl.gz", "wt") as file:
+                file.writelines(json.dumps(call) + "\n" for call in own)
+        return tmp_path
+
+    def test_computed_tokens_are_those_of_the_own_calls(self, load, packs):
+        script, asked = load("engines/agent_traces.py"), []
+
+        def ask(prompt, mode, salt):
+            asked.append((len(prompt), mode, salt))
+            return {"computed_tokens": {"exact": [21, 39, 10], "graft": [21, 20, 30]}[mode][(len(asked) - 1) % 3]}
+
+        row = script.trace(packs, "one", "two", ask)
+        assert row == {
+            "client": "one",
+            "seed": "two",
+            "prompts": 2,
+            "tokens": 90,
+            "bound": 30,
+            "exact": 49,
+            "graft": 50,
+            "worst_lead_of_exact": 1,
+        }
+        assert asked[:3] == [(length, "exact", "one after two, exact") for length in (21, 40, 50)]
+
+    def test_reports_are_read_where_each_engine_has_them(self, load, monkeypatch):
+        script, bodies = load("engines/agent_traces.py"), []
+
+        def post(url, body):
+            bodies.append(body)
+            found = {"computed_tokens": 5}
+            if url.endswith("/generate"):
+                return {"meta_info": {"kvgraft": [{"report": {"computed_tokens": 9}}, {"report": found}]}}
+            return {"kv_transfer_params": {"kvgraft": found}}
+
+        monkeypatch.setattr(script, "post", post)
+        for ask in (script.ask_vllm, script.ask_sglang):
+            assert ask("http://host", [3, 4], "exact", "a salt") == {"computed_tokens": 5}
+        assert [body.get("cache_salt", body.get("extra_key")) for body in bodies] == ["a salt"] * 2
+
+    def test_a_folder_without_packs_is_named(self, load, run, tmp_path):
+        load("engines/agent_traces.py")
+        with pytest.raises(SystemExit, match="there is no pack in"):
+            run(load("engines/agent_traces.py"), "vLLM", "--packs", tmp_path)
+
+    def test_servers_are_timed_in_alternating_order(self, load, monkeypatch):
+        script, asked = load("engines/agent_times.py"), []
+
+        def timed_events(port, path, body, timeout_s):
+            asked.append((port, body["max_tokens"]))
+            usage = {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 1 if port == 9 else 3}}
+            return [(1.0, {"choices": [{"text": "x"}]}), (2.0, {"choices": [], "usage": usage})]
+
+        monkeypatch.setattr(script, "timed_events", timed_events)
+        monkeypatch.setattr(script, "EngineServer", lambda *_: SimpleNamespace(resume=lambda: None, pause=lambda: None))
+        pair = script.Pair(script.ENGINES["vLLM"], None, 9)
+        rows = [pair.ask([1, 2, 3, 4]) for _ in range(2)]
+        assert asked == [(9, 16), (29, 16), (29, 16), (9, 16)]
+        assert rows[0]["exact"] == {"first_s": 1.0, "answer_s": 2.0, "computed": 3}
+        found = script.summary("one", rows)
+        assert found["calls"] == 2
+        assert found["computed"] == {"exact": 6, "kvgraft": 2, "ratio": 3, "median_ratio": 3}
 
 
 class TestAnswers:
