@@ -410,6 +410,6 @@ class StoreCounts:
     """Donors by outcome: `stored`, `known`, `dropped`, `refused`, `failed`."""
     written_bytes: int = 0
     is_resting: bool = False
-    """Whether it is left alone at present."""
+    """Whether its last read failed or came too late: it is left alone now and then, for longer each time."""
     failed_looks: int = 0
     """How often it could not be asked for what it has."""

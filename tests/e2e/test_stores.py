@@ -18,7 +18,7 @@ from kvgraft.errors import ConfigError
 from kvgraft.fidelity import cache_of
 from kvgraft.memory.store import register_store
 from kvgraft.memory.store.record import DonorRecord, StoreNews, decode_head
-from kvgraft.memory.store.tier import used
+from kvgraft.memory.store.tier import speed, used
 from kvgraft.reuse import reads as reads_module
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.testing.memory_store import Faults, FaultyStore, MemoryStore
@@ -566,6 +566,34 @@ class TestFaults:
         next_one = ask(second, text(rng, 50), documents[1])
         assert next_one.report.miss.reason is MissReason.NOT_WORTH_IT, "it is not asked"
         stores.faults.released.set()
+
+    def test_a_store_that_hung_is_read_again(self, stores, engines, rng, monkeypatch):
+        """What nothing is read by is not believed for good."""
+        documents = [text(rng, 400) for _ in range(6)]
+        first = engines()
+        for document in documents:
+            ask(first, document)
+        assert first.sync_stores(WAIT_S)
+        monkeypatch.setattr(reads_module, "_LEAST_PATIENCE_S", 0.05)
+        monkeypatch.setattr(reads_module, "_SHARE_AT_MOST_S", 0.05)
+        monkeypatch.setattr(used, "_FIRST_REST_S", 0.01)
+        second = engines()
+        assert second.sync_stores(WAIT_S)
+        stores.faults.hang.add("read")
+        ask(second, text(rng, 50), documents[0])
+        assert stored(second).reads["late"] == 1
+        stores.faults.hang.clear()
+        stores.faults.released.set()
+        wait_until(lambda: stored(second).reads["hit"], second)  # what hung, which is too late
+        second.engine.stores.flops_per_s = lambda: 1e8  # computing a document takes a second, a read a millisecond
+        for _ in range(10):
+            second.engine.stores.stores[0].reader.speed.observe(1 << 20, 60.0)
+        monkeypatch.setattr(speed, "_BELIEVED_S", 0.0)
+        monkeypatch.setattr(speed, "_HALF_LIFE_S", 0.01)
+        for document in documents[1:]:
+            time.sleep(0.05)
+            ask(second, text(rng, 50), document)
+        assert stored(second).reads["hit"] > 1
 
     def test_spans_that_came_are_grafted_without_those_that_did_not(self, stores, engines, rng):
         lost, kept, question = text(rng, 300), text(rng, 300), text(rng, 50)

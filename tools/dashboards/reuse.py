@@ -239,7 +239,7 @@ ERRORS = (
     ),
     Panel(
         "Failures of stores",
-        "Reads that were corrupt, failed or late, and writes that failed. `resting`: left alone after failures.",
+        "Reads that were corrupt, failed or late, and writes that failed. `resting`: the last read failed or came late.",
         (
             Target(
                 per_second("kvgraft:store_reads_total", "outcome", 'outcome=~"corrupt|failed|late|look_failed"'),

@@ -154,7 +154,12 @@ STORE_WRITES = Metric(
     ("store", "outcome"),
 )
 STORE_WRITTEN_BYTES = Metric("store_written_bytes", MetricKind.COUNTER, "Bytes of donors written to stores", ("store",))
-STORE_RESTING = Metric("store_resting", MetricKind.GAUGE, "1 while a store is left alone after failures", ("store",))
+STORE_RESTING = Metric(
+    "store_resting",
+    MetricKind.GAUGE,
+    "1 from a read that failed or came too late until the next one that arrives",
+    ("store",),
+)
 STORE_COLD_DONORS = Metric("store_cold_donors", MetricKind.GAUGE, "Donors whose K/V lie in stores alone")
 RISK_AUDITS = Metric(
     "risk_audits",

@@ -379,7 +379,7 @@ def test_a_store_that_rests_is_told_of_until_it_does_not():
     stores_of_rank = stores.RankStores([MemoryStore(), MemoryStore()], max_queued_bytes=1)
 
     def told(*rests):
-        stores_of_rank._readers = [Reader(is_resting=each, counters=ReadCounters()) for each in rests]
+        stores_of_rank._readers = [Reader(is_failing=each, counters=ReadCounters()) for each in rests]
         stores_of_rank._writers = [Reader(counters=WriteCounters()) for _ in rests]
         stores_of_rank._num_late = [0] * len(rests)
         return stores_of_rank.take_counts()

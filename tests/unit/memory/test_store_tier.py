@@ -232,6 +232,7 @@ class TestReader:
             rests.append(clock[0] - begun)
         assert rests[:3] == pytest.approx([0.1, 0.2, 0.4], abs=0.06)
         assert rests[-2:] == pytest.approx([30, 30], abs=0.1)
+        assert reader.is_failing, "between two tries, too"
         assert (reader.counters.failed, reader.counters.hits) == (12, 0)
         faults.fail = set()
         self.get(reader, wanted)
@@ -622,6 +623,30 @@ class TestSpeed:
             for _ in range(60):
                 speed.observe(1_000_000, seconds)
         assert speed.seconds(1_000_000) == pytest.approx(1.0, rel=0.05)
+
+    @pytest.mark.parametrize("reads", [[(1 << 20, 1.0)], [(1 << 20, 5.0)] * 2, [(1 << 20, 5.0)] * 60])
+    def test_a_store_that_stalled_is_expected_to_be_quick_again(self, reads):
+        """An expectation that nothing is read by would never be corrected."""
+        now = [100.0]
+        speed = ReadSpeed(lambda: now[0])
+        for num_bytes, seconds in reads:
+            speed.observe(num_bytes, seconds)
+        stalled = speed.seconds(1 << 20)
+        assert stalled > 0.3
+        now[0] += 4
+        assert speed.seconds(1 << 20) == stalled, "it is believed for a while"
+        now[0] += 26
+        assert speed.seconds(1 << 20) < 0.1
+        speed.observe(1 << 20, 5.0)
+        assert speed.seconds(1 << 20) > 1.0, "one read that is slow again is enough"
+
+    def test_a_store_that_is_read_all_the_time_is_known_as_it_is(self):
+        now = [100.0]
+        speed = ReadSpeed(lambda: now[0])
+        for _ in range(100):
+            speed.observe(1 << 20, 0.5)
+            now[0] += 2
+        assert speed.seconds(1 << 20) == pytest.approx(0.5, rel=0.05)
 
     @pytest.mark.parametrize("reads", [[(10, 5.0), (1_000, 0.1)] * 50, [(0, 0.0)] * 50, [(1 << 40, 0.0)] * 50])
     def test_is_never_negative(self, reads):

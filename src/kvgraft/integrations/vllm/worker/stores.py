@@ -145,6 +145,7 @@ class RankStores:
         """Note that a read was given up: it takes longer than that."""
         if read.asked < len(self._readers):
             self._readers[read.asked].speed.observe(read.length * self._bytes_per_token, seconds)
+            self._readers[read.asked].was_late()
             self._num_late[read.asked] += 1
 
     def take_cost(self) -> ReadCost | None:
@@ -192,7 +193,7 @@ class RankStores:
         parts = zip(self._stores, self._writers, self._readers, self._num_late, strict=False)
         for store, writer, reader, num_late in parts:
             yield f"store_reads/{store.name}/late", num_late
-            yield f"{STORE_RESTING.name}/{store.name}", int(reader.is_resting)
+            yield f"{STORE_RESTING.name}/{store.name}", int(reader.is_failing)
             for direction, counters in (("read", reader.counters), ("write", writer.counters)):
                 for what, count in asdict(counters).items():
                     yield _metric(direction, store.name, what), count

@@ -163,7 +163,7 @@ class StoreReader:
             clock: Seconds.
         """
         self.counters = ReadCounters()
-        self.speed = ReadSpeed()
+        self.speed = ReadSpeed(clock)
         self._store = store
         self._space = space
         self._layout = layout
@@ -178,6 +178,16 @@ class StoreReader:
         self._damaged: dict[str, None] = {}
         self._rest_s = 0.0
         self._rests_until = -np.inf
+        self._is_late = False
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last read failed or did not come in time."""
+        return self._rest_s > 0 or self._is_late
+
+    def was_late(self) -> None:
+        """Note that a read did not come in time."""
+        self._is_late = True
 
     @property
     def is_resting(self) -> bool:
@@ -243,7 +253,7 @@ class StoreReader:
                 return
             self._pending.remove(fetch)
             if error is None:
-                self._rest_s, self._rests_until = 0.0, -np.inf
+                self._rest_s, self._rests_until, self._is_late = 0.0, -np.inf, False
                 self.counters.hits += 1
                 self.counters.num_bytes += num_bytes
             else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvgraft.memory.store.base import KVStore
     from kvgraft.memory.store.layout import RowLayout
 
-_FIRST_REST_S, _LONGEST_REST_S = 0.5, 60.0
+_FIRST_REST_S, _LONGEST_REST_S = 0.5, 20.0
 _WRITES = ("stored", "known", "dropped", "refused", "failed")
 
 
@@ -100,11 +100,6 @@ class UsedStore:
         """Report the use of an object to the store, on a thread."""
         self._touches.report([self._space], [key])
 
-    @property
-    def is_resting(self) -> bool:
-        """Whether the store is left alone, because it was late or because it failed."""
-        return self._clock() < self._rests_until or self.reader.is_resting
-
     def expected_s(self, length: int) -> float:
         """Expected seconds to read so many tokens of one donor; infinite while the store is left alone."""
         return math.inf if self._clock() < self._rests_until else self.reader.expected_s(length)
@@ -112,6 +107,7 @@ class UsedStore:
     def was_late(self) -> None:
         """Note that a read did not come in time."""
         self._num_late += 1
+        self.reader.was_late()
         self._rest_s = min(max(2 * self._rest_s, _FIRST_REST_S), _LONGEST_REST_S)
         self._rests_until = self._clock() + self._rest_s
 
@@ -140,7 +136,7 @@ class UsedStore:
             reads.num_bytes + past.read_bytes,
             {name: count + past.writes.get(name, 0) for name, count in fates.items()},
             writes.num_bytes + past.written_bytes,
-            self.is_resting,
+            self.reader.is_failing,
             (0 if self.feed is None else self.feed.num_errors) + past.failed_looks,
         )
 
