@@ -157,7 +157,7 @@ STORE_WRITTEN_BYTES = Metric("store_written_bytes", MetricKind.COUNTER, "Bytes o
 STORE_RESTING = Metric(
     "store_resting",
     MetricKind.GAUGE,
-    "1 from a read that failed or came too late until the next one that arrives",
+    "1 from a read that failed or was late until the next one that arrives",
     ("store",),
 )
 STORE_COLD_DONORS = Metric("store_cold_donors", MetricKind.GAUGE, "Donors whose K/V lie in stores alone")

@@ -35,11 +35,22 @@ if TYPE_CHECKING:
 ENDPOINTS = {
     "POST /v1/completions": "continue text or token ids, at the worker that is chosen",
     "POST /v1/chat/completions": "answer a conversation, at the worker that is chosen",
+    "POST /v1/responses, /v1/messages and others": "passed on to the worker with least to do",
     "GET /v1/models": "what the workers serve",
     "POST /v1/score": "what each worker holds of a prompt",
     "GET /health": "which workers answer",
     "GET /metrics": "metrics in the Prometheus format",
 }
+PASSED_ON = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/tokenize",
+    "/detokenize",
+)
+"""Paths of engines that clients use; none that an operator alone should reach, such as those that empty a cache."""
 _MODELS_PATIENCE_S = 10.0
 
 
@@ -54,7 +65,7 @@ def create_app(context: RouterContext) -> Starlette:
             Route("/v1/models/{id:path}", _list_models),
             Route("/v1/score", _score, methods=["POST"]),
             Route(COMPLETION_PATH, _forward, methods=["POST"]),
-            Route(CHAT_PATH, _forward, methods=["POST"]),
+            *(Route(path, _forward, methods=["POST"]) for path in (CHAT_PATH, *PASSED_ON)),
         ],
         middleware=[Middleware(AccessLog, None), Middleware(OneLength)],
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},

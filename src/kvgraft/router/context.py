@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import aiohttp
 from kvgraft.router.metrics import RouterMetrics
 from kvgraft.router.monitor import Monitor
 from kvgraft.router.policy import Prompt
+from kvgraft.router.prompts import UnreadPromptError, UnreadReason
 from kvgraft.tokenising import TextLanes
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from kvgraft.router.core import Router
     from kvgraft.router.gateway import Gateway
     from kvgraft.router.prompts import PromptReader
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 _KEEPALIVE_S = 30
@@ -60,6 +64,7 @@ class RouterContext:
         self.lanes = TextLanes()
         self.metrics = RouterMetrics(router)
         self.draining = False
+        self._unread: set[UnreadReason] = set()
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -88,7 +93,18 @@ class RouterContext:
         """Return a request as policies see it."""
         model, salt = body.get("model"), body.get("cache_salt")
         scope = self.router.scope_of(model if isinstance(model, str) else "", salt if isinstance(salt, str) else "")
-        return Prompt(self.prompts.tokens(path, body), scope, raw)
+        try:
+            return Prompt(self.prompts.tokens(path, body), scope, raw)
+        except UnreadPromptError as error:
+            self.unread(error.reason, str(error))
+            return Prompt(None, scope, raw)
+
+    def unread(self, reason: UnreadReason, detail: str) -> None:
+        """Count a prompt that is not read here, and name the first of each reason in the log."""
+        self.metrics.unread(reason)
+        if reason not in self._unread and reason not in (UnreadReason.NO_TOKENIZER, UnreadReason.PATH):
+            logger.warning("a prompt is not read, so it goes to the least loaded worker; said once: %s", detail)
+        self._unread.add(reason)
 
     async def _close(self, grace_s: float) -> None:
         until = time.monotonic() + grace_s

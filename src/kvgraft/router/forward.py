@@ -15,6 +15,7 @@ from kvgraft.http.errors import APIError, unavailable
 from kvgraft.http.json_io import json_bytes, parse_object
 from kvgraft.router.core import NoWorkerError
 from kvgraft.router.policy import Prompt
+from kvgraft.router.prompts import UnreadReason
 from kvgraft.router.upstream import KEEP_ALIVE, Answer, BrokenStreamError, UpstreamError, ask
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ class ForwardedResponse:
     def _read(self) -> Prompt:
         try:
             body = parse_object(self._body)
-        except ValueError:  # the worker says what is wrong with it
+        except ValueError as error:  # the worker says what is wrong with it
+            self._context.unread(UnreadReason.INVALID, str(error))
             return Prompt(None, self._context.router.scope_of("", ""), self._body)
         return self._context.prompt(self._path, body, self._body)
 

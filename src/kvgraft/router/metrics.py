@@ -29,6 +29,9 @@ class RouterMetrics:
             "prompt_tokens", "Prompt tokens by what the worker was expected to hold", "worker", "kind"
         )
         self._retries = self._counter("retries", "Requests that were sent to a second worker", "worker")
+        self._unread = self._counter(
+            "unread_prompts", "Requests that were sent without a look at their tokens", "reason"
+        )
         self._refused = self._counter("refused_requests", "Requests that no worker got", "reason")
         self._score_time = self._histogram("score_seconds", "Tokenising a prompt and scoring all workers")
         self._ttfb = self._histogram(
@@ -51,6 +54,10 @@ class RouterMetrics:
     def retried(self, worker: str) -> None:
         """Count a request that a worker has failed before its first byte."""
         self._retries.labels(worker).inc()
+
+    def unread(self, reason: str) -> None:
+        """Count a request with tokens that are not known here."""
+        self._unread.labels(reason).inc()
 
     def refused(self, reason: str) -> None:
         """Count a request that no worker got."""

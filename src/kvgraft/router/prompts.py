@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,39 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-logger = logging.getLogger(__name__)
-
 _MOST_TOKENS = 1 << 22
 _LENIENCE = 4
 """Engines may serve longer prompts than a tokenizer says: it is a few times as long before a prompt is not looked at."""
-_TOO_LONG = "it is longer than what the engines take"
-
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+
+
+class UnreadReason(StrEnum):
+    """Why the tokens of a request are not known here."""
+
+    PATH = "path"
+    """What is sent to this path is rendered by engines alone."""
+    INVALID = "invalid"
+    """It has no prompt, or one that the worker will refuse."""
+    UNSUPPORTED = "unsupported"
+    """It has fields or parts that are not rendered here, such as images."""
+    TOO_LONG = "too_long"
+    """It is longer than what engines take."""
+    NO_TOKENIZER = "no_tokenizer"
+    """The router was started without `--model`."""
+    FAILED = "failed"
+    """The tokenizer failed."""
+
+
+class UnreadPromptError(ConfigError):
+    """The tokens of a request are not known here: it goes to the least loaded worker.
+
+    Attributes:
+        reason: Why.
+    """
+
+    def __init__(self, reason: UnreadReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class PromptReader:
@@ -42,53 +67,79 @@ class PromptReader:
         self._bound = TextBound.of(tokenizer)
         said = getattr(tokenizer, "model_max_length", None)
         self._most_tokens = _LENIENCE * said if isinstance(said, int) and 0 < said < _MOST_TOKENS else _MOST_TOKENS
-        self._has_said = tokenizer is None
 
-    def tokens(self, path: str, body: Mapping[str, object]) -> NDArray[np.int32] | None:
-        """Return the tokens of a request `(n,)`, of its first prompt if it has several; None if that cannot be said.
+    def tokens(self, path: str, body: Mapping[str, object]) -> NDArray[np.int32]:
+        """Return the tokens of a request `(n,)`, of its first prompt if it has several, as the worker will make them.
 
-        What cannot be read here (images, a body that the worker will refuse) is the worker's to judge. Nothing is raised.
+        Raises:
+            UnreadPromptError: That cannot be said here. Whether the request is right is the worker's to judge.
         """
+        if path not in (CHAT_PATH, COMPLETION_PATH):
+            raise UnreadPromptError(UnreadReason.PATH, f"what is sent to {path} is rendered by the engine alone")
         fields = Fields(dict(body))
         try:
-            return self._chat(fields) if path == CHAT_PATH else self._completion(fields)
-        except (APIError, ConfigError, ValueError, OverflowError, TypeError) as error:
-            if not self._has_said:
-                self._has_said = True
-                logger.warning("a prompt cannot be read, so it goes to the least loaded worker: %s", one_line(error))
-            return None
+            tokens = self._chat(fields) if path == CHAT_PATH else self._completion(fields)
+            return _truncated(tokens, body.get("truncate_prompt_tokens"))
+        except UnreadPromptError:
+            raise
+        except (APIError, ConfigError) as error:
+            raise UnreadPromptError(UnreadReason.UNSUPPORTED, one_line(error)) from error
+        except (ValueError, OverflowError, TypeError) as error:
+            raise UnreadPromptError(UnreadReason.INVALID, one_line(error)) from error
 
     def _chat(self, fields: Fields) -> NDArray[np.int32]:
+        if self._tokenizer is None:
+            raise _no_tokenizer()
         tools = parse_tools(fields)
         asked = parse_template_fields(fields, template_of(self._tokenizer, with_tools=bool(tools)))
         prompt = render_chat(self._tokenizer, parse_messages(fields), tools, asked)
-        return self._encoded(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        return self._encoded(prompt.text, add_special_tokens=_asked_specials(fields, prompt.add_special_tokens))
 
-    def _completion(self, fields: Fields) -> NDArray[np.int32] | None:
+    def _completion(self, fields: Fields) -> NDArray[np.int32]:
         prompt = fields.values.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return self._encoded(prompt, add_special_tokens=True)
+            return self._encoded(prompt, add_special_tokens=_asked_specials(fields, True))
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return self._taken(np.array(prompt, np.int32))
-        return None
+        raise UnreadPromptError(UnreadReason.INVALID, "there is no prompt of text or token ids")
 
     def _taken(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         if len(tokens) > self._most_tokens:
-            raise ConfigError(_TOO_LONG)
+            raise _too_long()
         return tokens
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         if self._tokenizer is None:
-            raise ConfigError("there is no tokenizer")
+            raise _no_tokenizer()
         if not self._bound.may_fit(text, self._most_tokens):
-            raise ConfigError(_TOO_LONG)
+            raise _too_long()
         try:
             token_ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except Exception as error:  # a tokenizer is foreign code
-            raise ConfigError(f"the prompt cannot be tokenised: {one_line(error)}") from error
+            raise UnreadPromptError(
+                UnreadReason.FAILED, f"the prompt cannot be tokenised: {one_line(error)}"
+            ) from error
         return np.array(token_ids, np.int32)
+
+
+def _no_tokenizer() -> UnreadPromptError:
+    return UnreadPromptError(UnreadReason.NO_TOKENIZER, "text is tokenised with --model alone")
+
+
+def _too_long() -> UnreadPromptError:
+    return UnreadPromptError(UnreadReason.TOO_LONG, "it is longer than what the engines take")
+
+
+def _asked_specials(fields: Fields, default: bool) -> bool:
+    asked = fields.values.get("add_special_tokens")
+    return asked if isinstance(asked, bool) else default
+
+
+def _truncated(tokens: NDArray[np.int32], most: object) -> NDArray[np.int32]:
+    """The last tokens, as many as the client lets the engine keep."""
+    return tokens[-most:] if type(most) is int and most > 0 else tokens
 
 
 def load_tokenizer(name: str) -> Any:  # noqa: ANN401 - transformers' tokenizer

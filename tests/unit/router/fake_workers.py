@@ -48,6 +48,8 @@ class Worker:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/v1/responses", self._answer)
+        app.router.add_post("/tokenize", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)

@@ -9,7 +9,7 @@ from kvgraft.engine.requests.request_builder import RequestBuilder
 from kvgraft.errors import ConfigError
 from kvgraft.http.chat_template import render_chat
 from kvgraft.models import BUNDLED_MODEL
-from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader, load_tokenizer
+from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader, UnreadPromptError, load_tokenizer
 
 CONVERSATION = [
     {"role": "developer", "content": "Be brief."},
@@ -29,6 +29,12 @@ def tokenizer():
 @pytest.fixture
 def reader(tokenizer):
     return PromptReader(tokenizer)
+
+
+def unread(reader, path, body):
+    with pytest.raises(UnreadPromptError) as raised:
+        reader.tokens(path, body)
+    return raised.value.reason
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
@@ -57,25 +63,45 @@ def test_token_ids_are_taken_as_they_are(prompt):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "reason"),
     [
-        (COMPLETION_PATH, {}),
-        (COMPLETION_PATH, {"prompt": []}),
-        (COMPLETION_PATH, {"prompt": [1, "a"]}),
-        (COMPLETION_PATH, {"prompt": [1 << 40]}),
-        (COMPLETION_PATH, {"prompt": [True]}),
-        (CHAT_PATH, {"messages": "hello"}),
-        (CHAT_PATH, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
-        (CHAT_PATH, {"messages": [{"role": "nobody", "content": ""}]}),
+        (COMPLETION_PATH, {}, "invalid"),
+        (COMPLETION_PATH, {"prompt": []}, "invalid"),
+        (COMPLETION_PATH, {"prompt": [1, "a"]}, "invalid"),
+        (COMPLETION_PATH, {"prompt": [1 << 40]}, "invalid"),
+        (COMPLETION_PATH, {"prompt": [True]}, "invalid"),
+        (CHAT_PATH, {"messages": "hello"}, "unsupported"),
+        (
+            CHAT_PATH,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "unsupported",
+        ),
+        (CHAT_PATH, {"messages": [{"role": "nobody", "content": ""}]}, "unsupported"),
+        ("/v1/responses", {"input": "hello"}, "path"),
     ],
 )
-def test_what_cannot_be_read_is_none(reader, path, body):
-    assert reader.tokens(path, body) is None
+def test_what_cannot_be_read_has_a_reason(reader, path, body, reason):
+    assert unread(reader, path, body) == reason
 
 
-def test_text_without_a_tokenizer_is_none():
-    assert PromptReader(None).tokens(COMPLETION_PATH, {"prompt": "text"}) is None
-    assert PromptReader(None).tokens(CHAT_PATH, {"messages": CONVERSATION}) is None
+def test_text_without_a_tokenizer_is_not_read():
+    assert unread(PromptReader(None), COMPLETION_PATH, {"prompt": "text"}) == "no_tokenizer"
+    assert unread(PromptReader(None), CHAT_PATH, {"messages": CONVERSATION}) == "no_tokenizer"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_special_tokens_are_added_as_the_client_asks(asked):
+    tokenizer = Counting()
+    PromptReader(tokenizer).tokens(COMPLETION_PATH, {"prompt": "aa", "add_special_tokens": asked})
+    assert tokenizer.added is asked
+    PromptReader(tokenizer).tokens(CHAT_PATH, {"messages": CONVERSATION, "add_special_tokens": asked})
+    assert tokenizer.added is asked
+
+
+def test_what_the_engine_cuts_off_is_not_scored(reader):
+    body = {"prompt": [*range(1, 40)], "truncate_prompt_tokens": 3}
+    assert reader.tokens(COMPLETION_PATH, body).tolist() == [37, 38, 39]
+    assert len(reader.tokens(COMPLETION_PATH, body | {"truncate_prompt_tokens": -1})) == 39
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path):
@@ -96,21 +122,20 @@ class Counting:
         return {"a": 0, "bcde": 1}
 
     def __call__(self, text, add_special_tokens=True):
-        self.seen += len(text)
+        self.seen, self.added = self.seen + len(text), add_special_tokens
         return {"input_ids": [0] * len(text)}
 
 
-def test_what_no_engine_takes_is_not_tokenised(caplog):
+def test_what_no_engine_takes_is_not_tokenised():
     """Its length alone says so; a model may take a few times what its tokenizer says."""
     tokenizer = Counting()
     reader = PromptReader(tokenizer)
     tokenizer.seen = 0
-    assert reader.tokens(COMPLETION_PATH, {"prompt": "a" * 1_601}) is None
-    assert reader.tokens(CHAT_PATH, {"messages": [{"role": "user", "content": "a" * 10**6}]}) is None
+    assert unread(reader, COMPLETION_PATH, {"prompt": "a" * 1_601}) == "too_long"
+    assert unread(reader, CHAT_PATH, {"messages": [{"role": "user", "content": "a" * 10**6}]}) == "too_long"
     assert tokenizer.seen == 0
     assert len(reader.tokens(COMPLETION_PATH, {"prompt": "a" * 1_600})) == 1_600
-    assert reader.tokens(COMPLETION_PATH, {"prompt": [1] * 5_000}) is None
-    assert caplog.text.count("least loaded") == 1
+    assert unread(reader, COMPLETION_PATH, {"prompt": [1] * 5_000}) == "too_long"
 
 
 def test_a_tokenizer_that_says_no_length_has_none():

@@ -64,6 +64,34 @@ def test_streams_are_passed_on(path, body):
     run(test)
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
+def test_paths_that_engines_alone_render_are_passed_on_and_counted(path):
+    async def test(one, two):
+        async with routed(one, two) as (session, _):
+            assert await status(session.post(path, json={"input": "hello"})) == 200
+            assert [json.loads(body) for body in one.seen + two.seen] == [{"input": "hello"}]
+            assert metric(await metrics(session), 'kvgraft_router:unread_prompts_total{reason="path"}') == 1
+            assert await status(session.post("/reset_prefix_cache")) == 404, "an operator's alone"
+
+    run(test)
+
+
+def test_prompts_that_are_not_read_are_counted_by_reason(caplog):
+    async def test(one, two):
+        async with routed(one, two) as (session, _):
+            image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+            for _ in range(2):
+                assert await status(session.post("/v1/chat/completions", json={"messages": image})) == 200
+            broken = session.post("/v1/completions", data=b"{", headers={"content-type": "application/json"})
+            assert await status(broken) == 200
+            text = await metrics(session)
+            assert metric(text, 'kvgraft_router:unread_prompts_total{reason="unsupported"}') == 2
+            assert metric(text, 'kvgraft_router:unread_prompts_total{reason="invalid"}') == 1
+
+    run(test)
+    assert caplog.text.count("least loaded") == 2, "once for each reason"
+
+
 def test_events_arrive_before_the_stream_ends():
     async def test(one, two):
         one.behaviour = two.behaviour = "open"

@@ -340,7 +340,7 @@ class RequestReuse:
         try:
             self.registrar.touch_front(
                 req, state
-            )  # whatever failed: trees of which one is not used alike do not evict alike
+            )  # in any case: trees of which one is not used alike do not evict alike
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
             num_adopted = _FAILED
