@@ -25,7 +25,7 @@ import numpy as np
 
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
-from kvgraft.integrations.sglang.refusals import refused_request
+from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
 from kvgraft.integrations.sglang.request_state import SGLangRequest
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.continuation import may_go_on
@@ -115,7 +115,9 @@ class RequestReuse:
         mode, repair, wrong = self._asked(req)
         num_drawn = len(tokens) - len(req.origin_input_ids)
         state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn)
-        refused = self._refused(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
+        refused = (
+            self._refused(req) or self._computed(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
+        )
         if refused is not None:
             state.refuse(refused)
             return 0
@@ -158,6 +160,10 @@ class RequestReuse:
         if reason is not None:
             return Miss(MissReason.MODEL_REFUSED, reason)
         return Miss(MissReason.REUSE_OFF, _STALE) if self.is_stale else None
+
+    def _computed(self, req: Any) -> Miss | None:  # noqa: ANN401
+        reason = refused_copies(req)
+        return None if reason is None else Miss(MissReason.MODEL_REFUSED, reason)
 
     def _decide(
         self,

@@ -371,11 +371,61 @@ def test_namespaces_share_nothing(make_world, make_tokens):
 def test_requests_with_images_sessions_or_embeddings_are_refused(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    for name in ("session", "multimodal_inputs", "input_embeds", "positional_embed_overrides", "beam_group"):
+    for name in (
+        "session",
+        "multimodal_inputs",
+        "input_embeds",
+        "positional_embed_overrides",
+        "beam_group",
+        "multi_item_delimiter_indices",
+    ):
         req = FakeRequest(name, document + make_tokens(5))
         setattr(req, name, object())
         assert promise(world, req) == 0
         assert report(world, req)["miss"]["reason"] == MissReason.MODEL_REFUSED.value
+
+
+READ_OFF_THE_PROMPT = [
+    ({"return_logprob": True, "logprob_start_len": 0}, 9, "log-probabilities of the prompt"),
+    ({"return_logprob": True, "logprob_start_len": 104}, 9, "log-probabilities of the prompt"),
+    ({"return_hidden_states": True}, 9, "hidden states"),
+    ({"return_hidden_states": "last"}, 9, "hidden states"),
+    ({"return_routed_experts": True}, 9, "routed experts"),
+    ({"return_indexer_topk": True}, 9, "the choice of sparse attention"),
+    ({}, 0, "no token"),
+]
+
+
+@pytest.mark.parametrize(("fields", "max_new_tokens", "words"), READ_OFF_THE_PROMPT)
+def test_requests_for_what_is_read_off_the_prompt_are_computed(make_world, make_tokens, fields, max_new_tokens, words):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("asks", document[20:] + make_tokens(25))
+    req.sampling_params.max_new_tokens = max_new_tokens
+    for name, value in fields.items():
+        setattr(req, name, value)
+    assert promise(world, req) == 0
+    miss = report(world, req)["miss"]
+    assert miss["reason"] == MissReason.MODEL_REFUSED.value
+    assert words in miss["detail"]
+
+
+def test_text_of_requests_for_what_is_read_off_the_prompt_becomes_a_donor(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("asks", document, return_logprob=True, logprob_start_len=0)
+    assert promise(world, req) == 0
+    req.kv.cache_protected_len, req.is_finished = 100, True
+    world.reuse.published(req, world.tree.insert(document, world.tree.allocate(100)))
+    world.reuse.released(req)
+    assert promise(world, FakeRequest("query", document[20:] + make_tokens(9))) == 80
+
+
+@pytest.mark.parametrize("start", [-1, 125])
+def test_log_probabilities_of_the_answer_alone_are_those_of_the_mode(make_world, make_tokens, start):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document + make_tokens(25), return_logprob=True, logprob_start_len=start)
+    assert promise(world, req) == 100
 
 
 def finish_grafted(world, make_tokens, document, tail):
