@@ -111,10 +111,10 @@ class RequestReuse:
             state = self._states[req] = SGLangRequest(req.rid, namespace)
             if self.stores is not None and not self.is_stale:
                 self.stores.look_after(req.rid, len(tokens))
-        state.matched(len(tokens), prefix_len, self.clock())
+        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
         mode, repair, wrong = self._asked(req)
-        num_drawn = len(tokens) - len(req.origin_input_ids)
-        state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn)
+        num_drawn = state.num_drawn
+        state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn, num_drawn)
         refused = (
             self._refused(req) or self._computed(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
         )
@@ -173,24 +173,31 @@ class RequestReuse:
         tokens: array[int],
         end: int,
     ) -> tuple[LoadSpan, ...] | None:
-        """Decide on this rank; returns the spans, or None where what was decided before still holds."""
+        """Decide on this rank; returns the spans, or None where what was decided before still holds.
+
+        Of a retracted request the answer so far is computed, as it was before: copies of it would be others.
+        """
         prefix_len = state.lineage.prefix_len
+        if state.num_drawn:
+            tokens, end = tokens[: state.prompt_len], min(end, state.prompt_len - 1)
         try:
             depends_on = (self.keeper.version, self.continuations.version, len(tokens), end, prefix_len)
             if depends_on == state.decision.depends_on and all(map(self._is_there, state.adjoining(prefix_len))):
                 return None
             may_read = self.stores is not None and self.stores.may_read(state)
-            goes_on = self.continuations.find(state.namespace, tokens, prefix_len, end) if may_go_on(mode) else None
-            known_len = prefix_len if goes_on is None else goes_on.end
+            goes_on = None
+            if may_go_on(mode) and prefix_len < end:
+                goes_on = self.continuations.find(state.namespace, tokens, prefix_len, end)
+            known_len = min(prefix_len, end) if goes_on is None else goes_on.end
             decision = self.planner.plan(state.namespace, tokens, known_len, end, may_read=may_read)
             if decision.miss is not None and decision.miss.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
                 self.log.count_error()
             if decision.miss is not None and state.wait.miss is not None:
                 decision = replace(decision, miss=state.wait.miss)
             if self.stand_ins is not None and mode is ReuseMode.SUBSTITUTE:
-                # Of a retracted request that has generated tokens, these are its own: no other text stands in for them.
-                prompt = tokens[: min(end + 1, len(req.origin_input_ids))]
-                decision = self._substituted(self.stand_ins, state, req, prompt, decision, known_len=known_len)
+                decision = self._substituted(
+                    self.stand_ins, state, req, tokens[: end + 1], decision, known_len=known_len
+                )
             if goes_on is not None:
                 decision = replace(decision, spans=(goes_on, *decision.spans))
             # A lookup corrects donors that it finds shorter than they were.
