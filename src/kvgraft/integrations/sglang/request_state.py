@@ -84,6 +84,9 @@ class SGLangRequest:
         num_tokens: Length of the prompt, with output that was generated before a retraction.
         prompt_len: Length of the prompt alone, for which reuse is planned, so that no retraction changes what is chosen.
         matched_at: When it was last matched, in seconds of some clock.
+        end: Positions from it on are computed, by the last match.
+        is_decided: Donors were looked for since it came, or began again.
+        is_kept: At the last match they were not: what was found before may have changed, and is not to be loaded.
         due: Spans still to be loaded, ascending.
         sources: By span of the lineage, the request that computed it and the tier from which it was copied.
         is_timed: Its prefill has been measured.
@@ -104,6 +107,9 @@ class SGLangRequest:
     num_tokens: int = 0
     prompt_len: int = 0
     matched_at: float = 0.0
+    end: int = 0
+    is_decided: bool = False
+    is_kept: bool = False
     decision: LoadDecision = UNDECIDED
     due: list[LoadSpan] = field(default_factory=list)
     wait: StoreWait = StoreWait()

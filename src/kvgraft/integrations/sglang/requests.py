@@ -97,11 +97,20 @@ class RequestReuse:
 
     # Before admission
 
-    def promise(self, req: Any, tokens: array[int], end: int, prefix_len: int) -> int:  # noqa: ANN401
+    def promise(
+        self,
+        req: Any,  # noqa: ANN401
+        tokens: array[int],
+        end: int,
+        prefix_len: int,
+        *,
+        may_keep: bool = False,
+    ) -> int:
         """Return how many tokens right after the exact prefix can be loaded.
 
         Called in every scheduling round until the request is admitted; the plan is made again only if something changed.
-        Positions from `end` on are computed.
+        Positions from `end` on are computed. With `may_keep`, donors are looked for once: `promise_again` has to follow
+        before anything is loaded.
         """
         self._is_empty = False
         self.settle()
@@ -112,6 +121,26 @@ class RequestReuse:
             if self.stores is not None and not self.is_stale:
                 self.stores.look_after(req.rid, len(tokens))
         state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
+        state.end = end
+        state.is_kept = may_keep and state.is_decided and state.reads is None
+        if state.is_kept:
+            self._use(state)
+            return sum(span.length for span in state.adjoining(prefix_len))
+        state.is_decided = True
+        return self._promise(state, req, tokens)
+
+    def promise_again(self, req: Any) -> int | None:  # noqa: ANN401
+        """Look for donors of a request that is about to be admitted, if its last match did not.
+
+        Returns what is promised now, or None where nothing can have changed. A queue of prompts is looked up once each, and
+        once more when it is their turn, however long they wait. All ranks make the same calls.
+        """
+        state = self._states.get(req)
+        if state is None or not state.is_kept:
+            return None
+        return self.promise(req, req.full_untruncated_fill_ids, state.end, state.lineage.prefix_len)
+
+    def _promise(self, state: SGLangRequest, req: Any, tokens: array[int]) -> int:  # noqa: ANN401
         mode, repair, wrong = self._asked(req)
         num_drawn = state.num_drawn
         state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn, num_drawn)
@@ -123,10 +152,10 @@ class RequestReuse:
             return 0
         if self.stores is not None and self.stores.is_reading(state):
             return 0
-        self._agree(state, self._decide(state, req, mode, tokens, end))
+        self._agree(state, self._decide(state, req, mode, tokens, state.end))
         if self.stores is not None and self.stores.begin(state):
             return 0
-        return sum(span.length for span in state.adjoining(prefix_len))
+        return sum(span.length for span in state.adjoining(state.lineage.prefix_len))
 
     def promised(self, req: Any, prefix_len: int) -> int:  # noqa: ANN401
         """Return what was promised for the same exact prefix, without looking anything up."""
@@ -214,9 +243,13 @@ class RequestReuse:
             state.refuse(Miss(MissReason.ERROR, _UNLIKE))
         elif chosen.spans is not None:
             state.due = list(chosen.spans)
+        self._use(state)
+
+    def _use(self, state: SGLangRequest) -> None:
+        """Have what is promised stay longest: until the request is admitted, others need room."""
         for span in state.due:
             if span.donor is not None:
-                self.keeper.use(span.donor)  # until the request is admitted, others need room
+                self.keeper.use(span.donor)
 
     def _substituted(
         self,

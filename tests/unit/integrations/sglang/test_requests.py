@@ -66,6 +66,45 @@ def test_donor_that_appears_while_a_request_waits_is_used(make_world, make_token
     assert promise(world, req) == 80
 
 
+def test_waiting_prompt_is_looked_up_once_and_again_when_its_turn_comes(make_world, make_tokens):
+    """However many rounds it waits, and whatever becomes a donor meanwhile."""
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req, lookups, plan = FakeRequest("query", document + make_tokens(5)), [], world.planner.plan
+    world.planner.plan = lambda *args, **fields: lookups.append(1) or plan(*args, **fields)
+    tokens = req.origin_input_ids
+    for number in range(5):
+        assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
+        world.keeper.version += 1  # another text has become a donor
+        assert len(lookups) == 1, number
+    assert world.reuse.promise_again(req) == 100
+    assert world.reuse.promise_again(req) is None
+    assert len(lookups) == 2
+
+
+def test_what_has_become_a_donor_while_a_prompt_waited_is_found_when_its_turn_comes(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("query", document + make_tokens(5))
+    tokens = req.origin_input_ids
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    world.publish("donor", document)
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promise_again(req) == 100
+    world.reuse.clear()  # as after a flush
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promise_again(req) == 0
+
+
+def test_exact_prefix_that_has_grown_while_a_prompt_waited_promises_nothing_of_before(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document + make_tokens(5))
+    tokens = req.origin_input_ids
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 50, may_keep=True) == 0
+    assert world.reuse.promise_again(req) == 50
+
+
 def test_donor_evicted_after_the_promise_is_computed_instead(make_world, make_tokens):
     world, document = make_world(host_bytes=0), make_tokens(100)
     node = world.publish("donor", document)
