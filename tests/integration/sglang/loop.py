@@ -168,8 +168,15 @@ class Loop:
 
     def reports(self):
         """The reports of all requests that have been answered, by id."""
+        return {rid: entry["report"] for rid, entry in self._entries()}
+
+    def attempts(self):
+        """All attempts of those requests, by id."""
+        return {rid: entry["attempts"] for rid, entry in self._entries()}
+
+    def _entries(self):
         told = [(output.rids, output.customized_info["kvgraft"]) for output in self.sent if hasattr(output, "rids")]
-        return {rid: each[0]["report"] for rids, lists in told for rid, each in zip(rids, lists, strict=True) if each}
+        return [(rid, each[0]) for rids, lists in told for rid, each in zip(rids, lists, strict=True) if each]
 
     def reset(self):
         """Forget everything, also where a run has broken off."""

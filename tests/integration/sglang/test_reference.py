@@ -193,9 +193,10 @@ def test_other_namespaces_reuse_nothing(bench):
         assert got["output_ids"] == cold.tokens
 
 
-def test_input_logprobs_are_computed_from_where_they_are_asked_for(bench):
+def test_input_logprobs_are_those_of_a_computed_prompt(bench):
     prompt = bench.ids(40) + bench.doc_a[0:300] + bench.ids(10)
     got = bench.server.generate(prompt, logprob_start_len=100, cache_salt=None)
     meta = got["meta_info"]
     assert len(meta["input_token_logprobs"]) == len(prompt) - 100
-    assert 0 < meta["cached_tokens"] <= 100
+    assert meta["cached_tokens"] == 0
+    assert meta["kvgraft"][0]["report"]["miss"]["reason"] == "model_refused"

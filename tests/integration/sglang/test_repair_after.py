@@ -125,12 +125,15 @@ def test_request_that_goes_away_around_its_repair_leaves_nothing_behind(loop, ov
     assert not loop.reuse.repairs._waiting
     if event == "abort":
         assert loop.num_repaired == done[0]
+        return
+    last = loop.attempts()["a"][-1]
+    begun = last["num_tokens"] - len(asked.prompt)
+    if begun:
+        assert repaired(last) == ("before", begun + 1, True), "its next token is drawn from what was repaired"
+        assert last["repair"]["reason"] == "its answer was begun before a retraction"
     else:
-        assert loop.num_repaired == done[0] + 1
-        report = loop.reports()["a"]
-        first = report["num_tokens"] - len(asked.prompt) + 1
-        assert report["repair"]["from_token"] in (None, first + 1)
-        assert (report["repair"]["from_token"] is None) == (report["recomputed_tokens"] == 0)
+        assert repaired(last) == ("after", 2, True)
+    assert loop.num_repaired == done[0] + (not begun)
 
 
 @ORDERS
@@ -266,3 +269,24 @@ def test_load_changes_nothing(answers):
         alone = answers["after"][index % len(answers["after"])]
         assert near(got, alone, 0, 8)
         assert report_of(got)["repair"] == report_of(alone)["repair"]
+
+
+def test_retraction_changes_nothing(model_dir, answers):
+    """An answer is a function of prompt, donors and settings: SGLang retracts every third step here."""
+    prompts, tenants = Prompts(), ["0", "1", "2"]
+    settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO), "KVGRAFT_SELECTION": "query_seam"}
+    settings |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+    with SGLangServer(model_dir("llama"), {"--chunked-prefill-size": 128}, settings) as server:
+        known_to(server, prompts, *tenants)
+        asked = [body(prompt, 8, tenant) for tenant in tenants for prompt in prompts.asked]
+        with ThreadPoolExecutor(6) as pool:
+            got = list(pool.map(lambda each: server.post("/generate", each), asked))
+        entries = [each["meta_info"]["kvgraft"][0] for each in got]
+        assert server.is_healthy(), server.log()[-3000:]
+    pairs = [(entry["attempts"], len(each["input_ids"])) for entry, each in zip(entries, asked, strict=True)]
+    begun = [attempt for attempts, length in pairs for attempt in attempts if attempt["num_tokens"] > length]
+    assert begun
+    assert sum(len(entry["attempts"]) for entry in entries) > len(entries), "nothing was retracted"
+    assert all(attempt["repair"]["time"] == "before" for attempt in begun)
+    for index, each in enumerate(got):
+        assert near(each, answers["after"][index % len(prompts.asked)], 0, 8)

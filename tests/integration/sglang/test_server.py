@@ -52,6 +52,43 @@ def test_leaked_slots_still_kill_the_server(model_dir, ids):
         assert "memory leak" in server.log()
 
 
+def all_numbers(value):
+    """The numbers of nested lists, in order."""
+    if isinstance(value, list):
+        return [number for each in value for number in all_numbers(each)]
+    return [] if value is None else [value]
+
+
+READ_OFF_THE_PROMPT = {
+    "log-probabilities": (4, {"logprob_start_len": 200, "top_logprobs_num": 3, "token_ids_logprob": [5, 6]}),
+    "scores": (0, {"token_ids_logprob": [5, 6, 7]}),  # what /v1/score sends
+    "hidden states": (2, {"return_hidden_states": True}),
+}
+READ = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs", "output_token_ids_logprobs")
+
+
+def test_what_is_read_off_the_prompt_is_that_of_a_server_without_copies(model_dir, ids):
+    with SGLangServer(model_dir("llama"), {"--enable-return-hidden-states": None}) as server:
+        donor = ids(300)
+        for mode in ("graft", "off"):
+            server.generate(donor, 1, cache_salt=mode)
+        for what, (num_tokens, fields) in READ_OFF_THE_PROMPT.items():
+            prompt = ids(40) + donor[20:] + ids(30)
+            got, want = (
+                server.generate(prompt, num_tokens, reuse=mode, cache_salt=mode, **fields)["meta_info"]
+                for mode in ("graft", "off")
+            )
+            report = got["kvgraft"][0]["report"]
+            assert (report["spans"], report["miss"]["reason"]) == ([], "model_refused"), what
+            pairs = [(got.get(name), want.get(name)) for name in (*READ, "hidden_states")]
+            numbers = [(one, two) for each in pairs for one, two in zip(*map(all_numbers, each), strict=True)]
+            assert len(numbers) > 2
+            assert max(abs(one - two) for one, two in numbers) < 1e-4, what
+        prompt = ids(40) + donor[20:] + ids(30)
+        answer = server.generate(prompt, 4, cache_salt="graft")["meta_info"]["kvgraft"][0]["report"]
+        assert answer["shifted_tokens"] == 280, "values of the answer alone are those of the mode"
+
+
 def test_hybrid_model_is_served_without_reuse(model_dir, ids, monkeypatch):
     with SGLangServer(model_dir("gemma3")) as server:
         monkeypatch.setenv("KVGRAFT_STATE_DIR", str(server.state_dir))

@@ -54,7 +54,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             # The scheduler sorts its queue; it matches again, with a limit, before it admits a request.
             promised = self.reuse.promised(req, prefix_len)
         else:
-            promised = self.reuse.promise(req, key.token_ids, len(key), prefix_len)
+            promised = self.reuse.promise(req, key.token_ids, len(key), prefix_len, may_keep=True)
         if not promised:
             return exact
         node = exact.last_device_node
@@ -81,6 +81,15 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             indices: Tensor = super().prefix_device_indices(req)
             return indices
         return torch.cat([self.path_device_indices(req.last_node), *private])[: req.prefix_len]
+
+    def look_up_again(self, req: Any) -> bool:  # noqa: ANN401
+        """Renew the promise of `req`, which was just matched and is about to be admitted; whether it may have changed."""
+        promised = None if self.reuse is None else self.reuse.promise_again(req)
+        if promised is None:
+            return False
+        req.host_hit_length = promised
+        req.last_host_node = req.best_match_node = req.last_node
+        return True
 
     def awaits_store(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
         """Whether `req`, just matched, keeps its place in the queue until the K/V that are read for it have come."""

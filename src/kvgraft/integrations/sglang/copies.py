@@ -74,7 +74,7 @@ class Copies:
         if self.recomputer is not None:
             self._recompute(state, req, slots, self.recomputer.run)
         elif state.has_shifted:
-            state.repaired(_num_drawn(state, req))  # what is chosen are gaps, which SGLang computes
+            state.repaired(_num_drawn(state))  # what is chosen are gaps, which SGLang computes
 
     def repair(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """Compute chosen tokens again once SGLang has computed the prompt, which lies in `slots` (int64)."""
@@ -100,8 +100,8 @@ class Copies:
         started = time.perf_counter()
         try:
             tokens, plan = recomputer.together(partial(_carried_out, state, req, spans), RuntimeError)
-            state.recomputed(policy.name, passes(tokens, plan, slots, policy))
-            state.repaired(_num_drawn(state, req))
+            state.recomputed(policy.name, passes(tokens, plan, slots[: len(tokens)], policy))
+            state.repaired(_num_drawn(state))
         except PolicyError as error:
             self._compute_copied(recomputer, state, req, slots, error)
         except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
@@ -126,19 +126,19 @@ class Copies:
         state.missed(self.log.failed("selection policy", state.rid, error))
         start = min(span.target_start for span in state.lineage.spans if span.fidelity is Fidelity.SHIFTED)
         try:
-            recomputer.run_all(_prompt(state, req), slots, start)
+            recomputer.run_all(_tokens(req, state.num_tokens), slots, start)
         except Exception as failure:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
             self.log.failed("recompute", state.rid, failure)
             state.policy = NoRecompute.name
             return
         if state.repair.time is RepairTime.AFTER:
-            state.computed_in_full(start, _num_drawn(state, req))
+            state.computed_in_full(start, _num_drawn(state))
         else:
             state.withdraw(start)
 
 
-def _prompt(state: SGLangRequest, req: Any) -> NDArray[np.int64]:  # noqa: ANN401
-    return np.frombuffer(req.full_untruncated_fill_ids[: state.num_tokens], np.int64)
+def _tokens(req: Any, count: int) -> NDArray[np.int64]:  # noqa: ANN401
+    return np.frombuffer(req.full_untruncated_fill_ids[:count], np.int64)
 
 
 def _carried_out(
@@ -146,11 +146,11 @@ def _carried_out(
     req: Any,  # noqa: ANN401
     spans: Sequence[SpanReport],
 ) -> tuple[NDArray[np.int64], GraftPlan]:
-    """Return the prompt, and its plan with `spans`."""
-    tokens = _prompt(state, req)
+    """Return the prompt, without output that was drawn before a retraction, and its plan with `spans`."""
+    tokens = _tokens(req, state.prompt_len)
     return tokens, state.plan(len(tokens), spans)
 
 
-def _num_drawn(state: SGLangRequest, req: Any) -> int:  # noqa: ANN401
+def _num_drawn(state: SGLangRequest) -> int:
     """Return how many tokens of the answer have been drawn when the policy's choice is computed."""
-    return state.num_tokens - len(req.origin_input_ids) + int(state.repair.time is RepairTime.AFTER)
+    return state.num_drawn + int(state.repair.time is RepairTime.AFTER)

@@ -11,6 +11,13 @@ Llama and Qwen3 are served in tests/integration/sglang/; Mistral and Qwen2 must 
 of them was run.
 """
 
+_OF_EVERY_POSITION = {
+    "return_hidden_states": "hidden states",
+    "return_routed_experts": "routed experts",
+    "return_indexer_topk": "the choice of sparse attention",
+}
+"""Fields of a request that ask for something of all its tokens."""
+
 _PLAIN_DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16")
 
 
@@ -34,6 +41,23 @@ def refused_request(req: Any) -> str | None:  # noqa: ANN401 - a class of SGLang
         return "its embeddings are not those of its tokens"
     if getattr(req, "beam_group", None) is not None:
         return "it is a beam search"
+    if getattr(req, "multi_item_delimiter_indices", None) is not None:
+        return "its items do not attend to one another"
+    return None
+
+
+def refused_copies(req: Any) -> str | None:  # noqa: ANN401 - a class of SGLang
+    """Return why a request is computed though its text may become a donor, or None; the same on all ranks.
+
+    What it asks for is read off the prompt, where copies would show: off an answer they show as that of `graft`.
+    """
+    if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
+        return "requests with log-probabilities of the prompt are not grafted: these come from every position"
+    for name, words in _OF_EVERY_POSITION.items():
+        if getattr(req, name, False):
+            return f"requests with {words} are not grafted: these come from every position"
+    if req.sampling_params.max_new_tokens == 0:
+        return "requests for no token are not grafted: what they ask for comes from the prompt"
     return None
 
 

@@ -1,7 +1,8 @@
 """Repair after the first token: which requests wait for it, and the step before which it comes.
 
 SGLang computes a prompt, sends the first token and hands the row of that token to the model in a later step. Before that step
-the choice of the policy is computed into the request's own slots. The step is fixed by the request, never by load.
+the choice of the policy is computed into the request's own slots. The step is fixed by the request, never by load. A request
+that was retracted goes on with its answer from repaired copies, as if it had not been.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from kvgraft.types import RepairReport
 
 
+BEGUN = "its answer was begun before a retraction"
+"""Reason to wait of a request whose next token is not its first one: all but that are drawn from what was repaired."""
+
+
 @dataclass(eq=False)
 class Repairs:
     """Decides when the tokens that a policy chooses are computed. Not thread-safe. A `req` is SGLang's `Req`.
@@ -36,9 +41,19 @@ class Repairs:
     refusal: str = ""
     _waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
 
-    def planned(self, asked: RepairTime, num_tokens_left: int) -> RepairReport:
-        """Return when a request that `asked` for a time, and may generate `num_tokens_left` tokens, is repaired."""
-        return planned_repair(asked, lambda: self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else ""))
+    def planned(self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0) -> RepairReport:
+        """Return when a request that `asked` for a time is repaired.
+
+        Args:
+            asked: By the request or the settings.
+            num_tokens_left: Tokens that it may still generate.
+            num_drawn: Tokens of its answer that were drawn before a retraction.
+        """
+
+        def reason_to_wait() -> str:
+            return self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else "") or (BEGUN if num_drawn else "")
+
+        return planned_repair(asked, reason_to_wait)
 
     def loaded(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """Compute the choice in what was loaded, before SGLang computes from `len(slots)` (int64) on, or have it wait."""

@@ -82,7 +82,11 @@ class SGLangRequest:
         attempts: Those before each retraction so far.
         lineage: Origin of its K/V, from the last match on.
         num_tokens: Length of the prompt, with output that was generated before a retraction.
+        prompt_len: Length of the prompt alone, for which reuse is planned, so that no retraction changes what is chosen.
         matched_at: When it was last matched, in seconds of some clock.
+        end: Positions from it on are computed, by the last match.
+        is_decided: Donors were looked for since it came, or began again.
+        is_kept: At the last match they were not: what was found before may have changed, and is not to be loaded.
         due: Spans still to be loaded, ascending.
         sources: By span of the lineage, the request that computed it and the tier from which it was copied.
         is_timed: Its prefill has been measured.
@@ -101,7 +105,11 @@ class SGLangRequest:
     attempts: tuple[PrefillAttempt, ...] = ()
     lineage: Lineage = field(default_factory=lambda: Lineage(0))
     num_tokens: int = 0
+    prompt_len: int = 0
     matched_at: float = 0.0
+    end: int = 0
+    is_decided: bool = False
+    is_kept: bool = False
     decision: LoadDecision = UNDECIDED
     due: list[LoadSpan] = field(default_factory=list)
     wait: StoreWait = StoreWait()
@@ -132,9 +140,15 @@ class SGLangRequest:
         """Whether tokens were copied of which a policy may have some computed."""
         return any(span.fidelity is Fidelity.SHIFTED for span in self.lineage.spans)
 
-    def matched(self, num_tokens: int, prefix_len: int, now: float) -> None:
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the answer that were generated before a retraction."""
+        return self.num_tokens - self.prompt_len
+
+    def matched(self, num_tokens: int, prompt_len: int, prefix_len: int, now: float) -> None:
         """Note that SGLang gives the first `prefix_len` tokens; the request has no K/V of its own yet."""
-        self.num_tokens, self.lineage, self.matched_at = num_tokens, Lineage(prefix_len), now
+        self.num_tokens, self.prompt_len = num_tokens, min(num_tokens, prompt_len)
+        self.lineage, self.matched_at = Lineage(prefix_len), now
         self.num_taken = self.num_corrected = 0
 
     def missed(self, miss: Miss) -> None:
@@ -215,15 +229,15 @@ class SGLangRequest:
         return PrefillAttempt(report, tuple(self.sources), self.num_steps)
 
     def extent(self) -> tuple[int, int]:
-        """Return how many tokens are moved or will be, and how many stand after the last of them; one at least is.
+        """Return how many tokens are moved or will be, and how many of the prompt stand after the last of them.
 
-        Those in their own places do not count.
+        One at least is moved. Those in their own places do not count.
         """
         copied = [(span.target_start, span.length, span.fidelity) for span in self.lineage.spans]
         due = [(span.start, span.length, span.fidelity) for span in self.due]
         spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is Fidelity.SHIFTED]
         end = max(start + length for start, length in spans)
-        return sum(length for _, length in spans), self.num_tokens - end
+        return sum(length for _, length in spans), self.prompt_len - end
 
     def take_loaded(self) -> tuple[SpanReport, ...]:
         """Return the spans loaded since the last call."""

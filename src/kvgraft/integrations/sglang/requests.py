@@ -25,7 +25,7 @@ import numpy as np
 
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
-from kvgraft.integrations.sglang.refusals import refused_request
+from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
 from kvgraft.integrations.sglang.request_state import SGLangRequest
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.continuation import may_go_on
@@ -97,11 +97,20 @@ class RequestReuse:
 
     # Before admission
 
-    def promise(self, req: Any, tokens: array[int], end: int, prefix_len: int) -> int:  # noqa: ANN401
+    def promise(
+        self,
+        req: Any,  # noqa: ANN401
+        tokens: array[int],
+        end: int,
+        prefix_len: int,
+        *,
+        may_keep: bool = False,
+    ) -> int:
         """Return how many tokens right after the exact prefix can be loaded.
 
         Called in every scheduling round until the request is admitted; the plan is made again only if something changed.
-        Positions from `end` on are computed.
+        Positions from `end` on are computed. With `may_keep`, donors are looked for once: `promise_again` has to follow
+        before anything is loaded.
         """
         self._is_empty = False
         self.settle()
@@ -111,20 +120,42 @@ class RequestReuse:
             state = self._states[req] = SGLangRequest(req.rid, namespace)
             if self.stores is not None and not self.is_stale:
                 self.stores.look_after(req.rid, len(tokens))
-        state.matched(len(tokens), prefix_len, self.clock())
+        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
+        state.end = end
+        state.is_kept = may_keep and state.is_decided and state.reads is None
+        if state.is_kept:
+            self._use(state)
+            return sum(span.length for span in state.adjoining(prefix_len))
+        state.is_decided = True
+        return self._promise(state, req, tokens)
+
+    def promise_again(self, req: Any) -> int | None:  # noqa: ANN401
+        """Look for donors of a request that is about to be admitted, if its last match did not.
+
+        Returns what is promised now, or None where nothing can have changed. A queue of prompts is looked up once each, and
+        once more when it is their turn, however long they wait. All ranks make the same calls.
+        """
+        state = self._states.get(req)
+        if state is None or not state.is_kept:
+            return None
+        return self.promise(req, req.full_untruncated_fill_ids, state.end, state.lineage.prefix_len)
+
+    def _promise(self, state: SGLangRequest, req: Any, tokens: array[int]) -> int:  # noqa: ANN401
         mode, repair, wrong = self._asked(req)
-        num_drawn = len(tokens) - len(req.origin_input_ids)
-        state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn)
-        refused = self._refused(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
+        num_drawn = state.num_drawn
+        state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn, num_drawn)
+        refused = (
+            self._refused(req) or self._computed(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
+        )
         if refused is not None:
             state.refuse(refused)
             return 0
         if self.stores is not None and self.stores.is_reading(state):
             return 0
-        self._agree(state, self._decide(state, req, mode, tokens, end))
+        self._agree(state, self._decide(state, req, mode, tokens, state.end))
         if self.stores is not None and self.stores.begin(state):
             return 0
-        return sum(span.length for span in state.adjoining(prefix_len))
+        return sum(span.length for span in state.adjoining(state.lineage.prefix_len))
 
     def promised(self, req: Any, prefix_len: int) -> int:  # noqa: ANN401
         """Return what was promised for the same exact prefix, without looking anything up."""
@@ -159,6 +190,10 @@ class RequestReuse:
             return Miss(MissReason.MODEL_REFUSED, reason)
         return Miss(MissReason.REUSE_OFF, _STALE) if self.is_stale else None
 
+    def _computed(self, req: Any) -> Miss | None:  # noqa: ANN401
+        reason = refused_copies(req)
+        return None if reason is None else Miss(MissReason.MODEL_REFUSED, reason)
+
     def _decide(
         self,
         state: SGLangRequest,
@@ -167,24 +202,31 @@ class RequestReuse:
         tokens: array[int],
         end: int,
     ) -> tuple[LoadSpan, ...] | None:
-        """Decide on this rank; returns the spans, or None where what was decided before still holds."""
+        """Decide on this rank; returns the spans, or None where what was decided before still holds.
+
+        Of a retracted request the answer so far is computed, as it was before: copies of it would be others.
+        """
         prefix_len = state.lineage.prefix_len
+        if state.num_drawn:
+            tokens, end = tokens[: state.prompt_len], min(end, state.prompt_len - 1)
         try:
             depends_on = (self.keeper.version, self.continuations.version, len(tokens), end, prefix_len)
             if depends_on == state.decision.depends_on and all(map(self._is_there, state.adjoining(prefix_len))):
                 return None
             may_read = self.stores is not None and self.stores.may_read(state)
-            goes_on = self.continuations.find(state.namespace, tokens, prefix_len, end) if may_go_on(mode) else None
-            known_len = prefix_len if goes_on is None else goes_on.end
+            goes_on = None
+            if may_go_on(mode) and prefix_len < end:
+                goes_on = self.continuations.find(state.namespace, tokens, prefix_len, end)
+            known_len = min(prefix_len, end) if goes_on is None else goes_on.end
             decision = self.planner.plan(state.namespace, tokens, known_len, end, may_read=may_read)
             if decision.miss is not None and decision.miss.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
                 self.log.count_error()
             if decision.miss is not None and state.wait.miss is not None:
                 decision = replace(decision, miss=state.wait.miss)
             if self.stand_ins is not None and mode is ReuseMode.SUBSTITUTE:
-                # Of a retracted request that has generated tokens, these are its own: no other text stands in for them.
-                prompt = tokens[: min(end + 1, len(req.origin_input_ids))]
-                decision = self._substituted(self.stand_ins, state, req, prompt, decision, known_len=known_len)
+                decision = self._substituted(
+                    self.stand_ins, state, req, tokens[: end + 1], decision, known_len=known_len
+                )
             if goes_on is not None:
                 decision = replace(decision, spans=(goes_on, *decision.spans))
             # A lookup corrects donors that it finds shorter than they were.
@@ -201,9 +243,13 @@ class RequestReuse:
             state.refuse(Miss(MissReason.ERROR, _UNLIKE))
         elif chosen.spans is not None:
             state.due = list(chosen.spans)
+        self._use(state)
+
+    def _use(self, state: SGLangRequest) -> None:
+        """Have what is promised stay longest: until the request is admitted, others need room."""
         for span in state.due:
             if span.donor is not None:
-                self.keeper.use(span.donor)  # until the request is admitted, others need room
+                self.keeper.use(span.donor)
 
     def _substituted(
         self,

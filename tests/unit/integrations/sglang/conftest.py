@@ -123,6 +123,8 @@ class FakeRequest:
     to_finish: object = None
     finished_reason: object = None
     session = multimodal_inputs = input_embeds = positional_embed_overrides = beam_group = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
     skip_radix_cache_insert: bool = False
     prefix_len: int = 0
     is_finished: bool = False

@@ -269,14 +269,17 @@ class Scheduler:
         self.waiting.append(Running(req))
 
     def match(self, entry):
-        """Match with a limit, as before an admission; returns what is promised."""
+        """Match with a limit, as in every round, and look up again, as before an admission; returns what is promised."""
         tokens = entry.req.full_untruncated_fill_ids
         end = len(tokens) - 1
         name = (entry.req.extra_key, entry.req.cache_salt)
         entry.prefix_len, entry.node = self.tree.match(name, tokens, end)
         self.tree.used(entry.node)
         entry.req.prefix_len = entry.prefix_len
-        promised = self.reuse.promise(entry.req, tokens, end, entry.prefix_len)
+        promised = self.reuse.promise(entry.req, tokens, end, entry.prefix_len, may_keep=True)
+        if not self.reuse.awaits(entry.req, may_nap=False):
+            again = self.reuse.promise_again(entry.req)
+            promised = promised if again is None else again
         if not self.reuse.awaits(entry.req, may_nap=False):
             return promised
         assert promised == 0

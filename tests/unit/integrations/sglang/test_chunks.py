@@ -73,10 +73,18 @@ class FakeCache:
     def __init__(self, regions=None):
         self.regions = regions or {}
         self.rooms, self.loads_first_only, self.naps, self.reading = [], [], [], set()
+        self.changes, self.looked_up = {}, []  # what is found for a request that is looked up again, by rid
 
     def awaits_store(self, req, *, may_nap):
         self.naps.append(may_nap)
         return req.rid in self.reading
+
+    def look_up_again(self, req):
+        self.looked_up.append(req.rid)
+        if req.rid not in self.changes:
+            return False
+        self.changes.pop(req.rid)(self)
+        return True
 
     def load_nothing_between_chunks(self, req):
         self.loads_first_only.append(req)
@@ -115,6 +123,39 @@ def test_first_chunk_ends_where_the_region_begins_and_leaves_the_budget_to_other
     assert adder.add_one_req(whole, False, None) == CONTINUE
     assert adder.can_run_list == [phased, whole]
     assert adder.rem_chunk_tokens == 256 - 140
+
+
+def test_prompt_that_is_passed_over_is_not_looked_up():
+    cache = FakeCache({"phased": [(40, 100)], "other": [(40, 100)]})
+    adder = Adder(cache, chunk_tokens=300)
+    for rid, length in (("phased", 200), ("other", 200), ("long", 290), ("whole", 100)):
+        adder.add_one_req(make_request(rid, length), False, None)
+    assert cache.looked_up == ["phased", "whole"]
+
+
+def test_prompt_is_admitted_as_it_is_found_when_its_turn_comes():
+    cache = FakeCache()
+    cache.changes["asked"] = lambda cache: cache.regions.update(asked=[(40, 100)])
+    adder, asked = Adder(cache), make_request("asked", 200)
+    adder.add_one_req(asked, False, None)
+    assert (asked.extend_end, adder.new_chunked_req) == (40, asked)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.regions.update(asked=[(40, 100)]),  # it needs pieces by now
+        lambda cache: cache.reading.add("asked"),
+    ],
+)
+def test_prompt_that_is_found_otherwise_when_its_turn_comes_may_have_to_wait(change):
+    cache = FakeCache({"phased": [(40, 100)]})
+    cache.changes["asked"] = change
+    adder = Adder(cache)
+    adder.add_one_req(make_request("phased", 200), False, None)
+    asked = make_request("asked", 200)
+    assert adder.add_one_req(asked, False, None) == CONTINUE
+    assert asked not in adder.can_run_list
 
 
 def test_gap_is_counted_from_what_was_promised():

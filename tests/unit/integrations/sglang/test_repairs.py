@@ -41,11 +41,24 @@ def test_time_is_that_asked_for_or_has_a_reason(asked, num_tokens_left, refusal,
     assert Repairs(None, refusal).planned(asked, num_tokens_left) == planned
 
 
+@pytest.mark.parametrize(
+    ("asked", "num_tokens_left", "refusal", "reason"),
+    [
+        (AFTER, 9, "", "its answer was begun before a retraction"),
+        (AFTER, 1, "", "one token was asked for"),
+        (AFTER, 9, "--enable-lora", "--enable-lora"),
+        (BEFORE, 9, "", ""),
+    ],
+)
+def test_answer_that_goes_on_waits_for_its_repair(asked, num_tokens_left, refusal, reason):
+    assert Repairs(None, refusal).planned(asked, num_tokens_left, num_drawn=1) == RepairReport(BEFORE, reason)
+
+
 class NotedPasses:
     """Stands in for a `Recomputer`; notes what it was asked for, and in which slots."""
 
     def __init__(self, failure=None):
-        self.calls, self.failure = [], failure
+        self.calls, self.plans, self.failure = [], [], failure
 
     def agreed_policy(self, num_reused, tail):
         return FirstK(4), False
@@ -64,6 +77,7 @@ class NotedPasses:
 
     def _run(self, when, plan, slots):
         self.calls.append((when, slots.tolist()))
+        self.plans.append((plan.num_tokens, plan.spans, plan.compute.tolist()))
         if self.failure is not None:
             raise self.failure
         runs = tuple((span.target_start, 4) for span in plan.spans)
@@ -172,7 +186,7 @@ def test_aborted_request_waits_for_nothing(ask):
 
 
 @pytest.mark.parametrize("num_decoded", [0, 1, 3])
-def test_retracted_request_begins_the_same_schedule_anew(ask, num_decoded):
+def test_retracted_request_draws_its_next_token_from_repaired_copies(ask, num_decoded):
     asked = ask().prefill().draw()
     for _ in range(num_decoded):
         asked.decode()
@@ -180,16 +194,43 @@ def test_retracted_request_begins_the_same_schedule_anew(ask, num_decoded):
     assert asked.world.reuse.repairs.due([asked.req]) == []
     tokens = asked.req.full_untruncated_fill_ids
     asked.world.reuse.load_first(asked.req, asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, 0))
+    asked.made.plans.clear()
     asked.world.reuse.recompute(asked.req, asked.row[:80].long())
+    assert asked.made.calls[-1] == ("before", list(range(500, 580))), "the next token is drawn after this"
+    ((num_tokens, _, computed),) = asked.made.plans
+    assert (num_tokens, computed) == (100, list(range(80, 100))), (
+        "the choice is made for the prompt, not for the answer"
+    )
     asked.draw().decode()
+    assert asked.made.calls[-1][0] == "before", "it is repaired once"
     asked.req.is_finished = True
     asked.world.reuse.released(asked.req)
     entry = asked.world.log.take(asked.req)
     first, second = (attempt["repair"]["from_token"] for attempt in entry["attempts"])
     assert first == (2 if num_decoded else None)
-    assert second == num_decoded + 3  # num_decoded + 1 were drawn before, and one from the copies
+    assert second == num_decoded + 2  # num_decoded + 1 were drawn before
     # Of two attempts the one with more copies that stayed speaks: the first one, where it was not repaired.
     assert entry["report"]["repair"]["from_token"] == (second if num_decoded else None)
+
+
+def test_answer_that_a_donor_has_is_computed_as_before_the_retraction(ask, make_tokens):
+    """Else what a request answers after a retraction comes from copies of its answer, which it computed before."""
+    asked = ask().prefill()
+    answer = make_tokens(40)
+    asked.world.publish("the same answer", make_tokens(9) + answer)
+    asked.req.output_ids += answer
+    asked.world.reuse.released(asked.req)
+    tokens = asked.req.full_untruncated_fill_ids
+    assert asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, 0) == 80
+    assert asked.world.reuse.next_gap(asked.req, 80) is None
+
+
+def test_answer_that_the_exact_tree_has_by_now_needs_no_copies(ask):
+    asked = ask().prefill().draw().draw()
+    asked.world.reuse.released(asked.req)
+    tokens = asked.req.full_untruncated_fill_ids
+    assert asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, len(tokens) - 1) == 0
+    assert asked.told()["exact_tokens"] == 101
 
 
 def test_last_token_of_a_retracted_request_waits_for_its_repair(ask):

@@ -66,6 +66,45 @@ def test_donor_that_appears_while_a_request_waits_is_used(make_world, make_token
     assert promise(world, req) == 80
 
 
+def test_waiting_prompt_is_looked_up_once_and_again_when_its_turn_comes(make_world, make_tokens):
+    """However many rounds it waits, and whatever becomes a donor meanwhile."""
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req, lookups, plan = FakeRequest("query", document + make_tokens(5)), [], world.planner.plan
+    world.planner.plan = lambda *args, **fields: lookups.append(1) or plan(*args, **fields)
+    tokens = req.origin_input_ids
+    for number in range(5):
+        assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
+        world.keeper.version += 1  # another text has become a donor
+        assert len(lookups) == 1, number
+    assert world.reuse.promise_again(req) == 100
+    assert world.reuse.promise_again(req) is None
+    assert len(lookups) == 2
+
+
+def test_what_has_become_a_donor_while_a_prompt_waited_is_found_when_its_turn_comes(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("query", document + make_tokens(5))
+    tokens = req.origin_input_ids
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    world.publish("donor", document)
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promise_again(req) == 100
+    world.reuse.clear()  # as after a flush
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promise_again(req) == 0
+
+
+def test_exact_prefix_that_has_grown_while_a_prompt_waited_promises_nothing_of_before(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document + make_tokens(5))
+    tokens = req.origin_input_ids
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
+    assert world.reuse.promise(req, tokens, len(tokens) - 1, 50, may_keep=True) == 0
+    assert world.reuse.promise_again(req) == 50
+
+
 def test_donor_evicted_after_the_promise_is_computed_instead(make_world, make_tokens):
     world, document = make_world(host_bytes=0), make_tokens(100)
     node = world.publish("donor", document)
@@ -371,11 +410,61 @@ def test_namespaces_share_nothing(make_world, make_tokens):
 def test_requests_with_images_sessions_or_embeddings_are_refused(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    for name in ("session", "multimodal_inputs", "input_embeds", "positional_embed_overrides", "beam_group"):
+    for name in (
+        "session",
+        "multimodal_inputs",
+        "input_embeds",
+        "positional_embed_overrides",
+        "beam_group",
+        "multi_item_delimiter_indices",
+    ):
         req = FakeRequest(name, document + make_tokens(5))
         setattr(req, name, object())
         assert promise(world, req) == 0
         assert report(world, req)["miss"]["reason"] == MissReason.MODEL_REFUSED.value
+
+
+READ_OFF_THE_PROMPT = [
+    ({"return_logprob": True, "logprob_start_len": 0}, 9, "log-probabilities of the prompt"),
+    ({"return_logprob": True, "logprob_start_len": 104}, 9, "log-probabilities of the prompt"),
+    ({"return_hidden_states": True}, 9, "hidden states"),
+    ({"return_hidden_states": "last"}, 9, "hidden states"),
+    ({"return_routed_experts": True}, 9, "routed experts"),
+    ({"return_indexer_topk": True}, 9, "the choice of sparse attention"),
+    ({}, 0, "no token"),
+]
+
+
+@pytest.mark.parametrize(("fields", "max_new_tokens", "words"), READ_OFF_THE_PROMPT)
+def test_requests_for_what_is_read_off_the_prompt_are_computed(make_world, make_tokens, fields, max_new_tokens, words):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("asks", document[20:] + make_tokens(25))
+    req.sampling_params.max_new_tokens = max_new_tokens
+    for name, value in fields.items():
+        setattr(req, name, value)
+    assert promise(world, req) == 0
+    miss = report(world, req)["miss"]
+    assert miss["reason"] == MissReason.MODEL_REFUSED.value
+    assert words in miss["detail"]
+
+
+def test_text_of_requests_for_what_is_read_off_the_prompt_becomes_a_donor(make_world, make_tokens):
+    world, document = make_world(), make_tokens(100)
+    req = FakeRequest("asks", document, return_logprob=True, logprob_start_len=0)
+    assert promise(world, req) == 0
+    req.kv.cache_protected_len, req.is_finished = 100, True
+    world.reuse.published(req, world.tree.insert(document, world.tree.allocate(100)))
+    world.reuse.released(req)
+    assert promise(world, FakeRequest("query", document[20:] + make_tokens(9))) == 80
+
+
+@pytest.mark.parametrize("start", [-1, 125])
+def test_log_probabilities_of_the_answer_alone_are_those_of_the_mode(make_world, make_tokens, start):
+    world, document = make_world(), make_tokens(100)
+    world.publish("donor", document)
+    req = FakeRequest("query", document + make_tokens(25), return_logprob=True, logprob_start_len=start)
+    assert promise(world, req) == 100
 
 
 def finish_grafted(world, make_tokens, document, tail):

@@ -8,6 +8,7 @@ stock scheduling never does, so this adder also decides who may use it. The queu
 - A prompt whose K/V are being read from a store keeps its place until they have come, or for a while.
 - All others keep their place in the queue; those after them are looked at too. The head of the queue is taken up as soon as
   the piecewise prompt has its last piece, so that no prompt waits for more than those before it.
+- Donors are looked for when a prompt is first matched, and again when nothing else keeps it from being admitted.
 """
 
 from __future__ import annotations
@@ -46,17 +47,11 @@ class RegionAdmission:
 
     def add_one_req(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:  # noqa: ANN401
         """Admit a request; its first chunk ends where its next region begins."""
-        is_idle = not self.can_run_list and self.new_chunked_req is None and self.running_batch.is_empty()
-        if self.tree_cache.awaits_store(req, may_nap=is_idle and not has_chunked_req):
+        if self._waits(req, has_chunked_req, truncation_align_size) or (
+            self.tree_cache.look_up_again(req) and self._waits(req, has_chunked_req, truncation_align_size)
+        ):
             return self.passed_over
-        budget = self.rem_chunk_tokens
-        gap = None
-        if budget is not None and truncation_align_size is None:
-            gap = self.tree_cache.next_gap(req, req.prefix_len + req.host_hit_length)
-        else:
-            self.tree_cache.load_nothing_between_chunks(req)
-        if (has_chunked_req or self.new_chunked_req is not None) and self._needs_pieces(req, gap):
-            return self.passed_over
+        budget, gap = self.rem_chunk_tokens, self._gap(req, truncation_align_size)
         if budget is None or gap is None or gap >= budget:
             result = self._admit(req, has_chunked_req, truncation_align_size)
         else:
@@ -64,6 +59,22 @@ class RegionAdmission:
         if self.new_chunked_req is req:
             self._reserve_rest(req)
         return result
+
+    def _waits(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> bool:  # noqa: ANN401
+        """Whether a request keeps its place in the queue, by what was found for it last."""
+        is_idle = not self.can_run_list and self.new_chunked_req is None and self.running_batch.is_empty()
+        if self.tree_cache.awaits_store(req, may_nap=is_idle and not has_chunked_req):
+            return True
+        gap = self._gap(req, truncation_align_size)
+        return (has_chunked_req or self.new_chunked_req is not None) and self._needs_pieces(req, gap)
+
+    def _gap(self, req: Any, truncation_align_size: int | None) -> int | None:  # noqa: ANN401
+        """Return the tokens to compute until the next region; None up to the end, or where no chunk can end there."""
+        if self.rem_chunk_tokens is not None and truncation_align_size is None:
+            gap: int | None = self.tree_cache.next_gap(req, req.prefix_len + req.host_hit_length)
+            return gap
+        self.tree_cache.load_nothing_between_chunks(req)
+        return None
 
     def add_chunked_req(self, req: Any) -> Any:  # noqa: ANN401
         """Go on with the prompt that is computed in pieces: load, then compute up to the next region."""
