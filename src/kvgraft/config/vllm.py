@@ -35,7 +35,8 @@ class VLLMConfig(AdapterSettings):
     )
     max_recompute_tokens_per_step: int = setting(
         2048,
-        "tokens that grafts may compute in one engine step, so that running streams are not stalled",
+        "tokens that grafts and their repairs may compute in one engine step, all requests together, so that running streams "
+        "are not stalled; requests wait for a step that has room",
         _SCHEDULING,
         low=1,
     )

@@ -167,7 +167,7 @@ def repairs(served, monkeypatch):
         seen.append(
             (request.num_computed_tokens, request.num_output_tokens)
         )  # a step's rows count when it is scheduled
-        repair(self, command)
+        return repair(self, command)
 
     monkeypatch.setattr(GraftWorker, "_repair", note)
     return seen
@@ -302,8 +302,9 @@ def broken(monkeypatch):
 
     def repair(self, command, repair=GraftWorker._repair):
         state.is_repairing = True
-        repair(self, command)
+        num_rows = repair(self, command)
         state.is_repairing = False
+        return num_rows
 
     monkeypatch.setattr(GraftPass, "advance", advance_and_fail)
     monkeypatch.setattr(GraftWorker, "_repair", repair)

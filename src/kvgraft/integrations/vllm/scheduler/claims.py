@@ -33,7 +33,9 @@ class Claim:
         front_donors: One per entry of `front`.
         first_approximate: Positions before it are exact, and stay so if the load fails.
         asynchronous: The request waits for it.
+        num_rows: Positions that workers compute for it before vLLM goes on at `end`, as far as is known now.
         repair: When the policy's choice is computed; None if there is none.
+        num_repair_rows: Positions that are computed with the second token, as far as is known now.
     """
 
     decision: Decision
@@ -42,7 +44,9 @@ class Claim:
     front_donors: tuple[Donor, ...]
     first_approximate: int
     asynchronous: bool
+    num_rows: int
     repair: RepairReport | None = None
+    num_repair_rows: int = 0
 
     @property
     def plan(self) -> GraftPlan:
@@ -143,7 +147,8 @@ class Claims:
         policy = None if substitution is not None else self._policy
         tiers = _tiers(donors, self._tier_of)
         decision = Decision(plan, donors=donors, tiers=tiers, policy=policy, substitution=substitution)
-        return Claim(decision, end, front, front_donors, first, asynchronous, repair)
+        num_repair_rows = self.repair_times.num_rows_after(plan, repair)
+        return Claim(decision, end, front, front_donors, first, asynchronous, num_rows, repair, num_repair_rows)
 
     def _donors(self, spans: Iterable[Match]) -> tuple[Donor, ...]:
         """Return the donors of spans that are still there."""

@@ -18,6 +18,7 @@ from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.pending_blocks import HitState, PendingBlocks
 from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
 from kvgraft.integrations.vllm.scheduler.requests import AttemptPhase, RepairPhase, VLLMRequest
+from kvgraft.integrations.vllm.scheduler.step_rows import StepRows
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED
 from kvgraft.integrations.vllm.selection import chosen_policy
 from kvgraft.memory.store import open_stores
@@ -77,6 +78,7 @@ class GraftScheduler:
             block_sizes=facts.block_sizes,
             deadline_s=self._decisions.deadline_s,
         )
+        self._rows = StepRows(config.max_recompute_tokens_per_step)
         self._continuing = Continuing(facts)
         self._attempts = Attempts(
             self._decisions,
@@ -119,8 +121,8 @@ class GraftScheduler:
         """Decide how many tokens after vLLM's own `cached_len` are made here, and whether the request waits for them.
 
         None are unless a graft reuses `min_saved_tokens` more than a store beside us has exact ones. The number is None
-        while the request has to wait for K/V that another one computes, and where vLLM is to look by other hashes: it asks
-        again in its next step.
+        while the request has to wait for K/V that another one computes, or for a step that has room for its rows, and where
+        vLLM is to look by other hashes: it asks again in its next step.
         """
         known = self._attempts.running.get(request.request_id)
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
@@ -137,16 +139,16 @@ class GraftScheduler:
             if not is_known:
                 self._cancel_repair(known)
                 self._attempts.begin(request, cached_len, stored, self.refusal)
+            state = self._attempts.running[request.request_id]
+            waits = hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None)
+            state.is_promised = not waits and self._rows.have_room_for(state, self._attempts.running.values())
         except Exception as error:
             self.counts.error()
             logger.exception("lookup for request %s failed; it is computed", request.request_id)
             self._cancel_repair(known)
             self._attempts.compute(request.request_id, miss_of(error))
             return _promised(self._attempts.running.get(request.request_id))
-        state = self._attempts.running[request.request_id]
-        if hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None):
-            return None, False
-        return _promised(state)
+        return _promised(state) if state.is_promised else (None, False)
 
     def _finds_more(self, request: Request, cached_len: int, stored_len: int) -> bool:
         """Return whether a request was given hashes by which vLLM finds more than it and a store beside us have exactly.
@@ -185,6 +187,7 @@ class GraftScheduler:
         elif claim.num_tokens != num_tokens:
             self._grafts.send_void(state, claim, "vLLM cut the graft")
         else:
+            self._rows.admit(claim)
             self._send(state, claim)
 
     def _send(self, state: VLLMRequest, claim: Claim) -> None:
@@ -223,6 +226,7 @@ class GraftScheduler:
         for req_id in output.preempted_req_ids or ():
             self._hide_unsettled(self._attempts.running.get(req_id))
         self._pending.step_scheduled(output)
+        self._rows.step_scheduled()
         rows = self._attempts.scheduled(output)
         repairs = self._attempts.repairs_of(rows)
         captures = self._attempts.captures_of(rows)

@@ -57,6 +57,10 @@ class RepairTimes:
         num_looking = plan.num_tokens - end if Observable.QUERY_ATTENTION in self._policy.observes else 0
         return num_gap_rows + num_looking + self._num_chosen(plan)
 
+    def num_rows_after(self, plan: GraftPlan, repair: RepairReport | None) -> int:
+        """Return how many positions workers compute in the step of the second token, as far as is known now."""
+        return 0 if repair is None or repair.time is RepairTime.BEFORE else self._num_rows_after(plan)
+
     def _reason_to_wait(self, plan: GraftPlan, *, max_tokens: int | None, num_generated: int) -> str:
         """Return why the first token waits for what the policy chooses, or an empty text."""
         if num_generated:

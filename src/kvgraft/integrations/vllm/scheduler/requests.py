@@ -123,6 +123,8 @@ class VLLMRequest:
         lineage: Origin of its K/V; one object for all attempts.
         held: Pinned donors, and room for text.
         block_ids: Blocks by group, as far as they were ever given.
+        is_promised: vLLM was answered with the tokens of its graft, and may give it blocks at any time.
+        is_whole: A step was scheduled that computes the last position of its prompt.
         repair: When the policy's choice is computed, as far as it is known; None if there is none.
         hashes: Hashes of its blocks, once it was to be grafted.
         sent: The report as the client gets it, once the request has ended.
@@ -135,6 +137,8 @@ class VLLMRequest:
     decided: Decided = UNDECIDED
     phase: AttemptPhase = AttemptPhase.WAITING
     block_ids: list[list[int]] = field(default_factory=list)
+    is_promised: bool = False
+    is_whole: bool = False
     outcome: GraftOutcome | None = None
     repair: RepairReport | None = None
     repair_phase: RepairPhase = RepairPhase.NONE

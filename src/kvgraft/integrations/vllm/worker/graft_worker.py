@@ -153,9 +153,8 @@ class GraftWorker:
             self._donors.drop(donor_id)
             self._reads.drop(donor_id)
         self._take_arrivals(is_idle=commands.is_idle)
-        self._work()
-        for repair in commands.repairs:
-            self._repair(repair)
+        # Repairs first, which no step can put off: grafts that wait take what they leave of the step.
+        self._work(self._config.max_recompute_tokens_per_step - sum(map(self._repair, commands.repairs)))
 
     def _cancel(self, request_id: str) -> None:
         self._reads.give_up(request_id)
@@ -330,9 +329,8 @@ class GraftWorker:
             if job is not None and job.outcome is None:
                 self._guarded(job, partial(job.arrive, parts))
 
-    def _work(self) -> None:
-        """Synchronous grafts to their end, then asynchronous ones with what is left of the budget, oldest first."""
-        budget = self._config.max_recompute_tokens_per_step
+    def _work(self, budget: int) -> None:
+        """Synchronous grafts to their end, then asynchronous ones with what is left of `budget` rows, oldest first."""
         jobs = sorted(self._jobs.values(), key=lambda job: job.command.asynchronous)
         for job in jobs:
             is_asynchronous = job.command.asynchronous
@@ -366,7 +364,7 @@ class GraftWorker:
         if job.command.asynchronous:
             self._loaded.add(job.command.request_id)
 
-    def _repair(self, command: GraftRepair) -> None:
+    def _repair(self, command: GraftRepair) -> int:
         """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does.
 
         Where vLLM cannot, the graft stays as it was, or closer to a full prefill.
@@ -375,10 +373,11 @@ class GraftWorker:
         if job is None:
             gone = _not_made("what was grafted is of caches or weights that are gone")
             self._repairs[command.request_id] = replace(gone, is_gone=True)
-            return
-        outcome = self._run(job, partial(job.repair, command.block_ids))
+            return 0
+        num_rows, outcome = self._run(job, partial(job.repair, command.block_ids))
         if outcome.failed:
-            outcome = self._run(job, partial(job.compute_everything, outcome.fell_back))
+            more_rows, outcome = self._run(job, partial(job.compute_everything, outcome.fell_back))
+            num_rows += more_rows
         if outcome.failed:
             if job.command.tail is not None:
                 self._lose(job.command.tail)
@@ -386,13 +385,14 @@ class GraftWorker:
                 self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
                 outcome = replace(outcome, failed=False)
         self._repairs[command.request_id] = outcome
+        return num_rows
 
-    def _run(self, job: GraftJob, begin: Callable[[], None]) -> GraftOutcome:
-        """Do the work of a graft from `begin` to its end, in pieces, in this step."""
-        self._guarded(job, begin)
+    def _run(self, job: GraftJob, begin: Callable[[], None]) -> tuple[int, GraftOutcome]:
+        """Do the work of a graft from `begin` to its end, in pieces, in this step; returns its rows as well."""
+        num_rows = self._guarded(job, begin)
         while job.outcome is None:
-            self._guarded(job, partial(job.step, self._config.max_recompute_tokens_per_step))
-        return job.outcome
+            num_rows += self._guarded(job, partial(job.step, self._config.max_recompute_tokens_per_step))
+        return num_rows, job.outcome
 
     def _fail(self, command: Graft, outcome: GraftOutcome) -> None:
         """Let vLLM compute the positions: by blocks where their numbers identify the request, by request otherwise."""

@@ -1,0 +1,79 @@
+"""How many rows grafts and their repairs may add to one step: requests wait for a step that has room for theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgraft.integrations.vllm.scheduler.requests import RepairPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvgraft.integrations.vllm.scheduler.claims import Claim
+    from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
+
+
+class StepRows:
+    """Keeps rows of steps within `max_recompute_tokens_per_step`. Not thread-safe.
+
+    vLLM runs what it has admitted in every step, so that a repair cannot be put off: it comes with the second token. What
+    can be put off is the admission. A request is admitted when its gaps have room beside those of the step and the repairs
+    that go out in it, and its repair beside all that are to come. When a request is repaired depends on nothing that runs
+    beside it, nor does what it is answered.
+
+    Rows of grafts for which requests wait do not count: workers compute them piece by piece, with what a step leaves.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._gap_rows = 0
+        self._is_full = False
+
+    def have_room_for(self, state: VLLMRequest, states: Iterable[VLLMRequest]) -> bool:
+        """Return whether the step that is being scheduled can admit a request, which others must not overtake if not.
+
+        Args:
+            state: The request.
+            states: All requests.
+
+        Complexity: O(requests).
+        """
+        claim = state.claim
+        if claim is None:
+            return True
+        if self._is_full and not state.is_promised and state.earlier.report is None:
+            return False
+        has_room = self._fits(claim, [other for other in states if other is not state])
+        self._is_full = self._is_full or not has_room
+        return has_room
+
+    def admit(self, claim: Claim) -> None:
+        """Note that the step that is being scheduled makes a graft."""
+        self._gap_rows += 0 if claim.asynchronous else claim.num_rows
+
+    def step_scheduled(self) -> None:
+        """Note that the next admission belongs to another step."""
+        self._gap_rows, self._is_full = 0, False
+
+    def _fits(self, claim: Claim, others: Iterable[VLLMRequest]) -> bool:
+        due = [(other, other.claim) for other in others if _repair_is_to_come(other)]
+        rows = sum(known.num_repair_rows for other, known in due if known is not None and other.is_whole)
+        later_rows = sum(known.num_repair_rows for other, known in due if known is not None and not other.is_whole)
+        if claim.num_repair_rows and later_rows and later_rows + claim.num_repair_rows > self._max_rows:
+            return False
+        rows += self._gap_rows
+        # One that is larger than a step has it alone: `load=sync` asks for that.
+        return claim.asynchronous or not rows or rows + claim.num_rows <= self._max_rows
+
+
+def _repair_is_to_come(state: VLLMRequest) -> bool:
+    """Return whether the repair of a request is among those that steps must have room for.
+
+    Not while it reads a store, which may take seconds: others do not wait for that.
+    """
+    claim = state.claim
+    if claim is None or not claim.repairs_after:
+        return False
+    if claim.num_stored_tokens and (state.waits_for_graft or not state.is_admitted):
+        return False
+    return state.repair_phase is RepairPhase.DUE if state.is_admitted else state.is_promised
