@@ -18,7 +18,9 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 """Roles that are accepted, and what templates call them."""
 _PARTS = {"text": "text", "refusal": "refusal"}
 """Types of content parts, and which of their fields holds the text."""
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning")
+OLDER_KEYS = ("function_call",)
+"""Of older forms, which are read as newer ones."""
 
 
 def parse_messages(fields: Fields) -> list[Message]:
@@ -76,8 +78,8 @@ def _message(fields: Fields) -> Message:
 def _refuse_keys(fields: Fields) -> None:
     """Refuse fields of a message that templates do not get; frameworks send what they got back, so nulls pass."""
     for key, value in fields.values.items():
-        if key not in _KEYS and value not in (None, [], {}, False, ""):
-            raise fields.error(key, f"is not supported; messages have {', '.join(_KEYS)}")
+        if key not in MESSAGE_KEYS and value not in (None, [], {}, False, ""):
+            raise fields.error(key, f"is not supported; messages have {', '.join(MESSAGE_KEYS)}")
 
 
 def _content(fields: Fields) -> str:

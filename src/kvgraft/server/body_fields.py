@@ -27,6 +27,7 @@ class Handling(StrEnum):
 
     READ = "read"
     REFUSED = "refused"
+    LEFT_OUT = "left out"
     IGNORED = "ignored"
 
 
@@ -37,10 +38,10 @@ class BodyField:
     Attributes:
         name: As bodies spell it.
         endpoints: Endpoints that have it.
-        handling: Whether it is read, refused or ignored.
+        handling: Whether it is read, refused, left out or ignored.
         text: What it does; what to do instead; why it changes nothing. In Markdown for the page, without a full stop.
         default: Of a field that is read, as the page shows it.
-        nothing: Values of a refused field that ask for nothing, and pass.
+        nothing: Values of a field that is refused or left out that ask for nothing, and pass.
     """
 
     name: str
@@ -70,6 +71,10 @@ def _read(name: str, endpoints: tuple[Endpoint, ...], text: str, default: str = 
 
 def _refused(name: str, endpoints: tuple[Endpoint, ...], *nothing: object, instead: str = _LEAVE) -> BodyField:
     return BodyField(name, frozenset(endpoints), Handling.REFUSED, instead, nothing=nothing)
+
+
+def _left_out(name: str, endpoints: tuple[Endpoint, ...], *nothing: object, instead: str) -> BodyField:
+    return BodyField(name, frozenset(endpoints), Handling.LEFT_OUT, instead, nothing=nothing)
 
 
 def _ignored(name: str, endpoints: tuple[Endpoint, ...], because: str) -> BodyField:
@@ -123,22 +128,24 @@ _INPUT = (
     _refused("chat_template_kwargs", (_T,), {}),
     _refused("add_generation_prompt", (_T,), True, instead="give the rendered conversation to `/v1/completions`"),
     _refused("continue_final_message", (_T,), False, instead="give the rendered conversation to `/v1/completions`"),
-    _read("reasoning_effort", (_H,), "given to templates that read it; others refuse it"),
-    _read("reasoning", (_R,), "`effort` is given to templates that read `reasoning_effort`; others refuse it"),
+    _read("reasoning_effort", (_H,), "given to templates that read it; for others it is left out"),
+    _read("reasoning", (_R,), "`effort` is given to templates that read `reasoning_effort`; the rest is left out"),
+    _left_out("reasoning", (_H,), {}, instead="use `reasoning_effort`"),
+    _left_out("thinking", (_H,), instead="use `chat_template_kwargs`"),
     _refused("audio", (_H,), {}),
     _refused("modalities", (_H,), ["text"], instead="answers are text"),
     _refused("image", (_R,)),
-    _refused("web_search_options", (_H,), instead="give what was found as a message"),
+    _left_out("web_search_options", (_H,), instead="give what was found as a message"),
     _refused("functions", (_H,), [], instead="use `tools`"),
     _refused("function_call", (_H,), "none", "auto", instead="use `tool_choice`"),
     _read("tool_choice", (_H, _R), "whether tools are called, and which: [how](../server.md#tools)", "auto"),
     _read("parallel_tool_calls", (_H, _R), "false allows one call at most", "true"),
-    _refused("max_tool_calls", (_R,)),
+    _left_out("max_tool_calls", (_R,), instead="it counts calls of tools that a server runs, of which there are none"),
     _refused("previous_response_id", (_R,), instead="responses are not stored; send the whole conversation as `input`"),
     _refused("conversation", (_R,), instead="conversations are not stored; send the whole one as `input`"),
     _refused("prompt", (_R,), instead="prompts are not stored; send the text as `input`"),
     _refused("previous_input_messages", (_R,), instead="send the whole conversation as `input`"),
-    _refused("context_management", (_R,), [], instead="shorten the input"),
+    _left_out("context_management", (_R,), [], instead="shorten the input"),
     _refused("access_programs", (_R,)),
     _ignored("media_io_kwargs", (_H, _R, _T), "there are no media"),
     _ignored("mm_processor_kwargs", (_H, _R, _T), "there are no media"),
@@ -197,8 +204,8 @@ _SAMPLING = (
     _refused("guided_whitespace_pattern", (_C, _H), instead="whitespace is bounded already"),
     _refused("structural_tag", (_C, _H), instead="use `tools`"),
     _read("text", (_R,), "`format` says what the text has to be", '`{"format": {"type": "text"}}`'),
-    _refused("verbosity", (_H,), "medium", instead="ask for it in a message"),
-    _refused("prediction", (_H,), instead="nothing is gained by it here; leave it out"),
+    _left_out("verbosity", (_H,), "medium", instead="ask for it in a message"),
+    _left_out("prediction", (_H,), instead="nothing is gained by it here"),
     _refused("moderation", (_H, _R), instead="ask a moderation service"),
 )
 
@@ -233,8 +240,8 @@ _ANSWER = (
     _refused("return_prompt_text", (_H,), False),
     _refused("include_reasoning", (_H, _R), True, instead="reasoning is part of the text; cut it out there"),
     _refused("top_logprobs", (_R,), 0),
-    _refused("include", (_R,), [], ["reasoning.encrypted_content"]),
-    _refused("stream_options", (_R,), {}, {"include_obfuscation": False}),
+    _left_out("include", (_R,), [], ["reasoning.encrypted_content"], instead="responses have what they have"),
+    _left_out("stream_options", (_R,), {}, {"include_obfuscation": False}, instead="there is no padding"),
     _refused("enable_response_messages", (_R,), False),
     _refused("routed_experts_prompt_start", (_C, _H), 0),
     _refused("return_weight_versions", (_C, _H), False),
@@ -270,13 +277,13 @@ _SERVING = (
     _refused("ec_transfer_params", _GENERATE),
     _ignored("store", _GENERATE, "answers are not kept in any case"),
     _ignored("metadata", _GENERATE, "it describes the request to its sender"),
+    _ignored("client_metadata", (_R,), "it describes the client to its sender"),
     _ignored("user", _GENERATE, "it says who asks; tenants are kept apart by `cache_salt`"),
     _ignored("safety_identifier", _GENERATE, "it says who asks"),
     _ignored("service_tier", _GENERATE, "there is one tier"),
     _ignored("prompt_cache_key", _GENERATE, "it says where to look for cached text; this server looks everywhere"),
     _ignored("prompt_cache_retention", _GENERATE, "it says how long to keep cached text"),
-    _ignored("prompt_cache_options", (_C, _H), "they say which cached text to keep, and how long"),
-    _refused("prompt_cache_options", (_R,), {}),
+    _ignored("prompt_cache_options", _GENERATE, "they say which cached text to keep, and how long"),
     _ignored("request_id", _GENERATE, "send the header `X-Request-Id`, which logs and responses carry"),
 )
 

@@ -70,6 +70,15 @@ def test_refused_field_is_named_with_a_remedy(server, endpoint, field):
     assert server.engine.prepared == []
 
 
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES])
+def test_fields_that_are_left_out_are_named_in_the_report(server, endpoint):
+    path, body = BODIES[endpoint]
+    names = [field.name for field in table_of(endpoint).values() if field.handling is Handling.LEFT_OUT]
+    reply = server.post(path, body | {name: {"asks": "for something"} for name in names})
+    assert reply.json["kvgraft"]["left_out"] == names
+    assert names
+
+
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_values_that_ask_for_nothing_pass_and_so_do_harmless_fields(server, endpoint):
     path, body = BODIES[endpoint]

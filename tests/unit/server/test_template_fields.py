@@ -105,11 +105,14 @@ def test_bad_field_is_named(templated, fields, param):
     assert reply.error["param"] == param
 
 
-@pytest.mark.parametrize("field", ["reasoning_effort", "documents"])
-def test_what_the_template_does_not_read_is_refused(server, field):
+def test_documents_that_the_template_does_not_read_are_refused(server):
     server.engine.loaded.tokenizer.chat_template = "{{ messages }}"
-    value = [{"text": "a"}] if field == "documents" else "low"
-    assert server.chat(**{field: value}).error["param"] == field
+    assert server.chat(documents=[{"text": "a"}]).error["param"] == "documents"
+
+
+def test_an_effort_that_the_template_does_not_read_is_left_out(server):
+    server.engine.loaded.tokenizer.chat_template = "{{ messages }}"
+    assert server.chat(reasoning_effort="low").json["kvgraft"]["left_out"] == ["reasoning_effort"]
 
 
 def test_what_servers_send_may_be_sent_back(templated):
