@@ -32,6 +32,10 @@ class Fields:
         """Return the full name of a field, as in `messages[0].role`."""
         return f"{self._path}.{key}" if self._path else key
 
+    def with_values(self, values: dict[str, object]) -> Fields:
+        """Return another object that stands in this one's place."""
+        return Fields(values, self._path)
+
     def error(self, key: str, problem: str) -> BadRequestError:
         """Return the error of a field."""
         return BadRequestError(f"{self.name(key)} {problem}", param=self.name(key))

@@ -92,7 +92,6 @@ def test_plain_chats_end_where_the_request_says(server, fields, end):
         ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio"),
-        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
         (
             {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": 1}]}]},
             "messages[0].content[0].refusal",
