@@ -29,6 +29,8 @@ _TEXT_KEYS = frozenset({"reasoning", "reasoning_content"})
 """Keys of messages that templates get as texts; other forms are left out."""
 _THOUGHT_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_text"})
 """Parts of messages with what a model thought, often of another and enciphered."""
+_OTHERS_RUNS = frozenset({"server_tool_use", "mcp_tool_use", "container_upload", "tool_reference"})
+"""Parts of Anthropic's messages that report runs of tools on its servers; the results of such are `..._tool_result`."""
 _SERVED_ITEMS = frozenset(
     {
         *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
@@ -95,6 +97,15 @@ def served_response(fields: Fields, template: str) -> ServedBody:
     return ServedBody(Fields(values), tuple(names))
 
 
+def served_message(fields: Fields, template: str) -> ServedBody:
+    """Return a body of `/v1/messages` without what is not served; arguments as of `served_chat`."""
+    values, names = dict(fields.values), dict[str, None]()
+    _each(values, "messages", lambda message: _message(message, names))
+    _each(values, "tools", lambda tool: _without(tool, lambda kind: kind == "custom", "tools", names))
+    _section(values, "output_config", lambda key, value: _is_served_output(key, value, template), names)
+    return ServedBody(Fields(values), tuple(names))
+
+
 def _message(message: Values, names: dict[str, None]) -> Values:
     for key, value in list(message.items()):
         is_known = key in MESSAGE_KEYS or key in OLDER_KEYS or key in _MEDIA_KEYS
@@ -105,7 +116,11 @@ def _message(message: Values, names: dict[str, None]) -> Values:
 
 
 def _part(part: Values, names: dict[str, None]) -> object:
-    return _without(part, lambda kind: kind not in _THOUGHT_PARTS, "messages.content", names)
+    return _without(part, _is_served_part, "messages.content", names)
+
+
+def _is_served_part(kind: str) -> bool:
+    return not (kind in _THOUGHT_PARTS or kind in _OTHERS_RUNS or kind.endswith("_tool_result"))
 
 
 def _tool(tool: Values, names: dict[str, None]) -> object:
@@ -114,6 +129,10 @@ def _tool(tool: Values, names: dict[str, None]) -> object:
 
 def _item(item: Values, names: dict[str, None]) -> object:
     return _without(item, lambda kind: kind in _SERVED_ITEMS or kind in _MEANT_ITEMS, "input", names)
+
+
+def _is_served_output(key: str, value: object, template: str) -> bool:
+    return key == "format" or _is_served_reasoning(key, value, template)
 
 
 def _is_served_reasoning(key: str, value: object, template: str) -> bool:

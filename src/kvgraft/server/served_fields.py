@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from kvgraft.http.chat_template import template_of
 from kvgraft.http.fields import Fields
-from kvgraft.http.left_out import ServedBody, served_chat, served_response
+from kvgraft.http.left_out import ServedBody, served_chat, served_message, served_response
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.field_table import check_fields
 
 if TYPE_CHECKING:
     from kvgraft.server.context import ServerContext
 
-_READERS = {Endpoint.CHAT: served_chat, Endpoint.RESPONSES: served_response}
+_READERS = {Endpoint.CHAT: served_chat, Endpoint.RESPONSES: served_response, Endpoint.MESSAGES: served_message}
 
 
 def served_body(context: ServerContext, fields: Fields, endpoint: Endpoint) -> ServedBody:
