@@ -147,9 +147,7 @@ OTHERS = [(s, c) for s, c in shell_commands() if words_of(c)[0] != "kvgraft"]
 @pytest.fixture(scope="module")
 def server():
     """A server on graft-tiny under the name of the documentation; answers without `max_tokens` end soon."""
-    process = Process(
-        "--served-model-name", "my-model", "--shutdown-grace-s", "1", "--max-model-len", "512", "--tool-parser", "json"
-    )
+    process = Process("--served-model-name", "my-model", "--shutdown-grace-s", "1", "--max-model-len", "512")
     yield process
     assert process.close() == 0
     assert "Traceback" not in "".join(process.log)

@@ -22,7 +22,8 @@ _HTTP = """\
 # HTTP fields
 
 Fields of the bodies that `kvgraft serve` takes ([server.md](../server.md)). Every field is read, refused with 400 unless it
-asks for nothing, or on the short list of those that cannot change the answer. An unknown name is refused with the name that
+asks for nothing, left out and named in the [report](../server.md#what-is-left-out), or on the short list of those that cannot
+change the answer. An unknown name is refused with the name that
 was probably meant (code `unknown_field`). `null` means absent.
 
 """

@@ -35,12 +35,12 @@ _PARENTS = ("/v1/models", "/v1/sessions")
 _PATHS = frozenset(
     {
         *("/", "/health", "/metrics", "/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"),
-        *("/v1/responses", *_PARENTS),
+        *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", *_PARENTS),
     }
 )
 
 
-_ANSWERS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_ANSWERS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 """Paths with requests that are traced."""
 _CLIENT_LEFT = "client_disconnected"
 
@@ -152,7 +152,7 @@ class AccessLog:
             logger.exception("request %s failed", record.request_id)
             if record.status is not None:
                 raise  # the server closes the connection: the only way left to say so
-            await as_api_error(error, closing=False).response()(scope, receive, send_with_id)
+            await as_api_error(error, closing=False).response(record.path)(scope, receive, send_with_id)
         finally:
             self._finish(record, scope)
 

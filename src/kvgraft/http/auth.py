@@ -1,4 +1,4 @@
-"""API keys: `Authorization: Bearer KEY` on everything but /health and /metrics."""
+"""API keys: `Authorization: Bearer KEY`, or `x-api-key: KEY`, on everything but /health and /metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BearerAuth:
             headers={"www-authenticate": "Bearer"},
         )
         note_error(scope, error)
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _accepts(self, scope: Scope) -> bool:
         """Compare digests with every key, in time that does not depend on which one fits or how much of it."""
@@ -65,7 +65,8 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _presented(scope: Scope) -> tuple[bytes, bytes]:
-    """Scheme in lower case and credentials of a request."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    """Scheme in lower case and credentials of a request; Anthropic's clients send a header that has no scheme."""
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+    given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
     scheme, _, key = given.partition(b" ")
     return scheme.lower(), key.strip()

@@ -137,7 +137,7 @@ def _rendered(
 
 def no_tools(problem: str) -> str:
     """Return an error text: a model cannot be shown tools, and what to do."""
-    return f"{problem}; start the server with --tool-parser json, which describes them in a system message"
+    return f"{problem}; start the server without --tool-parser, which describes them in a system message then"
 
 
 def plain_chat(messages: Sequence[Message], asked: TemplateFields = _DEFAULT) -> ChatPrompt:

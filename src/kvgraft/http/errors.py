@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
+MESSAGES_PATH = "/v1/messages"
+"""Of Anthropic's API, whose errors have a form of their own."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Types of its errors; others are the request's fault, or `api_error`."""
 RETRY_AFTER_S = 1
 """Seconds of `Retry-After` of an overloaded server; a request takes about that long to leave the queue."""
 
@@ -64,9 +75,11 @@ class APIError(Exception):
         """Return the body: `{"error": {...}}`."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return it as an HTTP response."""
-        return json_response(self.payload(), self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """Return it as an HTTP response, in the form of the endpoint at `path`."""
+        is_message = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+        payload = messages_error(self.payload(), self.status) if is_message else self.payload()
+        return json_response(payload, self.status, self.headers)
 
 
 class BadRequestError(APIError):
@@ -74,6 +87,14 @@ class BadRequestError(APIError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(400, message, param=param, code=code)
+
+
+def messages_error(payload: dict[str, object], status: int = 500) -> dict[str, object]:
+    """Return the body of an error in the form of Anthropic's API, from that of OpenAI's."""
+    error = payload["error"]
+    assert isinstance(error, dict)
+    kind = _MESSAGES_KINDS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
 
 
 def unavailable(message: str) -> APIError:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_NAME_CHARS = 60
 """Characters of a name that a client made up that are repeated to it."""
+LEFT_OUT = object()
+"""Stands in a list for an item that is left out, so that the others keep their numbers; no JSON value is it."""
 
 
 _ALIKE = 0.82
@@ -29,6 +31,10 @@ class Fields:
     def name(self, key: str) -> str:
         """Return the full name of a field, as in `messages[0].role`."""
         return f"{self._path}.{key}" if self._path else key
+
+    def with_values(self, values: dict[str, object]) -> Fields:
+        """Return another object that stands in this one's place."""
+        return Fields(values, self._path)
 
     def error(self, key: str, problem: str) -> BadRequestError:
         """Return the error of a field."""
@@ -124,14 +130,15 @@ class Fields:
                 )
 
     def sections(self, key: str) -> list[Fields]:
-        """Return a list of objects, empty if absent."""
+        """Return a list of objects, empty if absent; without those that are left out."""
         value = self._get(key, [])
         if not isinstance(value, list):
             raise self.error(key, f"must be a list, not {kind_of(value)}")
         for number, item in enumerate(value):
-            if not isinstance(item, dict):
+            if item is not LEFT_OUT and not isinstance(item, dict):
                 raise self.error(f"{key}[{number}]", f"must be an object, not {kind_of(item)}")
-        return [Fields(item, self.name(f"{key}[{number}]")) for number, item in enumerate(value)]
+        numbered = ((number, item) for number, item in enumerate(value) if item is not LEFT_OUT)
+        return [Fields(item, self.name(f"{key}[{number}]")) for number, item in numbered]
 
     def _shown(self, key: str) -> str:
         """A number that is not the right one, or the kind of what is none."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.http.errors import BadRequestError
 from kvgraft.http.json_io import has_half_characters, nests_deeply
+from kvgraft.http.message_forms import newest_form
 
 if TYPE_CHECKING:
     from kvgraft.http.fields import Fields
@@ -16,9 +17,13 @@ Message = dict[str, object]
 MAX_MESSAGES = 4096
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are accepted, and what templates call them."""
-_PARTS = {"text": "text", "refusal": "refusal"}
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts, and which of their fields holds the text."""
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning")
+OLDER_KEYS = ("function_call",)
+"""Of older forms, which are read as newer ones."""
+_SILENT = frozenset({"assistant", "tool"})
+"""Roles whose messages may have no content: thoughts or calls alone, results that are empty."""
 
 
 def parse_messages(fields: Fields) -> list[Message]:
@@ -28,7 +33,7 @@ def parse_messages(fields: Fields) -> list[Message]:
         raise fields.error("messages", "is missing or empty; give at least one message")
     if len(messages) > MAX_MESSAGES:
         raise fields.error("messages", f"must hold at most {MAX_MESSAGES} messages")
-    return [_message(message) for message in messages]
+    return [_message(form) for message in messages for form in newest_form(message)]
 
 
 def parse_tools(fields: Fields, *, is_flat: bool = False) -> list[Message]:
@@ -76,8 +81,8 @@ def _message(fields: Fields) -> Message:
 def _refuse_keys(fields: Fields) -> None:
     """Refuse fields of a message that templates do not get; frameworks send what they got back, so nulls pass."""
     for key, value in fields.values.items():
-        if key not in _KEYS and value not in (None, [], {}, False, ""):
-            raise fields.error(key, f"is not supported; messages have {', '.join(_KEYS)}")
+        if key not in MESSAGE_KEYS and value not in (None, [], {}, False, ""):
+            raise fields.error(key, f"is not supported; messages have {', '.join(MESSAGE_KEYS)}")
 
 
 def _content(fields: Fields) -> str:
@@ -85,7 +90,7 @@ def _content(fields: Fields) -> str:
         return "\n".join(_part(part) for part in fields.sections("content"))
     if fields.has("content"):
         return fields.text("content")
-    if not (fields.has("tool_calls") or fields.has("refusal")):
+    if fields.values.get("role") not in _SILENT:
         raise fields.error("content", "is missing; give a string or a list of text parts")
     return fields.text("refusal")
 

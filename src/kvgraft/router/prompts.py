@@ -13,6 +13,7 @@ from kvgraft.errors import ConfigError, one_line
 from kvgraft.http.chat_template import render_chat, template_of
 from kvgraft.http.errors import APIError
 from kvgraft.http.fields import Fields
+from kvgraft.http.left_out import served_chat
 from kvgraft.http.messages import parse_messages, parse_tools
 from kvgraft.http.template_fields import parse_template_fields
 from kvgraft.models import BUNDLED_MODEL, SMOLLM2_MODEL, Checkpoint, bundled_model_path, load_failure, smollm2_path
@@ -90,6 +91,7 @@ class PromptReader:
     def _chat(self, fields: Fields) -> NDArray[np.int32]:
         if self._tokenizer is None:
             raise _no_tokenizer()
+        fields = served_chat(fields, template_of(self._tokenizer, with_tools=fields.has("tools"))).fields
         tools = parse_tools(fields)
         asked = parse_template_fields(fields, template_of(self._tokenizer, with_tools=bool(tools)))
         prompt = render_chat(self._tokenizer, parse_messages(fields), tools, asked)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _NAMES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _OUTPUTS = ("max_tokens", "max_completion_tokens")
 _TRANSFER = "kv_transfer_params"
+_CONTINUES = "continue_final_message"
 _ASKED = {PARAMETER: "reuse", REPAIR_PARAMETER: "repair"}
 AS_MANY_AS_FIT = 2**31 - 1
 """Largest `max_tokens`; what does not fit after the prompt is cut in any case."""
@@ -21,7 +22,8 @@ AS_MANY_AS_FIT = 2**31 - 1
 def with_our_names(fields: Fields) -> Fields:
     """Return a body with the fields that it means.
 
-    `n_predict` and `repeat_penalty` are llama.cpp's names, `max_tokens: -1` is its word for as many as fit, and
+    `prefix` of the last message is a name of `continue_final_message` in other servers. `n_predict` and `repeat_penalty` are
+    llama.cpp's names, `max_tokens: -1` is its word for as many as fit, and
     `kv_transfer_params: {"kvgraft": MODE, "kvgraft_repair": TIME}` is how a vLLM server with our connector is asked for
     `kvgraft.reuse` and `kvgraft.repair`.
 
@@ -45,7 +47,20 @@ def with_our_names(fields: Fields) -> Fields:
             if parameter in transfer.values:
                 _move(fields, ours, f"{_TRANSFER}.{parameter}", name, transfer.text(parameter))
         values[PARAMETER] = ours
+    _move_prefix(values)
     return Fields(values)
+
+
+def _move_prefix(values: dict[str, object]) -> None:
+    """Say for the whole body what the last message says of itself, unless the body says otherwise."""
+    messages = values.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or (last.get("role"), last.get("prefix")) != ("assistant", True):
+        return
+    if values.get(_CONTINUES) is not False and not values.get("add_generation_prompt"):
+        assert isinstance(messages, list)
+        values[_CONTINUES] = True
+        values["messages"] = [*messages[:-1], {key: value for key, value in last.items() if key != "prefix"}]
 
 
 def _asks_connector(values: Mapping[str, object]) -> bool:

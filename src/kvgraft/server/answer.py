@@ -172,7 +172,7 @@ class AnswerWriter:
         answer: JSONObject = {**self._head, "object": self._form.object_name, "choices": choices, "usage": self.usage()}
         for state, choice_object in zip(self._states, choices, strict=True):
             (choice_object if self._form.prompt_in_choice else answer).update(self._prompt_facts(state))
-            (answer if len(choices) == 1 else choice_object)["kvgraft"] = reuse_of(state)
+            (answer if len(choices) == 1 else choice_object)["kvgraft"] = reuse_of(state, self._options.left_out)
         return answer
 
     def _choice(self, state: ChoiceState) -> JSONObject:
@@ -257,7 +257,7 @@ class AnswerWriter:
             deltas[0] |= facts
         if self._options.return_token_ids and not is_provisional:
             deltas[-1]["token_ids"], state.new_ids = state.new_ids, []
-        shown: JSONObject | None = {"provisional": True} if is_provisional else reuse_of(state)
+        shown: JSONObject | None = {"provisional": True} if is_provisional else reuse_of(state, self._options.left_out)
         chunks = [self._of_choice(state, delta, None, None) for delta in deltas[:-1]]
         chunks.append(self._of_choice(state, deltas[-1], self._reason(state), shown))
         if not self._form.prompt_in_choice:
@@ -302,11 +302,12 @@ class AnswerWriter:
         }
 
 
-def reuse_of(state: ChoiceState) -> JSONObject | None:
-    """Return what was reused for a choice, and its times; None while it is not done."""
+def reuse_of(state: ChoiceState, left_out: Sequence[str] = ()) -> JSONObject | None:
+    """Return what was reused for a choice, its times, and what of the request is not served; None while it is not done."""
     if state.output is None:
         return None
     times = {"ttft_ms": state.output.ttft_s * 1e3, "total_ms": state.output.total_s * 1e3}
     documents = document_reuse(state.choice.request.documents, state.output.report)
     named = {"documents": documents} if documents else {}
-    return report_as_dict(state.output.report) | named | times
+    unserved: JSONObject = {"left_out": list(left_out)} if left_out else {}
+    return report_as_dict(state.output.report) | named | times | unserved

@@ -25,6 +25,7 @@ from kvgraft.server.absent import absent_endpoint
 from kvgraft.server.chat import create_chat_completion
 from kvgraft.server.completions import create_completion
 from kvgraft.server.context import ServerContext, context_of
+from kvgraft.server.messages import count_tokens, create_message
 from kvgraft.server.responses import create_response
 from kvgraft.server.reuse_summary import REPORT_HEADER
 from kvgraft.server.sessions import close_session, open_session
@@ -81,6 +82,8 @@ def create_app(
             Route("/v1/completions", create_completion, methods=["POST"]),
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
             Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/messages", create_message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             *([] if source is None else _inspector(source, config)),
         ],
         middleware=_middleware(config, metrics, traces),
@@ -135,4 +138,4 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     absent = absent_endpoint(request.url.path) if getattr(error, "status_code", None) == _NOT_FOUND else None
     answer = absent or as_api_error(error, closing=context_of(request).is_closing)
     note_error(request.scope, answer)
-    return answer.response()
+    return answer.response(request.url.path)

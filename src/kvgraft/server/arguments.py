@@ -23,8 +23,13 @@ _NAMES = {
     "documents": "kvgraft.documents",
 }
 """Arguments that bodies call something else; others have the same name there."""
-_PROMPTS = {Endpoint.COMPLETIONS: "prompt", Endpoint.CHAT: "messages", Endpoint.RESPONSES: "input"}
-_STRUCTURES = {"structured_outputs": "", "response_format": "", "text": "format"}
+_PROMPTS = {
+    Endpoint.COMPLETIONS: "prompt",
+    Endpoint.CHAT: "messages",
+    Endpoint.RESPONSES: "input",
+    Endpoint.MESSAGES: "messages",
+}
+_STRUCTURES = {"structured_outputs": "", "response_format": "", "text": "format", "output_config": "format"}
 """Fields that say what an output has to be, and the part of each that does, if it is a part."""
 
 

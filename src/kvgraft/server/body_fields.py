@@ -17,6 +17,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "completions"
     CHAT = "chat"
     RESPONSES = "responses"
+    MESSAGES = "messages"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
     SESSIONS = "sessions"
@@ -27,6 +28,7 @@ class Handling(StrEnum):
 
     READ = "read"
     REFUSED = "refused"
+    LEFT_OUT = "left out"
     IGNORED = "ignored"
 
 
@@ -37,10 +39,10 @@ class BodyField:
     Attributes:
         name: As bodies spell it.
         endpoints: Endpoints that have it.
-        handling: Whether it is read, refused or ignored.
+        handling: Whether it is read, refused, left out or ignored.
         text: What it does; what to do instead; why it changes nothing. In Markdown for the page, without a full stop.
         default: Of a field that is read, as the page shows it.
-        nothing: Values of a refused field that ask for nothing, and pass.
+        nothing: Values of a field that is refused or left out that ask for nothing, and pass.
     """
 
     name: str
@@ -56,11 +58,12 @@ class BodyField:
 
 
 _C, _H, _R = Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES
+_M = Endpoint.MESSAGES
 _T, _D, _S = Endpoint.TOKENIZE, Endpoint.DETOKENIZE, Endpoint.SESSIONS
 _GENERATE = (_C, _H, _R)
 _LEAVE = "leave it out"
 
-SHOWN = frozenset({_C, _H, _R, _T, _D, _S})
+SHOWN = frozenset({_C, _H, _R, _M, _T, _D, _S})
 """Endpoints that the server has."""
 
 
@@ -72,6 +75,10 @@ def _refused(name: str, endpoints: tuple[Endpoint, ...], *nothing: object, inste
     return BodyField(name, frozenset(endpoints), Handling.REFUSED, instead, nothing=nothing)
 
 
+def _left_out(name: str, endpoints: tuple[Endpoint, ...], *nothing: object, instead: str) -> BodyField:
+    return BodyField(name, frozenset(endpoints), Handling.LEFT_OUT, instead, nothing=nothing)
+
+
 def _ignored(name: str, endpoints: tuple[Endpoint, ...], because: str) -> BodyField:
     return BodyField(name, frozenset(endpoints), Handling.IGNORED, because)
 
@@ -80,8 +87,9 @@ _INPUT = (
     _read("model", tuple(Endpoint), "another name is 404", "the served one"),
     _read("prompt", (_C, _T), "a string, token ids, or (completions) a list of those", "must be there"),
     _read("tokens", (_D,), "token ids", "must be there"),
-    _read("messages", (_H,), "the conversation", "must be there"),
-    _read("tools", (_H, _R), "functions that are shown to the model"),
+    _read("messages", (_H, _M), "the conversation", "must be there"),
+    _read("system", (_M,), "what the system says before the messages"),
+    _read("tools", (_H, _R, _M), "functions that are shown to the model"),
     _read("input", (_R,), "a text or a list of items", "must be there"),
     _read("instructions", (_R,), "what the system says before the input"),
     _read(
@@ -123,22 +131,28 @@ _INPUT = (
     _refused("chat_template_kwargs", (_T,), {}),
     _refused("add_generation_prompt", (_T,), True, instead="give the rendered conversation to `/v1/completions`"),
     _refused("continue_final_message", (_T,), False, instead="give the rendered conversation to `/v1/completions`"),
-    _read("reasoning_effort", (_H,), "given to templates that read it; others refuse it"),
-    _read("reasoning", (_R,), "`effort` is given to templates that read `reasoning_effort`; others refuse it"),
+    _read("reasoning_effort", (_H,), "given to templates that read it; for others it is left out"),
+    _read("reasoning", (_R,), "`effort` is given to templates that read `reasoning_effort`; the rest is left out"),
+    _left_out("reasoning", (_H,), {}, instead="use `reasoning_effort`"),
+    _left_out("thinking", (_H, _M), {"type": "disabled"}, instead="use `chat_template_kwargs` of chats"),
+    _read("output_config", (_M,), "`format`: the schema of the answer; `effort` as `reasoning_effort` of chats"),
+    _refused("output_format", (_M,), instead="use `output_config.format`"),
     _refused("audio", (_H,), {}),
     _refused("modalities", (_H,), ["text"], instead="answers are text"),
     _refused("image", (_R,)),
-    _refused("web_search_options", (_H,), instead="give what was found as a message"),
+    _left_out("web_search_options", (_H,), instead="give what was found as a message"),
     _refused("functions", (_H,), [], instead="use `tools`"),
     _refused("function_call", (_H,), "none", "auto", instead="use `tool_choice`"),
-    _read("tool_choice", (_H, _R), "whether tools are called, and which: [how](../server.md#tools)", "auto"),
+    _read("tool_choice", (_H, _R, _M), "whether tools are called, and which: [how](../server.md#tools)", "auto"),
     _read("parallel_tool_calls", (_H, _R), "false allows one call at most", "true"),
-    _refused("max_tool_calls", (_R,)),
+    _left_out("max_tool_calls", (_R,), instead="it counts calls of tools that a server runs, of which there are none"),
     _refused("previous_response_id", (_R,), instead="responses are not stored; send the whole conversation as `input`"),
     _refused("conversation", (_R,), instead="conversations are not stored; send the whole one as `input`"),
     _refused("prompt", (_R,), instead="prompts are not stored; send the text as `input`"),
     _refused("previous_input_messages", (_R,), instead="send the whole conversation as `input`"),
-    _refused("context_management", (_R,), [], instead="shorten the input"),
+    _left_out("context_management", (_R, _M), [], instead="shorten the input"),
+    _left_out("container", (_M,), instead="the server runs no tools of its own"),
+    _left_out("mcp_servers", (_M,), [], instead="the server runs no tools of its own"),
     _refused("access_programs", (_R,)),
     _ignored("media_io_kwargs", (_H, _R, _T), "there are no media"),
     _ignored("mm_processor_kwargs", (_H, _R, _T), "there are no media"),
@@ -147,15 +161,18 @@ _INPUT = (
 )
 
 _SAMPLING = (
-    _read("max_tokens", (_C, _H), "cut to what fits after the prompt; -1: as many as fit", "16; chat: 2048"),
+    _read(
+        "max_tokens", (_C, _H, _M), "cut to what fits after the prompt; -1: as many as fit", "16; chat, messages: 2048"
+    ),
     _read("n_predict", (_C, _H), "llama.cpp's name of `max_tokens`"),
     _read("max_completion_tokens", (_H,), "the newer name of `max_tokens`; both must be equal"),
     _read("max_output_tokens", (_R,), "cut to what fits after the input", "2048"),
-    _read("temperature", _GENERATE, "0 to 2; below 0.001 is greedy", "1.0"),
-    _read("top_p", _GENERATE, "above 0, at most 1", "1.0"),
-    _read("top_k", _GENERATE, "not in OpenAI's API", "0 (all)"),
+    _read("temperature", (*_GENERATE, _M), "0 to 2; below 0.001 is greedy", "1.0"),
+    _read("top_p", (*_GENERATE, _M), "above 0, at most 1", "1.0"),
+    _read("top_k", (*_GENERATE, _M), "not in OpenAI's API", "0 (all)"),
     _read("seed", _GENERATE, "choice i of a request draws with `seed + i`"),
     _read("n", (_C, _H), "prompts times `n` is at most 128", "1"),
+    _read("stop_sequences", (_M,), "up to 16 texts of up to 256 characters; the answer names the one that ended it"),
     _read("stop", _GENERATE, "up to 16 texts of up to 256 characters"),
     _read("ignore_eos", _GENERATE, "go on after the end-of-text token; not in OpenAI's API", "false"),
     _read("presence_penalty", _GENERATE, "-2 to 2: subtracted from logits of tokens that the output has", "0"),
@@ -197,13 +214,13 @@ _SAMPLING = (
     _refused("guided_whitespace_pattern", (_C, _H), instead="whitespace is bounded already"),
     _refused("structural_tag", (_C, _H), instead="use `tools`"),
     _read("text", (_R,), "`format` says what the text has to be", '`{"format": {"type": "text"}}`'),
-    _refused("verbosity", (_H,), "medium", instead="ask for it in a message"),
-    _refused("prediction", (_H,), instead="nothing is gained by it here; leave it out"),
+    _left_out("verbosity", (_H,), "medium", instead="ask for it in a message"),
+    _left_out("prediction", (_H,), instead="nothing is gained by it here"),
     _refused("moderation", (_H, _R), instead="ask a moderation service"),
 )
 
 _ANSWER = (
-    _read("stream", _GENERATE, "answer in server-sent events", "false"),
+    _read("stream", (*_GENERATE, _M), "answer in server-sent events", "false"),
     _read(
         "stream_options",
         (_C, _H),
@@ -233,8 +250,8 @@ _ANSWER = (
     _refused("return_prompt_text", (_H,), False),
     _refused("include_reasoning", (_H, _R), True, instead="reasoning is part of the text; cut it out there"),
     _refused("top_logprobs", (_R,), 0),
-    _refused("include", (_R,), [], ["reasoning.encrypted_content"]),
-    _refused("stream_options", (_R,), {}, {"include_obfuscation": False}),
+    _left_out("include", (_R,), [], ["reasoning.encrypted_content"], instead="responses have what they have"),
+    _left_out("stream_options", (_R,), {}, {"include_obfuscation": False}, instead="there is no padding"),
     _refused("enable_response_messages", (_R,), False),
     _refused("routed_experts_prompt_start", (_C, _H), 0),
     _refused("return_weight_versions", (_C, _H), False),
@@ -246,7 +263,7 @@ _ANSWER = (
 )
 
 _SERVING = (
-    _read("cache_salt", (*_GENERATE, _S), "K/V are shared only among requests of the same salt"),
+    _read("cache_salt", (*_GENERATE, _M, _S), "K/V are shared only among requests of the same salt"),
     _read(
         "session_id",
         (_C, _H),
@@ -255,11 +272,11 @@ _SERVING = (
     _refused("session_id", (_R,), instead="sessions are for `/v1/completions` and `/v1/chat/completions`"),
     _read(
         "priority",
-        _GENERATE,
+        (*_GENERATE, _M),
         "with `eviction_policy: priority`, prefixes of higher ones stay longer in the cache; orders no requests",
         "0",
     ),
-    _read("kvgraft", _GENERATE, "what may be reused for this request: [how](../server.md#options-of-kvgraft)"),
+    _read("kvgraft", (*_GENERATE, _M), "what may be reused for this request: [how](../server.md#options-of-kvgraft)"),
     _read("id", (_S,), "1 to 128 letters, digits and `._:-`", "made up"),
     _read("ttl_s", (_S,), "seconds without a turn after which it is closed", "`session_ttl_s`"),
     _refused(
@@ -269,14 +286,22 @@ _SERVING = (
     ),
     _refused("ec_transfer_params", _GENERATE),
     _ignored("store", _GENERATE, "answers are not kept in any case"),
-    _ignored("metadata", _GENERATE, "it describes the request to its sender"),
+    _ignored("metadata", (*_GENERATE, _M), "it describes the request to its sender"),
+    _ignored("client_metadata", (_R,), "it describes the client to its sender"),
     _ignored("user", _GENERATE, "it says who asks; tenants are kept apart by `cache_salt`"),
     _ignored("safety_identifier", _GENERATE, "it says who asks"),
-    _ignored("service_tier", _GENERATE, "there is one tier"),
+    _ignored("service_tier", (*_GENERATE, _M), "there is one tier"),
     _ignored("prompt_cache_key", _GENERATE, "it says where to look for cached text; this server looks everywhere"),
     _ignored("prompt_cache_retention", _GENERATE, "it says how long to keep cached text"),
-    _ignored("prompt_cache_options", (_C, _H), "they say which cached text to keep, and how long"),
-    _refused("prompt_cache_options", (_R,), {}),
+    _ignored("prompt_cache_options", _GENERATE, "they say which cached text to keep, and how long"),
+    _ignored("speed", (_M,), "there is one tier"),
+    _ignored("inference_geo", (_M,), "answers are computed here"),
+    _ignored("cache_control", (_M,), "it says which cached text to keep, and how long"),
+    _ignored("diagnostics", (_M,), "reports say what was reused"),
+    _ignored("anthropic_beta", (_M,), "it names forms that are not known here"),
+    _ignored("anthropic_version", (_M,), "there is one"),
+    _ignored("user_profile_id", (_M,), "it says who asks"),
+    _ignored("workspace_id", (_M,), "it says who asks"),
     _ignored("request_id", _GENERATE, "send the header `X-Request-Id`, which logs and responses carry"),
 )
 

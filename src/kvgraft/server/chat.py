@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,10 @@ from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
 from kvgraft.server.conversation import Conversation, prepare_chat
 from kvgraft.server.document_fields import chat_documents
-from kvgraft.server.field_table import check_fields
 from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.sampling_fields import MAX_LOGPROBS
+from kvgraft.server.served_fields import served_body
 from kvgraft.server.sessions import parse_session
 from kvgraft.server.tools import parse_tool_use
 
@@ -41,7 +42,8 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
     context = context_of(request)
     fields = with_our_names(Fields(await read_object(request, context.config.max_body_bytes)))
     check_model(fields, context.model_id)
-    check_fields(fields, Endpoint.CHAT)
+    body = served_body(context, fields, Endpoint.CHAT)
+    fields = body.fields
     tokenizer = context.engine.loaded.tokenizer
     tools = parse_tool_use(fields)
     template = template_of(tokenizer, with_tools=bool(tools.shown))
@@ -53,6 +55,7 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
         default_reuse=context.config.reuse,
         tokenizer=tokenizer,
     )
+    options = replace(options, left_out=body.left_out)
     session = parse_session(fields, request, append=False, num_choices=options.n)
     chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
     documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)

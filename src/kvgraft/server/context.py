@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraft.http.left_out import LeftOutLog
 from kvgraft.server.health import HealthMonitor
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ServerContext:
         created: Unix time of the start, in seconds.
         draining: No more requests are taken.
         health: Knows how the engine is.
+        left_out: Logs what clients send that is not served.
     """
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig, metrics: PrometheusRecorder | None) -> None:
@@ -38,6 +40,7 @@ class ServerContext:
         self.created = int(time.time())
         self.draining = False
         self.health = HealthMonitor(self)
+        self.left_out = LeftOutLog()
         self._closing: asyncio.Task[None] | None = None
 
     @property

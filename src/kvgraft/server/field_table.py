@@ -1,6 +1,6 @@
-"""Checks of the fields of a body: each is read, refused unless it asks for nothing, or ignored as it changes nothing.
+"""Checks of the fields of a body: each is read, refused or left out unless it asks for nothing, or changes nothing.
 
-A field that is in no table is refused, too: what a client asks for is done, or refused. The tables are
+A field that is in no table is refused, too: what a client asks for is done, named as left out, or refused. The tables are
 in `body_fields`; `docs/reference/http.md` holds what `field_tables` writes of them.
 """
 
@@ -24,8 +24,8 @@ def table_of(endpoint: Endpoint) -> Mapping[str, BodyField]:
     return _TABLES[endpoint]
 
 
-def check_fields(fields: Fields, endpoint: Endpoint) -> None:
-    """Refuse what an endpoint does not know, and what it knows and does not do.
+def check_fields(fields: Fields, endpoint: Endpoint) -> tuple[str, ...]:
+    """Refuse what an endpoint does not know, and what it knows and does not do; return the fields that are left out.
 
     Args:
         fields: The whole body; null is absent.
@@ -35,18 +35,22 @@ def check_fields(fields: Fields, endpoint: Endpoint) -> None:
         BadRequestError: It names the field, and what was meant or what to do instead.
     """
     table = table_of(endpoint)
+    left_out: list[str] = []
     for name in fields.values:
         if not fields.has(name):
             continue
         field = table.get(name)
         if field is None:
             raise _unknown(name, endpoint)
-        if field.handling is Handling.REFUSED and not field.asks_for_nothing(fields.values[name]):
-            raise fields.error(name, f"is not supported by this server; {field.text}")
+        if field.handling in (Handling.REFUSED, Handling.LEFT_OUT) and not field.asks_for_nothing(fields.values[name]):
+            if field.handling is Handling.REFUSED:
+                raise fields.error(name, f"is not supported by this server; {field.text}")
+            left_out.append(name)
+    return tuple(left_out)
 
 
 def field_tables() -> str:
-    """Return the Markdown tables of all fields of the endpoints that are served: what is read, refused and ignored."""
+    """Return the Markdown tables of the fields of all endpoints that are served, one per way of handling them."""
     shown = [field for field in BODY_FIELDS if field.endpoints & SHOWN]
     tables = []
     for handling, head in _HEADS.items():
@@ -82,6 +86,7 @@ def _rows(fields: Sequence[BodyField]) -> list[str]:
 _HEADS = {
     Handling.READ: "| field | of | default | |",
     Handling.REFUSED: "| refused (unless it is) | of | instead |",
+    Handling.LEFT_OUT: "| left out, and named in reports (unless it is) | of | instead |",
     Handling.IGNORED: "| ignored | of | because |",
 }
 _TABLES: Mapping[Endpoint, Mapping[str, BodyField]] = {

@@ -50,6 +50,7 @@ class AnswerOptions:
         truncation: What is kept of prompts; None for all.
         echo: The answer begins with the prompt, and so do its log-probabilities.
         no_output: The answer ends with the prompt: the token that was computed is left out.
+        left_out: Names of what the client sent and is not served.
     """
 
     request: RequestOptions
@@ -63,6 +64,7 @@ class AnswerOptions:
     truncation: Truncation | None
     echo: bool = False
     no_output: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def sampling(self) -> SamplingParams:

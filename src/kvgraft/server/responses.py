@@ -19,11 +19,11 @@ from kvgraft.server.chat_form import ChatForm
 from kvgraft.server.context import context_of
 from kvgraft.server.conversation import Conversation, prepare_chat
 from kvgraft.server.document_fields import chat_documents
-from kvgraft.server.field_table import check_fields
 from kvgraft.server.options import check_model
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.responses_answer import ResponsesWriter
 from kvgraft.server.responses_input import parse_input, parse_rendering, parse_response_options
+from kvgraft.server.served_fields import served_body
 from kvgraft.server.tools import parse_tool_use
 
 if TYPE_CHECKING:
@@ -48,12 +48,13 @@ async def create_response(request: Request) -> GenerationResponse:
     context = context_of(request)
     fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
-    check_fields(fields, Endpoint.RESPONSES)
+    body = served_body(context, fields, Endpoint.RESPONSES)
+    fields = body.fields
     tokenizer = context.engine.loaded.tokenizer
     tools = parse_tool_use(fields, is_flat=True)
     template = template_of(tokenizer, with_tools=bool(tools.shown))
     conversation = Conversation(parse_input(fields), tools, parse_rendering(fields, template))
-    options = parse_response_options(fields, context.config.reuse, tokenizer)
+    options = replace(parse_response_options(fields, context.config.reuse, tokenizer), left_out=body.left_out)
     chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
     documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
     chat = replace(chat, options=chat.options.with_fields(documents=documents))
@@ -81,9 +82,9 @@ class ResponsesResponse(GenerationResponse):
 
 def _said(fields: Fields) -> JSONObject:
     """Return what a response repeats of its request."""
-    values = fields.values
-    _require_repeatable(fields)
     tools = [{"parameters": None, "strict": False, **tool.values} for tool in fields.sections("tools")]
+    values = fields.values | {"tools": tools}
+    _require_repeatable(fields, values)
     text = values.get("text") or {}
     assert isinstance(text, dict)
     return {
@@ -104,10 +105,10 @@ def _said(fields: Fields) -> JSONObject:
     }
 
 
-def _require_repeatable(fields: Fields) -> None:
+def _require_repeatable(fields: Fields, said: JSONObject) -> None:
     """Refuse numbers such as 1e999 in what a response repeats as it came: they are read as infinity."""
     for name in _REPEATED:
         try:
-            json_bytes(fields.values.get(name))
+            json_bytes(said.get(name))
         except ValueError as error:
             raise fields.error(name, "has a number beyond what 64 bits hold; write a smaller one") from error

@@ -114,7 +114,7 @@ class ResponsesWriter(AnswerWriter):
             "output": [dict(item) for item in self._items.output],
             **self._said,
             "usage": self._usage() if is_done else None,
-            "kvgraft": reuse_of(self._states[0]),
+            "kvgraft": reuse_of(self._states[0], self._options.left_out),
         }
 
     def _usage(self) -> JSONObject:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvgraft.http.messages import MAX_MESSAGES, parsed_arguments
-from kvgraft.http.template_fields import parse_template_fields, reads
+from kvgraft.http.template_fields import parse_template_fields
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.options import parse_options
 from kvgraft.server.structure_fields import structure_of_format
@@ -24,13 +24,13 @@ DEFAULT_OUTPUT_TOKENS = 2048
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _TEXT_KEYS = frozenset({"format", "verbosity"})
-_REASONING_KEYS = frozenset({"effort", "summary", "generate_summary"})
+_LOCAL_SHELL = "local_shell"
 
 
 def parse_input(fields: Fields) -> list[Message]:
     """Return the conversation of `instructions` and `input`, in the form that chat templates take.
 
-    Items of the type `reasoning` are left out: they are what another model thought, often enciphered.
+    Calls of custom tools and of the local shell become calls of functions of these names, with what they were called with.
 
     Raises:
         APIError: An item is wrong or of a type that is not supported; the error names it.
@@ -64,8 +64,7 @@ def parse_response_options(
     if options.request.provisional:
         raise fields.section("kvgraft").error("provisional", "has no events in /v1/responses; use /v1/chat/completions")
     text = fields.section("text", known=_TEXT_KEYS)
-    if text.text("verbosity", "medium") != "medium":
-        raise text.error("verbosity", "is not supported by this server; ask for it in the input")
+    text.text("verbosity")
     structure = structure_of_format(text.section("format")) if text.has("format") else None
     if structure is None:
         return options
@@ -77,14 +76,9 @@ def parse_response_options(
 def parse_rendering(fields: Fields, template: str) -> TemplateFields:
     """Read what a body says to the chat template: `chat_template_kwargs`, and the effort of `reasoning`."""
     asked = parse_template_fields(fields, template)
-    reasoning = fields.section("reasoning", known=_REASONING_KEYS)
-    for key in ("summary", "generate_summary"):
-        if reasoning.has(key):
-            raise reasoning.error(key, "is not supported by this server; leave it out")
+    reasoning = fields.section("reasoning")
     if not reasoning.has("effort"):
         return asked
-    if not reads(template, "reasoning_effort"):
-        raise reasoning.error("effort", "is not read by the model's chat template; say it in the input")
     return replace(asked, variables={**asked.variables, "reasoning_effort": reasoning.text("effort", max_chars=64)})
 
 
@@ -93,16 +87,17 @@ def _add_item(messages: list[Message], item: Fields) -> None:
         case "message":
             messages.append(_message(item))
         case "function_call":
-            _add_call(messages, item)
-        case "function_call_output":
-            if not item.text("call_id"):
-                raise item.error("call_id", "is missing; it says which call this is the result of")
-            messages.append({"role": "tool", "content": _text(item, "output"), "tool_call_id": item.text("call_id")})
-        case "reasoning":
-            pass
+            _add_call(messages, item, item.text("name"), parsed_arguments(item.text("arguments", "{}")))
+        case "custom_tool_call":
+            _add_call(messages, item, item.text("name"), {"input": item.text("input")})
+        case "local_shell_call":
+            action = {key: value for key, value in item.section("action").values.items() if key != "type"}
+            _add_call(messages, item, _LOCAL_SHELL, action)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            messages.append({"role": "tool", "content": _text(item, "output"), "tool_call_id": _call_id(item)})
         case kind:
             raise item.error(
-                "type", f"{kind[:60]!r} is not supported; items are messages, function calls and their outputs"
+                "type", f"{kind[:60]!r} is not supported; items are messages, calls of tools and their outputs"
             )
 
 
@@ -113,11 +108,19 @@ def _message(item: Fields) -> Message:
     return {"role": _ROLES[role], "content": _text(item, "content")}
 
 
-def _add_call(messages: list[Message], item: Fields) -> None:
+def _call_id(item: Fields) -> str:
+    """Return the call that an output is of; those of the local shell may name it by their own `id`."""
+    call_id = item.text("call_id") or (item.text("id") if item.text("type") == "local_shell_call_output" else "")
+    if not call_id:
+        raise item.error("call_id", "is missing; it says which call this is the result of")
+    return call_id
+
+
+def _add_call(messages: list[Message], item: Fields, name: str, arguments: object) -> None:
     """Add a call to the turn of the assistant that it belongs to."""
-    if not item.text("name"):
+    if not name:
         raise item.error("name", "is missing")
-    function = {"name": item.text("name"), "arguments": parsed_arguments(item.text("arguments", "{}"))}
+    function = {"name": name, "arguments": arguments}
     call: Message = {"id": item.text("call_id"), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})

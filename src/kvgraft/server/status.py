@@ -26,6 +26,8 @@ ENDPOINTS = {
     "POST /v1/completions": "continue text or token ids",
     "POST /v1/chat/completions": "answer a conversation",
     "POST /v1/responses": "answer a conversation in OpenAI's newer form",
+    "POST /v1/messages": "answer a conversation in Anthropic's form",
+    "POST /v1/messages/count_tokens": "tokens of such a conversation",
     "POST /v1/sessions": "open a session",
     "DELETE /v1/sessions/{id}": "close a session",
     "GET /v1/models": "the model that is served",

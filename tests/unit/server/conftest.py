@@ -71,6 +71,7 @@ class FakeEngine:
         self.max_model_len = 2_000
         self.graft_refusal = None
         self.answer = "hello"
+        self.stopped_by = ""
         self.drafts = ()
         self.healing = None
         self.prepared = []
@@ -134,7 +135,8 @@ class FakeEngine:
                 text += letter
                 output = self._output(request, text) if step == count - 1 else None
                 told = self._logprobs(sampling, letter)
-                yield StreamPart(letter, ord(letter), output, told, prompt=prompt)
+                held = self.stopped_by if step == count - 1 and sampling.include_stop else ""
+                yield StreamPart(letter + held, ord(letter), output, told, prompt=prompt)
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled.append(request.request_id)
             raise

@@ -138,7 +138,7 @@ def test_tokens_named_by_their_ids_keep_their_bytes(server):
         ({"messages": [{"role": "user", "content": "a", "name": 1}]}, "messages[0].name"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.name"),
         ({"tools": {}}, "tools"),
-        ({"tools": [{"type": "search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 3}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
         ({"tools": [{"function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

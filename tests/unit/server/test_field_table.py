@@ -26,6 +26,7 @@ BODIES = {
     Endpoint.COMPLETIONS: ("/v1/completions", {"prompt": "Say it"}),
     Endpoint.CHAT: ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     Endpoint.RESPONSES: ("/v1/responses", {"input": "Hi"}),
+    Endpoint.MESSAGES: ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
     Endpoint.TOKENIZE: ("/tokenize", {"prompt": "Say it"}),
     Endpoint.DETOKENIZE: ("/detokenize", {"tokens": [97]}),
     Endpoint.SESSIONS: ("/v1/sessions", {}),
@@ -65,9 +66,18 @@ def test_refused_field_is_named_with_a_remedy(server, endpoint, field):
     path, body = BODIES[endpoint]
     reply = server.post(path, body | {field.name: {"asks": "for something"}})
     assert reply.status == 400
-    assert reply.error["param"] == field.name
+    assert reply.error.get("param") == (None if endpoint is Endpoint.MESSAGES else field.name)
     assert reply.error["message"] == f"{field.name} is not supported by this server; {field.text}"
     assert server.engine.prepared == []
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_fields_that_are_left_out_are_named_in_the_report(server, endpoint):
+    path, body = BODIES[endpoint]
+    names = [field.name for field in table_of(endpoint).values() if field.handling is Handling.LEFT_OUT]
+    reply = server.post(path, body | {name: {"asks": "for something"} for name in names})
+    assert reply.json["kvgraft"]["left_out"] == names
+    assert names
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
@@ -93,7 +103,7 @@ def test_true_is_not_one_and_zero_is_not_false(server):
         ("penalty_last_n", "docs/reference/http.md lists the fields; leave it out"),
         ("top_a", "docs/reference/http.md lists the fields; leave it out"),
         ("min_length", "docs/reference/http.md lists the fields; leave it out"),
-        ("stop_sequences", "docs/reference/http.md lists the fields; leave it out"),
+        ("stop_sequences", "it is one of messages"),
         ("max_new_tokens", "did you mean 'max_tokens'?"),
         ("zzz", "docs/reference/http.md lists the fields; leave it out"),
         ("top_logprobs", "it is one of chat, responses"),

@@ -218,7 +218,7 @@ def test_failure_in_front_of_it_is_an_http_error(server):
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"input": [{"role": "tool", "content": "2"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         (
@@ -229,12 +229,8 @@ def test_failure_in_front_of_it_is_an_http_error(server):
         ({"input": [{"type": "function_call_output", "output": "2"}]}, "input[0].call_id"),
         ({"instructions": 1}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),

@@ -92,7 +92,6 @@ def test_plain_chats_end_where_the_request_says(server, fields, end):
         ({"messages": [{"role": "tool", "content": "2"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio"),
-        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
         (
             {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": 1}]}]},
             "messages[0].content[0].refusal",
@@ -105,11 +104,14 @@ def test_bad_field_is_named(templated, fields, param):
     assert reply.error["param"] == param
 
 
-@pytest.mark.parametrize("field", ["reasoning_effort", "documents"])
-def test_what_the_template_does_not_read_is_refused(server, field):
+def test_documents_that_the_template_does_not_read_are_refused(server):
     server.engine.loaded.tokenizer.chat_template = "{{ messages }}"
-    value = [{"text": "a"}] if field == "documents" else "low"
-    assert server.chat(**{field: value}).error["param"] == field
+    assert server.chat(documents=[{"text": "a"}]).error["param"] == "documents"
+
+
+def test_an_effort_that_the_template_does_not_read_is_left_out(server):
+    server.engine.loaded.tokenizer.chat_template = "{{ messages }}"
+    assert server.chat(reasoning_effort="low").json["kvgraft"]["left_out"] == ["reasoning_effort"]
 
 
 def test_what_servers_send_may_be_sent_back(templated):

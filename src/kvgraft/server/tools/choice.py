@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from kvgraft.http.messages import parse_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgraft.http.fields import Fields
     from kvgraft.http.messages import Message
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_ALLOWED = "allowed_tools"
 _NO_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -40,12 +43,14 @@ class ToolUse:
         functions: Those that may be called.
         is_forced: One of them has to be called.
         is_parallel: Several calls may be made.
+        withheld: Names of those that are shown and may not be called.
     """
 
     shown: tuple[Message, ...] = ()
     functions: tuple[Function, ...] = ()
     is_forced: bool = False
     is_parallel: bool = True
+    withheld: frozenset[str] = frozenset()
 
     @property
     def is_strict(self) -> bool:
@@ -79,6 +84,10 @@ def parse_tool_use(fields: Fields, *, is_flat: bool = False) -> ToolUse:
     is_parallel = fields.flag("parallel_tool_calls", default=True)
     choice = fields.values.get("tool_choice") or "auto"
     if isinstance(choice, dict):
+        if choice.get("type") == _ALLOWED:
+            allowed, is_forced = _allowed(fields.section("tool_choice"), functions, is_flat=is_flat)
+            withheld = frozenset(names) - {function.name for function in allowed}
+            return ToolUse(shown, allowed, is_forced=is_forced, is_parallel=is_parallel, withheld=withheld)
         named = _named(fields.section("tool_choice"), names, is_flat=is_flat)
         chosen = tuple(function for function in functions if function.name == named)
         return ToolUse(shown, chosen, is_forced=True, is_parallel=False)
@@ -100,10 +109,26 @@ def _function(function: Fields) -> Function:
     return Function(name, {"type": "object"} | schema, function.flag("strict"))
 
 
+def _allowed(choice: Fields, functions: Sequence[Function], *, is_flat: bool) -> tuple[tuple[Function, ...], bool]:
+    """Return the functions that are allowed, and whether one has to be called; tools of other types are not served."""
+    said = choice if is_flat else choice.section(_ALLOWED)
+    word = said.choice("mode", "auto", ("auto", "required"))
+    if not said.has("tools"):
+        raise said.error("tools", "is missing; it lists the functions that may be called")
+    tools = [tool for tool in said.sections("tools") if tool.text("type", "function") == "function"]
+    names = {tool.text("name") if is_flat else tool.section("function").text("name") for tool in tools}
+    allowed = tuple(function for function in functions if function.name in names)
+    if word == "required" and not allowed:
+        raise said.error("tools", "has none of the functions of tools, and one of them is required")
+    return allowed, word == "required"
+
+
 def _named(choice: Fields, names: list[str], *, is_flat: bool) -> str:
     kind = choice.text("type", "function")
     if kind != "function":
-        raise choice.error("type", "must be 'function'; other choices are 'auto', 'none' and 'required'")
+        raise choice.error(
+            "type", "must be 'function'; other choices are 'allowed_tools', 'auto', 'none' and 'required'"
+        )
     function = choice if is_flat else choice.section("function")
     name = function.text("name")
     if name not in names:

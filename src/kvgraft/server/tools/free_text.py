@@ -36,6 +36,7 @@ class FreeTextReader(OutputReader):
         *,
         is_parallel: bool = True,
         is_laid_out: bool = False,
+        withheld: Collection[str] = (),
     ) -> None:
         """Begin an output.
 
@@ -44,11 +45,13 @@ class FreeTextReader(OutputReader):
             names: Functions of the request.
             is_parallel: Several calls are reported; otherwise what follows the first one is left out.
             is_laid_out: Calls are forced ones, in the layout of the format; what else looks like a call is content.
+            withheld: Functions that are shown and may not be called: calls of them are content.
         """
         self._format = tool_format
         self._names = names
         self._is_parallel = is_parallel
         self._is_laid_out = is_laid_out
+        self._withheld = withheld
         self._gap = re.compile(rf"\s*(?:{re.escape(tool_format.between)})?\s*")
         self._held = ""
         self._num_calls = self._num_malformed = 0
@@ -125,7 +128,8 @@ class FreeTextReader(OutputReader):
                 raise MalformedCallError
             return None
         is_forced = not self._is_laid_out or self._format.layout.begins(self._held[start:], self._names)
-        if not (found.calls and is_forced):
+        is_allowed = all(call.name not in self._withheld for call in found.calls)
+        if not (found.calls and is_forced and is_allowed):
             raise MalformedCallError
         return found
 

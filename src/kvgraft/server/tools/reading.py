@@ -35,7 +35,11 @@ class ToolReading:
         if not self.may_begin_freely:
             return ForcedReader(self.tool_format.layout, self.use.names)
         return FreeTextReader(
-            self.tool_format, self.use.names, is_parallel=self.use.is_parallel, is_laid_out=self.is_structured
+            self.tool_format,
+            self.use.names,
+            is_parallel=self.use.is_parallel,
+            is_laid_out=self.is_structured,
+            withheld=self.use.withheld,
         )
 
     def whole(self, text: str) -> ReadOutput:
