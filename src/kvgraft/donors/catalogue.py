@@ -127,6 +127,11 @@ class DonorCatalogue:
         return self._num_tokens
 
     @property
+    def num_pins(self) -> int:
+        """Pins of all donors. Complexity: O(donors)."""
+        return sum(entry.num_pins for entry in self._entries.values())
+
+    @property
     def num_stored(self) -> int:
         """Donors with K/V in stores alone."""
         return self.finder.num_stored

@@ -23,7 +23,7 @@ from kvgraft.engine.inspection import Inspection
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.requests.request_builder import prompt_length
 from kvgraft.engine.snapshot import EngineSnapshot
-from kvgraft.errors import KVGraftError, OverloadedError, RequestError, one_line
+from kvgraft.errors import CorruptCacheError, KVGraftError, OverloadedError, RequestError, one_line
 from kvgraft.tokenising import TextLanes
 from kvgraft.types import ReuseMode
 
@@ -52,6 +52,8 @@ _IDLE_S = 0.1
 """Seconds between looks for news of stores while there is nothing else to do."""
 _REST_S = 0.02
 """Seconds after a step in which nothing is healed: its answer is sent by other threads of this interpreter."""
+_RETRY_S = 0.2
+"""Seconds until the engine tries again to begin anew, where there was no memory even for that."""
 _LEAST_REST_S = 0.002
 """Seconds between looks for a request that is being made."""
 
@@ -213,12 +215,12 @@ class AsyncLLM:
         """Verify every invariant of the K/V bookkeeping between two steps.
 
         Raises:
-            CorruptCacheError: One does not hold.
+            CorruptCacheError: One does not hold. The engine ends its requests and begins anew with nothing cached.
             OverloadedError: The engine's thread has ended.
 
         Complexity: O(slots + tokens of prefixes and donors), in which no request is served.
         """
-        await self._call(self._engine.check)
+        await self._call(self._check)
 
     async def open_session(
         self, session_id: str = "", *, ttl_s: float | None = None, cache_salt: str = "", owner: str = ""
@@ -338,21 +340,46 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
-            while self._obey_commands():
-                if self._engine.has_work:
-                    self._deliver(self._engine.step())
-                    self._rests_until = time.monotonic() + _REST_S
-                else:
-                    self._engine.poll_stores()
-                    if self._engine.auditor.has_work:
-                        self._engine.audit_step()
-                    else:
-                        self._heal()
+            while not self._is_stopped:
+                try:
+                    if self._obey_commands():
+                        self._work()
+                except Exception as error:
+                    logger.exception("the engine's thread failed between steps; all requests end")
+                    self._recover(error)
         except BaseException:
             logger.critical("the engine's thread died; all requests fail", exc_info=True)
             raise
         finally:
             self._end(OverloadedError(_SHUTTING_DOWN if self._is_stopped else _STOPPED))
+
+    def _work(self) -> None:
+        """Take a step, or do a piece of what no request waits for."""
+        engine = self._engine
+        if engine.has_work:
+            self._deliver(engine.step())
+            self._rests_until = time.monotonic() + _REST_S
+            if engine.is_broken:
+                time.sleep(_RETRY_S)
+            return
+        engine.poll_stores()
+        if engine.auditor.has_work:
+            engine.audit_step()
+        else:
+            self._heal()
+
+    def _recover(self, error: Exception) -> None:
+        """End all requests after a failure that is no step's, so that none waits for ever; what is cached is verified."""
+        try:
+            self._deliver(self._engine.end_all(error))
+        except Exception:
+            logger.exception("the engine cannot recover yet")
+            self._engine.doubt(CorruptCacheError("requests could not be ended"))
+            time.sleep(_RETRY_S)
+        failure = RequestError(f"the engine failed while it served this request: {one_line(error)}; send it again")
+        for stream in list(self._streams.values()):
+            stream.put([failure])
+        self._streams.clear()
 
     def _obey_commands(self) -> bool:
         """Run what was asked meanwhile; waits while there is nothing to do. False when it is time to stop.
@@ -374,9 +401,17 @@ class AsyncLLM:
             except KVGraftError as error:
                 command.fail(error)
             except Exception as error:
+                self._engine.doubt(error)
                 logger.exception("the engine cannot take a request")
                 command.fail(RequestError(f"the engine cannot take this request: {one_line(error)}"))
         return not self._is_stopped
+
+    def _check(self) -> None:
+        try:
+            self._engine.check()
+        except Exception as error:
+            self._deliver(self._engine.end_all(error))
+            raise
 
     def _is_wanted(self) -> bool:
         """Return whether a request waits to be taken in, or the engine is to end; questions about its state can wait."""
@@ -419,7 +454,9 @@ class AsyncLLM:
         for event in events:
             item = event.error or event.part
             assert item is not None
-            stream = self._streams[event.request_id]
+            stream = self._streams.get(event.request_id)
+            if stream is None:  # its stream was told before that it has failed
+                continue
             if event.error is not None or (event.part is not None and event.part.output is not None):
                 del self._streams[event.request_id]
             by_loop.setdefault(stream.loop, []).append((stream, item))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ from kvgraft.semantic.registry import require_embedder
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvgraft.config import EngineConfig
     from kvgraft.engine.kv.request_kv import RequestKV
@@ -91,6 +92,9 @@ class Engine:
         risk: Notches at which grafts are served, and statements about them.
         proposer: Names donors that resemble a prompt, or None.
         stores: Stores of donors; None without any.
+        is_broken: Whether it is about to begin anew, and has found no memory for that yet.
+        num_lent: Callers that hold slots beside requests: probes.
+        num_rebuilds: How often it began anew, since what was cached could not be trusted.
     """
 
     def __init__(
@@ -138,6 +142,9 @@ class Engine:
             raise
         self._recording = Recording(recorder or NullRecorder(), self.space, self.scheduler, self.sessions)
         self._active: dict[str, ActiveRequest] = {}
+        self.is_broken = False
+        self.num_rebuilds = 0
+        self.num_lent = 0
         self.eos_token_ids = eos_token_ids(self.loaded)
 
     def _assemble(self, model: str | LoadedModel, max_step_s: float) -> None:
@@ -183,7 +190,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.space.is_doubtful
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -196,13 +203,16 @@ class Engine:
             raise ConfigError(f"request id {request.request_id!r} is in use; choose another")
         if len(self.scheduler.waiting) >= self.config.max_waiting:
             raise OverloadedError(f"{self.config.max_waiting} requests are waiting already; try again later")
-        request = self.sessions.begin(request)
-        try:
-            active = self._queued(request)
-        except BaseException:
-            self.sessions.cancel(request.request_id)
-            raise
-        self._active[request.request_id] = active
+        if self.space.is_doubtful and not self._active:
+            self._settle()
+        with self._doubting():
+            request = self.sessions.begin(request)
+            try:
+                active = self._queued(request)
+            except BaseException:
+                self.sessions.cancel(request.request_id)
+                raise
+            self._active[request.request_id] = active
 
     def _queued(self, request: Request) -> ActiveRequest:
         sampling, device = request.sampling, self.adapter.pool.device
@@ -232,7 +242,8 @@ class Engine:
         active = self._active.get(request_id)
         if active is None:
             return False
-        self._drop(active, "abort")
+        with self._doubting():
+            self._drop(active, "abort")
         return True
 
     def reset(self) -> None:
@@ -243,12 +254,15 @@ class Engine:
 
         Requests that run go on with the K/V that they have, and nothing of them is kept; those that wait start afresh.
         """
-        self.scheduler.restart_loading()
-        self.sessions.reset()
-        self.manager.reset()
-        self._events.flush()
-        self.auditor.clear()
-        self.healer.clear()
+        try:
+            self._forget_all()
+        except BaseException:
+            self.is_broken = True  # nothing of before may live on: the next step ends all requests and begins anew
+            self.space.distrust()
+            if self._active:
+                raise
+            logger.exception("what is cached cannot be read; the engine begins anew with nothing cached")
+            self.rebuild()
         if self.stores is not None:
             self.stores.leave()  # first: if the digest fails, nothing of these weights may get to where others' K/V lie
             self.stores.enter(space_of(self.loaded, self.adapter))
@@ -257,6 +271,14 @@ class Engine:
             and fingerprint(self.loaded.model, self.loaded.tokenizer) != self.loaded.fingerprint
         ):
             self.risk.withdraw("the weights have changed")
+
+    def _forget_all(self) -> None:
+        self.scheduler.restart_loading()
+        self.sessions.reset()
+        self.manager.reset()
+        self._events.flush()
+        self.auditor.clear()
+        self.healer.clear()
 
     def flush_events(self) -> None:
         """Publish what the prefix cache has stored and removed outside of steps."""
@@ -279,7 +301,8 @@ class Engine:
     def poll_stores(self) -> None:
         """Take in what stores have found and written meanwhile; `step` does so itself."""
         if self.stores is not None:
-            self.stores.step(_IDLE_NEWS_S)
+            with self._idle_work("news of stores"):
+                self.stores.step(_IDLE_NEWS_S)
             self._events.flush()
 
     def cancel_all(self) -> None:
@@ -290,16 +313,130 @@ class Engine:
             self.cancel(request_id)
 
     def step(self) -> list[StepEvent]:
-        """Run one forward pass for the requests that are due; a failure ends the request that it concerns, no other."""
+        """Run one forward pass for the requests that are due; a failure ends the request that it concerns, no other.
+
+        Where it is unknown which request a failure concerns, all end. What an interrupted change may have left half done is
+        verified before it is read again; if it does not hold, the engine begins anew with nothing cached.
+        """
+        events: list[StepEvent] = []
+        try:
+            self._require_sound()
+            self._step(events)
+            self._require_sound()
+        except Exception as error:
+            logger.exception("a step failed; all requests end")
+            return self.end_all(error, events)
+        except BaseException as error:  # its user's Ctrl-C
+            self.space.doubt(error)
+            raise
+        return events
+
+    def doubt(self, error: BaseException) -> None:
+        """Note that something outside of a step failed, such as a command: what it changed is verified by the next one."""
+        self.space.doubt(error)
+
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """Have what a failed change has left verified by the next step."""
+        try:
+            yield
+        except BaseException as error:
+            self.space.doubt(error)
+            raise
+
+    def _settle(self) -> None:
+        """Verify the books while there is no request, and begin anew if they do not hold."""
+        try:
+            self._require_sound()
+        except Exception as error:  # noqa: BLE001 - it is logged there
+            self.end_all(error)
+
+    def _require_sound(self) -> None:
+        """Verify the books if an error may have interrupted a change of them; raises what `check` raises."""
+        if self.space.is_doubtful:
+            self.check()
+            self.space.trust()
+
+    def end_all(self, error: Exception, events: Sequence[StepEvent] = ()) -> list[StepEvent]:
+        """End all requests, and see to it that what is left of them is sound: a failure may concern any of them.
+
+        Args:
+            error: What has failed.
+            events: Of requests that this step has gone on with, or ended.
+
+        Returns:
+            An error for each.
+        """
+        self.space.distrust()
+        names = dict.fromkeys([*(event.request_id for event in events), *self._active])
+        reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
+        failure = RequestError(f"the engine failed while it served this request: {reason}; send it again")
+        ended = [StepEvent(name, error=failure) for name in names]
+        try:
+            self._give_all_back()
+            self.check()
+            self.space.trust()
+        except Exception:
+            logger.exception("what is cached is not sound; the engine begins anew with nothing cached")
+            self._try_to_rebuild()
+        return ended
+
+    def _give_all_back(self) -> None:
+        """Take back what requests, a piece that heals and an audit hold; all of them end."""
+        self.healer.abandon()
+        self.auditor.interrupt()
+        for active in list(self._active.values()):
+            self._drop(active, "error")
+
+    def _try_to_rebuild(self) -> None:
+        """Begin anew; where there is no memory even for that, or slots are lent to a caller, the next step tries again."""
+        try:
+            self.rebuild()
+        except Exception:
+            self.is_broken = True
+            self.space.distrust()
+            logger.exception("the engine cannot begin anew yet")
+
+    def rebuild(self) -> None:
+        """Begin anew with every container empty, whatever state it is in, and without a request: they have been answered.
+
+        For books that cannot be trusted, which `reset` would read. What stores hold is found again.
+
+        Raises:
+            CorruptCacheError: A caller holds slots, and would write into what is given to others; the probe is to be closed.
+        """
+        if self.num_lent:
+            raise CorruptCacheError("a caller holds slots of this engine; close the probe")
+        self.is_broken = True
+        self.auditor.rebuild()
+        self.healer.rebuild()
+        for active in self._active.values():
+            if active.kv is not None and active.kv.held.reads is not None:
+                active.kv.held.reads.cancel()
+        self._active.clear()
+        self.scheduler.rebuild()
+        self.sessions.rebuild()
+        self.manager.rebuild()
+        if self.stores is not None:
+            self.stores.rebuild()
+        self._events.flush()
+        self.num_rebuilds += 1
+        self.is_broken = False
+        self.space.trust()
+
+    def _step(self, events: list[StepEvent]) -> None:
+        """Run one forward pass and append what comes of it for each request."""
         started = time.perf_counter()
         self.sessions.expire()
         self._make_room()
         if self.stores is not None:
-            self.stores.step()
+            with self._idle_work("news of stores"):
+                self.stores.step()
         step = self.scheduler.schedule()
+        self._require_sound()  # before anything is computed into slots that may be others'
         if not (step.parts or step.failed):
             self.scheduler.wait_for_stores(_STORE_TICK_S)
-        events = [self._fail(active, error) for active, error in step.failed]
+        events += [self._fail(active, error) for active, error in step.failed]
         beside = self._heal_beside(step)
         try:
             outputs = self._forward([*(rows for _, rows in step.parts), *beside])
@@ -315,32 +452,59 @@ class Engine:
         self._pace.observe(seconds, step.num_streams, step.prefill_flops + healed_flops)
         self._events.flush()
         self._recording.step(step, started, seconds, sum(len(rows.positions) for rows in beside))
-        return events
 
     def check(self) -> None:
-        """Verify every invariant of the K/V bookkeeping and of sessions; raises `CorruptCacheError`. Between steps."""
+        """Verify every invariant of the K/V bookkeeping and of sessions. Between steps.
+
+        Raises:
+            CorruptCacheError: One does not hold. The next step ends all requests and begins anew with nothing cached.
+        """
+        try:
+            self._check()
+        except Exception:
+            self.space.distrust()
+            raise
+
+    def _check(self) -> None:
+        if self.is_broken:
+            raise CorruptCacheError("the engine could not begin anew yet; it tries again with the next step")
         self.space.check()
         self.sessions.check()
         self.healer.check()
+        self.scheduler.check(self._active.values())
         held, references = self._num_held(), self.space.allocator.num_references(Owner.REQUEST)
-        if references < held or (references > held and not self.auditor.is_running):
+        is_lent = self.auditor.is_running or self.num_lent > 0
+        if references < held or (references > held and not is_lent):
             raise CorruptCacheError(
                 f"unfinished requests hold {held} slots, of which the allocator counts {references}"
             )
+        if not is_lent:
+            self.space.check_held(active.kv.held for active in self._active.values() if active.kv is not None)
         states = self.space.state_usage()
-        if states is not None and states.request != self._num_states_held():
+        if states is not None and states.request != self._num_states_held() and not self.num_lent:
             raise CorruptCacheError(
                 f"unfinished requests hold {self._num_states_held()} states, of which the allocator counts {states.request}"
             )
 
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""
-        if self.auditor.has_work:
+        with self._idle_work("an audit"):
+            if not self.auditor.has_work:
+                return
             started = time.perf_counter()
             affordable = self._pace.prefill_flops_alone / self.manager.flops.per_token
             self.auditor.step(max(_LEAST_AUDIT_ROWS, int(min(self.config.max_rows, affordable))))
             self._events.flush()
             self._recording.idle("audit", started, time.perf_counter() - started)
+
+    @contextmanager
+    def _idle_work(self, what: str) -> Iterator[None]:
+        """Let work that no request waits for fail alone; what it changed is verified by the next step."""
+        try:
+            yield
+        except Exception:
+            self.space.distrust()
+            logger.exception("%s failed", what)
 
     def _make_room(self) -> None:
         """Take its slots from an audit that pauses if unfinished requests may come to need them."""
@@ -367,21 +531,22 @@ class Engine:
 
         For when `has_work` is false; between steps it takes no slots that unfinished requests may come to need.
         """
-        if not self.healer.has_work:
-            return False
-        started = time.perf_counter()
-        flops = self.healer.step(
-            min(self.config.max_rows, MOST_ROWS),
-            self._pace.idle_flops(_HEAL_S),
-            self._unclaimed(),
-            is_alone=not self._active,
-            is_wanted=is_wanted,
-        )
-        if flops:
-            seconds = time.perf_counter() - started
-            self._pace.observe(seconds, 0, flops)
-            self._recording.idle("heal", started, seconds)
-        self._events.flush()
+        started, flops = time.perf_counter(), 0.0
+        with self._idle_work("healing"):
+            if not self.healer.has_work:
+                return False
+            flops = self.healer.step(
+                min(self.config.max_rows, MOST_ROWS),
+                self._pace.idle_flops(_HEAL_S),
+                self._unclaimed(),
+                is_alone=not self._active,
+                is_wanted=is_wanted,
+            )
+            if flops:
+                seconds = time.perf_counter() - started
+                self._pace.observe(seconds, 0, flops)
+                self._recording.idle("heal", started, seconds)
+            self._events.flush()
         return flops > 0
 
     def _heal_beside(self, step: ScheduledStep) -> list[SequenceRows]:

@@ -329,9 +329,11 @@ class LLM:
     @contextmanager
     def _lent_slots(self) -> Iterator[None]:
         """Tell of what is evicted for a request that leaves no trace, and have healing look again once its slots are back."""
+        self._engine.num_lent += 1
         try:
             yield
         finally:
+            self._engine.num_lent -= 1
             self._engine.flush_events()
             self._engine.healer.wake()
 
@@ -441,7 +443,8 @@ class LLM:
             while True:
                 while not events:
                     for event in self._engine.step():
-                        self._events[event.request_id].append(event)
+                        if event.request_id in self._events:
+                            self._events[event.request_id].append(event)
                 event = events.popleft()
                 if event.error is not None:
                     raise event.error

@@ -37,6 +37,7 @@ class EngineSnapshot:
         num_cold_donors: Donors that lie in stores alone.
         num_heal_candidates: Texts of grafted requests that wait to be healed.
         heals_dropped: Texts that were not healed, by reason.
+        num_rebuilds: How often the engine began anew with nothing cached, since that could not be trusted.
     """
 
     is_alive: bool
@@ -67,6 +68,7 @@ class EngineSnapshot:
     num_healed_tokens: int = 0
     num_healed_requests: int = 0
     heals_dropped: Mapping[str, int] = field(default_factory=dict)
+    num_rebuilds: int = 0
     memory: MemoryUse = field(default_factory=MemoryUse)
 
     @classmethod
@@ -101,5 +103,6 @@ class EngineSnapshot:
             num_healed_tokens=engine.healer.num_tokens,
             num_healed_requests=engine.healer.num_requests,
             heals_dropped=dict(engine.healer.dropped),
+            num_rebuilds=engine.num_rebuilds,
             memory=MemoryUse.of(engine.space, engine.config),
         )

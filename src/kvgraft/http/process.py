@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvgraft.errors import ConfigError
 from kvgraft.http.errors import BadRequestError
 from kvgraft.http.json_io import json_bytes
+from kvgraft.http.traceback_limit import limited_tracebacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +131,8 @@ def serve(
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     url = f"{'http' if tls is None else 'https'}://{place}"
     try:
-        GracefulServer(app, grace_s, lambda: on_ready(url), tls).run(sockets=[listener])
+        with limited_tracebacks():
+            GracefulServer(app, grace_s, lambda: on_ready(url), tls).run(sockets=[listener])
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
 

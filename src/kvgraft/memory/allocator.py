@@ -15,6 +15,8 @@ from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 from kvgraft.memory.extents import FreeExtents, SlotArray
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
 
@@ -69,9 +71,15 @@ class SlotAllocator:
         self._num_slots = num_slots
         self._refs: NDArray[np.int32] = np.zeros((len(Owner), num_slots), dtype=np.int32)
         self._class_sizes: NDArray[np.int64] = np.zeros(len(Owner) + 1, dtype=np.int64)
-        self._class_sizes[_FREE] = num_slots
-        self._extents = FreeExtents(num_slots)
         self._scratch = np.empty(num_slots, dtype=np.int64)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Free all slots, whatever state the counts are in; what holders still name is not theirs any more."""
+        self._extents = FreeExtents(self._num_slots)
+        self._refs.fill(0)
+        self._class_sizes.fill(0)
+        self._class_sizes[_FREE] = self._num_slots
 
     @property
     def num_slots(self) -> int:
@@ -101,7 +109,7 @@ class SlotAllocator:
         Returns:
             int64 `(num_tokens,)`, the caller's to release.
 
-        Complexity: with `after` and its neighbour free O(log e), else O(e) for e free runs (not slots), vectorised.
+        Complexity: O(e) for e free runs (not slots), vectorised.
 
         Raises:
             CapacityError: Fewer are free.
@@ -112,12 +120,15 @@ class SlotAllocator:
             raise CapacityError(f"{num_tokens} KV slots asked for, {self.free_size} free: evict, or enlarge the pool")
         if not num_tokens:
             return np.empty(0, dtype=np.int64)
-        slots = np.empty(0, dtype=np.int64) if after is None else self._extents.take_at(after + 1, num_tokens)
-        if len(slots) < num_tokens:
-            slots = np.concatenate([slots, self._extents.take(num_tokens - len(slots))])
-        self._refs[Owner.REQUEST, slots] = 1
-        self._class_sizes[_FREE] -= num_tokens
-        self._class_sizes[Owner.REQUEST] += num_tokens
+        with self._extents.undone_on_failure():
+            slots = np.empty(0, dtype=np.int64) if after is None else self._extents.take_at(after + 1, num_tokens)
+            if len(slots) < num_tokens:
+                slots = np.concatenate([slots, self._extents.take(num_tokens - len(slots))])
+            sizes = self._class_sizes.copy()
+            sizes[_FREE] -= num_tokens
+            sizes[Owner.REQUEST] += num_tokens
+            self._refs[Owner.REQUEST, slots] = 1
+            self._class_sizes = sizes
         return slots
 
     def retain(self, slots: SlotArray, owner: Owner) -> None:
@@ -133,8 +144,7 @@ class SlotAllocator:
         classes = self._classes(slots)
         if (classes == _FREE).any():
             raise CorruptCacheError(f"slot {slots[classes == _FREE][0]} is free and cannot be retained")
-        self._refs[owner, slots] += 1
-        self._reclassify(slots, classes)
+        self._change(slots, classes, {owner: self._refs[owner][slots] + 1})
 
     def release(self, slots: SlotArray, owner: Owner) -> SlotArray:
         """Give back one reference by `owner` to each of `slots`.
@@ -150,11 +160,7 @@ class SlotAllocator:
         """
         slots = self._as_slots(slots)
         self._require_held(slots, owner)
-        before = self._classes(slots)
-        self._refs[owner, slots] -= 1
-        freed: SlotArray = slots[self._reclassify(slots, before) == _FREE]
-        self._extents.give_back(freed)
-        return freed
+        return self._change(slots, self._classes(slots), {owner: self._refs[owner][slots] - 1})
 
     def release_each(self, slots: SlotArray, owner: Owner) -> None:
         """Give back a reference by `owner` for every time that a slot is named: a cache has it under several keys.
@@ -184,10 +190,9 @@ class SlotAllocator:
         """
         slots = self._as_slots(slots)
         self._require_held(slots, source)
-        before = self._classes(slots)
-        self._refs[source, slots] -= 1
-        self._refs[target, slots] += 1
-        self._reclassify(slots, before)
+        if source is not target:
+            changed = {target: self._refs[target][slots] + 1, source: self._refs[source][slots] - 1}
+            self._change(slots, self._classes(slots), changed)
 
     def usage(self) -> SlotUsage:
         """Count the slots by use. Complexity: O(1)."""
@@ -242,15 +247,26 @@ class SlotAllocator:
         if missing.any():
             raise CorruptCacheError(f"slot {slots[missing][0]} is not held by {owner.name}")
 
-    def _classes(self, slots: SlotArray) -> NDArray[np.int64]:
-        """The first owner that holds each slot, or `_FREE`."""
+    def _classes(self, slots: SlotArray, changed: Mapping[Owner, NDArray[np.int32]] | None = None) -> NDArray[np.int64]:
+        """The first owner that holds each slot, or `_FREE`; with the counts of some owners `changed`."""
         classes = np.full(len(slots), _FREE, dtype=np.int64)
         for owner in reversed(Owner):
-            classes[self._refs[owner][slots] > 0] = owner
+            refs = self._refs[owner][slots] if changed is None or owner not in changed else changed[owner]
+            classes[refs > 0] = owner
         return classes
 
-    def _reclassify(self, slots: SlotArray, before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count `slots` under their present class instead of `before`; return the present ones."""
-        after = self._classes(slots)
-        self._class_sizes += np.bincount(after, minlength=_FREE + 1) - np.bincount(before, minlength=_FREE + 1)
-        return after
+    def _change(
+        self, slots: SlotArray, before: NDArray[np.int64], changed: Mapping[Owner, NDArray[np.int32]]
+    ) -> SlotArray:
+        """Give `slots`, which were of the classes `before`, other counts of some owners; returns those that are free now.
+
+        All that needs memory comes first, so that a failure has changed nothing.
+        """
+        after = self._classes(slots, changed)
+        sizes = self._class_sizes + np.bincount(after, minlength=_FREE + 1) - np.bincount(before, minlength=_FREE + 1)
+        freed: SlotArray = slots[after == _FREE]
+        self._extents.give_back(freed)
+        for owner, refs in changed.items():
+            self._refs[owner, slots] = refs
+        self._class_sizes = sizes
+        return freed

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvgraft.errors import CorruptCacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SlotArray = NDArray[np.int64]
 """1-D indices of KV slots, one per token."""
@@ -32,7 +38,7 @@ class FreeExtents:
     def take_at(self, start: int, limit: int) -> SlotArray:
         """Take up to `limit` slots of the run that begins exactly at `start`; none if there is no such run.
 
-        Complexity: O(log e), O(e) if the run is used up.
+        Complexity: O(e).
         """
         index = int(self._starts.searchsorted(start))
         if index == len(self._starts) or self._starts[index] != start:
@@ -73,8 +79,18 @@ class FreeExtents:
         starts = np.insert(self._starts, places, new_starts)
         ends = np.insert(self._ends, places, new_ends)
         apart = starts[1:] != ends[:-1]
-        self._starts = starts[np.concatenate([[True], apart])]
-        self._ends = ends[np.concatenate([apart, [True]])]
+        starts, ends = starts[np.concatenate([[True], apart])], ends[np.concatenate([apart, [True]])]
+        self._starts, self._ends = starts, ends
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Free what was taken within if anything there fails: arrays of runs are replaced, never written to."""
+        before = self._starts, self._ends
+        try:
+            yield
+        except BaseException:
+            self._starts, self._ends = before
+            raise
 
     def slots(self) -> SlotArray:
         """All free slots, ascending. Complexity: O(free slots)."""
@@ -99,12 +115,15 @@ class FreeExtents:
         """Take the first slots of a run, `limit` at most, and forget the run if that is all of it."""
         start, end = int(self._starts[index]), int(self._ends[index])
         stop = min(start + limit, end)
+        slots = np.arange(start, stop)
         if stop == end:
-            self._starts = np.delete(self._starts, index)
-            self._ends = np.delete(self._ends, index)
+            starts, ends = np.delete(self._starts, index), np.delete(self._ends, index)
+            self._starts, self._ends = starts, ends
         else:
-            self._starts[index] = stop
-        return np.arange(start, stop)
+            starts = self._starts.copy()
+            starts[index] = stop
+            self._starts = starts
+        return slots
 
     def _take_longest(self, num_slots: int) -> SlotArray:
         """Take whole runs, the longest first, as long as they stay within `num_slots`."""
@@ -112,8 +131,8 @@ class FreeExtents:
         order = np.argsort(-lengths, kind="stable")
         whole = order[: int(np.searchsorted(np.cumsum(lengths[order]), num_slots, side="right"))]
         slots = _expand(self._starts[whole], self._ends[whole])
-        self._starts = np.delete(self._starts, whole)
-        self._ends = np.delete(self._ends, whole)
+        starts, ends = np.delete(self._starts, whole), np.delete(self._ends, whole)
+        self._starts, self._ends = starts, ends
         return slots
 
 

@@ -31,9 +31,14 @@ class BaseHostSlots(ABC):
         if num_slots < 1:
             raise ConfigError(f"host memory for prefixes needs at least one slot, not {num_slots}")
         self.num_slots = num_slots
-        self._extents = FreeExtents(num_slots)
         self._is_free = np.ones(num_slots, dtype=np.bool_)
-        self._num_free = num_slots
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Free all slots, whatever state the counts are in; what holders still name is not theirs any more."""
+        self._extents = FreeExtents(self.num_slots)
+        self._is_free.fill(True)
+        self._num_free = self.num_slots
 
     @property
     def num_free(self) -> int:

@@ -112,6 +112,11 @@ class HostKVStore:
         self._used_bytes -= self._find(key).num_bytes
         del self._blocks[key]
 
+    def rebuild(self) -> None:
+        """Forget all blocks, whatever state the count of their bytes is in."""
+        self._blocks.clear()
+        self._used_bytes = 0
+
     def check(self) -> None:
         """Verify every invariant; for tests and idle time.
 

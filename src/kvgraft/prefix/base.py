@@ -49,6 +49,14 @@ class PrefixCache(ABC):
         """Stored tokens, locked or not."""
         return self.evictable_size + self.protected_size
 
+    def num_locks(self) -> int | None:
+        """Count the locks on all prefixes but the empty one; None where a cache does not know."""
+        return None
+
+    def is_empty_prefix(self, handle: PrefixHandle) -> bool:
+        """Return whether a handle, or a receipt, is of the empty prefix, whose locks are not counted."""
+        return False
+
     @property
     def disabled(self) -> bool:
         """Whether the cache never stores anything."""
@@ -129,6 +137,13 @@ class PrefixCache(ABC):
     @abstractmethod
     def reset(self) -> SlotArray:
         """Forget everything, locked or not, and return every slot for the caller to free. Handles become stale."""
+
+    def rebuild(self) -> None:
+        """Forget everything without looking at it: an interrupted change may have left anything. Handles become stale.
+
+        The owner frees all slots by itself. Caches that do not override this are asked for a `reset`.
+        """
+        self.reset()
 
     @abstractmethod
     def check(self) -> None:

@@ -67,6 +67,7 @@ class HealthMonitor:
             "sessions": {"open": snapshot.num_sessions, "kept_slots": snapshot.slots_kept},
             "graft_errors": snapshot.num_errors,
             "preemptions": snapshot.num_preemptions,
+            "rebuilds": snapshot.num_rebuilds,
             "healing": {
                 "candidates": snapshot.num_heal_candidates,
                 "healed_tokens": snapshot.num_healed_tokens,

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from tests.support.failing_calls import FailingCalls
 
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 from kvgraft.memory import Owner, SlotAllocator, SlotUsage
@@ -221,3 +222,40 @@ def test_a_slot_that_is_named_more_than_once_gives_back_as_many_references():
     allocator.check()
     with pytest.raises(CorruptCacheError, match="not held"):
         allocator.release_each(np.array([5, 5]), Owner.CACHE)
+
+
+CALLS = {
+    "allocate": lambda slots: slots.allocate(7),
+    "allocate after": lambda slots: slots.allocate(7, after=3),
+    "retain": lambda slots: slots.retain(np.arange(4), Owner.CACHE),
+    "release": lambda slots: slots.release(np.array([0, 2, 3]), Owner.REQUEST),
+    "transfer": lambda slots: slots.transfer(np.arange(4), Owner.REQUEST, Owner.DONOR),
+}
+
+
+def fragmented():
+    """Held: 0 to 3, 6, 9, 12, 15; no run of free slots has more than 2."""
+    slots = SlotAllocator(17)
+    slots.allocate(17)
+    slots.release(np.array([4, 5, 7, 8, 10, 11, 13, 14, 16]), Owner.REQUEST)
+    return slots
+
+
+def state(slots):
+    return slots.usage(), slots._refs.tolist(), slots._extents.slots().tolist()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_without_memory_changes_nothing(name):
+    whole = fragmented()
+    with FailingCalls() as calls:
+        CALLS[name](whole)
+    own = [(place, count) for place, count in calls.seen.items() if place.caller.startswith("/memory/")]
+    assert len(own) > 3
+    for place, count in own:
+        for number in range(1, count + 1):
+            slots = fragmented()
+            before = state(slots)
+            with pytest.raises(MemoryError), FailingCalls(place, number):
+                CALLS[name](slots)
+            assert state(slots) == before, (place, number)

@@ -133,7 +133,8 @@ class Auditor:
         except KVGraftError as error:  # no room, say
             logger.info("request %s is not audited: %s", audit.request.request_id, one_line(error))
             self._leave_out()
-        except Exception:
+        except Exception as error:
+            self._manager.space.doubt(error)
             logger.exception("the audit of request %s failed", audit.request.request_id)
             self._leave_out()
         except BaseException:  # its user's Ctrl-C: what it has computed is given back
@@ -150,6 +151,16 @@ class Auditor:
         """Forget all audits: they are about weights that may have changed, or the engine ends."""
         self.interrupt()
         self._pending.clear()
+
+    def rebuild(self) -> None:
+        """Forget all audits, and what the running one holds: its slots were taken back with all others."""
+        running, self._running = self._running, None
+        self._pending.clear()
+        if running is not None:
+            try:
+                running.close()
+            except Exception:
+                logger.exception("an audit that was given up could not be closed")
 
     def _begin(self, audit: Audit, max_rows: int) -> Generator[None, None, Score]:
         count = len(audit.output_ids)

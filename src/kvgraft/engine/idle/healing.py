@@ -170,6 +170,7 @@ class IdleHealer:
                     return None
                 self._drop(candidate, "no_room", error)
             except Exception as error:
+                self._space.doubt(error)
                 logger.exception("%s failed", candidate.request.request_id)
                 self._drop(candidate, "error", error)
             else:
@@ -190,6 +191,7 @@ class IdleHealer:
         try:
             self._keep(piece)
         except Exception as error:
+            self._space.doubt(error)
             logger.exception("%s failed", candidate.request.request_id)
             self._manager.abort(piece.kv)
             self._drop(candidate, "error", error)
@@ -219,6 +221,12 @@ class IdleHealer:
         self.dropped["reset"] += len(self._queue)
         self._queue.clear()
         self._chosen = None
+
+    def rebuild(self) -> None:
+        """Forget all candidates and the piece that was begun: its slots were taken back with all others."""
+        self._piece = None
+        self._rests = False
+        self.clear()
 
     def check(self) -> None:
         """Verify that nothing is held between pieces, and that frontiers lie in their texts; raises `CorruptCacheError`."""

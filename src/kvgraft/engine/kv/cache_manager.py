@@ -117,8 +117,9 @@ class CacheManager:
         epoch = self.space.epoch
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
         num_tokens = len(request.token_ids[:stop])
-        held, match, lineage = self._hold_prefix(request, namespace, stop, goes_on=goes_on)
+        held = Holdings(self.space, np.empty(0, np.int64), None)
         try:
+            match, lineage = self._hold_prefix(request, held, namespace, stop, goes_on=goes_on)
             is_donor = leaves_trace and self._leaves_donors(request, is_healing=stop is not None)
             adopt = partial(self._layers.adopt, num_tokens=num_tokens, is_stored=leaves_trace, is_donor=is_donor)
             held.layers = self._adopted(request, held, match, adopt)
@@ -152,6 +153,11 @@ class CacheManager:
         """Drop all prefixes and donors; see `KVSpace.reset`."""
         self.space.reset()
 
+    def rebuild(self) -> None:
+        """Begin anew with everything empty, whatever state it is in; see `KVSpace.rebuild`."""
+        self.space.rebuild()
+        self._layers.rebuild()
+
     def look(self, request: Request) -> StoredLength:
         """Return how much of the request's prompt the prefix cache has, its last token included; nothing where it fails.
 
@@ -160,7 +166,8 @@ class CacheManager:
         namespace = self._lengths.namespace(request.namespace, len(request.token_ids))
         try:
             return self.space.prefix.look(RadixKey(request.token_ids, namespace.key))
-        except Exception:
+        except Exception as error:
+            self.space.doubt(error)
             self._num_errors += 1
             logger.exception("the prefix cache cannot be asked what it has of request %s", request.request_id)
             return StoredLength(0)
@@ -181,15 +188,14 @@ class CacheManager:
             self._grafting.names.note(kv.request, kv.made)
 
     def _hold_prefix(
-        self, request: Request, namespace: Namespace, stop: int | None, *, goes_on: bool | None
-    ) -> tuple[Holdings, MatchResult | None, Lineage]:
+        self, request: Request, held: Holdings, namespace: Namespace, stop: int | None, *, goes_on: bool | None
+    ) -> tuple[MatchResult | None, Lineage]:
         """Lock and hold what there is of a text that begins: its exact prefix, then what it goes on from.
 
         The match is that of what is held at the end of it; None where nothing is looked for, or looking fails.
         """
         # The last token is always computed: its logits are what the request is for.
         token_ids = request.token_ids[:stop][:-1]
-        held = Holdings(self.space, np.empty(0, np.int64), None)
         match, lineage = None, Lineage(0)
         if request.reuse is not ReuseMode.OFF:
             match = self._extended(request, held, RadixKey(token_ids, namespace.key))
@@ -202,7 +208,7 @@ class CacheManager:
                 key = _continuation_of(token_ids, namespace, known.generation)
                 match = self._extended(request, held, key) or match
                 lineage.go_on(len(held.kv_indices), known.generation)
-        return held, match, lineage
+        return match, lineage
 
     def _extended(self, request: Request, held: Holdings, key: RadixKey) -> MatchResult | None:
         """Hold what is stored of a key beyond what is held, under its lock alone; None where there is nothing more."""
@@ -210,17 +216,24 @@ class CacheManager:
         if found is None:
             return None
         match, lock = found
-        slots, start = match.kv_indices, len(held.kv_indices)
-        if request.session is not None:
-            slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
-        if start and len(slots) <= start:
+        try:
+            slots, start = match.kv_indices, len(held.kv_indices)
+            if request.session is not None:
+                slots = np.concatenate([slots, self.space.tail_behind(request.session.name, key, match)])
+            more = slots[start:]
+            joined = np.concatenate([held.kv_indices, more])
+            is_longer = len(more) > 0 or not start
+            if is_longer:
+                self.space.allocator.retain(more, Owner.REQUEST)
+        except BaseException:
+            self.space.unlock(lock)
+            raise
+        if not is_longer:
             self.space.unlock(lock)
             return None
-        self.space.allocator.retain(slots[start:], Owner.REQUEST)
-        held.kv_indices = np.concatenate([held.kv_indices, slots[start:]])
-        if held.lock is not None:
-            self.space.unlock(held.lock)  # the slots are the request's as well; a lock keeps the path to them
-        held.lock = lock
+        before, held.lock, held.kv_indices = held.lock, lock, joined
+        if before is not None:
+            self.space.unlock(before)  # the slots are the request's as well; a lock keeps the path to them
         return match
 
     def _longest_continuation(
@@ -232,7 +245,8 @@ class CacheManager:
                 (generation, _continuation_of(token_ids, namespace, generation))
                 for generation in range(1, self._top_generation + 1)
             )
-        except Exception:
+        except Exception as error:
+            self.space.doubt(error)
             self._num_errors += 1
             logger.exception("the prefix cache cannot be asked what request %s goes on from", request.request_id)
             return None
@@ -242,7 +256,8 @@ class CacheManager:
         try:
             match = self.space.match(key)
             return match, self.space.lock(match.handle)
-        except Exception:
+        except Exception as error:
+            self.space.doubt(error)
             self._num_errors += 1
             logger.exception("the prefix cache failed on request %s; its prefix is computed", request.request_id)
             return None
@@ -259,7 +274,8 @@ class CacheManager:
             return adopt(match, held.lock)
         except CapacityError:
             raise
-        except Exception:
+        except Exception as error:
+            self.space.doubt(error)
             if match is None:
                 raise
             self._num_errors += 1
@@ -342,6 +358,7 @@ class CacheManager:
             try:
                 yield
             except Exception as error:
+                self.space.doubt(error)
                 self._num_errors += 1
                 logger.exception("graft of request %s failed; it is computed instead", kv.request.request_id)
                 self._give_up(kv, miss_of(error))
@@ -553,7 +570,8 @@ class CacheManager:
         """Log and count a failure to keep K/V for others; the request goes on."""
         try:
             yield
-        except Exception:
+        except Exception as error:
+            self.space.doubt(error)
             self._num_errors += 1
             logger.exception("K/V of request %s is not kept for others", kv.request.request_id)
 

@@ -92,7 +92,8 @@ class Grafting:
         except StoreError as error:  # counted by the reader
             logger.info("a span of request %s is computed: %s", kv.request.request_id, one_line(error))
             return False
-        except Exception:
+        except Exception as error:
+            self._space.doubt(error)
             self.num_errors += 1
             logger.exception("a span of request %s cannot be copied and is computed", kv.request.request_id)
             return False

@@ -65,7 +65,8 @@ class Holdings:
             self.reads.cancel()
             self.reads = None
         while self.pinned:
-            self.space.donors.unpin(self.pinned.pop())
+            self.space.donors.unpin(self.pinned[-1])
+            self.pinned.pop()
         if self.stand_in_lock is not None:
             lock, self.stand_in_lock = self.stand_in_lock, None
             self.space.unlock(lock)

@@ -134,6 +134,7 @@ class TieredKVSpace(KVSpace):
 
     def _use_tier(self, prefix: HierarchicalRadixCache | HierarchicalStateCache, tier: HostTier) -> None:
         self.num_loaded_tokens = 0
+        self._num_known_failures = 0
         self._tiered = prefix
         self._tier = tier
         tier.device = self
@@ -147,6 +148,21 @@ class TieredKVSpace(KVSpace):
     def num_errors(self) -> int:
         """Transfers that failed and became misses."""
         return super().num_errors + self._tiered.num_failed_transfers
+
+    @property
+    def is_doubtful(self) -> bool:
+        """See `KVSpace.is_doubtful`; a transfer that failed may have left host slots that neither side counts."""
+        return super().is_doubtful or self._tiered.num_failed_transfers > self._num_known_failures
+
+    def trust(self) -> None:
+        """See `KVSpace.trust`."""
+        super().trust()
+        self._num_known_failures = self._tiered.num_failed_transfers
+
+    def rebuild(self) -> None:
+        """See `KVSpace.rebuild`."""
+        self._tier.slots.rebuild()
+        super().rebuild()
 
     def match(self, key: RadixKey) -> MatchResult:
         """Find the longest stored prefix of `key`, and bring what lies on the host to the device first.
@@ -211,6 +227,11 @@ class TieredStateKVSpace(TieredKVSpace, StateKVSpace):
         self._tiered_states = prefix
         self._state_tier = tiers[1]
         self._state_tier.device = _DeviceStates(self)
+
+    def rebuild(self) -> None:
+        """See `KVSpace.rebuild`."""
+        self._state_tier.slots.rebuild()
+        super().rebuild()
 
     @property
     def prefix_host_bytes(self) -> int:

@@ -115,6 +115,12 @@ class HybridKVSpace(KVSpace):
             self._prefix.cut(key, border)
         return self._prefix.match_prefix(key)
 
+    def rebuild(self) -> None:
+        """See `KVSpace.rebuild`."""
+        self.windows.rebuild()
+        self._captured.clear()
+        super().rebuild()
+
     def store_prefix(
         self,
         key: RadixKey,

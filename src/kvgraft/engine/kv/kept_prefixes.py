@@ -75,6 +75,11 @@ class KeptPrefixes:
         return self._kept.keys()
 
     @property
+    def locks(self) -> list[PrefixLock]:
+        """Locks on the stored parts."""
+        return [kept.lock for kept in self._kept.values()]
+
+    @property
     def num_tail_slots(self) -> int:
         """Slots of all tails."""
         return sum(len(kept.tail) for kept in self._kept.values())
@@ -116,6 +121,12 @@ class KeptPrefixes:
                 self._entered(stored)
                 cut.append(kept.tail)
         return cut
+
+    def rebuild(self) -> None:
+        """Forget all, whatever state the counts are in; locks and slots are given back by their owner as a whole."""
+        self._kept.clear()
+        self._uses.fill(0)
+        self.num_slots = 0
 
     def check(self) -> None:
         """Verify the invariant; for tests and idle time.

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvgraft.donors import Donor, DonorCatalogue
 from kvgraft.engine.kv.kept_prefixes import KeptPrefix, KeptPrefixes, PrefixLock
-from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.errors import CapacityError, CorruptCacheError, KVGraftError
 from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import DonorText
+    from kvgraft.engine.kv.holdings import Holdings
     from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.stores.store_tier import StoreTier
@@ -109,11 +110,34 @@ class KVSpace:
         self._num_uncopied = 0
         self._num_unheard = 0
         self._epoch = 0
+        self._is_doubtful = False
 
     @property
     def epoch(self) -> int:
         """Resets so far: K/V that a request began to compute in an earlier epoch are not kept."""
         return self._epoch
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a change may have been left half done since `trust`; to be verified before anything is read again."""
+        return self._is_doubtful
+
+    def doubt(self, error: BaseException) -> None:
+        """Note an error that may have interrupted a change of slots, prefixes or donors.
+
+        Our own errors are raised before anything changes. Any other may come from the middle: memory may be out at every
+        allocation, however small.
+        """
+        if isinstance(error, CorruptCacheError) or not isinstance(error, KVGraftError):
+            self.distrust()
+
+    def distrust(self) -> None:
+        """Have everything verified before it is read again."""
+        self._is_doubtful = True
+
+    def trust(self) -> None:
+        """Note that everything was verified, or is empty."""
+        self._is_doubtful = False
 
     @property
     def prefix_host_tokens(self) -> int:
@@ -234,7 +258,12 @@ class KVSpace:
 
     def lock(self, handle: PrefixHandle) -> PrefixLock:
         """Keep the prefix of `handle` from eviction until `unlock`."""
-        return PrefixLock(self.prefix.inc_lock_ref(handle), self._epoch)
+        receipt = self.prefix.inc_lock_ref(handle)
+        try:
+            return PrefixLock(receipt, self._epoch)
+        except BaseException:
+            self._release_forgotten(self.prefix.dec_lock_ref(receipt))
+            raise
 
     def unlock(self, lock: PrefixLock) -> None:
         """Give back a lock on a prefix, which may have been forgotten since; one that is not taken back is counted."""
@@ -242,7 +271,8 @@ class KVSpace:
             return
         try:
             forgotten = self.prefix.dec_lock_ref(lock.receipt)
-        except Exception:
+        except Exception as error:
+            self.doubt(error)
             self._num_unheard += 1
             logger.exception("the prefix cache does not take a lock back; its prefix stays")
             return
@@ -334,6 +364,15 @@ class KVSpace:
         for donor in self.donors.reset():
             self._forget_kv(donor)
 
+    def rebuild(self) -> None:
+        """Begin anew with everything empty, whatever state it is in: requests hold nothing any more, either."""
+        self._epoch += 1  # locks of before hold nothing any more
+        self.allocator.rebuild()
+        self.prefix.rebuild()
+        self.kept.rebuild()
+        self.host.rebuild()
+        self.donors.reset()
+
     def _make_room(self, num_tokens: int) -> None:
         while (shortage := num_tokens - self.allocator.free_size) > 0:
             evicted = self._evicted(shortage)
@@ -349,7 +388,8 @@ class KVSpace:
         """Have the prefix cache evict; one that fails has evicted nothing."""
         try:
             return self.prefix.evict(num_tokens)
-        except Exception:
+        except Exception as error:
+            self.doubt(error)
             self._num_unheard += 1
             logger.exception("the prefix cache cannot evict; room is made elsewhere")
             return EvictResult(np.empty(0, np.int64))
@@ -422,7 +462,8 @@ class KVSpace:
         """Copy K/V to host memory and put them into the store; None if either fails, as for `keep_on_host`."""
         try:
             block = export()
-        except Exception:
+        except Exception as error:
+            self.doubt(error)
             self._num_uncopied += 1
             logger.exception("K/V cannot be copied to host memory; they are dropped")
             return None
@@ -432,7 +473,8 @@ class KVSpace:
         """Put a block into the store; False if that fails, which is no reason to fail the request that needs the room."""
         try:
             self.host.put(key, block)
-        except Exception:
+        except Exception as error:
+            self.doubt(error)
             logger.exception("the store does not keep a block of %d bytes; it is dropped", block.num_bytes)
             return False
         return True
@@ -478,6 +520,30 @@ class KVSpace:
         cached = self.prefix.total_size + self.kept.num_tail_slots
         if distinct != self.allocator.num_held(Owner.DONOR) or cached != self.allocator.num_references(Owner.CACHE):
             raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")
+
+    def check_held(self, held: Iterable[Holdings]) -> None:
+        """Verify that locks and pins are those of these holdings and of sessions.
+
+        Raises:
+            CorruptCacheError: One was lost, and its prefix or donor would stay for good, or leave too early.
+        """
+        locks, num_pins = self.kept.locks, 0
+        for each in held:
+            locks += [lock for lock in (each.lock, each.stand_in_lock) if lock is not None]
+            num_pins += len(each.pinned)
+        if num_pins != self.donors.num_pins:
+            raise CorruptCacheError(
+                f"requests hold {num_pins} pins of donors, of which {self.donors.num_pins} are counted"
+            )
+        current = [lock for lock in locks if lock.epoch == self._epoch]
+        num_locks, counted = (
+            sum(not self.prefix.is_empty_prefix(lock.receipt) for lock in current),
+            self.prefix.num_locks(),
+        )
+        if counted is not None and num_locks != counted:
+            raise CorruptCacheError(
+                f"requests and sessions hold {num_locks} locks of prefixes, of which {counted} are counted"
+            )
 
     def _host_keys(self) -> set[StoreKey]:
         """Return the keys of the blocks that belong in the host store."""

@@ -78,5 +78,8 @@ class LayerSlots:
     def conclude(self, kv: RequestKV, num_computed: int) -> None:
         """Let what the request has after `num_computed` positions be stored with its prefix: it computes no more."""
 
+    def rebuild(self) -> None:
+        """Count no request any more: all slots were taken back at once."""
+
     def release(self, row: WindowRow | StateRow | None) -> None:
         """Give everything back; the lock is the caller's to release. Harmless for a row that has nothing."""

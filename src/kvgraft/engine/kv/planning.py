@@ -141,7 +141,8 @@ class Planner:
             return None
         try:
             return self._stand_ins.decide(request, namespace, prefix_len, planned, self._risk.stated(request))
-        except Exception:
+        except Exception as error:
+            self._space.doubt(error)
             self._num_errors += 1
             logger.exception("no other text stands in for request %s", request.request_id)
             return None

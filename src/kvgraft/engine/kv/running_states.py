@@ -128,6 +128,10 @@ class RunningStates(LayerSlots):
             row.recorded_len = row.num_tokens
             self._num_running -= 1
 
+    def rebuild(self) -> None:
+        """See `LayerSlots.rebuild`."""
+        self._num_running = 0
+
     def release(self, row: WindowRow | StateRow | None) -> None:
         """See `LayerSlots.release`."""
         if not isinstance(row, StateRow):
@@ -153,7 +157,8 @@ class RunningStates(LayerSlots):
             return
         try:
             self._pool.copy(row.running, state)
-        except Exception:
+        except Exception as error:
+            self._space.doubt(error)
             self.num_errors += 1
             logger.exception("a state after %d tokens is not kept", row.num_tokens)
             self._space.give_states_back([state])

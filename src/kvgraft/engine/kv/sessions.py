@@ -164,6 +164,11 @@ class Sessions:
         for session in list(self._open.values()):
             self._forget(session)
 
+    def rebuild(self) -> None:
+        """Forget all of them and their turns, whatever state they are in; the space begins anew, too."""
+        self._open.clear()
+        self._turns.clear()
+
     def check(self) -> None:
         """Verify every invariant; for tests and idle time.
 

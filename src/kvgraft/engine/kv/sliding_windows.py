@@ -186,7 +186,8 @@ class SlidingWindows(LayerSlots):
         try:
             if self._space.capture(name, row.swa_indices[start:frontier]):
                 row.captured.append(CapturedWindows(start, frontier, name))
-        except Exception:
+        except Exception as error:
+            self._space.doubt(error)
             self.num_errors += 1
             logger.exception("window layers of request %s are not kept for a donor", kv.request.request_id)
 

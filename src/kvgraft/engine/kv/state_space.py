@@ -124,6 +124,11 @@ class StateKVSpace(KVSpace):
         for position in offered:
             del layers.recorded[position]
 
+    def rebuild(self) -> None:
+        """See `KVSpace.rebuild`."""
+        self.states.rebuild()
+        super().rebuild()
+
     def reset(self) -> None:
         """Forget all prefixes; running requests keep their slots and states."""
         self._release_forgotten(self._prefix.reset_both())

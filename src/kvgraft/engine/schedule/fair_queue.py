@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvgraft.errors import CorruptCacheError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -90,6 +92,13 @@ class FairQueue(Generic[T]):
         self._heap = list(turns.values())
         heapq.heapify(self._heap)
         self._take(number)
+
+    def check(self) -> None:
+        """Verify that every item has one turn, and is counted for its tenant; raises `CorruptCacheError`."""
+        if sorted(turn.number for turn in self._heap) != sorted(self._queued):
+            raise CorruptCacheError(f"{len(self._queued)} items are queued and {len(self._heap)} have a turn")
+        if Counter(queued.tenant for queued in self._queued.values()) != self._tenants:
+            raise CorruptCacheError("queued items are not counted by tenant")
 
     def _move_up(self, tenant: str, gone: _Turn, turns: dict[int, _Turn]) -> None:
         """Give the items of a tenant behind one that leaves unserved the turns that they would have had without it."""

@@ -17,10 +17,12 @@ import numpy as np
 from kvgraft.engine.schedule.active import Phase
 from kvgraft.engine.schedule.fair_queue import FairQueue
 from kvgraft.engine.schedule.prompt_logprobs import MOST_ROWS
-from kvgraft.errors import CapacityError
+from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvgraft.engine.kv.cache_manager import CacheManager
     from kvgraft.engine.requests.request import Request
     from kvgraft.engine.schedule.active import ActiveRequest
@@ -96,6 +98,20 @@ class Scheduler:
         else:
             self.waiting.remove(active)
 
+    def rebuild(self) -> None:
+        """Forget all requests, whatever state the queues are in; the caller has taken back what they hold."""
+        self.waiting = FairQueue()
+        self.running.clear()
+        self.loading.clear()
+        self._is_blocked = False
+
+    def check(self, unfinished: Collection[ActiveRequest]) -> None:
+        """Verify that these requests, and no others, run, load or wait, each in one place; raises `CorruptCacheError`."""
+        self.waiting.check()
+        places = sorted(map(id, (*self.running, *self.loading, *self.waiting)))
+        if places != sorted(map(id, unfinished)):
+            raise CorruptCacheError(f"{len(unfinished)} requests are unfinished and {len(places)} run, load or wait")
+
     def schedule(self) -> ScheduledStep:
         """Choose the rows of the next forward pass; grows streams, preempts and admits on the way."""
         failed: list[tuple[ActiveRequest, Exception]] = []
@@ -138,6 +154,7 @@ class Scheduler:
                     continue
                 active.start(kv, self._manager.prefill(kv))
             except Exception as error:  # noqa: BLE001 - one request must not stop the others
+                self._manager.space.doubt(error)
                 active.wait()
                 self._manager.abort(kv)
                 self.waiting.push_front(active)
@@ -256,6 +273,7 @@ class Scheduler:
                 failed.append((active, error))
             return None
         except Exception as error:  # noqa: BLE001 - one request must not stop the others
+            self._manager.space.doubt(error)
             failed.append((active, error))
             return None
         self.waiting.pop()

@@ -284,6 +284,11 @@ class StoreTier:
         for used in self.stores:
             used.enter(name, self._layout, (name,))
 
+    def rebuild(self) -> None:
+        """Begin anew with the same space, after the catalogue was emptied."""
+        self.leave()
+        self.enter(self._name)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until stores have what they were offered and this knows what they have.
 

@@ -40,6 +40,10 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
 
     # locks
 
+    def is_empty_prefix(self, handle: PrefixHandle) -> bool:
+        """See `PrefixCache.is_empty_prefix`."""
+        return super().is_empty_prefix(handle.node if isinstance(handle, ComponentLock) else handle)
+
     def dec_lock_ref(self, handle: PrefixHandle) -> EvictResult:
         """Give back a lock; returns the slots of tombstone leaves that only the lock kept.
 
@@ -144,6 +148,11 @@ class BaseComponentCache(BaseRadixCache[Node], Generic[Node, Part, Lock]):
         components = components_of(self._tree.root)
         self._components.clear()
         return self._freed([super().reset()], components)
+
+    def rebuild(self) -> None:
+        """See `PrefixCache.rebuild`."""
+        self._components.rebuild()
+        super().rebuild()
 
     def check(self) -> None:
         """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""

@@ -78,6 +78,11 @@ class TreeComponents(Generic[Part]):
         self._queue.clear()
         self.evictable_size = self.protected_size = 0
 
+    def rebuild(self) -> None:
+        """Forget all components without looking at them."""
+        self._queue.rebuild()
+        self.evictable_size = self.protected_size = 0
+
     def check(self, root: ComponentNode[Any]) -> None:
         """Verify every invariant of the components below `root`; raises `CorruptCacheError`."""
         self._queue.check()

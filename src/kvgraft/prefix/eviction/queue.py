@@ -148,6 +148,10 @@ class EvictionQueue(Generic[Item]):
         for item in list(self):
             item.queue_index = NOT_QUEUED
             item.queue_before = item.queue_after = None
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Forget all candidates without looking at them: they are never added again."""
         self._ends.queue_before = self._ends.queue_after = self._ends
         self._run_length = 0
         self._keys.clear()

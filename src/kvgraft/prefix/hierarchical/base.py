@@ -318,6 +318,12 @@ class BaseTieredCache(BaseRadixCache[Node]):
             self._transfer.free_host(np.concatenate(copies))
         return freed
 
+    def rebuild(self) -> None:
+        """See `PrefixCache.rebuild`; the owner frees the host slots, too."""
+        self._host_queue.rebuild()
+        self._host_size = 0
+        super().rebuild()
+
     # invariants
 
     def check(self) -> None:

@@ -98,6 +98,12 @@ class TieredStates(TreeStates):
         self._host_queue.clear()
         self.host_size = 0
 
+    def rebuild(self) -> None:
+        """Forget all states of both tiers without looking at them."""
+        super().rebuild()
+        self._host_queue.rebuild()
+        self.host_size = 0
+
     def check(self, root: ComponentNode[State]) -> None:
         """Verify every invariant of the states below `root`; raises `CorruptCacheError`."""
         super().check(root)

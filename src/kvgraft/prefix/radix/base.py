@@ -147,6 +147,14 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             level = below
         return found
 
+    def num_locks(self) -> int | None:
+        """See `PrefixCache.num_locks`. Complexity: O(nodes)."""
+        return sum(node.handle_locks for node in self._tree.root.subtree())
+
+    def is_empty_prefix(self, handle: PrefixHandle) -> bool:
+        """See `PrefixCache.is_empty_prefix`."""
+        return handle is self._tree.root
+
     @property
     def root_handle(self) -> PrefixHandle:
         """Handle of the empty prefix."""
@@ -366,6 +374,14 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if self._events is not None:
             self._events.cleared()
         return freed
+
+    def rebuild(self) -> None:
+        """See `PrefixCache.rebuild`."""
+        self._tree.rebuild()
+        self._queue.rebuild()
+        self._evictable_size = self._protected_size = 0
+        if self._events is not None:
+            self._events.cleared()
 
     def path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
         """Slots of positions `[start, end)` of a stored prefix. Complexity: O(slots + nodes that hold them)."""

@@ -147,9 +147,14 @@ class RadixTree(Generic[Node]):
     def clear(self) -> list[Node]:
         """Forget everything; returns the dropped nodes, still with their contents, for the caller to `detach`."""
         nodes = list(self.root.subtree())[1:]
-        self.root.tree = None
-        self.root = self._new_root()
+        self.rebuild()
         return nodes
+
+    def rebuild(self) -> None:
+        """Forget everything without looking at it; handles become stale."""
+        root = self._new_root()
+        self.root.tree = None
+        self.root = root
 
     def path_slots(self, node: Node, start: int = 0) -> SlotArray:
         """Slots of positions `[start, node.end)` on the path of `node`. Complexity: O(slots + nodes)."""

@@ -234,6 +234,11 @@ class StreamingSession(PrefixCache):
         forgotten = inner.reset_both() if isinstance(inner, SWARadixCache) else EvictResult(inner.reset())
         return join_results(forgotten, *held)
 
+    def rebuild(self) -> None:
+        """See `PrefixCache.rebuild`; idle sessions are forgotten, too."""
+        self._sessions.clear()
+        self.inner.rebuild()
+
     def outline(self, limit: int) -> list[OutlineNode]:
         """Return nodes of the wrapped cache's tree."""
         return self.inner.outline(limit)

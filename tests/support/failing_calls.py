@@ -1,0 +1,120 @@
+"""Let one call fail with MemoryError: of kvgraft's own functions, or of numpy by them, as where memory is out.
+
+A place is a function that is called and the line that calls it. A first run lists the places that a script comes by; each
+further one lets one call at one place fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import kvgraft
+
+_ROOT = str(Path(kvgraft.__file__).parent)
+_PATCHED = (
+    "append",
+    "argsort",
+    "array_equal",
+    "bincount",
+    "concatenate",
+    "count_nonzero",
+    "cumsum",
+    "delete",
+    "flatnonzero",
+    "full",
+    "insert",
+    "isin",
+    "lexsort",
+    "ones",
+    "repeat",
+    "searchsorted",
+    "sort",
+    "unique",
+    "zeros_like",
+)
+"""Functions of numpy in Python, or behind a dispatcher: a profiler does not see calls of these."""
+
+_OURS: dict[object, bool] = {}
+
+
+class Place(NamedTuple):
+    kind: str
+    """`numpy` or `call`."""
+    callee: str
+    caller: str
+
+
+class FailingCalls:
+    """Watches this thread while it is entered; lets call number `number`, from 1, at `place` fail, once.
+
+    Attributes:
+        seen: Calls so far by place.
+        has_failed: Whether the call has come and failed.
+    """
+
+    def __init__(self, place: Place | None = None, number: int = 0) -> None:
+        self.seen: Counter[Place] = Counter()
+        self.has_failed = False
+        self._place = place
+        self._number = number
+        self._originals = {}
+
+    def __enter__(self) -> FailingCalls:
+        if not self.has_failed:
+            for name in _PATCHED:
+                self._originals[name] = getattr(np, name)
+                setattr(np, name, self._watched(name, self._originals[name]))
+            sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        for name, original in self._originals.items():
+            setattr(np, name, original)
+        self._originals.clear()
+
+    def _watched(self, name, original):
+        def call(*arguments, **options):
+            caller = sys._getframe(1)
+            if _is_ours(caller):
+                self._count("numpy", name, caller)
+            return original(*arguments, **options)
+
+        return call
+
+    def _profile(self, frame, event, argument) -> None:
+        if event == "c_call":
+            if _is_ours(frame):
+                owner = getattr(argument, "__self__", None)
+                if isinstance(owner, np.ndarray) or getattr(argument, "__module__", "") == "numpy":
+                    self._count("numpy", argument.__name__, frame)
+        elif event == "call" and _is_ours(frame) and frame.f_back is not None:
+            self._count("call", frame.f_code.co_qualname, frame.f_back)
+
+    def _count(self, kind: str, callee: str, caller) -> None:
+        if self._place is not None and callee != self._place.callee:
+            return
+        place = Place(kind, callee, _line(caller))
+        self.seen[place] += 1
+        if not self.has_failed and place == self._place and self.seen[place] == self._number:
+            self.has_failed = True
+            sys.setprofile(None)
+            raise MemoryError(f"{place.callee} at {place.caller}")
+
+
+def _is_ours(frame) -> bool:
+    code = frame.f_code
+    known = _OURS.get(code)
+    if known is None:
+        known = _OURS[code] = code.co_filename.startswith(_ROOT)
+    return known
+
+
+def _line(frame) -> str:
+    name = frame.f_code.co_filename
+    return f"{name.removeprefix(_ROOT)}:{frame.f_lineno}" if name.startswith(_ROOT) else Path(name).name
