@@ -175,7 +175,8 @@ class Loop:
         return {rid: entry["attempts"] for rid, entry in self._entries()}
 
     def _entries(self):
-        told = [(output.rids, output.customized_info["kvgraft"]) for output in self.sent if hasattr(output, "rids")]
+        ended = [output for output in self.sent if getattr(output, "customized_info", None)]
+        told = [(output.rids, output.customized_info["kvgraft"]) for output in ended]
         return [(rid, each[0]) for rids, lists in told for rid, each in zip(rids, lists, strict=True) if each]
 
     def reset(self):

@@ -75,6 +75,44 @@ def test_several_of_one_batch_are_repaired_each_in_its_own_slots(loop, overlap):
     assert loop.num_repaired == 3
 
 
+def most_repaired_in_a_step(loop, *, overlap, most_rows, mixed):
+    """Eight prompts arrive while an answer streams; returns the most that one step repairs, and how many are repaired."""
+    asked, repairs = Asked(), loop.reuse.repairs
+    stream = ("stream", take(asked.tokens, 30), 60, {"reuse": "off"})
+    burst = [
+        (f"{number}", [*take(asked.tokens, 9), *DOCUMENTS[0], *take(asked.tokens, 21)], 3, {}) for number in range(8)
+    ]
+    before, steps = repairs.most_rows, []
+    run_batch = loop.scheduler.run_batch
+
+    def counted(batch, *args, **fields):
+        num_repaired = loop.num_repaired
+        result = run_batch(batch, *args, **fields)
+        steps.append(loop.num_repaired - num_repaired)
+        return result
+
+    repairs.most_rows, loop.scheduler.run_batch = most_rows, counted
+    try:
+        loop.run(asked.rounds([stream], *[[]] * 8, burst), overlap=overlap, chunk=2048, mixed=mixed)
+    finally:
+        repairs.most_rows, loop.scheduler.run_batch = before, run_batch
+    assert all(repaired(loop.reports()[rid]) == ("after", 2, True) for rid, *_ in burst)
+    return max(steps), sum(steps)
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    ("mixed", "interval"),
+    [(False, 0), (True, 0), (False, 2)],
+    ids=["stock", "enable_mixed_chunk", "prefill_decode_interval"],
+)
+def test_repairs_of_a_burst_are_spread_over_steps(loop, overlap, mixed, interval, monkeypatch):
+    monkeypatch.setattr(loop.scheduler, "prefill_decode_interval", interval)
+    rows = loop.reuse.copies.recomputer.expected_rows(len(DOCUMENTS[0]))
+    most, total = most_repaired_in_a_step(loop, overlap=overlap, most_rows=2 * rows + 1, mixed=mixed)
+    assert (most <= 2, total) == (True, 8)
+
+
 @ORDERS
 def test_one_token_waits_for_the_repair(loop, overlap):
     asked = Asked()
@@ -276,7 +314,11 @@ def test_retraction_changes_nothing(model_dir, answers):
     prompts, tenants = Prompts(), ["0", "1", "2"]
     settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO), "KVGRAFT_SELECTION": "query_seam"}
     settings |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
-    with SGLangServer(model_dir("llama"), {"--chunked-prefill-size": 128}, settings) as server:
+    options = {
+        "--chunked-prefill-size": 128,
+        "--disable-overlap-schedule": None,
+    }  # else before the first token is known
+    with SGLangServer(model_dir("llama"), options, settings) as server:
         known_to(server, prompts, *tenants)
         asked = [body(prompt, 8, tenant) for tenant in tenants for prompt in prompts.asked]
         with ThreadPoolExecutor(6) as pool:

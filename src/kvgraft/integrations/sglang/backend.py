@@ -17,7 +17,7 @@ from kvgraft.config import SGLangConfig, resolve
 from kvgraft.donors import CostModel, new_secret
 from kvgraft.errors import ConfigError, IntegrationError, ModelError
 from kvgraft.graft.drift import drift_correction
-from kvgraft.graft.select import FirstK, NoRecompute
+from kvgraft.graft.select import FirstK, NoRecompute, expected_share
 from kvgraft.graft.weights import weights_digest
 from kvgraft.integrations.sglang.copies import Copies
 from kvgraft.integrations.sglang.donor_events import DonorEvents, require_events
@@ -90,6 +90,8 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
     if reason is None:
         config = _possible(resolved, refused_recomputation(ctx))
     _announce(ctx, config, reason)
+    if reason is None:
+        _remark_on_chunks(ctx)
     if reason is not None:
         from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
@@ -192,10 +194,27 @@ def _recomputer(ctx: Any, config: SGLangConfig, buffers: KVBuffers, ranks: Ranks
     policy = chosen_policy(config)
     if isinstance(policy, NoRecompute) or refused_recomputation(ctx) is not None:
         return None
-    model = SGLangRows(ctx.tp_worker.model_runner.model.model, buffers.device)
     return Recomputer(
-        model, buffers, policy, drift_correction(config.correction), ranks, FirstK(config.first_k), per_pass
+        SGLangRows(ctx.tp_worker.model_runner.model.model, buffers.device),
+        buffers,
+        policy,
+        drift_correction(config.correction),
+        ranks,
+        FirstK(config.first_k),
+        per_pass,
+        share=expected_share(policy),
     )
+
+
+def _remark_on_chunks(ctx: Any) -> None:  # noqa: ANN401
+    """Say once what is not copied where SGLang computes prompts in one piece: copies are loaded between pieces."""
+    size = getattr(ctx.server_args, "chunked_prefill_size", None)
+    if ctx.tp_rank == 0 and size is not None and size <= 0:
+        logger.warning(
+            "kvgraft: with --chunked-prefill-size %d only text right after the exact prefix is copied, nothing after a new "
+            "head; leave it out, or give a size above 0, to have more copied",
+            size,
+        )
 
 
 def _patch_warnings() -> list[str]:

@@ -95,6 +95,14 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Whether `req`, just matched, keeps its place in the queue until the K/V that are read for it have come."""
         return self.reuse is not None and self.reuse.awaits(req, may_nap=may_nap)
 
+    def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
+        """See `Repairs.is_too_much`."""
+        return self.reuse is not None and self.reuse.is_too_much(req, running, num_rows)
+
+    def rows_now(self, req: Any) -> int:  # noqa: ANN401
+        """See `RequestReuse.rows_now`."""
+        return 0 if self.reuse is None else self.reuse.rows_now(req)
+
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
         """See `RequestReuse.next_gap`."""
         return None if self.reuse is None else self.reuse.next_gap(req, position)

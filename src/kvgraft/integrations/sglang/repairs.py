@@ -28,6 +28,10 @@ BEGUN = "its answer was begun before a retraction"
 """Reason to wait of a request whose next token is not its first one: all but that are drawn from what was repaired."""
 
 
+MOST_ROWS = 2048
+"""Rows that repairs take in one step, of all requests together, while other answers stream: as many as one pass takes."""
+
+
 @dataclass(eq=False)
 class Repairs:
     """Decides when the tokens that a policy chooses are computed. Not thread-safe. A `req` is SGLang's `Req`.
@@ -35,10 +39,12 @@ class Repairs:
     Attributes:
         copies: Computes them.
         refusal: Why this server makes no passes of its own after the first token; empty if it does.
+        most_rows: See `MOST_ROWS`. A request whose repair alone takes more is repaired in a step of its own.
     """
 
     copies: Copies
     refusal: str = ""
+    most_rows: int = MOST_ROWS
     _waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
 
     def planned(self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0) -> RepairReport:
@@ -54,6 +60,23 @@ class Repairs:
             return self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else "") or (BEGUN if num_drawn else "")
 
         return planned_repair(asked, reason_to_wait)
+
+    def rows(self, state: SGLangRequest) -> int:
+        """Return about how many rows the repair of a request takes; the same on all ranks."""
+        recomputer = self.copies.recomputer
+        return 0 if recomputer is None or not state.has_moved else recomputer.expected_rows(state.extent()[0])
+
+    def is_too_much(self, state: SGLangRequest, running: Iterable[Any], num_rows: int) -> bool:
+        """Whether a request is better admitted after the step that repairs those before it: answers stream beside them.
+
+        Args:
+            state: Of the request, which was not loaded yet.
+            running: Requests that draw tokens, each an SGLang `Req`.
+            num_rows: Rows of repairs that come before first tokens in this step.
+        """
+        rows = self.rows(state)
+        ahead = num_rows + sum(map(self.rows, self._waiting.values())) if rows else 0
+        return ahead > 0 and ahead + rows > self.most_rows and any(req not in self._waiting for req in running)
 
     def loaded(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """Compute the choice in what was loaded, before SGLang computes from `len(slots)` (int64) on, or have it wait."""

@@ -141,6 +141,11 @@ class SGLangRequest:
         return any(span.fidelity is Fidelity.SHIFTED for span in self.lineage.spans)
 
     @property
+    def has_moved(self) -> bool:
+        """Whether tokens were moved, or will be."""
+        return self.has_shifted or any(span.fidelity is Fidelity.SHIFTED for span in self.due)
+
+    @property
     def num_drawn(self) -> int:
         """Tokens of the answer that were generated before a retraction."""
         return self.num_tokens - self.prompt_len

@@ -315,6 +315,17 @@ class RequestReuse:
         if state is not None:
             state.due = state.adjoining(req.prefix_len)
 
+    def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
+        """See `Repairs.is_too_much`."""
+        state = self._states.get(req)
+        return state is not None and self.repairs.is_too_much(state, running, num_rows)
+
+    def rows_now(self, req: Any) -> int:  # noqa: ANN401
+        """Return about how many rows are repaired in the step that admits the request."""
+        state = self._states.get(req)
+        is_now = state is not None and state.repair.time is RepairTime.BEFORE
+        return self.repairs.rows(state) if state is not None and is_now else 0
+
     # Publishing
 
     def published(self, req: Any, node: object) -> None:  # noqa: ANN401
@@ -384,9 +395,8 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
         try:
-            self.registrar.touch_front(
-                req, state
-            )  # in any case: trees of which one is not used alike do not evict alike
+            # After a failure as well: trees of which one is not used alike do not evict alike.
+            self.registrar.touch_front(req, state)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
             num_adopted = _FAILED

@@ -11,7 +11,7 @@ import torch
 from kvgraft.config import SGLangConfig, resolve
 from kvgraft.errors import ConfigError
 from kvgraft.graft.rope import RopePairing, RopeSpec
-from kvgraft.integrations.sglang.backend import _fingerprint, _possible, _weights
+from kvgraft.integrations.sglang.backend import _fingerprint, _possible, _remark_on_chunks, _weights
 from kvgraft.integrations.sglang.refusals import refused_recomputation
 
 
@@ -57,6 +57,17 @@ def test_settings_that_need_no_pass_stay(caplog):
     assert config == settings(selection="none").config
     assert not caplog.records
     assert _possible(settings(), None) == settings().config
+
+
+@pytest.mark.parametrize(
+    ("size", "tp_rank", "num_lines"), [(-1, 0, 1), (0, 0, 1), (-1, 1, 0), (8192, 0, 0), (None, 0, 0)]
+)
+def test_start_says_once_what_is_not_copied_without_chunks(caplog, size, tp_rank, num_lines):
+    ctx = context(chunked_prefill_size=size)
+    ctx.tp_rank = tp_rank
+    with caplog.at_level(logging.WARNING):
+        _remark_on_chunks(ctx)
+    assert sum("nothing after a new head" in record.message for record in caplog.records) == num_lines
 
 
 ROPE = [RopeSpec(torch.ones(4), RopePairing.HALF)]

@@ -21,7 +21,7 @@ class FakeAdder:
         self.slots = slots
         self.memory_budget = SimpleNamespace(total_offset=0, current_offset=0)
         self.can_run_list, self.new_chunked_req, self.chunked_req_limit = [], None, None
-        self.running_batch = SimpleNamespace(is_empty=lambda: True)
+        self.running_batch = SimpleNamespace(is_empty=lambda: True, reqs=["stream"])
 
     @property
     def rem_total_tokens(self):
@@ -63,7 +63,7 @@ class FakeAdder:
 
 
 class Adder(RegionAdmission, FakeAdder):
-    passed_over = CONTINUE
+    passed_over, put_off = CONTINUE, OTHER
     most_output_tokens = 100
 
 
@@ -73,11 +73,19 @@ class FakeCache:
     def __init__(self, regions=None):
         self.regions = regions or {}
         self.rooms, self.loads_first_only, self.naps, self.reading = [], [], [], set()
+        self.most_rows, self.asked = 1 << 20, []  # rows of repairs in a step, and what running requests were shown
         self.changes, self.looked_up = {}, []  # what is found for a request that is looked up again, by rid
 
     def awaits_store(self, req, *, may_nap):
         self.naps.append(may_nap)
         return req.rid in self.reading
+
+    def is_too_much(self, req, running, num_rows):
+        self.asked.append(running)
+        return num_rows > 0 and num_rows + self.rows_now(req) > self.most_rows
+
+    def rows_now(self, req):
+        return 10 * len(self.regions.get(req.rid, []))
 
     def look_up_again(self, req):
         self.looked_up.append(req.rid)
@@ -156,6 +164,26 @@ def test_prompt_that_is_found_otherwise_when_its_turn_comes_may_have_to_wait(cha
     asked = make_request("asked", 200)
     assert adder.add_one_req(asked, False, None) == CONTINUE
     assert asked not in adder.can_run_list
+
+
+def test_prompts_wait_for_the_next_step_when_repairs_of_this_one_are_enough():
+    cache = FakeCache({rid: [(0, 40)] for rid in "abcd"})
+    cache.most_rows = 25
+    adder = Adder(cache)
+    verdicts = [adder.add_one_req(make_request(rid, 50, host_hit=40), False, None) for rid in "abc"]
+    assert verdicts == [CONTINUE, CONTINUE, OTHER]
+    assert [req.rid for req in adder.can_run_list] == ["a", "b"]
+    assert cache.asked[0] == ["stream"]
+    later = Adder(cache)
+    assert later.add_one_req(make_request("c", 50, host_hit=40), False, None) == CONTINUE
+
+
+def test_rows_of_a_prompt_that_is_not_admitted_do_not_count():
+    cache = FakeCache({rid: [(0, 40)] for rid in "ab"})
+    cache.most_rows = 15
+    adder = Adder(cache, slots=30)
+    assert adder.add_one_req(make_request("a", 90, host_hit=40), False, None) == NO_TOKEN
+    assert adder.rows_before == 0
 
 
 def test_gap_is_counted_from_what_was_promised():

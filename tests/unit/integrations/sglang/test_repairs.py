@@ -286,6 +286,62 @@ def test_without_passes_of_our_own_sglang_computes_the_choice_before_the_first_t
     assert told["reason"] == "--enable-lora, whose adapters are chosen per batch"
 
 
+class Burst:
+    """Requests of 80 known tokens whose repairs take 30 rows each, and an answer that streams."""
+
+    def __init__(self, make_world, make_tokens, **settings):
+        self.world, document = make_world(selection="first_k", **settings), make_tokens(100)
+        self.world.publish("donor", document)
+        self.world.reuse.copies.recomputer = self.made = NotedPasses()
+        self.made.expected_rows = lambda num_reused: 30
+        self.world.planner._left_out = NoRecompute()
+        self.stream = FakeRequest("stream", make_tokens(9))
+        self.reqs = [FakeRequest(name, document[10:90] + make_tokens(20)) for name in "abcd"]
+
+    def admit(self, req):
+        self.world.reuse.load_first(req, promise(self.world, req))
+        self.world.reuse.recompute(req, torch.arange(500, 580))
+
+    def is_put_off(self, req, running, num_rows=0):
+        promise(self.world, req)
+        return self.world.reuse.is_too_much(req, running, num_rows)
+
+
+def test_burst_is_repaired_over_several_steps_while_others_stream(make_world, make_tokens):
+    burst = Burst(make_world, make_tokens)
+    burst.world.reuse.repairs.most_rows = 70
+    first, second, third, _ = burst.reqs
+    running = [burst.stream]
+    for req in (first, second):
+        assert not burst.is_put_off(req, running)
+        burst.admit(req)
+        running.append(req)
+    assert burst.is_put_off(third, running)
+    assert not burst.is_put_off(third, [first, second]), "no answer streams beside them"
+    burst.world.reuse.repair(first, torch.arange(500, 700, dtype=torch.int32))
+    assert not burst.is_put_off(third, running), "the step has come"
+    plain = FakeRequest("plain", make_tokens(50))
+    assert not burst.is_put_off(plain, running, num_rows=1000), "it has nothing to repair"
+
+
+def test_repairs_before_first_tokens_count_in_the_step_that_admits_them(make_world, make_tokens):
+    burst = Burst(make_world, make_tokens, repair="before")
+    burst.world.reuse.repairs.most_rows = 70
+    req = burst.reqs[0]
+    assert not burst.is_put_off(req, [burst.stream])
+    assert burst.world.reuse.rows_now(req) == 30
+    assert not burst.is_put_off(req, [burst.stream], num_rows=30)
+    assert burst.is_put_off(req, [burst.stream], num_rows=60)
+
+
+def test_repair_that_alone_is_too_much_for_a_step_has_one_of_its_own(make_world, make_tokens):
+    burst = Burst(make_world, make_tokens)
+    burst.world.reuse.repairs.most_rows = 10
+    assert not burst.is_put_off(burst.reqs[0], [burst.stream])
+    burst.admit(burst.reqs[0])
+    assert burst.is_put_off(burst.reqs[1], [burst.stream])
+
+
 def test_no_selection_has_no_repair(ask):
     asked = ask(selection="none")
     asked.world.reuse.copies.recomputer = None

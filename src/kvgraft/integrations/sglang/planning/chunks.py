@@ -8,6 +8,8 @@ stock scheduling never does, so this adder also decides who may use it. The queu
 - A prompt whose K/V are being read from a store keeps its place until they have come, or for a while.
 - All others keep their place in the queue; those after them are looked at too. The head of the queue is taken up as soon as
   the piecewise prompt has its last piece, so that no prompt waits for more than those before it.
+- While answers stream, prompts are admitted only as long as their repairs, in this step and the next one that decodes, take
+  few rows together; the first one that does not fit, and those after it, wait until those before it are repaired.
 - Donors are looked for when a prompt is first matched, and again when nothing else keeps it from being admitted.
 """
 
@@ -22,7 +24,11 @@ def chunked(adder_class: type[Any]) -> type[Any]:
     """Derive from SGLang's `PrefillAdder` one that ends chunks at regions and loads these between chunks."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
-    fields = {"passed_over": AddReqResult.CONTINUE, "most_output_tokens": CLIP_MAX_NEW_TOKENS}
+    fields = {
+        "passed_over": AddReqResult.CONTINUE,
+        "put_off": AddReqResult.OTHER,
+        "most_output_tokens": CLIP_MAX_NEW_TOKENS,
+    }
     return type("RegionPrefillAdder", (RegionAdmission, adder_class), fields)
 
 
@@ -31,10 +37,12 @@ class RegionAdmission:
 
     Attributes:
         passed_over: Verdict on a request that waits while those after it are looked at.
+        put_off: Verdict on a request that waits for the next step, as do those after it.
         most_output_tokens: Output of a request that SGLang reserves slots for, at most.
     """
 
     passed_over: ClassVar[object]
+    put_off: ClassVar[object]
     most_output_tokens: ClassVar[int]
     tree_cache: Any
     memory_budget: Any
@@ -44,6 +52,8 @@ class RegionAdmission:
     rem_chunk_tokens: int | None
     rem_total_tokens: float
     chunked_req_limit: int | None
+    rows_before: int = 0
+    """Rows of repairs that come before the first tokens of requests admitted in this step."""
 
     def add_one_req(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:  # noqa: ANN401
         """Admit a request; its first chunk ends where its next region begins."""
@@ -51,14 +61,21 @@ class RegionAdmission:
             self.tree_cache.look_up_again(req) and self._waits(req, has_chunked_req, truncation_align_size)
         ):
             return self.passed_over
-        budget, gap = self.rem_chunk_tokens, self._gap(req, truncation_align_size)
+        if self.tree_cache.is_too_much(req, self.running_batch.reqs, self.rows_before):
+            return self.put_off
+        rows, budget, gap = self.tree_cache.rows_now(req), self.rem_chunk_tokens, self._gap(req, truncation_align_size)
         if budget is None or gap is None or gap >= budget:
             result = self._admit(req, has_chunked_req, truncation_align_size)
         else:
             result = self._admit_up_to(gap, req, has_chunked_req)
+        if self._is_admitted(req):
+            self.rows_before += rows
         if self.new_chunked_req is req:
             self._reserve_rest(req)
         return result
+
+    def _is_admitted(self, req: Any) -> bool:  # noqa: ANN401
+        return bool(self.can_run_list) and self.can_run_list[-1] is req
 
     def _waits(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> bool:  # noqa: ANN401
         """Whether a request keeps its place in the queue, by what was found for it last."""
@@ -100,9 +117,8 @@ class RegionAdmission:
             result = self._admit(req, has_chunked_req, None)
         finally:
             self.rem_chunk_tokens += held_back
-        is_admitted = bool(self.can_run_list) and self.can_run_list[-1] is req
         # SGLang's verdict on going on was about the shortened budget.
-        return self.budget_state() if is_admitted else result  # type: ignore[attr-defined]
+        return self.budget_state() if self._is_admitted(req) else result  # type: ignore[attr-defined]
 
     def _needs_pieces(self, req: Any, gap: int | None) -> bool:  # noqa: ANN401
         if self.rem_chunk_tokens is None:

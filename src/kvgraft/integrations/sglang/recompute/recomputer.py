@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -11,7 +12,7 @@ import torch
 
 from kvgraft.errors import PolicyError, one_line
 from kvgraft.graft.select import FirstK, Observation, expected_share, looks_at_query
-from kvgraft.graft.steps import GraftSteps, Scope
+from kvgraft.graft.steps import QUERY_ROWS, GraftSteps, Scope
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Recomputer:
         correction: Of the drift of tokens that are not chosen; None for none.
         instead: Policy where a look at the query costs more than it saves.
         per_pass: Computed tokens that one more small pass is worth.
+        share: Of copied tokens, what the policy chooses.
         max_rows: Rows of one pass; those of one corrected run may be more (`DriftPlan`).
     """
 
@@ -57,6 +59,7 @@ class Recomputer:
     ranks: Ranks
     instead: SelectionPolicy = field(default_factory=FirstK)
     per_pass: float = 0.0
+    share: float = 0.0
     max_rows: int = 2048
 
     def policy_for(self, num_reused: int, tail: int) -> SelectionPolicy | None:
@@ -71,6 +74,13 @@ class Recomputer:
             if (1 - expected_share(policy)) * num_reused > cost:
                 return policy
         return None
+
+    def expected_rows(self, num_reused: int) -> int:
+        """Return about how many rows are run for `num_reused` copied tokens: those chosen, a look and the query once more.
+
+        What the settings say, without a question to the policy, which may fail on one rank.
+        """
+        return math.ceil(self.share * num_reused) + 2 * QUERY_ROWS
 
     def agreed_policy(self, num_reused: int, tail: int) -> tuple[SelectionPolicy | None, bool]:
         """Return `policy_for` of the same arguments, on all ranks at once, and whether the policy looks at the query.
