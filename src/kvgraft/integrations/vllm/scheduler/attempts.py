@@ -168,9 +168,8 @@ class Attempts:
     def repairs_of(self, rows: Sequence[ScheduledRows]) -> tuple[GraftRepair, ...]:
         """Return the repairs before a step: of requests with a whole prompt, whose second token it computes."""
         repairs = []
-        for state, start, stop in rows:
+        for state, start, _ in rows:
             claim = state.claim
-            state.is_whole = claim is not None and stop >= claim.plan.num_tokens
             if state.repair_phase is RepairPhase.DUE and claim is not None and start >= claim.plan.num_tokens:
                 state.repair_phase = RepairPhase.SENT
                 blocks = state.blocks_to(claim.plan.num_tokens, self._facts.block_sizes)

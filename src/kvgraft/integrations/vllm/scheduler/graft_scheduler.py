@@ -226,8 +226,8 @@ class GraftScheduler:
         for req_id in output.preempted_req_ids or ():
             self._hide_unsettled(self._attempts.running.get(req_id))
         self._pending.step_scheduled(output)
-        self._rows.step_scheduled()
         rows = self._attempts.scheduled(output)
+        self._rows.step_scheduled(rows)
         repairs = self._attempts.repairs_of(rows)
         captures = self._attempts.captures_of(rows)
         grafts = self._grafts.take()
