@@ -240,7 +240,8 @@ class GraftScheduler:
         seals, discards, drops = self.registry.take_news()
         num_tokens = sum(output.num_scheduled_tokens.values())
         is_prefill_alone = not any(state.waits_for_graft for state in self._attempts.running.values())
-        self.registry.stores.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
+        with self._following_stores():
+            self.registry.stores.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
         return StepCommands(
             reset,
             cancels,
