@@ -37,7 +37,7 @@ class WrongKVError(AssertionError):
     """Something reads, serves, publishes, repairs or keeps K/V that are not what they pass for."""
 
 
-def config_of(folder, *, load="sync", is_async=False, policy="fcfs"):
+def config_of(folder, *, load="sync", is_async=False, policy="fcfs", **more):
     """The configuration of an engine that is never started."""
     options = {
         **PATIENT,
@@ -45,6 +45,7 @@ def config_of(folder, *, load="sync", is_async=False, policy="fcfs"):
         "load": load,
         "min_run": 16,
         "min_saved_tokens": 0,
+        **more,
     }
     config = EngineArgs(
         model=folder,

@@ -98,7 +98,11 @@ class Server:
         """Let the step end in which a request was admitted."""
         nothing = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
         step = SimpleNamespace(
-            scheduled_new_reqs=[], scheduled_cached_reqs=nothing, num_scheduled_tokens={}, preempted_req_ids=set()
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=nothing,
+            num_scheduled_tokens={},
+            preempted_req_ids=set(),
+            scheduled_spec_decode_tokens={},
         )
         self.graft.commands(step)
         self.graft.receive(WorkerReport(outcomes))

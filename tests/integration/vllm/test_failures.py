@@ -54,6 +54,7 @@ def test_a_donor_that_cannot_be_read_is_computed(served, monkeypatch):
         answer = served.ask(PROMPT)
     answer.assert_like(cold)
     assert answer.shifted == 0
+    assert answer.num_cached == 0, "all of it was computed"
     assert "gone" in answer.report["miss"]["detail"]
     assert answer.report["miss"]["reason"] == "error"
     served.llm.reset_prefix_cache()
@@ -91,6 +92,7 @@ def test_a_donor_that_cannot_be_read_behind_an_exact_prefix(served, monkeypatch)
     answer = served.ask(prompt)
     answer.assert_like(cold)
     assert answer.shifted == 0
+    assert answer.num_cached == answer.report["exact_tokens"] > 0, "vLLM's own hit"
     assert answer.report["miss"]["reason"] == "error"
     assert errors(served) == 1
 
@@ -102,6 +104,7 @@ def test_a_forward_pass_that_fails_is_left_to_vllm(served, monkeypatch):
     before = len(served.scheduler.registry.catalogue)
     answer = served.ask(PROMPT)
     answer.assert_like(cold)
+    assert answer.num_cached == 0
     assert answer.report["miss"]["reason"] == "error"
     monkeypatch.undo()
     served.llm.reset_prefix_cache()

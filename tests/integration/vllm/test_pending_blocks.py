@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from ghost_engine import BLOCK, GhostEngine, config_of
 from models import save_tiny
@@ -87,6 +88,36 @@ def test_nothing_reads_a_block_before_it_is_computed(folder, is_async, load, pol
     assert grafts > walks
     assert repairs
     assert failures
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("load", ["sync", "auto"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async-scheduling"])
+def test_no_step_has_more_rows_than_its_limit_and_none_waits_for_ever(folder, is_async, load, policy):
+    """Requests are preempted, aborted, fail and begin again meanwhile."""
+    limit = 180
+    config = config_of(
+        folder, load=load, is_async=is_async, policy=policy, max_recompute_tokens_per_step=limit, first_k=40
+    )
+    most = 0
+    for seed in range(3):
+        engine = GhostEngine(config, num_blocks=(60, 23)[seed % 2])
+        commands = engine.graft.commands
+
+        def counted(output, engine=engine, commands=commands):
+            nonlocal most
+            running = engine.graft._attempts.running
+            made = commands(output)
+            gaps = [int(np.searchsorted(one.plan.compute, one.end)) for one in made.grafts if not one.asynchronous]
+            repairs = [running[one.request_id].claim.num_repair_rows for one in made.repairs]
+            rows = sum(gaps) + sum(repairs)
+            assert rows <= limit or (len(gaps), len(repairs)) == (1, 0), (gaps, repairs)
+            most = max(most, len(gaps) + len(repairs))
+            return made
+
+        engine.graft.commands = counted
+        walk(engine, random.Random(seed), actions=40)
+    assert most > 0
 
 
 def test_a_request_that_a_reset_preempts_goes_on_from_its_own_blocks(folder):

@@ -26,6 +26,15 @@ from engines import BLOCK, OURS, TOKEN_STORE, beside, multi
     ids=["first", "second", "nested", "nested-ours", "unknown"],
 )
 def test_the_engine_does_not_start_with_connectors_that_cannot_stand_together(model_folder, connector, reason):
+    does_not_start(model_folder, connector, reason)
+
+
+def test_the_engine_does_not_start_with_an_option_that_takes_our_place(model_folder):
+    """vLLM keeps our module and puts the name of a connector of its own in it."""
+    does_not_start(model_folder, OURS, "--kv-offloading-size takes the place of kvgraft's", kv_offloading_size=1)
+
+
+def does_not_start(model_folder, connector, reason, **options):
     try:
         with pytest.raises(Exception, match=r".") as raised:
             LLM(
@@ -36,6 +45,7 @@ def test_the_engine_does_not_start_with_connectors_that_cannot_stand_together(mo
                 block_size=BLOCK,
                 max_model_len=512,
                 kv_transfer_config=KVTransferConfig(**connector),
+                **options,
             )
         assert "\n" not in str(raised.value)
         assert reason in str(raised.value)

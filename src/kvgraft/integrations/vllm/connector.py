@@ -23,6 +23,7 @@ from kvgraft.integrations.vllm.engine_facts import read_facts
 from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
 from kvgraft.integrations.vllm.scheduler import GraftScheduler
 from kvgraft.integrations.vllm.scheduler.public_events import public_events
+from kvgraft.integrations.vllm.selection import is_default
 from kvgraft.integrations.vllm.versions import installed_versions, untested
 from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
 
@@ -75,7 +76,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Build the half for `role`; vLLM's factory insists on the names of the arguments."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _log_as_vllm_does()
-        config = VLLMConfig.from_dict(self._kv_transfer_config.kv_connector_extra_config or {})
+        given = self._kv_transfer_config.kv_connector_extra_config or {}
+        config = VLLMConfig.from_dict(given)
         self._scheduler: GraftScheduler | None = None
         self._worker: GraftWorker | None = None
         self._block_pool: BlockPool | None = None
@@ -84,7 +86,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._build_scheduler(config, vllm_config, kv_cache_config)
         else:
-            self._worker = GraftWorker(config, vllm_config, kv_cache_config)
+            self._worker = GraftWorker(config, vllm_config, kv_cache_config, may_fall_back=is_default(given))
 
     def _build_scheduler(
         self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig

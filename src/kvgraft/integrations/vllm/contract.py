@@ -26,6 +26,7 @@ FIELDS: dict[type, frozenset[str]] = {
             "scheduled_new_reqs",
             "scheduled_cached_reqs",
             "num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
             "preempted_req_ids",
             "has_sync_kv_loads",
         }

@@ -81,6 +81,7 @@ class Graft:
         stored: Donors that are read from a store.
         deadline_s: Seconds that these reads may take.
         void: Why nothing may be grafted though vLLM was promised it, or empty: the graft fails at once.
+        is_gone: It is void because what it was to be made of has been forgotten, which is no error.
         repairs_after: What the policy chooses is left for a `GraftRepair`.
     """
 
@@ -99,6 +100,7 @@ class Graft:
     deadline_s: float = math.inf
     void: str = ""
     repairs_after: bool = False
+    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +259,7 @@ class WorkerReport:
         num_weight_changes: How often the weights were changed in place so far: where it grows, the model is another one,
             and everything captured before is forgotten. In every report, so that none is missed with one that is lost.
         is_proved: The self-check has passed, on all ranks; reported once.
+        fallback: Name of the policy that took the place of the configured one, or empty.
     """
 
     outcomes: dict[str, GraftOutcome] = field(default_factory=dict)
@@ -269,6 +272,7 @@ class WorkerReport:
     is_proved: bool = False
     repairs: dict[str, GraftOutcome] = field(default_factory=dict)
     num_failed_copies: int = 0
+    fallback: str = ""
 
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Join the reports of two ranks."""
@@ -283,6 +287,7 @@ class WorkerReport:
             self.is_proved or other.is_proved,  # ranks vote on it
             _worst(self.repairs, other.repairs),
             max(self.num_failed_copies, other.num_failed_copies),
+            self.fallback or other.fallback,
         )
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from kvgraft.config.vllm import VLLMConfig
 
+_DRAFTS_FROM_TEXT = frozenset({"ngram", "suffix"})
+"""Methods of speculative decoding that draft from text alone."""
+
 _PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -28,9 +31,12 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
             getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)
         ),
         "pipeline parallelism is not supported": parallel.pipeline_parallel_size > 1,
-        "data parallelism is not supported": parallel.data_parallel_size > 1,
+        # Of dense models vLLM runs independent engines, each of which sees a size of 1.
+        "data parallelism is not supported for models with experts": parallel.data_parallel_size > 1,
         "context parallelism is not supported": parallel.decode_context_parallel_size > 1,
-        "speculative decoding is not supported": vllm_config.speculative_config is not None,
+        "speculative decoding is supported with the methods ngram and suffix alone, which keep no K/V of their own": (
+            _drafts_with_kv(vllm_config)
+        ),
         "LoRA is not supported: gaps are computed outside the batch that adapters are chosen for": (
             vllm_config.lora_config is not None
         ),
@@ -41,6 +47,18 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
     }
     refused = [reason for reason, holds in reasons.items() if holds]
     return "; ".join(refused) or _refused_rope(vllm_config) or _refused_groups(config, kv_cache_config)
+
+
+def _drafts_with_kv(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from something that has K/V, or are taken for accepted before they are verified.
+
+    Asynchronous scheduling does the latter, and Model Runner V2 was not tried.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return False
+    is_early = vllm_config.scheduler_config.async_scheduling or getattr(vllm_config, "use_v2_model_runner", False)
+    return bool(is_early) or speculative.method not in _DRAFTS_FROM_TEXT
 
 
 def refused_spec(spec: KVCacheSpec) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.graft.select import Observable
+from kvgraft.graft.select import FirstK, Observable
 from kvgraft.reuse.policy import configured_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvgraft.config.vllm import VLLMConfig
     from kvgraft.graft.select import SelectionPolicy
 
@@ -25,3 +27,13 @@ def chosen_policy(config: VLLMConfig) -> SelectionPolicy:
     return configured_policy(
         config.selection, first_k=config.first_k, recompute_ratio=config.recompute_ratio, shown=SHOWN
     )
+
+
+def fallback_policy(config: VLLMConfig) -> SelectionPolicy:
+    """Return the policy that observes nothing, for models whose attention cannot be formed here."""
+    return FirstK(config.first_k)
+
+
+def is_default(extra_config: Mapping[str, object]) -> bool:
+    """Return whether the policy was left to us: only then another one may take its place."""
+    return "selection" not in extra_config

@@ -9,6 +9,8 @@ import pytest
 from kvgraft.config import VLLMConfig
 from kvgraft.integrations.vllm.refusals import refused_engine
 
+NGRAM = SimpleNamespace(method="ngram")
+
 
 def configured(**parts):
     kinds = {
@@ -18,6 +20,7 @@ def configured(**parts):
             "decode_context_parallel_size": 1,
         },
         "cache_config": {"cache_dtype": "auto"},
+        "scheduler_config": {"async_scheduling": False},
         "model_config": {"runner_type": "generate", "hf_text_config": SimpleNamespace()},
         "aux_output_config": {"enabled": False},
     }
@@ -33,13 +36,20 @@ def test_an_ordinary_engine_is_not_refused():
     assert refusal() == ""
 
 
+def test_drafts_that_have_no_kv_are_not_refused():
+    assert refusal(speculative_config=NGRAM) == ""
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
         ({"parallel_config": {"data_parallel_size": 2}}, "data parallelism"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallelism"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="ngram_gpu")}, "ngram and suffix alone"),
+        ({"speculative_config": NGRAM, "scheduler_config": {"async_scheduling": True}}, "ngram and suffix alone"),
+        ({"speculative_config": NGRAM, "use_v2_model_runner": True}, "ngram and suffix alone"),
         ({"lora_config": object()}, "LoRA"),
         ({"cache_config": {"cache_dtype": "fp8"}}, "use --kv-cache-dtype auto"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),

@@ -167,7 +167,9 @@ class Workers:
             self.epoch = engine.epoch
             self.num_changes += 1
         for request_id in commands.cancels:
-            self.jobs.pop(request_id, None)
+            given_up = self.jobs.pop(request_id, None)
+            if given_up is not None:
+                self.unpromote(given_up[0])
             self.unrepaired.pop(request_id, None)
         for seal in commands.seals:
             self.seal(seal.text_id, seal.donor_id)
@@ -234,12 +236,17 @@ class Workers:
             if self.kept.pop(text_id, None):
                 self.texts[text_id] = request.kv[first:stop]
 
-    def fail(self, graft):
-        self.unpromoted |= {donor_id for donor_id, cold in graft.stored.items() if cold.is_promoted}
-        self.outcomes[graft.request_id] = GraftOutcome((), 0.0, 0.0, "injected", failed=True)
+    def fail(self, graft, *, is_gone=False):
+        self.unpromote(graft)
+        self.outcomes[graft.request_id] = GraftOutcome(
+            (), 0.0, 0.0, "injected", failed=True, is_gone=is_gone or graft.is_gone
+        )
         for text_id in (*(text_id for text_id, _, _ in graft.captures), graft.tail):
             if text_id is not None:
                 self.lose(text_id)
+
+    def unpromote(self, graft):
+        self.unpromoted |= {donor_id for donor_id, cold in graft.stored.items() if cold.is_promoted}
 
     def save(self, commands):
         for capture in commands.captures:
@@ -271,7 +278,7 @@ class Workers:
     def forget(self):
         for graft, _ in list(self.jobs.values()):
             del self.jobs[graft.request_id]
-            self.fail(graft)
+            self.fail(graft, is_gone=True)
         self.dead |= set(self.texts)
         self.unrepaired = {}
         self.texts, self.donors = {}, {}
@@ -397,6 +404,7 @@ class Engine:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens={},
             preempted_req_ids=self.preempted,
         )
         self.preempted = set()
@@ -438,6 +446,7 @@ class Engine:
             scheduled_new_reqs=[],
             scheduled_cached_reqs=cached,
             num_scheduled_tokens={request.request_id: 1 for request in requests},
+            scheduled_spec_decode_tokens={},
             preempted_req_ids=set(),
         )
 

@@ -105,3 +105,16 @@ def test_a_preempted_request_holds_nobody_up():
     burst.engine.waiting.append(burst.engine.waiting.pop(0))  # with priorities it may be asked last
     burst.run_until_idle()
     assert len(burst.reports) == 6
+
+
+def test_a_session_that_waits_for_its_next_input_holds_nobody_up():
+    """It ended with its first token: its repair comes when it goes on, if ever."""
+    burst = Burst("sync", 6, limit=100)
+    burst.engine.step(room=True, chunk=1000)
+    (first,) = burst.engine.running
+    first.waits = True  # vLLM does not schedule it
+    for _ in range(30):
+        burst.engine.step(room=True, chunk=1000)
+    assert burst.engine.running == [first]
+    assert not burst.engine.waiting
+    assert len(burst.reports) == 5

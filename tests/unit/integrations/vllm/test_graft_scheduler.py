@@ -187,6 +187,15 @@ def test_a_store_that_cannot_be_followed_costs_what_it_has_and_nothing_else(name
     assert engine.graft.counts.num_errors == 1
 
 
+def test_a_speed_that_cannot_be_measured_costs_nothing(monkeypatch):
+    engine = served("sync")
+    speed = engine.graft.registry.stores.speed
+    monkeypatch.setattr(type(speed), "step_begins", fails_once(type(speed).step_begins))
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 4))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
 @pytest.mark.parametrize("ends", ["waiting", "half-way", "never"])
 def test_a_text_replaces_its_beginning_once_it_is_a_donor(ends):
     """Not when it is looked up: a client may give up before, and others need the beginning until then."""

@@ -6,10 +6,12 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 from stand_ins import Engine, Request
-from test_graft_scheduler import DOCUMENTS, make_graft
+from test_graft_scheduler import DOCUMENTS, assert_nothing_is_left, fails_once, make_graft, served
 
 from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
 from kvgraft.integrations.vllm.scheduler.claims import Claim
+from kvgraft.integrations.vllm.scheduler.counts import Counts
+from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
 from kvgraft.types import Miss, MissReason
 
 HEAD = 30
@@ -117,3 +119,15 @@ def test_what_was_decided_is_replaced_whole():
     assert (state.claim, state.decided.lookup_ms) == (None, decided.lookup_ms)
     with pytest.raises(FrozenInstanceError):
         decided.graft = state.decided.graft
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize(("owner", "name"), [(VLLMRequest, "report"), (Counts, "request")], ids=["written", "counted"])
+def test_a_report_that_fails_costs_nothing_but_itself(load, owner, name, monkeypatch):
+    """The answer is complete by then; memory may be short for a moment."""
+    engine = served(load)
+    monkeypatch.setattr(owner, name, fails_once(getattr(owner, name)))
+    for number in range(2):
+        engine.add(Request(str(number), [*range(5000, 5040 + number)] + DOCUMENTS[0] + [7000] * 40, None, 4))
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1

@@ -67,6 +67,7 @@ class Loading:
                     num_computed_tokens=[row.num_computed_tokens for row in cached],
                 ),
                 num_scheduled_tokens={"loads": BLOCK},
+                scheduled_spec_decode_tokens={},
                 preempted_req_ids=set(preempted),
             )
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from test_graft_scheduler import make_graft
+from stand_ins import Engine, Request
+from test_graft_scheduler import DOCUMENTS, make_graft
 
 from kvgraft.integrations.vllm.messages import WorkerReport
 
@@ -30,3 +31,20 @@ def test_workers_that_refuse_are_never_ready(said):
     graft.receive(WorkerReport(refusal="unknown KV cache layout"))
     graft.receive(WorkerReport(is_proved=True))
     assert not said()
+
+
+def test_a_policy_that_workers_cannot_run_is_replaced_and_named_in_reports(said):
+    """Of a model with attention sinks nothing can be looked at."""
+    engine = Engine(make_graft("sync", selection="query_seam"))
+    graft = engine.graft
+    graft.receive(WorkerReport(is_proved=True).joined(WorkerReport(fallback="first_k")))
+    assert "selection first_k" in said()[0]
+    engine.add(Request("donor", DOCUMENTS[0] + [1, 2], {"kvgraft": "exact"}, 1))
+    for _ in range(2):
+        engine.step(room=True, chunk=400)
+    request = Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, {"kvgraft_repair": "before"}, 4)
+    engine.add(request)
+    engine.step(room=True, chunk=400)
+    claim = graft._attempts.running["one"].claim
+    assert claim.num_rows == 40 + 16, "gaps, and the first tokens of the run; no rows are run to look"
+    assert graft.finish(request)["kvgraft"]["policy"] == "first_k"

@@ -16,6 +16,8 @@ from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
 from kvgraft.integrations.vllm.scheduler.refused import is_session
 from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt, AttemptPhase, RepairPhase, VLLMRequest
+from kvgraft.integrations.vllm.scheduler.scheduled import num_known
+from kvgraft.integrations.vllm.scheduler.usage import count_as_computed, first_prefill
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.report import report_as_dict
 from kvgraft.types import Miss, MissReason
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.scheduler.decisions import Decisions
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
     from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
-    from kvgraft.types import GraftReport
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _SECOND = 2
 
 
 class ScheduledRows(NamedTuple):
-    """An attempt, and the positions `[start, stop)` that a step computes of it."""
+    """An attempt, and the positions `[start, stop)` that a step computes of it, without drafts."""
 
     state: VLLMRequest
     start: int
@@ -57,6 +58,7 @@ class Attempts:
     Attributes:
         running: The present attempt of every request that has not ended.
         ended: Requests that ended in the step of their graft or its repair, until workers report it.
+        policy: Name of the selection policy, for reports.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Attempts:
         self._decisions, self._captures, self._counts = decisions, captures, counts
         self._continuing = continuing
         self._registry = captures.registry
-        self._facts, self._policy = facts, policy
+        self._facts, self.policy = facts, policy
 
     def __len__(self) -> int:
         return len(self.running) + len(self.ended)
@@ -100,7 +102,7 @@ class Attempts:
             state = VLLMRequest(prompt, Lineage(prompt.exact_len), RegistryHoldings(self._registry))
             prompt.go_on(state.lineage)
         else:
-            state = known.again(prompt, self._policy, self._facts.hash_block_size)
+            state = known.again(prompt, self.policy, self._facts.hash_block_size)
         self.running[request.request_id] = state
         state.decided, matches = self._decisions.decide(
             prompt, request, stored, refusal=refusal, failure=state.earlier.failure
@@ -111,6 +113,7 @@ class Attempts:
         if claim is not None:
             state.hashes = self._named(request, state, claim)
             state.held.pin([donor.donor_id for donor in claim.donors])
+            state.prefill = first_prefill(request)
             return
         if state.decided.stored.num_tokens and state.earlier.report is None:
             state.lineage = Lineage(state.prefix_len)
@@ -150,7 +153,7 @@ class Attempts:
             state = self.running.get(new.req_id)
             if state is not None:
                 state.add_blocks(new.block_ids, replace=True)
-                count = output.num_scheduled_tokens[new.req_id]
+                count = num_known(output, new.req_id)
                 rows.append(ScheduledRows(state, new.num_computed_tokens, new.num_computed_tokens + count))
         running = output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(
@@ -159,15 +162,14 @@ class Attempts:
             state = self.running.get(req_id)
             if state is not None:
                 state.add_blocks(blocks, replace=req_id in running.resumed_req_ids)
-                rows.append(ScheduledRows(state, computed, computed + output.num_scheduled_tokens[req_id]))
+                rows.append(ScheduledRows(state, computed, computed + num_known(output, req_id)))
         return rows
 
     def repairs_of(self, rows: Sequence[ScheduledRows]) -> tuple[GraftRepair, ...]:
         """Return the repairs before a step: of requests with a whole prompt, whose second token it computes."""
         repairs = []
-        for state, start, stop in rows:
+        for state, start, _ in rows:
             claim = state.claim
-            state.is_whole = claim is not None and stop >= claim.plan.num_tokens
             if state.repair_phase is RepairPhase.DUE and claim is not None and start >= claim.plan.num_tokens:
                 state.repair_phase = RepairPhase.SENT
                 blocks = state.blocks_to(claim.plan.num_tokens, self._facts.block_sizes)
@@ -199,7 +201,7 @@ class Attempts:
         if state is not None:
             self._complete(state, outcome)
         if ended is not None:
-            self._counts.request(self._write_report(ended))
+            self._report(ended)
 
     def repaired(self, request_id: str, outcome: GraftOutcome) -> None:
         """Take the outcome of a repair; its request may have ended, or begun again, in the same step."""
@@ -208,7 +210,7 @@ class Attempts:
             return
         self._repaired(state, outcome)
         if self.ended.pop(request_id, None) is not None:
-            self._counts.request(self._write_report(state))
+            self._report(state)
 
     def _repaired(self, state: VLLMRequest, outcome: GraftOutcome) -> None:
         """Take over what a repair changed: the first token was drawn before it, so that its graft is still reported."""
@@ -232,9 +234,10 @@ class Attempts:
     def _complete(self, state: VLLMRequest, outcome: GraftOutcome) -> None:
         """Take over whether a graft was made."""
         miss = Miss(_reason(outcome), outcome.fell_back)
-        if outcome.fell_back and not outcome.is_store_miss:
+        is_error = bool(outcome.fell_back) and not (outcome.is_store_miss or outcome.is_gone)
+        if is_error:
             self._counts.error()
-        if outcome.failed and state.earlier.failure is None:
+        if outcome.failed and not outcome.is_gone and state.earlier.failure is None:
             state.earlier = replace(state.earlier, failure=miss)
         claim = state.claim
         if claim is None or not state.waits_for_graft:
@@ -244,6 +247,7 @@ class Attempts:
         if outcome.fell_back:
             state.lineage.withdraw(claim.plan.prefix_len)
             state.miss(miss)
+            count_as_computed(state.prefill, claim.num_tokens)
             state.repair, state.repair_phase = None, RepairPhase.NONE
         else:
             state.lineage.recompute(outcome.recomputed_runs)
@@ -280,13 +284,13 @@ class Attempts:
         awaits_repair = state.repair_phase is RepairPhase.SENT and num_drawn > 1
         if awaits_repair or (claim is not None and not claim.asynchronous):
             self.ended[state.request_id] = state
-            self._write_report(state)
+            self._report(state, is_counted=False)
         else:
             state.held.give_up_texts()
             if claim is not None:
                 state.lineage.withdraw(claim.plan.prefix_len)
                 state.miss(Miss(MissReason.DEADLINE, "the request ended before its graft"))
-            self._counts.request(self._write_report(state))
+            self._report(state)
         return state.sent
 
     def _show_provider(self, state: VLLMRequest, token_ids: list[int]) -> None:
@@ -300,12 +304,21 @@ class Attempts:
                 state.request_id, np.asarray(token_ids, np.int64), state.lineage
             )
 
-    def _write_report(self, state: VLLMRequest) -> GraftReport:
-        """Write the report that the client gets, over what may have been written before."""
-        report = state.report(self._policy)
-        state.sent.clear()
-        state.sent.update(report_as_dict(report))
-        return report
+    def _report(self, state: VLLMRequest, *, is_counted: bool = True) -> None:
+        """Write the report that the client gets, over what may have been written before; count it unless it may change.
+
+        A request has none where that fails: its answer is complete by then.
+        """
+        try:
+            report = state.report(self.policy)
+            written = report_as_dict(report)
+            state.sent.clear()
+            state.sent.update(written)
+            if is_counted:
+                self._counts.request(report)
+        except Exception:
+            self._counts.error()
+            logger.exception("the report of request %s is not complete", state.request_id)
 
     def check(self) -> None:
         """Verify pins, texts and lineages; see `GraftScheduler.check`."""
@@ -328,4 +341,6 @@ def _reason(outcome: GraftOutcome) -> MissReason:
     """Return why nothing of a graft that fell back or failed is left."""
     if outcome.is_policy_error:
         return MissReason.POLICY_ERROR
+    if outcome.is_gone:
+        return MissReason.NO_DONORS
     return MissReason.STORE if outcome.is_store_miss else MissReason.ERROR

@@ -59,9 +59,14 @@ class Decisions:
         self._min_saved_tokens = config.min_saved_tokens
         self._counts = counts
         self._lookup = lookup
-        self._costs = costs_of(config, facts, policy)
         self._repair = config.repair
-        self._claims = Claims(config, facts, policy, registry.catalogue, registry.stores.tier_of)
+        self._config, self._facts, self._catalogue = config, facts, registry.catalogue
+        self.choose_by(policy)
+
+    def choose_by(self, policy: SelectionPolicy) -> None:
+        """Have a policy choose what is computed again, from the next lookup on."""
+        self._costs = costs_of(self._config, self._facts, policy)
+        self._claims = Claims(self._config, self._facts, policy, self._catalogue, self._stores.tier_of)
 
     def decide(
         self, prompt: AskedPrompt, request: Request, stored: StoredPrefix, *, refusal: str, failure: Miss | None

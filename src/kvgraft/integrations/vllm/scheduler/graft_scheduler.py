@@ -20,7 +20,7 @@ from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
 from kvgraft.integrations.vllm.scheduler.requests import AttemptPhase, RepairPhase, VLLMRequest
 from kvgraft.integrations.vllm.scheduler.step_rows import StepRows
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED
-from kvgraft.integrations.vllm.selection import chosen_policy
+from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
 from kvgraft.memory.store import open_stores
 from kvgraft.reuse.asked import PARAMETER
 from kvgraft.reuse.failures import miss_of
@@ -63,10 +63,10 @@ class GraftScheduler:
         self._config = config
         self._facts = facts
         self._refusal = facts.refusal
-        self._policy = chosen_policy(config)
+        policy = chosen_policy(config)
         self._lookup = lookup_of(config, self.registry)
         self._decisions = Decisions(
-            config, facts, self._policy, registry=self.registry, counts=self.counts, lookup=self._lookup
+            config, facts, policy, registry=self.registry, counts=self.counts, lookup=self._lookup
         )
         self._captures = Captures(self.registry, facts)
         self._pending = PendingBlocks(facts.block_sizes, facts.hash_block_size, steps_under_way=facts.steps_under_way)
@@ -86,7 +86,7 @@ class GraftScheduler:
             self._continuing,
             self.counts,
             facts=facts,
-            policy=self._policy.name,
+            policy=policy.name,
         )
         self._cancels: list[str] = []
         self._is_reset = False
@@ -183,7 +183,7 @@ class GraftScheduler:
             return
         state.block_ids = [list(ids) for ids in block_ids]
         if is_stale:
-            self._grafts.send_void(state, claim, "donors were forgotten before the request was admitted")
+            self._grafts.send_void(state, claim, "donors were forgotten before the request was admitted", is_gone=True)
         elif claim.num_tokens != num_tokens:
             self._grafts.send_void(state, claim, "vLLM cut the graft")
         else:
@@ -226,8 +226,8 @@ class GraftScheduler:
         for req_id in output.preempted_req_ids or ():
             self._hide_unsettled(self._attempts.running.get(req_id))
         self._pending.step_scheduled(output)
-        self._rows.step_scheduled()
         rows = self._attempts.scheduled(output)
+        self._rows.step_scheduled(rows)
         repairs = self._attempts.repairs_of(rows)
         captures = self._attempts.captures_of(rows)
         grafts = self._grafts.take()
@@ -240,7 +240,8 @@ class GraftScheduler:
         seals, discards, drops = self.registry.take_news()
         num_tokens = sum(output.num_scheduled_tokens.values())
         is_prefill_alone = not any(state.waits_for_graft for state in self._attempts.running.values())
-        self.registry.stores.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
+        with self._following_stores():
+            self.registry.stores.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
         return StepCommands(
             reset,
             cancels,
@@ -277,11 +278,16 @@ class GraftScheduler:
         if report.refusal and not self._refusal:
             self._refusal = report.refusal
             logger.error("workers refuse to graft: %s", report.refusal)
+        if report.fallback and report.fallback != self._attempts.policy:
+            # Nothing was grafted before the self-check has passed, of which this comes.
+            policy = fallback_policy(self._config)
+            self._attempts.policy = policy.name
+            self._decisions.choose_by(policy)
         if report.is_proved and not self._refusal:
             logger.info(
                 "kvgraft is ready: mode %s, selection %s, up to %d donor tokens",
                 self._config.mode,
-                self._config.selection,
+                self._attempts.policy,
                 self._facts.capacity_tokens,
             )
         if report.num_weight_changes > self._known_changes:
@@ -320,7 +326,8 @@ class GraftScheduler:
         self._cancel_repair(state)
         if state.repair_phase is RepairPhase.DUE:  # it never comes: none is to go on from what it would have changed
             self._hide_unsettled(state)
-        return {PARAMETER: self._attempts.finish(state, request)}
+        report = self._attempts.finish(state, request)
+        return {PARAMETER: report} if report else None
 
     def _cancel_repair(self, state: VLLMRequest | None) -> None:
         """Have workers forget what they keep for the repair of an attempt that is over."""

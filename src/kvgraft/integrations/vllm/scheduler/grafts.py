@@ -69,10 +69,10 @@ class Grafts:
             self._registry.catalogue.record_hit(span.donor_id, span.length)
         self._registry.stores.touch(donor.donor_id for donor in claim.donors)
 
-    def send_void(self, state: VLLMRequest, claim: Claim, reason: str) -> None:
-        """Let a load fail that vLLM waits for."""
+    def send_void(self, state: VLLMRequest, claim: Claim, reason: str, *, is_gone: bool = False) -> None:
+        """Let a load fail that vLLM waits for; no error where what it was to be made of `is_gone`."""
         state.held.unpin()
-        self._queue(state, claim, void=reason)
+        self._queue(state, claim, void=reason, is_gone=is_gone)
 
     def take(self) -> tuple[Graft, ...]:
         """Return the grafts since the last call."""
@@ -87,6 +87,7 @@ class Grafts:
         stored: dict[DonorId, DonorToRead] | None = None,
         deadline_s: float = 0.0,
         void: str = "",
+        is_gone: bool = False,
     ) -> None:
         graft = Graft(
             state.request_id,
@@ -104,6 +105,7 @@ class Grafts:
             deadline_s,
             void,
             repairs_after=claim.repairs_after,
+            is_gone=is_gone,
         )
         if not claim.asynchronous:  # vLLM publishes the blocks of an asynchronous one when it is through
             blocks = state.blocks_to(claim.end, self._block_sizes)

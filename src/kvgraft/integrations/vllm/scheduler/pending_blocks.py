@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvgraft.integrations.vllm.scheduler.scheduled import num_known
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from typing import Any
@@ -162,7 +164,7 @@ class PendingBlocks:
         for request_id, computed in _computed_lens(output):
             holder = self._holders.get(request_id)
             if holder is not None:
-                holder.computed = computed + output.num_scheduled_tokens[request_id]
+                holder.computed = computed + num_known(output, request_id)
         self._step += 1
         self._scheduled = None
 

@@ -16,6 +16,7 @@ from kvgraft.types import Miss, MissReason
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from vllm.v1.metrics.stats import PrefillStats
 
     from kvgraft.integrations.vllm.messages import BlockIds, GraftOutcome
     from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
@@ -127,6 +128,7 @@ class VLLMRequest:
         is_whole: A step was scheduled that computes the last position of its prompt.
         repair: When the policy's choice is computed, as far as it is known; None if there is none.
         hashes: Hashes of its blocks, once it was to be grafted.
+        prefill: vLLM's counts of its first prefill, while they may be corrected (`usage.py`).
         sent: The report as the client gets it, once the request has ended.
     """
 
@@ -143,6 +145,7 @@ class VLLMRequest:
     repair: RepairReport | None = None
     repair_phase: RepairPhase = RepairPhase.NONE
     hashes: PrivateBlockHashes | None = None
+    prefill: PrefillStats | None = None
     sent: dict[str, object] = field(default_factory=dict)
 
     @property

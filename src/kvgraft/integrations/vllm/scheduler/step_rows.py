@@ -9,6 +9,7 @@ from kvgraft.integrations.vllm.scheduler.requests import RepairPhase
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvgraft.integrations.vllm.scheduler.attempts import ScheduledRows
     from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
 
@@ -28,6 +29,7 @@ class StepRows:
         self._max_rows = max_rows
         self._gap_rows = 0
         self._is_full = False
+        self._drawing: set[str] = set()
 
     def have_room_for(self, state: VLLMRequest, states: Iterable[VLLMRequest]) -> bool:
         """Return whether the step that is being scheduled can admit a request, which others must not overtake if not.
@@ -51,13 +53,21 @@ class StepRows:
         """Note that the step that is being scheduled makes a graft."""
         self._gap_rows += 0 if claim.asynchronous else claim.num_rows
 
-    def step_scheduled(self) -> None:
-        """Note that the next admission belongs to another step."""
+    def step_scheduled(self, rows: Iterable[ScheduledRows]) -> None:
+        """Note what a step computes; the next admission belongs to another one."""
         self._gap_rows, self._is_full = 0, False
+        self._drawing.clear()
+        for state, _, stop in rows:
+            if state.claim is not None and stop >= state.claim.plan.num_tokens:
+                state.is_whole = True
+                self._drawing.add(state.request_id)
 
     def _fits(self, claim: Claim, others: Iterable[VLLMRequest]) -> bool:
         due = [(other, other.claim) for other in others if _repair_is_to_come(other)]
-        rows = sum(known.num_repair_rows for other, known in due if known is not None and other.is_whole)
+        # Of those that have drawn their first token: a session that ended with it waits for its next input, maybe for ever.
+        rows = sum(
+            known.num_repair_rows for other, known in due if known is not None and other.request_id in self._drawing
+        )
         later_rows = sum(known.num_repair_rows for other, known in due if known is not None and not other.is_whole)
         if claim.num_repair_rows and later_rows and later_rows + claim.num_repair_rows > self._max_rows:
             return False

@@ -13,16 +13,18 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import drift_correction
+from kvgraft.graft.select import Observable
 from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, GraftOutcome, StoreReport, WorkerReport
 from kvgraft.integrations.vllm.refusals import refused_engine
 from kvgraft.integrations.vllm.runner import takes_running_back
-from kvgraft.integrations.vllm.selection import chosen_policy
+from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob
 from kvgraft.integrations.vllm.worker.graft_reads import GraftReads
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.layers import layer_groups
 from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
+from kvgraft.integrations.vllm.worker.query_look import refused_look
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
 from kvgraft.integrations.vllm.worker.self_check import checked
 from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
@@ -59,8 +61,18 @@ class GraftWorker:
     self-check has passed, which runs after the first forward pass.
     """
 
-    def __init__(self, config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        config: VLLMConfig,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        may_fall_back: bool = False,
+    ) -> None:
+        """Take vLLM's configuration; on a model whose attention cannot be formed here `first_k` may replace the policy."""
         self._config = config
+        self._may_fall_back = may_fall_back
+        self._fallback = ""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._policy = chosen_policy(config)
@@ -114,6 +126,7 @@ class GraftWorker:
             ),
         }
         passed = "passed" if self._rank is not None else "waits for the first forward pass"
+        found["selection"] = self._fallback
         return {name: value for name, value in found.items() if value} | {"self_check": self._refusal or passed}
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
@@ -209,6 +222,7 @@ class GraftWorker:
             is_proved and not self._reported[1],
             self._repairs,
             self._num_failed_copies,
+            self._fallback,
         )
         self._reported = state
         self._outcomes, self._repairs, self._lost_texts, self._lost_donors = {}, {}, set(), set()
@@ -242,6 +256,7 @@ class GraftWorker:
         if self._rank is not None or self._refusal or self._handle is None or self._handle.model is None:
             return
         try:
+            self._fall_back()
             rank = RankModel(self._vllm_config, self._handle.model, self._groups)
             observes, corrects = self._policy.observes, self._correction is not None
             self._rank, self._witness = together(
@@ -251,6 +266,18 @@ class GraftWorker:
             self._refuse(error)
             return
         self._prove_weights()
+
+    def _fall_back(self) -> None:
+        """Choose without a look where a layer's attention cannot be formed, unless the settings name it; all ranks alike."""
+        if Observable.QUERY_ATTENTION not in self._policy.observes or not self._may_fall_back:
+            return
+        reason = refused_look(layer.module for group in self._groups for layer in group.layers)
+        if reason:
+            self._policy = fallback_policy(self._config)
+            self._fallback = self._policy.name
+            logger.warning(
+                "%s chooses what is computed again, not %s: %s", self._fallback, self._config.selection, reason
+            )
 
     def _prove_weights(self) -> None:
         """Name the space in stores of the present weights; without a name nothing is stored or read."""
@@ -283,7 +310,7 @@ class GraftWorker:
         logger.warning("all donors are forgotten: %s", reason)
         for job in list(self._jobs.values()):
             del self._jobs[job.command.request_id]
-            self._fail(job.command, _not_made(reason))
+            self._fail(job.command, replace(_not_made(reason), is_gone=True))
         self._unrepaired.clear()
         self._reads.clear()
         self._dead_texts |= self._donors.text_ids
@@ -298,7 +325,8 @@ class GraftWorker:
     def _begin(self, command: Graft) -> None:
         self._reads.begin(command)
         if self._rank is None or command.void:
-            self._fail(command, _not_made(command.void or "the self-check has not passed"))
+            reason = command.void or "the self-check has not passed"
+            self._fail(command, replace(_not_made(reason), is_gone=command.is_gone))
             return
         try:
             rows, rank = self._config.max_recompute_tokens_per_step, self._rank
@@ -367,7 +395,7 @@ class GraftWorker:
     def _repair(self, command: GraftRepair) -> int:
         """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does.
 
-        Where vLLM cannot, the graft stays as it was, or closer to a full prefill.
+        Where vLLM cannot, the graft stays as it was, or closer to a full prefill. Returns how many rows were computed.
         """
         job = self._unrepaired.pop(command.request_id, None)
         if job is None:

@@ -30,7 +30,7 @@ from kvgraft.graft.row_attention import (
 from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -158,6 +158,16 @@ class QueryLook:
         before = layer.gather(min(layer.rule.first_key(int(rows[0])), self._end), self._end)
         rows_seen = QueryRows(positions, inputs.query)
         return attend(layer.rule, rows_seen, before.followed_by(after), self._mass, num_observed)
+
+
+def refused_look(modules: Iterable[Any]) -> str:
+    """Return why the query's attention cannot be observed in some layer, or an empty text."""
+    for module in modules:
+        try:
+            attention_rule(module)
+        except IntegrationError as error:
+            return str(error)
+    return ""
 
 
 def attention_rule(module: Any) -> AttentionRule:  # noqa: ANN401 - vLLM's Attention
