@@ -433,6 +433,82 @@ def test_what_is_no_http_is_400_and_does_no_harm(server, data):
     assert server.health()["status"] == "ok"
 
 
+@pytest.mark.parametrize("reuse", ["graft", "exact"])
+def test_choices_compute_a_new_prompt_once(client, reuse):
+    fields = {"prompt": f"# Written for {reuse} alone.\n" + DOCUMENT, "n": 8, "max_tokens": 4, "temperature": 1}
+    extra = {"kvgraft": {"reuse": reuse}, "cache_salt": f"choices-{reuse}"}
+    answer = client.completions.create(model="graft-tiny", **fields, extra_body=extra)
+    first, *others = [choice.kvgraft for choice in answer.choices]
+    assert first["computed_tokens"] == first["num_tokens"] > 200
+    assert sum(report["computed_tokens"] for report in others) < first["num_tokens"] / 2
+
+
+def test_logprobs_of_a_chat_do_not_have_the_token_that_ends_it(client):
+    fields = {"model": "graft-tiny", "messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": 6}
+    fields |= {"temperature": 0, "logprobs": True}
+    ids = client.chat.completions.create(**fields, extra_body={"return_token_ids": True}).choices[0].token_ids
+    cut = client.chat.completions.create(**fields, extra_body={"stop_token_ids": [ids[3]]}).choices[0]
+    assert cut.finish_reason == "stop"
+    assert len(cut.logprobs.content) == ids.index(ids[3])
+
+
+def test_target_may_be_a_whole_address(server):
+    head = f"GET {server.url}/v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n"
+    reply = raw(server, head.encode())
+    assert reply.startswith(b"HTTP/1.1 200 ")
+    assert b"graft-tiny" in reply
+
+
+class TestMessages:
+    """In plain HTTP, as a client of Anthropic's API sends it."""
+
+    def ask(self, server, path="/v1/messages", **fields):
+        body = {"model": "graft-tiny", "messages": [{"role": "user", "content": DOCUMENT}], "temperature": 0} | fields
+        if path.endswith("count_tokens"):
+            del body["temperature"]
+        headers = {"content-type": "application/json", "x-api-key": KEY, "anthropic-version": "2023-06-01"}
+        request = urllib.request.Request(f"{server.url}{path}?beta=true", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.read().decode()
+
+    def events(self, text):
+        return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+    def test_whole_and_streamed_are_the_same(self, server):
+        whole = json.loads(self.ask(server, max_tokens=12))
+        events = self.events(self.ask(server, max_tokens=12, stream=True))
+        deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(deltas) == whole["content"][0]["text"]
+        assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+        assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
+        assert events[-2]["usage"]["cache_read_input_tokens"] > 200
+        counted = json.loads(self.ask(server, "/v1/messages/count_tokens"))["input_tokens"]
+        assert counted == events[0]["message"]["usage"]["input_tokens"] == whole["kvgraft"]["num_tokens"]
+
+    def test_stop_sequence_is_named_and_cut_off(self, server):
+        text = json.loads(self.ask(server, max_tokens=24))["content"][0]["text"]
+        stop = text[len(text) // 2 :][:4]
+        fields = {"max_tokens": 24, "stop_sequences": [stop, "never"]}
+        whole, events = json.loads(self.ask(server, **fields)), self.events(self.ask(server, **fields, stream=True))
+        deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        assert whole["content"][0]["text"] == "".join(deltas) == text[: text.index(stop)]
+        assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
+        assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+
+    def test_tools_are_called(self, server):
+        """The model has no template that shows them: it is told of them by default."""
+        schema = {"type": "object", "properties": {"level": {"enum": ["low", "high"]}}, "required": ["level"]}
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        fields = {"tools": [{"name": "set_level", "input_schema": schema}], "tool_choice": choice, "max_tokens": 64}
+        [call] = json.loads(self.ask(server, **fields))["content"]
+        assert (call["type"], call["name"]) == ("tool_use", "set_level")
+        assert call["input"]["level"] in ("low", "high")
+        events = self.events(self.ask(server, **fields, stream=True))
+        deltas = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+        assert json.loads("".join(deltas)) == call["input"]
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
 def test_port_in_use_is_one_line_and_exit_code_2(server, capsys):
     assert main(["serve", "--port", str(server.port)]) == 2
     captured = capsys.readouterr()

@@ -140,6 +140,10 @@ class AsyncLLM:
         work = partial(self._engine.builder.tokenize, prompt, add_special_tokens=add_special_tokens)
         return await self._lanes.run(prompt_length(prompt), work)
 
+    async def check_length(self, prompt: Prompt) -> None:
+        """Raise `ContextLengthError` for a prompt that cannot fit by its length alone; nothing of it is tokenised."""
+        await asyncio.to_thread(self._engine.builder.check_length, prompt)
+
     async def prepare(
         self,
         prompt: Prompt,

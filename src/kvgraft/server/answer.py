@@ -88,12 +88,14 @@ class AnswerForm(ABC):
         object_name: `object` of a whole answer.
         chunk_name: `object` of a chunk.
         prompt_in_choice: Facts about the prompt stand in the choice; otherwise beside all of them.
+        scores_end: Log-probabilities are told of the token that ends an answer, too, though it is no part of the text.
     """
 
     id_prefix: str
     object_name: str
     chunk_name: str
     prompt_in_choice = False
+    scores_end = True
 
     @abstractmethod
     def whole(self, state: ChoiceState, texts: TokenTexts) -> JSONObject:
@@ -167,7 +169,7 @@ class AnswerWriter:
     async def whole(self, parts: AsyncIterator[tuple[ChoiceRequest, StreamPart]]) -> JSONObject:
         """Wait for everything and return the answer."""
         async for choice, part in parts:
-            self._states[choice.index].take(part)
+            self._states[choice.index].take(self._scored(part))
         choices = [self._choice(state) for state in self._states]
         answer: JSONObject = {**self._head, "object": self._form.object_name, "choices": choices, "usage": self.usage()}
         for state, choice_object in zip(self._states, choices, strict=True):
@@ -200,11 +202,11 @@ class AnswerWriter:
         The first token of a choice always makes a chunk, so that clients see it in time; later ones do if they bring text.
         Provisional text is marked. An event before a chunk that contradicts what was sent takes that back.
         """
-        async for choice, part in parts:
-            state = self._states[choice.index]
+        async for choice, given in parts:
+            state, part = self._states[choice.index], self._scored(given)
             state.note(part)
             if self._options.no_output:
-                part = replace(part, text="", logprobs=None)  # noqa: PLW2901 - the token is left out everywhere below
+                part = replace(part, text="", logprobs=None)  # the token is left out everywhere below
             elif not part.is_provisional:
                 state.new_ids.append(part.token_id)
             change = state.sent.take(part)
@@ -216,6 +218,10 @@ class AnswerWriter:
                     yield chunk
         if self._options.include_usage:
             yield self._chunk([]) | {"usage": self.usage()}
+
+    def _scored(self, part: StreamPart) -> StreamPart:
+        """Return a part without log-probabilities that the form does not tell."""
+        return replace(part, logprobs=None) if part.is_end and not self._form.scores_end else part
 
     def failed(self, payload: JSONObject) -> JSONObject:
         """Return the event that ends a stream that failed, from the body of the error."""

@@ -18,6 +18,7 @@ from kvgraft.http.access_log import AccessLog, note_error
 from kvgraft.http.auth import UI_PATH, BearerAuth
 from kvgraft.http.body import OneLength
 from kvgraft.http.errors import APIError, as_api_error
+from kvgraft.http.origin_form import OriginForm
 from kvgraft.http.web_pages import APICORS, KnownPages
 from kvgraft.inspector import EngineSource, create_inspector, followed
 from kvgraft.server import status, tokenization
@@ -121,7 +122,7 @@ def _middleware(
         if config.api_key
         else Middleware(KnownPages, config.host, config.cors_origin)
     )
-    inner = [Middleware(AccessLog, metrics, traces), Middleware(OneLength), who]
+    inner = [Middleware(OriginForm), Middleware(AccessLog, metrics, traces), Middleware(OneLength), who]
     if not config.cors_origin:
         return inner
     cors = Middleware(

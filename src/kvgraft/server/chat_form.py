@@ -21,6 +21,7 @@ class ChatForm(AnswerForm):
     """OpenAI's `chat.completion`, and its chunks."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    scores_end = False
 
     def __init__(self, reading: ToolReading | None = None) -> None:
         """Begin an answer.

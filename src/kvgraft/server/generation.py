@@ -47,6 +47,8 @@ async def prepare_choices(
         source: Prompt = prompt
         if options.truncation is not None:
             with about("prompt"):
+                if isinstance(prompt, str):  # all of it is tokenised, however little is kept
+                    await engine.check_length(prompt)
                 token_ids = await engine.tokenize(prompt, add_special_tokens=asked.add_special_tokens)
             source = options.truncation.cut(token_ids, engine.max_model_len - 1)
         for _ in range(options.n):
@@ -68,16 +70,24 @@ def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 async def run_choices(
-    engine: AsyncLLM, choices: Sequence[ChoiceRequest], admitted: Callable[[], None] | None = None
+    engine: AsyncLLM,
+    choices: Sequence[ChoiceRequest],
+    admitted: Callable[[], None] | None = None,
+    *,
+    share_prompts: bool = False,
 ) -> AsyncGenerator[tuple[ChoiceRequest, StreamPart]]:
     """Yield parts as they come. Closing the generator, or an error of one choice, cancels all of them.
 
     Args:
         engine: Computes them.
         choices: Of one request.
-        admitted: Called once the engine has accepted all of them.
+        admitted: Called once the engine has accepted all that begin at once.
+        share_prompts: Further choices of a prompt begin when the first has computed it: they find it in the cache.
     """
-    num_left = len(choices)
+    computed = {choice.prompt_index: asyncio.Event() for choice in choices}
+    first = {choice.prompt_index: choice for choice in reversed(choices)}
+    waits = [share_prompts and choice is not first[choice.prompt_index] for choice in choices]
+    num_left = waits.count(False)
 
     def one_admitted() -> None:
         nonlocal num_left
@@ -91,7 +101,12 @@ async def run_choices(
                 yield choices[0], part
         return
     queue: asyncio.Queue[tuple[ChoiceRequest, StreamPart] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(engine, choice, queue, one_admitted)) for choice in choices]
+    tasks = [
+        asyncio.create_task(
+            _pump(engine, choice, queue, None if is_late else one_admitted, computed[choice.prompt_index])
+        )
+        for choice, is_late in zip(choices, waits, strict=True)
+    ]
     try:
         open_choices = len(tasks)
         while open_choices:
@@ -112,11 +127,16 @@ async def _pump(
     engine: AsyncLLM,
     choice: ChoiceRequest,
     queue: asyncio.Queue[tuple[ChoiceRequest, StreamPart] | Exception | None],
-    admitted: Callable[[], None],
+    admitted: Callable[[], None] | None,
+    computed: asyncio.Event,
 ) -> None:
+    """Pass the parts of a choice on; without `admitted` it begins when its prompt is computed."""
     try:
+        if admitted is None:
+            await computed.wait()
         async with aclosing(engine.stream(choice.request, admitted)) as parts:
             async for part in parts:
+                computed.set()
                 queue.put_nowait((choice, part))
     except Exception as error:  # noqa: BLE001 - raised again where the choices come together
         queue.put_nowait(error)

@@ -19,6 +19,7 @@ from kvgraft.server.echo import echo_of
 from kvgraft.server.event_sender import EventSender
 from kvgraft.server.generation import prepare_choices, run_choices
 from kvgraft.server.logprobs import TokenIdTexts, TokenTexts
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,8 +82,9 @@ class GenerationResponse:
 
     async def _whole(self, scope: Scope) -> Response:
         choices, answer = await self._prepare(scope)
+        engine = self._context.engine
         try:
-            async with aclosing(run_choices(self._context.engine, choices)) as parts:
+            async with aclosing(run_choices(engine, choices, share_prompts=self._shares(len(choices)))) as parts:
                 whole = await answer.whole(parts)
             return json_response(whole, headers=answer.headers())
         finally:
@@ -102,7 +104,9 @@ class GenerationResponse:
         self, events: EventSender, answer: AnswerWriter, choices: Sequence[ChoiceRequest], scope: Scope
     ) -> None:
         try:
-            async with aclosing(run_choices(self._context.engine, choices, events.admit)) as parts:
+            shares = self._shares(len(choices))
+            running = run_choices(self._context.engine, choices, events.admit, share_prompts=shares)
+            async with aclosing(running) as parts:
                 async for chunk in answer.chunks(parts):
                     await events.send(json_bytes(chunk), _event_name(chunk))
             if answer.end:
@@ -114,6 +118,12 @@ class GenerationResponse:
             access_of(scope).note_error(failure)
             failed = answer.failed(failure.payload())
             await events.send(json_bytes(failed), _event_name(failed))
+
+    def _shares(self, num_choices: int) -> bool:
+        """Whether choices of a prompt find in the cache what the first computes, and there will be room for them then."""
+        options, context = self._options, self._context
+        has_room = context.engine.snapshot().num_waiting + num_choices <= context.config.max_waiting
+        return options.request.reuse != ReuseMode.OFF and options.prompt_logprobs is None and has_room
 
     async def _prepare(self, scope: Scope) -> tuple[list[ChoiceRequest], AnswerWriter]:
         if self._context.draining:

@@ -72,6 +72,9 @@ class FakeEngine:
         self.graft_refusal = None
         self.answer = "hello"
         self.stopped_by = ""
+        self.ends_with_token = False
+        self.started = []
+        self.num_parts = 0
         self.drafts = ()
         self.healing = None
         self.prepared = []
@@ -90,6 +93,10 @@ class FakeEngine:
         self.closed_with = []
         self.sessions = []
         self.config = SimpleNamespace(session_ttl_s=600.0)
+
+    async def check_length(self, prompt):
+        if isinstance(prompt, str) and len(prompt) > self.max_model_len * 10:
+            raise ContextLengthError("the prompt is too long", "prompt")
 
     async def tokenize(self, prompt, *, add_special_tokens=True):
         special = [2] if add_special_tokens and isinstance(prompt, str) else []
@@ -117,6 +124,7 @@ class FakeEngine:
 
     async def stream(self, request, admitted=None):
         sampling, text = request.sampling, ""
+        self.started.append((request.request_id, self.num_parts))
         if self.failure is None or self.fail_at is not None:
             admitted and admitted()
         count = min(len(self.answer), sampling.max_new_tokens)
@@ -136,7 +144,9 @@ class FakeEngine:
                 output = self._output(request, text) if step == count - 1 else None
                 told = self._logprobs(sampling, letter)
                 held = self.stopped_by if step == count - 1 and sampling.include_stop else ""
-                yield StreamPart(letter + held, ord(letter), output, told, prompt=prompt)
+                ends = self.ends_with_token and output is not None
+                self.num_parts += 1
+                yield StreamPart("" if ends else letter + held, ord(letter), output, told, prompt=prompt, is_end=ends)
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled.append(request.request_id)
             raise

@@ -140,7 +140,6 @@ def test_tokens_named_by_their_ids_keep_their_bytes(server):
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": 3}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
-        ({"tools": [{"function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
@@ -160,3 +159,14 @@ def test_bad_field_is_named(server, fields, param):
 def test_chat_needs_a_tokenizer(server):
     server.engine.loaded.tokenizer = None
     assert "token ids" in server.chat().error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_text_without_the_token_that_ends_it(server, stream):
+    server.engine.ends_with_token = True
+    reply = server.chat(logprobs=True, stream=stream)
+    choices = [event["choices"][0] for event in reply.events[:-1]] if stream else reply.json["choices"]
+    told = [token["token"] for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert "".join(told) == "hell"
+    whole = server.complete("a", logprobs=1).json["choices"][0]
+    assert whole["logprobs"]["tokens"] == list("hello")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgraft.errors import ConfigError, NothingToDrawError
+from kvgraft.errors import ConfigError, NothingToDrawError, RequestError
 
 
 def test_completion_has_the_shape_of_openai(server):
@@ -269,3 +269,25 @@ def test_served_name_is_the_one_clients_must_give(make_server):
 def test_config_error_while_streaming_starts_is_400(server):
     server.engine.failure = ConfigError("an unfinished request has this id")
     assert server.complete(stream=True).status == 400
+
+
+@pytest.mark.parametrize("reuse", ["graft", "exact", "off"])
+def test_choices_of_a_prompt_begin_when_the_first_has_computed_it(server, reuse):
+    """What the first one computes the others find in the cache; without a cache nothing is gained by waiting."""
+    assert server.complete(["a", "b"], n=3, kvgraft={"reuse": reuse}).status == 200
+    begun = {request_id.rpartition("-")[2]: num_parts for request_id, num_parts in server.engine.started}
+    assert len(begun) == 6
+    waits = {number for number, num_parts in begun.items() if num_parts}
+    assert waits == (set() if reuse == "off" else {"1", "2", "4", "5"})
+
+
+def test_choices_whose_first_fails_do_not_begin(server):
+    server.engine.failure = RequestError("the engine failed")
+    assert server.complete("a", n=3).status == 500
+    assert len(server.engine.started) == 1
+
+
+def test_choices_begin_at_once_where_the_queue_has_no_room_for_them_later(make_server):
+    server = make_server(max_waiting=4)
+    assert server.complete("a", n=3).status == 200
+    assert {num_parts for _, num_parts in server.engine.started} == {0}

@@ -299,3 +299,12 @@ def test_endpoints_of_openai_that_are_not_there_say_what_to_use(server, path, hi
 @pytest.mark.parametrize("path", ["/embeddings", "/v1/embeddingz", "/v1"])
 def test_other_paths_are_just_unknown(server, path):
     assert server.post(path, {}).error["code"] == "not_found"
+
+
+def test_a_target_may_be_a_whole_address(server):
+    """As a client sends it that takes the server for its proxy (RFC 9112, section 3.2.2)."""
+    scope_path = "http://127.0.0.1:8000/v1/models"
+    assert server.get(scope_path).json["object"] == "list"
+    assert server.get("http://127.0.0.1:8000").json["name"] == "kvgraft"
+    assert server.get("http://127.0.0.1:8000/nothing").status == 404
+    assert server.get("http://evil.example/v1/models", headers=[(b"host", b"127.0.0.1:8000")]).status == 403

@@ -84,7 +84,7 @@ def test_of_several_choices_all_have_to_be_accepted(make_server):
             yield part
 
     server.engine.stream = stream
-    assert post(server, n=3).status == 429
+    assert post(server, n=3, kvgraft={"reuse": "off"}).status == 429
 
 
 def test_an_error_after_a_comment_is_an_event(make_server):

@@ -72,3 +72,15 @@ def test_named_parts_of_conversations_are_not_cut(server):
     part = {"type": "text", "text": "a", "kvgraft": {"document": "x"}}
     reply = server.chat({"role": "user", "content": [part]}, truncate_prompt_tokens=3)
     assert (reply.status, reply.error["param"]) == (400, "messages[0].content[0].kvgraft")
+
+
+@pytest.mark.parametrize("call", ["complete", "chat"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, call, monkeypatch):
+    """It is long however it is cut, and would hold up all other long texts."""
+    tokenised = []
+    monkeypatch.setattr(server.engine, "tokenize", tokenised.append)
+    text = "x" * 4_000_000
+    given = text if call == "complete" else {"role": "user", "content": text}
+    reply = getattr(server, call)(given, truncate_prompt_tokens=10)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert tokenised == []

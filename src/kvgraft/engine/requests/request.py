@@ -165,6 +165,7 @@ class StreamPart:
         is_provisional: Whether the token was drawn from approximate K/V and may be retracted.
         num_retracted: Outstanding provisional tokens, the newest, that are taken back before this part counts.
         prompt: What is known of the prompt; set in the first part only.
+        is_end: Whether the token ends the answer and is no part of its text.
     """
 
     text: str
@@ -174,3 +175,4 @@ class StreamPart:
     is_provisional: bool = False
     num_retracted: int = 0
     prompt: PromptFacts | None = None
+    is_end: bool = False

@@ -84,7 +84,7 @@ class RequestBuilder:
             raise ConfigError(f"token ids must lie in [0, {vocabulary}); was the prompt tokenised for another model?")
         return token_ids
 
-    def _check_length(self, prompt: Prompt) -> None:
+    def check_length(self, prompt: Prompt) -> None:
         """Raise `ContextLengthError` for a prompt that cannot fit by its length alone: nothing of it is looked at."""
         most = self.longest - 1
         if not isinstance(prompt, str):
@@ -124,7 +124,7 @@ class RequestBuilder:
             ConfigError: The prompt is empty or too long, or an option does not go with it or with this engine.
         """
         with about("prompt"):
-            self._check_length(prompt)
+            self.check_length(prompt)
             token_ids = self.tokenize(prompt, add_special_tokens=options.add_special_tokens)
         sampling = options.sampling
         self._check_tokens(sampling)

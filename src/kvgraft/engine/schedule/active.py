@@ -456,7 +456,8 @@ class ActiveRequest:
         self.output_ids.append(token_id)
         delta, self.finish_reason = self._written(self._text, token_id, len(self.output_ids))
         logprobs = self._sampler.logprobs(logits, token_id)
-        return StreamPart(delta, token_id, logprobs=logprobs, prompt=self._prompt_facts())
+        is_end = token_id in self._end_ids and not self.request.sampling.include_stop
+        return StreamPart(delta, token_id, logprobs=logprobs, prompt=self._prompt_facts(), is_end=is_end)
 
     def _prompt_facts(self) -> PromptFacts | None:
         """Return the facts of the prompt for the first part; None for all others."""
