@@ -399,7 +399,7 @@ class Engine:
             logger.exception("the engine cannot begin anew yet")
 
     def rebuild(self) -> None:
-        """Begin anew with every container empty, whatever state it is in, and without a request: they have been answered.
+        """Begin anew with every container empty and without a request: they have been answered.
 
         For books that cannot be trusted, which `reset` would read. What stores hold is found again.
 
