@@ -67,6 +67,7 @@ class Drill:
         return [
             (place, number)
             for place, count in sorted(calls.seen.items())
+            if not place.caller.startswith("memory_drill")  # an `AsyncLLM` guards what its thread calls
             for number in sorted({1, (count + 1) // 2, count})
         ]
 

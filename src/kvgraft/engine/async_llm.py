@@ -459,7 +459,7 @@ class AsyncLLM:
             item = event.error or event.part
             assert item is not None
             stream = self._streams.get(event.request_id)
-            if stream is None:  # its stream was told before that it has failed
+            if stream is None:  # it has ended with an error before
                 continue
             if event.error is not None or (event.part is not None and event.part.output is not None):
                 del self._streams[event.request_id]

@@ -318,14 +318,15 @@ class Engine:
         Where it is unknown which request a failure concerns, all end. What an interrupted change may have left half done is
         verified before it is read again; if it does not hold, the engine begins anew with nothing cached.
         """
-        events: list[StepEvent] = []
+        unfinished: list[str] = []
         try:
+            unfinished += self._active
             self._require_sound()
-            self._step(events)
+            events = self._step()
             self._require_sound()
         except Exception as error:
             logger.exception("a step failed; all requests end")
-            return self.end_all(error, events)
+            return self.end_all(error, unfinished)
         except BaseException as error:  # its user's Ctrl-C
             self.space.doubt(error)
             raise
@@ -357,18 +358,18 @@ class Engine:
             self.check()
             self.space.trust()
 
-    def end_all(self, error: Exception, events: Sequence[StepEvent] = ()) -> list[StepEvent]:
+    def end_all(self, error: Exception, unanswered: Sequence[str] = ()) -> list[StepEvent]:
         """End all requests, and see to it that what is left of them is sound: a failure may concern any of them.
 
         Args:
             error: What has failed.
-            events: Of requests that this step has gone on with, or ended.
+            unanswered: Ids of requests that may have ended meanwhile, without an event.
 
         Returns:
             An error for each.
         """
         self.space.distrust()
-        names = dict.fromkeys([*(event.request_id for event in events), *self._active])
+        names = dict.fromkeys([*unanswered, *self._active])
         reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
         failure = RequestError(f"the engine failed while it served this request: {reason}; send it again")
         ended = [StepEvent(name, error=failure) for name in names]
@@ -398,7 +399,7 @@ class Engine:
             logger.exception("the engine cannot begin anew yet")
 
     def rebuild(self) -> None:
-        """Begin anew with every container empty, whatever state it is in, and without a request: they have been answered.
+        """Begin anew with every container empty and without a request: they have been answered.
 
         For books that cannot be trusted, which `reset` would read. What stores hold is found again.
 
@@ -424,8 +425,8 @@ class Engine:
         self.is_broken = False
         self.space.trust()
 
-    def _step(self, events: list[StepEvent]) -> None:
-        """Run one forward pass and append what comes of it for each request."""
+    def _step(self) -> list[StepEvent]:
+        """Run one forward pass for the requests that are due."""
         started = time.perf_counter()
         self.sessions.expire()
         self._make_room()
@@ -436,7 +437,7 @@ class Engine:
         self._require_sound()  # before anything is computed into slots that may be others'
         if not (step.parts or step.failed):
             self.scheduler.wait_for_stores(_STORE_TICK_S)
-        events += [self._fail(active, error) for active, error in step.failed]
+        events = [self._fail(active, error) for active, error in step.failed]
         beside = self._heal_beside(step)
         try:
             outputs = self._forward([*(rows for _, rows in step.parts), *beside])
@@ -452,6 +453,7 @@ class Engine:
         self._pace.observe(seconds, step.num_streams, step.prefill_flops + healed_flops)
         self._events.flush()
         self._recording.step(step, started, seconds, sum(len(rows.positions) for rows in beside))
+        return events
 
     def check(self) -> None:
         """Verify every invariant of the K/V bookkeeping and of sessions. Between steps.

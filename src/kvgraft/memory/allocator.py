@@ -75,7 +75,7 @@ class SlotAllocator:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Free all slots, whatever state the counts are in; what holders still name is not theirs any more."""
+        """Free all slots without a look at the counts, which may be wrong; what holders still name is not theirs any more."""
         self._extents = FreeExtents(self._num_slots)
         self._refs.fill(0)
         self._class_sizes.fill(0)

@@ -35,7 +35,7 @@ class BaseHostSlots(ABC):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Free all slots, whatever state the counts are in; what holders still name is not theirs any more."""
+        """Free all slots without a look at the counts, which may be wrong; what holders still name is not theirs any more."""
         self._extents = FreeExtents(self.num_slots)
         self._is_free.fill(True)
         self._num_free = self.num_slots

@@ -113,7 +113,7 @@ class HostKVStore:
         del self._blocks[key]
 
     def rebuild(self) -> None:
-        """Forget all blocks, whatever state the count of their bytes is in."""
+        """Forget all blocks without a look at the count of their bytes, which may be wrong."""
         self._blocks.clear()
         self._used_bytes = 0
 

@@ -23,6 +23,8 @@ KNOWN = [
     ("PassageIndex.remove", "/donors/finder.py", "a donor is half forgotten"),
     ("AnchorIndex.insert", "/donors/finder.py", "a donor is half known"),
     ("TokenArena.store", "/donors/finder.py", "a row without tokens"),
+    ("IdleHealer.wake", "/engine/core.py", "a request is forgotten before its answer is handed on"),
+    ("DonorCatalogue._entry", "/donors/catalogue.py", "a donor stays pinned"),
     ("IdleHealer.add", "/engine/core.py", "a request has ended and is not forgotten"),
     ("id_in_row", "/donors/catalogue.py", "a row is lost"),
 ]

@@ -195,6 +195,7 @@ class FakeEngine:
             slots_kept=30,
             num_errors=5,
             num_preemptions=6,
+            num_rebuilds=0,
             attention="sdpa on cpu",
             risk=UNCALIBRATED,
             class_risks=self.class_risks,

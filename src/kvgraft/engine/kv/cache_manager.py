@@ -154,7 +154,7 @@ class CacheManager:
         self.space.reset()
 
     def rebuild(self) -> None:
-        """Begin anew with everything empty, whatever state it is in; see `KVSpace.rebuild`."""
+        """Begin anew with everything empty, without a look at what may be half changed; see `KVSpace.rebuild`."""
         self.space.rebuild()
         self._layers.rebuild()
 

@@ -123,7 +123,7 @@ class KeptPrefixes:
         return cut
 
     def rebuild(self) -> None:
-        """Forget all, whatever state the counts are in; locks and slots are given back by their owner as a whole."""
+        """Forget all without a look at the counts, which may be wrong; their owner gives locks and slots back as a whole."""
         self._kept.clear()
         self._uses.fill(0)
         self.num_slots = 0

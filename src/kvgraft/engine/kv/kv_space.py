@@ -365,7 +365,7 @@ class KVSpace:
             self._forget_kv(donor)
 
     def rebuild(self) -> None:
-        """Begin anew with everything empty, whatever state it is in: requests hold nothing any more, either."""
+        """Begin anew with everything empty, without a look at what may be half changed. Requests hold nothing any more."""
         self._epoch += 1  # locks of before hold nothing any more
         self.allocator.rebuild()
         self.prefix.rebuild()

@@ -165,7 +165,7 @@ class Sessions:
             self._forget(session)
 
     def rebuild(self) -> None:
-        """Forget all of them and their turns, whatever state they are in; the space begins anew, too."""
+        """Forget all of them and their turns without a look at them; the space begins anew, too."""
         self._open.clear()
         self._turns.clear()
 

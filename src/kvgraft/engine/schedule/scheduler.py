@@ -99,7 +99,7 @@ class Scheduler:
             self.waiting.remove(active)
 
     def rebuild(self) -> None:
-        """Forget all requests, whatever state the queues are in; the caller has taken back what they hold."""
+        """Forget all requests without a look at the queues; the caller has taken back what they hold."""
         self.waiting = FairQueue()
         self.running.clear()
         self.loading.clear()
