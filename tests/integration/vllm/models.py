@@ -48,6 +48,24 @@ def _jamba() -> tf.PreTrainedModel:
     return tf.JambaForCausalLM(tf.JambaConfig(**_SHAPE, **mixers, **experts, use_mamba_kernels=False))
 
 
+def _gpt_oss() -> tf.PreTrainedModel:
+    """Every head has an attention sink, and every other layer a window."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    shape = {**_SHAPE, "head_dim": 32, "sliding_window": WINDOW, "layer_types": kinds, "rope_parameters": rope}
+    model = tf.GptOssForCausalLM(tf.GptOssConfig(**shape, **experts))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_(0.0, 2.0)
+    return model
+
+
+SINKS = {"gpt-oss": _gpt_oss}
+"""What the query attends to cannot be seen in these."""
+
 FAMILIES = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE, head_dim=32)),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_SHAPE)),
@@ -69,7 +87,7 @@ def save_tiny(family: str, folder: Path) -> str:
     path = folder / family
     if not (path / "config.json").exists():
         torch.manual_seed(0)
-        model = {**FAMILIES, **HYBRIDS, **ONE_LAYER}[family]()
+        model = {**FAMILIES, **HYBRIDS, **ONE_LAYER, **SINKS}[family]()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 # Default initialisation is so small that attention hardly matters; errors would hide.
