@@ -26,8 +26,8 @@ class ServerConfig(EngineConfig):
     reuse: str = mode_setting()
     tool_parser: str = setting(
         "auto",
-        "form in which the model writes calls of tools; auto reads it in the chat template; with auto or json, models with a "
-        "template that shows no tools are told of them in a system message, and call them in json",
+        "form in which the model writes calls of tools; auto reads it in the chat template; with auto or json, tools "
+        "that the template does not show are described in a system message, and called in json",
         MODEL,
         choices=("auto", "hermes", "json", "llama", "mistral"),
     )

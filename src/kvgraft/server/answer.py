@@ -88,7 +88,7 @@ class AnswerForm(ABC):
         object_name: `object` of a whole answer.
         chunk_name: `object` of a chunk.
         prompt_in_choice: Facts about the prompt stand in the choice; otherwise beside all of them.
-        scores_end: Log-probabilities are told of the token that ends an answer, too, though it is no part of the text.
+        scores_end: Log-probabilities have the token that ends an answer, too, though it is no part of the text.
     """
 
     id_prefix: str

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from kvgraft.server.options import AnswerOptions
     from kvgraft.server.tools import ToolFormat, ToolUse
 
-_TOLD_IN = "json"
-"""The form in which models write calls that are told of tools because their template does not show them."""
-_TELLING = frozenset({"auto", _TOLD_IN})
-"""Values of `tool_parser` with which they are told; the others name a form that a template has to show."""
+_DESCRIBED_IN = "json"
+"""The form of calls of models to which the server describes tools, because their template does not show them."""
+_DESCRIBING = frozenset({"auto", _DESCRIBED_IN})
+"""Values of `tool_parser` with which it does; the others name a form that a template has to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ def prepare_chat(
             "kvgraft.provisional cannot be true with tools: a call that was streamed cannot be taken back; leave it out",
             param="kvgraft.provisional",
         )
-    prompt, is_told = _shown(tokenizer, tool_parser, conversation)
-    if is_told:
-        written = tool_format(_TOLD_IN, "")
+    prompt, is_described = _shown(tokenizer, tool_parser, conversation)
+    if is_described:
+        written = tool_format(_DESCRIBED_IN, "")
     asked_structure = options.sampling.structure
     structure = structure_of(use, written.layout, asked_structure)
     reading = ToolReading(
@@ -112,18 +112,18 @@ def _for_prompt(options: AnswerOptions, prompt: ChatPrompt) -> AnswerOptions:
 def _shown(
     tokenizer: PreTrainedTokenizerBase | None, tool_parser: str, conversation: Conversation
 ) -> tuple[ChatPrompt, bool]:
-    """Render with tools, and say whether they are told in a system message because the template does not show them.
+    """Render with tools, and say whether a system message describes them because the template does not show them.
 
     Raises:
         BadRequestError: It does not, and the setting names a form of calls that it would have to show.
     """
     messages, shown, asked = conversation.messages, conversation.tools.shown, conversation.asked
     has_template = bool(template_of(tokenizer, with_tools=True))
-    if has_template or tool_parser not in _TELLING:
+    if has_template or tool_parser not in _DESCRIBING:
         prompt = render_chat(tokenizer, messages, shown, asked)
         if prompt != render_chat(tokenizer, messages, [], asked):
             return prompt, False
-    if tool_parser not in _TELLING:
+    if tool_parser not in _DESCRIBING:
         raise BadRequestError(no_tools("the model's chat template does not show tools to the model"), param="tools")
     return render_chat(tokenizer, with_tools_told(messages, shown), [], asked), True
 
