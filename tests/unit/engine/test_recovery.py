@@ -196,3 +196,16 @@ def test_every_kind_of_space_begins_anew(family, settings, rng):
     assert llm.usage().free == 200
     assert [llm.generate(prompt, FOUR, "exact")[0].token_ids for prompt in prompts] == answers
     llm.check()
+
+
+def test_what_stores_hold_is_found_again(loaded, rng, tmp_path):
+    llm = LLM(loaded, num_slots=400, store=f"file:{tmp_path}")
+    llm.generate(rng.integers(3, VOCABULARY, 200), FOUR)
+    assert llm.sync_stores()
+    llm.engine.rebuild()
+    llm.check()
+    assert len(llm.space.donors) == 0
+    assert llm.sync_stores()
+    assert llm.space.donors.num_stored == 1
+    llm.check()
+    llm.close()
