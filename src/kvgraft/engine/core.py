@@ -481,7 +481,9 @@ class Engine:
                 f"unfinished requests hold {held} slots, of which the allocator counts {references}"
             )
         if not is_lent:
-            self.space.check_held(active.kv.held for active in self._active.values() if active.kv is not None)
+            holdings = [active.kv.held for active in self._active.values() if active.kv is not None]
+            locks = [lock for each in holdings for lock in each.locks]
+            self.space.check_held(locks, sum(len(each.pinned) for each in holdings))
         states = self.space.state_usage()
         if states is not None and states.request != self._num_states_held() and not self.num_lent:
             raise CorruptCacheError(

@@ -50,6 +50,11 @@ class Holdings:
         """Whether K/V are kept from eviction until they are copied."""
         return bool(self.pinned) or self.stand_in_lock is not None
 
+    @property
+    def locks(self) -> list[PrefixLock]:
+        """Locks on stored prefixes."""
+        return [lock for lock in (self.lock, self.stand_in_lock) if lock is not None]
+
     def keep(self, donors: Iterable[Donor]) -> None:
         """Keep donors from eviction until `release_donors`."""
         for donor in donors:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import DonorText
-    from kvgraft.engine.kv.holdings import Holdings
     from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.stores.store_tier import StoreTier
@@ -521,21 +520,17 @@ class KVSpace:
         if distinct != self.allocator.num_held(Owner.DONOR) or cached != self.allocator.num_references(Owner.CACHE):
             raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")
 
-    def check_held(self, held: Iterable[Holdings]) -> None:
-        """Verify that locks and pins are those of these holdings and of sessions.
+    def check_held(self, locks: Iterable[PrefixLock], num_pins: int) -> None:
+        """Verify that locks and pins are those of requests, which are given, and of sessions.
 
         Raises:
             CorruptCacheError: One was lost, and its prefix or donor would stay for good, or leave too early.
         """
-        locks, num_pins = self.kept.locks, 0
-        for each in held:
-            locks += [lock for lock in (each.lock, each.stand_in_lock) if lock is not None]
-            num_pins += len(each.pinned)
         if num_pins != self.donors.num_pins:
             raise CorruptCacheError(
                 f"requests hold {num_pins} pins of donors, of which {self.donors.num_pins} are counted"
             )
-        current = [lock for lock in locks if lock.epoch == self._epoch]
+        current = [lock for lock in (*self.kept.locks, *locks) if lock.epoch == self._epoch]
         num_locks, counted = (
             sum(not self.prefix.is_empty_prefix(lock.receipt) for lock in current),
             self.prefix.num_locks(),
