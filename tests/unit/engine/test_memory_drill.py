@@ -8,8 +8,8 @@ import random
 import pytest
 from tests.support.memory_drill import KINDS, Drill
 
-_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "300"))
-"""Points of one kind of engine in the slow test."""
+_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
+"""Points of one kind of engine in the slow test; a point takes a second or two, and there are some 4,000 of each kind."""
 
 KNOWN = [
     ("Engine._forget", "/engine/core.py", "a request that ends is forgotten in steps"),
