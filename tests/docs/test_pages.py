@@ -23,6 +23,8 @@ DESCRIPTIONS = [name for name in PAGES if not name.startswith("docs/adr/")]
 OTHERS = {
     "client.responses.parse": "OpenAI's client",
     "response.completed": "OpenAI's events",
+    "usage.input_tokens": "fields of answers",
+    "usage.kvgraft": "fields of answers",
     "v1/core/sched/scheduler.py": "vLLM",
     "v1/worker/kv_connector_model_runner_mixin.py": "vLLM",
     "unified_radix_cache.py": "SGLang",
