@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class FailingCalls:
         self.has_failed = False
         self._place = place
         self._number = number
-        self._originals = {}
+        self._originals: dict[str, Any] = {}
 
     def __enter__(self) -> FailingCalls:
         if not self.has_failed:

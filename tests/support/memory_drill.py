@@ -174,10 +174,11 @@ class _Run:
         name = self.add(prompt, count, reuse, **options)
         self.finish([name])
         answer = self.answer(name)
-        if answer is not None and self.compares and reuse == "exact":
-            token_ids = self._outputs[name].prompt_token_ids
-            if not answer.equals(self.drill.reference(token_ids, count)):
-                self.wrong.append(f"b: wrong answer {name}")
+        output = self._outputs.get(name)
+        if answer is None or not isinstance(output, RequestOutput) or not self.compares or reuse != "exact":
+            return answer
+        if not answer.equals(self.drill.reference(output.prompt_token_ids, count)):
+            self.wrong.append(f"b: wrong answer {name}")
         return answer
 
     def answer(self, name: str) -> Answer | None:
@@ -244,7 +245,7 @@ class _Run:
         for event in events:
             if event.error is not None:
                 self._outputs[event.request_id] = event.error
-            else:
+            elif event.part is not None:
                 self._answers[event.request_id].append(event.part)
                 if event.part.output is not None:
                     self._outputs[event.request_id] = event.part.output
