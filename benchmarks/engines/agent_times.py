@@ -7,6 +7,7 @@ r"""First token, and 16 tokens, of every call of recorded agent sessions on stoc
 Two servers of the engine, one with its exact prefixes and one with kvgraft, both empty at the start, get every call one after
 the other, in alternating order, the other one held still meanwhile. Calls whose prompt and answer do not fit the model are
 left out. Tokens of the packs are a permutation of those that a client sent: times and counts say something, answers do not.
+`computed` is what usage does not call cached, which vLLM calls gaps and repairs, too; SGLang's answers have a report.
 """
 
 from __future__ import annotations
