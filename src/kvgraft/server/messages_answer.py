@@ -6,25 +6,23 @@ from typing import TYPE_CHECKING
 
 from kvgraft.engine.requests.request import FinishReason
 from kvgraft.http.errors import messages_error
-from kvgraft.server.answer import AnswerWriter, reuse_of
+from kvgraft.server.answer import reuse_of
 from kvgraft.server.message_blocks import MessageBlocks
-from kvgraft.server.tools import Content
+from kvgraft.server.single_answer import SingleAnswerWriter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvgraft.engine.requests.request import StreamPart
     from kvgraft.server.answer import AnswerForm, JSONObject
     from kvgraft.server.generation import ChoiceRequest
     from kvgraft.server.logprobs import TokenTexts
     from kvgraft.server.options import AnswerOptions
-    from kvgraft.server.tools import OutputReader, Piece
+    from kvgraft.server.tools import OutputReader
 
 
-class MessagesWriter(AnswerWriter):
+class MessagesWriter(SingleAnswerWriter):
     """Builds one message, or the events of one."""
-
-    end = b""
 
     def __init__(
         self,
@@ -48,10 +46,9 @@ class MessagesWriter(AnswerWriter):
             stops: The client's own texts that end it, which the answer names and does not have.
             reader: Finds calls of tools; None if there are no tools.
         """
-        super().__init__(head, form, choices, texts, options)
+        super().__init__(head, form, choices, texts, options, reader=reader)
         self._stops = stops
         self._stopped_by: str | None = None
-        self._reader = reader
         self._blocks = MessageBlocks()
 
     async def whole(self, parts: AsyncIterator[tuple[ChoiceRequest, StreamPart]]) -> JSONObject:
@@ -81,13 +78,8 @@ class MessagesWriter(AnswerWriter):
         """Return the event `error`."""
         return messages_error(payload)
 
-    def _read(self, part: StreamPart) -> Iterable[Piece]:
-        state = self._states[0]
-        state.note(part)
-        text = part.text if part.output is None else self._without_stop(part.text)
-        if self._reader is None:
-            return [Content(text)] if text else []
-        return self._reader.feed(text) + (self._reader.finish() if part.output else [])
+    def _text_of(self, part: StreamPart) -> str:
+        return part.text if part.output is None else self._without_stop(part.text)
 
     def _without_stop(self, text: str) -> str:
         """Cut off what ended the text: it is held back until it is whole, so the last part has all of it."""

@@ -5,25 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.engine.requests.request import FinishReason
-from kvgraft.server.answer import AnswerWriter, reuse_of
+from kvgraft.server.answer import reuse_of
 from kvgraft.server.responses_events import ResponseItems
-from kvgraft.server.tools import Content
+from kvgraft.server.single_answer import SingleAnswerWriter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvgraft.engine.requests.request import RequestOutput, StreamPart
     from kvgraft.server.answer import AnswerForm, JSONObject
     from kvgraft.server.generation import ChoiceRequest
     from kvgraft.server.logprobs import TokenTexts
     from kvgraft.server.options import AnswerOptions
-    from kvgraft.server.tools import OutputReader, Piece
+    from kvgraft.server.tools import OutputReader
 
 
-class ResponsesWriter(AnswerWriter):
+class ResponsesWriter(SingleAnswerWriter):
     """Builds one response. Its events are numbered, and the last of them holds all of it."""
-
-    end = b""
 
     def __init__(
         self,
@@ -47,9 +45,8 @@ class ResponsesWriter(AnswerWriter):
             said: What the request said, which responses repeat.
             reader: Finds calls of tools; None if there are no tools.
         """
-        super().__init__(head, form, choices, texts, options)
+        super().__init__(head, form, choices, texts, options, reader=reader)
         self._said = said
-        self._reader = reader
         self._items = ResponseItems()
         self._num_events = 0
 
@@ -76,13 +73,6 @@ class ResponsesWriter(AnswerWriter):
         assert isinstance(error, dict)
         details = {"code": "server_error", "message": error["message"]}
         return self._numbered({"type": "response.failed", "response": self._response("failed") | {"error": details}})
-
-    def _read(self, part: StreamPart) -> Iterable[Piece]:
-        state = self._states[0]
-        state.note(part)
-        if self._reader is None:
-            return [Content(part.text)] if part.text else []
-        return self._reader.feed(part.text) + (self._reader.finish() if part.output else [])
 
     def _ended(self) -> list[JSONObject]:
         """Events that end the response; the last holds all of it."""
