@@ -6,6 +6,7 @@ become a donor and of which generation, and which classes its report counts.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,14 +101,15 @@ class Lineage:
         return bool(self._exposed) or any(span.fidelity not in _IN_PLACE for span in self._spans)
 
     def copied_tokens(self, fidelity: Fidelity) -> int:
-        """Tokens of one class that stayed as they were copied, and were not computed again."""
-        spans = [(each.target_start, each.length) for each in self._spans if each.fidelity is fidelity]
-        again = sum(
-            max(0, min(start + length, first + count) - max(start, first))
-            for start, length in spans
-            for first, count in self._recomputed_runs
-        )
-        return sum(length for _, length in spans) - again
+        """Tokens of one class that stayed as they were copied, and were not computed again. O(spans log runs + runs)."""
+        return sum(each.length - self._num_again(each) for each in self._spans if each.fidelity is fidelity)
+
+    def _num_again(self, span: SpanReport) -> int:
+        """Tokens of a span that were computed over its copy: policies choose single ones, so runs are many."""
+        runs, start, stop = self._recomputed_runs, span.target_start, span.target_start + span.length
+        first = max(0, bisect_left(runs, (start,)) - 1)
+        inside = runs[first : bisect_left(runs, (stop,))]
+        return sum(max(0, min(stop, at + count) - max(start, at)) for at, count in inside)
 
     def go_on(self, stop: int, generation: int, *, start: int | None = None, tier: str = "device") -> None:
         """Note that the engine had the K/V of all positions between the exact prefix and `stop`, where they are.
