@@ -104,6 +104,22 @@ def ask(llm, *parts, **options):
     return output
 
 
+def impatient_with_a_store_that_hangs(stores, engines, rng, monkeypatch, *, num_documents, first_rest_s):
+    """Documents in a store from which no read comes back, and an engine that waits 0.05 s for one."""
+    documents = [text(rng, 400) for _ in range(num_documents)]
+    first = engines()
+    for document in documents:
+        ask(first, document)
+    assert first.sync_stores(WAIT_S)
+    monkeypatch.setattr(reads_module, "_LEAST_PATIENCE_S", 0.05)
+    monkeypatch.setattr(reads_module, "_SHARE_AT_MOST_S", 0.05)
+    monkeypatch.setattr(used, "_FIRST_REST_S", first_rest_s)
+    second = engines()
+    assert second.sync_stores(WAIT_S)
+    stores.faults.hang.add("read")
+    return documents, second
+
+
 def tiers(output):
     return [(span.tier, span.length) for span in output.report.spans]
 
@@ -548,17 +564,9 @@ class TestFaults:
         assert second.num_errors == 0, "a store that fails is no error of the engine"
 
     def test_a_store_that_hangs_costs_a_request_its_patience_once(self, stores, engines, rng, monkeypatch):
-        documents = [text(rng, 400) for _ in range(2)]
-        first = engines()
-        for document in documents:
-            ask(first, document)
-        assert first.sync_stores(WAIT_S)
-        monkeypatch.setattr(reads_module, "_LEAST_PATIENCE_S", 0.05)
-        monkeypatch.setattr(reads_module, "_SHARE_AT_MOST_S", 0.05)
-        monkeypatch.setattr(used, "_FIRST_REST_S", WAIT_S)
-        second = engines()
-        assert second.sync_stores(WAIT_S)
-        stores.faults.hang.add("read")
+        documents, second = impatient_with_a_store_that_hangs(
+            stores, engines, rng, monkeypatch, num_documents=2, first_rest_s=WAIT_S
+        )
         late = ask(second, text(rng, 50), documents[0])
         assert late.report.miss.reason is MissReason.STORE
         assert stored(second).reads["late"] == 1
@@ -569,17 +577,9 @@ class TestFaults:
 
     def test_a_store_that_hung_is_read_again(self, stores, engines, rng, monkeypatch):
         """What nothing is read by is not believed for good."""
-        documents = [text(rng, 400) for _ in range(6)]
-        first = engines()
-        for document in documents:
-            ask(first, document)
-        assert first.sync_stores(WAIT_S)
-        monkeypatch.setattr(reads_module, "_LEAST_PATIENCE_S", 0.05)
-        monkeypatch.setattr(reads_module, "_SHARE_AT_MOST_S", 0.05)
-        monkeypatch.setattr(used, "_FIRST_REST_S", 0.01)
-        second = engines()
-        assert second.sync_stores(WAIT_S)
-        stores.faults.hang.add("read")
+        documents, second = impatient_with_a_store_that_hangs(
+            stores, engines, rng, monkeypatch, num_documents=6, first_rest_s=0.01
+        )
         ask(second, text(rng, 50), documents[0])
         assert stored(second).reads["late"] == 1
         stores.faults.hang.clear()
