@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvgraft.config import EngineConfig
+    from kvgraft.engine.kv.holdings import Holdings
+    from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.request_kv import RequestKV
     from kvgraft.engine.requests.request import Request, RequestOutput, StreamPart
     from kvgraft.engine.schedule.scheduler import ScheduledStep
@@ -355,8 +357,13 @@ class Engine:
     def _require_sound(self) -> None:
         """Verify the books if an error may have interrupted a change of them; raises what `check` raises."""
         if self.space.is_doubtful:
+            self._verify()
+
+    def _verify(self) -> None:
+        self.check()
+        if not self.space.retry_unlocks(self._locks_held()):
             self.check()
-            self.space.trust()
+        self.space.trust()
 
     def end_all(self, error: Exception, unanswered: Sequence[str] = ()) -> list[StepEvent]:
         """End all requests, and see to it that what is left of them is sound: a failure may concern any of them.
@@ -375,8 +382,7 @@ class Engine:
         ended = [StepEvent(name, error=failure) for name in names]
         try:
             self._give_all_back()
-            self.check()
-            self.space.trust()
+            self._verify()
         except Exception:
             logger.exception("what is cached is not sound; the engine begins anew with nothing cached")
             self._try_to_rebuild()
@@ -481,14 +487,18 @@ class Engine:
                 f"unfinished requests hold {held} slots, of which the allocator counts {references}"
             )
         if not is_lent:
-            holdings = [active.kv.held for active in self._active.values() if active.kv is not None]
-            locks = [lock for each in holdings for lock in each.locks]
-            self.space.check_held(locks, sum(len(each.pinned) for each in holdings))
+            self.space.check_held(self._locks_held(), sum(len(each.pinned) for each in self._holdings()))
         states = self.space.state_usage()
         if states is not None and states.request != self._num_states_held() and not self.num_lent:
             raise CorruptCacheError(
                 f"unfinished requests hold {self._num_states_held()} states, of which the allocator counts {states.request}"
             )
+
+    def _holdings(self) -> list[Holdings]:
+        return [active.kv.held for active in self._active.values() if active.kv is not None]
+
+    def _locks_held(self) -> list[PrefixLock]:
+        return [lock for each in self._holdings() for lock in each.locks]
 
     def audit_step(self) -> None:
         """Run one forward pass of an audit, no longer than a step of requests may take. For when `has_work` is false."""

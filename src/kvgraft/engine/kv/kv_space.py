@@ -108,7 +108,8 @@ class KVSpace:
         self.num_dropped = 0
         self._num_uncopied = 0
         self._num_unheard = 0
-        self._epoch = self._num_unreturned = 0
+        self._epoch = 0
+        self._unreturned: list[PrefixLock] = []
         self._is_doubtful = False
 
     @property
@@ -273,8 +274,9 @@ class KVSpace:
         except Exception as error:
             self.doubt(error)
             self._num_unheard += 1
-            self._num_unreturned += not self.prefix.is_empty_prefix(lock.receipt)
-            logger.exception("the prefix cache does not take a lock back; its prefix stays")
+            if not self.prefix.is_empty_prefix(lock.receipt):
+                self._unreturned.append(lock)
+            logger.exception("the prefix cache does not take a lock back; its prefix stays for now")
             return
         self._release_forgotten(forgotten)
 
@@ -358,7 +360,7 @@ class KVSpace:
     def reset(self) -> None:
         """Forget all prefixes and donors, those kept for sessions, too; running requests keep their slots."""
         self._epoch += 1  # locks of before hold nothing any more
-        self._num_unreturned = 0
+        self._unreturned.clear()
         while self._let_oldest_go():
             pass
         self.allocator.release_each(self.prefix.reset(), Owner.CACHE)
@@ -368,7 +370,7 @@ class KVSpace:
     def rebuild(self) -> None:
         """Begin anew with everything empty, without a look at what may be half changed. Requests hold nothing any more."""
         self._epoch += 1  # locks of before hold nothing any more
-        self._num_unreturned = 0
+        self._unreturned.clear()
         self.allocator.rebuild()
         self.prefix.rebuild()
         self.kept.rebuild()
@@ -533,16 +535,39 @@ class KVSpace:
             raise CorruptCacheError(
                 f"requests hold {num_pins} pins of donors, of which {self.donors.num_pins} are counted"
             )
-        current = [lock for lock in (*self.kept.locks, *locks) if lock.epoch == self._epoch]
-        num_locks, counted = (
-            sum(not self.prefix.is_empty_prefix(lock.receipt) for lock in current),
-            self.prefix.num_locks(),
-        )
+        num_locks, counted = self._num_locks(locks), self.prefix.num_locks()
         # The cache may have taken a lock back although it failed.
-        if counted is not None and not num_locks <= counted <= num_locks + self._num_unreturned:
+        if counted is not None and not num_locks <= counted <= num_locks + len(self._unreturned):
             raise CorruptCacheError(
                 f"requests and sessions hold {num_locks} locks of prefixes, of which {counted} are counted"
             )
+
+    def retry_unlocks(self, locks: Iterable[PrefixLock]) -> bool:
+        """Give back what `unlock` could not, after a check has passed.
+
+        Only where the cache took none of them back although it failed: a second time would give back another's.
+
+        Args:
+            locks: Those that requests hold.
+
+        Returns:
+            Whether nothing failed this time; otherwise a change was interrupted, and is to be verified.
+        """
+        if not self._unreturned or self.prefix.num_locks() != self._num_locks(locks) + len(self._unreturned):
+            return True
+        while self._unreturned:
+            try:
+                forgotten = self.prefix.dec_lock_ref(self._unreturned[-1].receipt)
+            except Exception:  # noqa: BLE001 - it was logged when it failed first
+                return False
+            self._unreturned.pop()
+            self._release_forgotten(forgotten)
+        return True
+
+    def _num_locks(self, locks: Iterable[PrefixLock]) -> int:
+        """Locks that the prefix cache should count for requests and sessions."""
+        current = [lock for lock in (*self.kept.locks, *locks) if lock.epoch == self._epoch]
+        return sum(not self.prefix.is_empty_prefix(lock.receipt) for lock in current)
 
     def _host_keys(self) -> set[StoreKey]:
         """Return the keys of the blocks that belong in the host store."""
