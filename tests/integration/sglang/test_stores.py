@@ -139,3 +139,30 @@ def test_other_weights_get_nothing_of_the_store(server, documents, references, i
         else:
             assert (answer["meta_info"]["cached_tokens"], sources) == (0, set())
             assert answer["output_ids"] == references[name].answer([Fresh(prompt)]).tokens
+
+
+def test_a_store_that_stalled_is_read_again(model_dir, ids, tmp_path):
+    """Two reads that hang make reads look slow; while nothing is read, only time corrects that."""
+    folder, stalled = tmp_path / "store", tmp_path / "store.stalled"
+    environ = {"KVGRAFT_STORE": f"stalling:{folder}"}
+    documents = [ids(LENGTH) for _ in range(18)]
+    with SGLangServer(model_dir("llama"), {}, environ) as first:
+        for document in documents:
+            first.generate(document, 1)
+        wait_for_objects(first, folder, len(documents))
+        first.kill()
+    with SGLangServer(model_dir("llama"), {}, environ) as second:
+        second.settle()
+        stalled.touch()
+        for document in documents[:2]:
+            _, answer, sources = shifted(second, document, ids)
+            assert (answer["meta_info"]["cached_tokens"], sources) == (0, set())
+        stalled.unlink()
+        for document in documents[2:]:
+            _, _, sources = shifted(second, document, ids)
+            if sources == {"a store"}:
+                break
+            time.sleep(2.0)
+        assert sources == {"a store"}, second.log()[-3000:]
+        second.settle()
+        assert second.is_healthy()

@@ -259,6 +259,26 @@ def test_others_run_while_a_read_hangs(served, shared, monkeypatch):
     answer.assert_like(cold)
 
 
+def test_a_store_that_hung_is_read_again(served, shared, monkeypatch):
+    """Reads that hang make reads look slow; while nothing is read, only time corrects that."""
+    documents = [text(100 + number, 400) for number in range(18)]
+    for document in documents:
+        served.donate(HEAD + document)
+    demote(served)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadTerms, "patience_s", lambda *_: 0.3)
+        shared.faults.hang.add("read")
+        for document in documents[:2]:
+            assert served.ask(OTHER_HEAD + document + QUESTION).shifted == 0
+        shared.faults.hang.clear()
+        shared.faults.released.set()
+    for document in documents[2:]:
+        if served.ask(OTHER_HEAD + document + QUESTION).shifted:
+            return
+        time.sleep(2.0)
+    raise AssertionError("no read in half a minute")
+
+
 def test_a_request_that_ends_while_it_waits_leaves_nothing(served, shared):
     served.donate(DONOR)
     demote(served)
