@@ -198,8 +198,13 @@ class GraftPlan:
         return end
 
     @property
+    def shifted(self) -> tuple[tuple[int, int], ...]:
+        """Start and length of what is copied from elsewhere, which a policy may have computed again."""
+        return tuple((span.target_start, span.length) for span in self.spans if span.is_shifted)
+
+    @property
     def has_shifted(self) -> bool:
-        """Whether anything is copied that a policy may have computed again."""
+        """Whether anything is copied from elsewhere."""
         return any(span.is_shifted for span in self.spans)
 
     @property

@@ -81,6 +81,7 @@ COVERED = HELPERS | {
     "miss_overhead.py",
     "patches.py",
     "record.py",
+    "repeated_text.py",
     "routing.py",
     "risk_streams.py",
     "soak.py",
@@ -221,6 +222,21 @@ def test_a_turn_that_reuses_nothing_is_no_figure(load, monkeypatch):
     monkeypatch.setattr(llm.space, "store_prefix", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="0 tokens reused of 55"):
         script.next_turn(llm, np.random.default_rng(0), 40, 8, off_first=True)
+
+
+def test_a_repeated_text_is_compared_with_one_that_is_said_once(load, run):
+    code, out = run(load("repeated_text.py"), "--model", "graft-tiny", "--cases", 2, "--tokens", 3)
+    found = json.loads(out)
+    assert (code, [row["quoted_entries"] for row in found["rows"]]) == (0, [1, 2])
+    for row in found["rows"]:
+        once, repeated, tenth = row["once"], row["repeated"], row["repeated, a tenth"]
+        for other in (repeated, tenth):
+            assert other["shifted_tokens"] + other["recomputed_tokens"] == pytest.approx(
+                once["shifted_tokens"] + once["recomputed_tokens"], abs=3
+            ), "the same quotation"
+        assert repeated["recomputed_tokens"] == pytest.approx(3 * tenth["recomputed_tokens"], abs=3)
+        assert tenth["recomputed_tokens"] == pytest.approx(once["recomputed_tokens"], abs=2)
+    assert found["medians"]["once"]["mean_kl_of_once"] == 1
 
 
 class TestContinuedTurns:

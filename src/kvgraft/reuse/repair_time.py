@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 ONE_TOKEN = "one token was asked for"
 """Reason to wait of an answer that is its first token alone."""
+REPEATS = "the prompt says much of what is copied twice"
+"""Reason to wait of a prompt that `graft.select.says_much_twice`: its first token would be the one that is off."""
 
 
 def planned_repair(asked: RepairTime, reason_to_wait: Callable[[], str]) -> RepairReport:

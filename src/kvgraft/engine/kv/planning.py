@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvgraft.donors import CostModel
 from kvgraft.engine.kv.stand_ins import PrefixStandIns
 from kvgraft.errors import PolicyError
-from kvgraft.graft.select import expected_share, looks_at_query
+from kvgraft.graft.select import expected_share, looks_at_query, says_much_twice
 from kvgraft.graft.steps import QUERY_ROWS
 from kvgraft.reuse.classes import ReuseClass, reuse_class
 from kvgraft.reuse.continuation import may_go_on
@@ -169,6 +169,7 @@ class Planner:
             return Decision.to_compute(plan.num_tokens, plan.prefix_len, miss, risk=risk)
         matches, donors, tiers = zip(*spans, strict=True)
         served_plan = GraftPlan.over(plan.num_tokens, plan.prefix_len, matches)
+        waits = waits or (request.repairs_after and says_much_twice(request.token_ids, served_plan.shifted))
         return Decision(served_plan, None, donors, tiers, policy, request.correction, risk, sampled, waits)
 
     def _costs(self, request: Request) -> CostModel | Miss:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.reuse.repair_time import ONE_TOKEN
+from kvgraft.graft.select import says_much_twice
+from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS
 from kvgraft.reuse.report import request_report
 from kvgraft.types import RepairReport, RepairTime
 
@@ -70,4 +71,8 @@ def _reason_to_wait(kv: RequestKV) -> str:
         return ""
     if request.sampling.max_new_tokens == 1:
         return ONE_TOKEN
-    return "the risk that is held leaves no first token unrepaired" if kv.decision.waits else ""
+    if not kv.decision.waits:
+        return ""
+    if says_much_twice(request.token_ids, kv.plan.shifted):
+        return REPEATS
+    return "the risk that is held leaves no first token unrepaired"

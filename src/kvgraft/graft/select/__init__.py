@@ -29,7 +29,7 @@ from kvgraft.graft.select.base import (
 )
 from kvgraft.graft.select.context import selection_context
 from kvgraft.graft.select.first_k import FirstK
-from kvgraft.graft.select.guard import PolicySteps, expected_share, fault, looks_at_query
+from kvgraft.graft.select.guard import PolicySteps, expected_rows, expected_share, fault, looks_at_query
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
 from kvgraft.graft.select.oracle import Oracle
@@ -37,6 +37,7 @@ from kvgraft.graft.select.query_attention import QueryAttention
 from kvgraft.graft.select.query_seam import QuerySeam
 from kvgraft.graft.select.random_share import RandomShare
 from kvgraft.graft.select.ratio import RankingPolicy, RatioPolicy
+from kvgraft.graft.select.repeats import says_much_twice
 
 SELECTION_GROUP = "kvgraft.selection_policies"
 """Entry points of packages that bring policies."""
@@ -141,11 +142,13 @@ __all__ = [
     "SelectionContext",
     "SelectionPolicy",
     "SelectionSteps",
+    "expected_rows",
     "expected_share",
     "fault",
     "looks_at_query",
     "policy_class",
     "register_selection_policy",
+    "says_much_twice",
     "selection_context",
     "selection_policy",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.graft.select.base import SelectionContext
+from kvgraft.graft.select.repeats import repeated
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,7 +22,7 @@ def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = N
     """Lay out the tokens that `plan` moves from elsewhere; spans that continue one another in donor and prompt are one run.
 
     Exact spans are left out: computed again they would be the same. So are continued ones: what is approximate in them is so
-    in all that the text was answered from before. `token_ids` seed policies that draw.
+    in all that the text was answered from before. `token_ids` seed policies that draw, and say what the prompt repeats.
     """
     positions, distances = [_NOTHING], [_NOTHING]
     run_start = 0
@@ -36,8 +37,11 @@ def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = N
         previous = span
     reused, distance = np.concatenate(positions), np.concatenate(distances)
     kept = ~np.isin(reused, plan.compute, assume_unique=True)
-    seed = 0 if token_ids is None else zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes())
-    return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute, seed)
+    if token_ids is None:
+        return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute)
+    seed = zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes())
+    num_repeated = int(repeated(token_ids, plan.shifted)[reused[kept]].sum())
+    return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute, seed, num_repeated)
 
 
 def _continues(previous: Match, span: Match) -> bool:

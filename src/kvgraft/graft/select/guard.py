@@ -6,6 +6,7 @@ Any fault of a policy becomes a `PolicyError` here. The caller must then leave n
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -164,6 +165,15 @@ def expected_share(policy: SelectionPolicy) -> float:
     if not 0 <= share <= 1:
         raise policy_error(policy, f"recompute_ratio is {share}, not from 0 to 1")
     return share
+
+
+def expected_rows(policy: SelectionPolicy, context: SelectionContext) -> int:
+    """Return how many reused tokens a policy expects to choose.
+
+    Raises:
+        PolicyError: As of `expected_share`.
+    """
+    return min(len(context.reused), math.ceil(expected_share(policy) * context.num_counted))
 
 
 def looks_at_query(policy: SelectionPolicy) -> bool:

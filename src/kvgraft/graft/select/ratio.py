@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RatioPolicy(SelectionPolicy):
-    """Recompute the share `ratio` of reused tokens."""
+    """Recompute the share `ratio` of reused tokens; of those that the prompt says before, too, a larger one (`repeats`)."""
 
+    version: ClassVar[int] = 4  # from 4 on repeated tokens count as several
     is_scattered: ClassVar[bool] = True
     ratio: float
 
@@ -33,8 +34,8 @@ class RatioPolicy(SelectionPolicy):
         return self.ratio
 
     def budget(self, context: SelectionContext) -> int:
-        """Return the number of tokens of the share."""
-        return math.ceil(self.ratio * len(context.reused))
+        """Return the number of tokens of the share, of which repeated ones get more."""
+        return min(len(context.reused), math.ceil(self.ratio * context.num_counted))
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvgraft.reuse.repair_time import ONE_TOKEN, planned_repair
-from kvgraft.types import RepairTime
+from kvgraft.graft.select import says_much_twice
+from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, planned_repair
+from kvgraft.types import Fidelity, RepairTime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvgraft.integrations.sglang.copies import Copies
@@ -60,6 +63,12 @@ class Repairs:
             return self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else "") or (BEGUN if num_drawn else "")
 
         return planned_repair(asked, reason_to_wait)
+
+    def planned_for(self, state: SGLangRequest, token_ids: NDArray[np.int64]) -> RepairReport:
+        """Return when a decided request is repaired: what it copies may be a reason to wait. The same on all ranks."""
+        due = [(span.start, span.length) for span in state.due if span.fidelity is Fidelity.SHIFTED]
+        reason = REPEATS if self.copies.recomputer is not None and says_much_twice(token_ids, due) else ""
+        return state.repair if state.repair.reason else planned_repair(state.repair.time, lambda: reason)
 
     def rows(self, state: SGLangRequest) -> int:
         """Return about how many rows the repair of a request takes; the same on all ranks."""

@@ -153,6 +153,7 @@ class RequestReuse:
         if self.stores is not None and self.stores.is_reading(state):
             return 0
         self._agree(state, self._decide(state, req, mode, tokens, state.end))
+        state.repair = self.repairs.planned_for(state, np.frombuffer(tokens[:], np.int64))
         if self.stores is not None and self.stores.begin(state):
             return 0
         return sum(span.length for span in state.adjoining(state.lineage.prefix_len))

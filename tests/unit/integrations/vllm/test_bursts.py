@@ -41,9 +41,8 @@ class Burst:
         gaps = sum(
             int(np.searchsorted(graft.plan.compute, graft.end)) for graft in commands.grafts if not graft.asynchronous
         )
-        times = self.graft._decisions._claims.repair_times
-        repairs = [attempts[repair.request_id].claim.plan for repair in commands.repairs]
-        self.rows.append((gaps, sum(times._num_rows_after(plan) for plan in repairs)))
+        repairs = [attempts[repair.request_id].claim.num_repair_rows for repair in commands.repairs]
+        self.rows.append((gaps, sum(repairs)))
         return commands
 
     def run_until_idle(self, chunk=1000):

@@ -34,13 +34,15 @@ FACTS = EngineFacts(
 )
 
 
+PROMPT = np.array(FRONT + DOCUMENT + TAIL)
+
+
 def planned(policy, **options):
     """Claims under a policy, and the plan of a prompt with `DOCUMENT` in it and its matches."""
     catalogue = DonorCatalogue(1000)
     catalogue.add(NAMESPACE, np.array(DOCUMENT), None)
-    prompt = np.array(FRONT + DOCUMENT + TAIL)
-    matches = catalogue.find(NAMESPACE, prompt)
-    plan = plan_graft(len(prompt), 0, matches)
+    matches = catalogue.find(NAMESPACE, PROMPT)
+    plan = plan_graft(len(PROMPT), 0, matches)
     assert isinstance(plan, GraftPlan)
     own = [name for name in ("window", "block_sizes", "takes_running_back") if name in options]
     facts = replace(FACTS, **{name: options.pop(name) for name in own})
@@ -48,7 +50,7 @@ def planned(policy, **options):
 
 
 def time_of(claims, plan, time, *, max_tokens=9, generated=0):
-    return claims.repair_times.of(plan, time, max_tokens=max_tokens, num_generated=generated)
+    return claims.repair_times.of(plan, PROMPT, time, max_tokens=max_tokens, num_generated=generated)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
     for limit, waits in ((num_rows, False), (num_rows - 1, True)):
         claims, plan, matches = planned(policy, max_recompute_tokens_per_step=limit)
         repair = time_of(claims, plan, RepairTime.BEFORE)
-        claim = claims.of(plan, matches, repair=repair)
+        claim = claims.of(plan, PROMPT, matches, repair=repair)
         assert isinstance(claim, Claim)
         assert claim.end == 230
         assert claim.asynchronous is waits
@@ -75,7 +77,7 @@ def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
 def test_a_request_waits_for_its_graft_where_vllm_sets_no_running_one_back(load):
     for takes_back in (True, False):
         claims, plan, matches = planned(NoRecompute(), load=load, takes_running_back=takes_back)
-        assert claims.of(plan, matches).asynchronous is not takes_back
+        assert claims.of(plan, PROMPT, matches).asynchronous is not takes_back
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_a_repair_that_fits_into_a_step_comes_after_the_first_token(policy, num_
     for limit in (num_rows, num_rows - 1):
         claims, plan, matches = planned(policy, max_recompute_tokens_per_step=limit)
         repair = time_of(claims, plan, RepairTime.AFTER)
-        claim = claims.of(plan, matches, repair=repair)
+        claim = claims.of(plan, PROMPT, matches, repair=repair)
         assert isinstance(claim, Claim)
         if limit == num_rows:
             assert repair == RepairReport(RepairTime.AFTER)
@@ -150,7 +152,7 @@ class Failing(FirstK):
 def test_a_policy_that_fails_is_no_claim(time):
     claims, plan, matches = planned(Failing())
     with pytest.raises(PolicyError, match="no steps") as caught:
-        claims.of(plan, matches, repair=time_of(claims, plan, time))
+        claims.of(plan, PROMPT, matches, repair=time_of(claims, plan, time))
     assert miss_of(caught.value).reason is MissReason.POLICY_ERROR
 
 

@@ -15,6 +15,9 @@ from kvgraft.types import Miss, MissReason, RepairTime
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvgraft.config.vllm import VLLMConfig
     from kvgraft.donors import Donor, DonorCatalogue
     from kvgraft.graft.select import SelectionPolicy
@@ -124,6 +127,7 @@ class Claims:
     def of(
         self,
         plan: GraftPlan,
+        token_ids: NDArray[np.integer],
         matches: Sequence[Match],
         substitution: Substitution | None = None,
         repair: RepairReport | None = None,
@@ -138,7 +142,7 @@ class Claims:
         front_donors, donors = self._donors(front), self._donors(plan.spans)
         if len(front_donors) + len(donors) != len(front) + len(plan.spans):
             return Miss(MissReason.NO_DONORS, "a donor left during the lookup")
-        num_rows = self.repair_times.num_rows(plan, end, repair)
+        num_rows = self.repair_times.num_rows(plan, token_ids, end, repair)
         asynchronous = {"sync": False, "async": True}.get(self._load, num_rows > self._max_rows)
         # A store is never waited for in a step that others share; of models with several KV groups, and on a GPU by default
         # (`runner.py`), vLLM takes back what a waiting request could not load, and nothing else.
@@ -147,7 +151,7 @@ class Claims:
         policy = None if substitution is not None else self._policy
         tiers = _tiers(donors, self._tier_of)
         decision = Decision(plan, donors=donors, tiers=tiers, policy=policy, substitution=substitution)
-        num_repair_rows = self.repair_times.num_rows_after(plan, repair)
+        num_repair_rows = self.repair_times.num_rows_after(plan, token_ids, repair)
         return Claim(decision, end, front, front_donors, first, asynchronous, num_rows, repair, num_repair_rows)
 
     def _donors(self, spans: Iterable[Match]) -> tuple[Donor, ...]:

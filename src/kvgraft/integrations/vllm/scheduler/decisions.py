@@ -133,11 +133,11 @@ class Decisions:
         if self._is_better(stored, planned):
             return Miss(MissReason.NOT_WORTH_IT, f"a store has {stored.num_tokens} exact tokens")
         if substitution is not None:
-            return self._claims.of(planned, found.matches, substitution)
+            return self._claims.of(planned, prompt.text, found.matches, substitution)
         repair = self._claims.repair_times.of(
-            planned, asked.repair, max_tokens=prompt.max_tokens, num_generated=prompt.num_generated
+            planned, prompt.text, asked.repair, max_tokens=prompt.max_tokens, num_generated=prompt.num_generated
         )
-        return self._claims.of(planned, found.matches, repair=repair)
+        return self._claims.of(planned, prompt.text, found.matches, repair=repair)
 
     def deadline_s(self, claim: Claim) -> float:
         """Return the seconds that the reads of a claim may take."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.graft.select import NoRecompute, Observable, PolicySteps, expected_share, selection_context
+from kvgraft.graft.select import (
+    NoRecompute,
+    Observable,
+    PolicySteps,
+    expected_rows,
+    says_much_twice,
+    selection_context,
+)
 from kvgraft.graft.steps import QUERY_ROWS
-from kvgraft.reuse.repair_time import ONE_TOKEN, planned_repair
+from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, planned_repair
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
     from kvgraft.types import GraftPlan, RepairReport
@@ -29,12 +37,19 @@ class RepairTimes:
         self._max_rows = max_rows
 
     def of(
-        self, plan: GraftPlan, asked: RepairTime, *, max_tokens: int | None, num_generated: int
+        self,
+        plan: GraftPlan,
+        token_ids: NDArray[np.integer],
+        asked: RepairTime,
+        *,
+        max_tokens: int | None,
+        num_generated: int,
     ) -> RepairReport | None:
         """Return when what the policy chooses of a plan is computed; None if it chooses from nothing.
 
         Args:
             plan: Of the prompt.
+            token_ids: The prompt.
             asked: What the request or the settings ask for.
             max_tokens: Of the answer.
             num_generated: Tokens of the answer that are known: of a request that begins again some may be.
@@ -42,11 +57,11 @@ class RepairTimes:
         if isinstance(self._policy, NoRecompute) or not plan.has_shifted:
             return None
         repair = planned_repair(
-            asked, lambda: self._reason_to_wait(plan, max_tokens=max_tokens, num_generated=num_generated)
+            asked, lambda: self._reason_to_wait(plan, token_ids, max_tokens=max_tokens, num_generated=num_generated)
         )
         return repair if repair.time is RepairTime.AFTER else replace(repair, from_token=num_generated + 1)
 
-    def num_rows(self, plan: GraftPlan, end: int, repair: RepairReport | None) -> int:
+    def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], end: int, repair: RepairReport | None) -> int:
         """Return how many positions workers compute before vLLM computes those from `end` on, as far as is known now."""
         num_gap_rows = int(np.searchsorted(plan.compute, end))
         if repair is None or repair.time is RepairTime.AFTER:
@@ -55,13 +70,15 @@ class RepairTimes:
             return end - plan.prefix_len
         # Rows after the graft are run to look.
         num_looking = plan.num_tokens - end if Observable.QUERY_ATTENTION in self._policy.observes else 0
-        return num_gap_rows + num_looking + self._num_chosen(plan)
+        return num_gap_rows + num_looking + self._num_chosen(plan, token_ids)
 
-    def num_rows_after(self, plan: GraftPlan, repair: RepairReport | None) -> int:
+    def num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairReport | None) -> int:
         """Return how many positions workers compute in the step of the second token, as far as is known now."""
-        return 0 if repair is None or repair.time is RepairTime.BEFORE else self._num_rows_after(plan)
+        return 0 if repair is None or repair.time is RepairTime.BEFORE else self._num_rows_after(plan, token_ids)
 
-    def _reason_to_wait(self, plan: GraftPlan, *, max_tokens: int | None, num_generated: int) -> str:
+    def _reason_to_wait(
+        self, plan: GraftPlan, token_ids: NDArray[np.integer], *, max_tokens: int | None, num_generated: int
+    ) -> str:
         """Return why the first token waits for what the policy chooses, or an empty text."""
         if num_generated:
             # Those tokens' K/V would be computed over what is not repaired yet; the first token is out.
@@ -70,21 +87,23 @@ class RepairTimes:
             return ONE_TOKEN
         if self._facts.keeps_no_repair:
             return self._facts.keeps_no_repair
-        rows = self._num_rows_after(plan)
+        if says_much_twice(token_ids, plan.shifted):
+            return REPEATS
+        rows = self._num_rows_after(plan, token_ids)
         if rows > self._max_rows:
             return f"it takes {rows} rows in one step, more than max_recompute_tokens_per_step={self._max_rows}"
         return ""
 
-    def _num_rows_after(self, plan: GraftPlan) -> int:
+    def _num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer]) -> int:
         """Return how many rows the repair takes in the step of the second token."""
         if Observable.KEY_DEVIATION in self._policy.observes:
             return plan.num_tokens - plan.settled_end
         looks = Observable.QUERY_ATTENTION in self._policy.observes
-        return self._num_chosen(plan) + (1 + looks) * min(QUERY_ROWS, len(plan.compute))
+        return self._num_chosen(plan, token_ids) + (1 + looks) * min(QUERY_ROWS, len(plan.compute))
 
-    def _num_chosen(self, plan: GraftPlan) -> int:
+    def _num_chosen(self, plan: GraftPlan, token_ids: NDArray[np.integer]) -> int:
         """Return how many reused tokens are chosen: an expected number where the policy looks first."""
-        context = selection_context(plan)
+        context = selection_context(plan, token_ids)
         if Observable.QUERY_ATTENTION in self._policy.observes:
-            return math.ceil(expected_share(self._policy) * len(context.reused))
+            return expected_rows(self._policy, context)
         return len(PolicySteps(self._policy, context).first().positions)
