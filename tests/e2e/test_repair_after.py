@@ -19,6 +19,7 @@ from kvgraft.engine.schedule.active import Phase
 from kvgraft.errors import ConfigError
 from kvgraft.graft.select import Adaptive, KVDeviation, QuerySeam, RandomShare
 from kvgraft.memory import HybridSlotPool
+from kvgraft.observability import NullRecorder
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import RepairTime
 
@@ -240,6 +241,50 @@ def test_decode_steps_heal_until_all_is_exact_and_give_it_to_others(family, rows
         logits = model(torch.from_numpy(text)[None], use_cache=False).logits[0]
     exact = logits[len(prompt) - 2 + repair.exact_from_token :].argmax(-1).tolist()
     assert list(output.token_ids[repair.exact_from_token - 1 :]) == exact
+
+
+class Steps(NullRecorder):
+    def __init__(self):
+        self.seen = []
+
+    def record_step(self, record):
+        self.seen.append(record)
+
+
+@families(["llama", "gemma2"], quick=["llama"])
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_rows_that_decode_steps_heal_are_counted(family, is_preempted, monkeypatch, document, prompt):
+    """In the steps and in the report: what was run is what is counted."""
+    engine = make_engine(family, repair_rows=16, selection="none", heal="off")
+    learn(engine, [document])
+    engine._recording._recorder = steps = Steps()
+    forward, healed, ran = engine.adapter.forward, [], []
+
+    def watched(batch):
+        ran.append(sum(len(rows.positions) for rows in batch))
+        healed.extend(position for rows in batch if rows.num_logits == 1 for position in rows.positions[:-1])
+        return forward(batch)
+
+    engine.add(engine.builder.build(prompt, RequestOptions(SamplingParams(24, ignore_eos=True))))
+    (active,) = engine._active.values()
+    answered, output = None, None
+    while engine.has_work:
+        if answered is None and active.output_ids:
+            answered = active.report
+            monkeypatch.setattr(engine.adapter, "forward", watched)
+            steps.seen.clear()
+        for event in engine.step():
+            output = event.part.output
+        if is_preempted and len(active.output_ids) == 5 and not active.num_preemptions:
+            engine.scheduler.preempt(active)
+            break
+    report = active.report if is_preempted else output.report
+    assert len(healed) > 50
+    assert report.repair.healed_tokens == len(healed) == sum(step.repair_rows for step in steps.seen)
+    assert sum(step.prefill_rows + step.decode_rows + step.repair_rows for step in steps.seen) == sum(ran)
+    more = engine.manager.flops.of_positions(np.asarray(healed))
+    assert report.computed_flops == pytest.approx(answered.computed_flops + more)
+    assert report.shifted_tokens == answered.shifted_tokens == 160, "the first token was drawn from the graft"
 
 
 @families(["llama", "gemma2"], quick=["llama"])
