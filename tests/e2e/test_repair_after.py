@@ -16,6 +16,7 @@ from kvgraft.engine.core import Engine
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.schedule.active import Phase
+from kvgraft.engine.schedule.pace import Pace
 from kvgraft.errors import ConfigError
 from kvgraft.graft.select import Adaptive, KVDeviation, QuerySeam, RandomShare
 from kvgraft.memory import HybridSlotPool
@@ -310,6 +311,32 @@ def test_healing_that_is_cut_off_gives_others_the_exact_part_only(family, how, d
     assert_donors_are_exact(engine.adapter, engine.space, [document, text])
     if how == "preempted":
         assert outputs[0].report.repair.exact_from_token == 6
+
+
+def test_known_prompts_at_once_add_no_more_to_a_step_than_the_pace_allows(monkeypatch, rng):
+    """Gaps and repairs of all of them together, as if they were prefill: they are."""
+    engine = make_engine(num_slots=9_000, heal="off")
+    documents = [words(rng, 160) for _ in range(3)]
+    learn(engine, documents)
+    engine._recording._recorder = steps = Steps()
+    limit = 100
+    allowed = engine.manager.flops.of_range(0, limit)
+    monkeypatch.setattr(Pace, "prefill_flops", lambda *_: allowed)
+    stream = engine.builder.build(words(rng, 20), RequestOptions(SamplingParams(400, ignore_eos=True), reuse="off"))
+    engine.add(stream)
+    engine.step()
+    prompts = [np.concatenate([words(rng, 30), documents[number % 3], words(rng, 40)]) for number in range(24)]
+    requests = [engine.builder.build(prompt, RequestOptions(GREEDY)) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+    reports = []
+    while len(reports) < len(requests):
+        reports += [event.part.output.report for event in engine.step() if event.part.output]
+        engine.check()
+    assert all(report.repair.from_token == 2 and report.recomputed_tokens for report in reports)
+    rows = [step.prefill_rows for step in steps.seen]
+    assert max(rows) <= limit + 64, "a piece that goes together may be begun with what is left"
+    assert sum(rows) > 10 * limit
 
 
 def test_slots_of_windows_stay_while_healing_needs_them_and_leave_afterwards(rng):

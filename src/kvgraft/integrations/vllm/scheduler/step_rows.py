@@ -24,7 +24,7 @@ class StepRows:
 
     Rows of grafts for which requests wait do not count: workers compute them piece by piece, with what a step leaves.
 
-    What reads a store is admitted at once, since nobody waits for its read. It goes on when its K/V are there and its repair
+    What reads a store is admitted at once, since no other request waits for its read. It goes on when its K/V are there and its repair
     has room (`loaded`).
     """
 
@@ -44,7 +44,7 @@ class StepRows:
     def loaded(self, request_ids: Iterable[str], states: Mapping[str, VLLMRequest]) -> set[str]:
         """Return which requests may go on now whose loads are complete; the others, the oldest first, by later calls.
 
-        Where nothing is computed, the oldest goes on whatever is to come: those that it waits for may wait for its blocks.
+        Where nothing is computed, the oldest goes on at once: those that it waits for may wait for its blocks.
 
         Args:
             request_ids: Those whose loads have completed since the last call.
