@@ -10,7 +10,7 @@ EXTRAS := torch,gguf,structured,server,router,otel,embedder,ann,redis,mooncake,b
 # Tests start hundreds of processes, each of which would compile the package and its tests anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo test test-slow coverage test-wheel test-transformers test-mooncake test-vllm test-vllm-next test-vllm-v2 test-sglang test-clients test-browser docs check format bench bench-gpu soak soak-prefix clean
+.PHONY: venv demo test test-slow coverage test-wheel test-newest test-mooncake test-vllm test-vllm-next test-vllm-v2 test-sglang test-clients test-browser docs check format bench bench-gpu soak soak-prefix clean
 
 venv: $(VENV)/.installed-$(TORCH) $(VENV)/.smollm2
 
@@ -51,15 +51,19 @@ coverage: venv
 test-wheel: venv
 	tools/try_wheel.sh $(BIN)/python
 
-# A few of the engine's tests with transformers as it is released, in a folder beside, 60 MB.
-TRANSFORMERS_TESTS := tests/unit/test_model_cache.py tests/unit/test_no_code_of_models.py tests/unit/engine/model/test_masks.py \
+# The wheel, and a few of the engine's tests, with torch and transformers as they are released: 6 GB with CUDA's build of torch, which is
+# what PyPI has.
+NEWEST_TESTS := tests/unit/test_model_cache.py tests/unit/test_no_code_of_models.py tests/unit/engine/model/test_masks.py \
 	tests/unit/engine/model/test_loading.py tests/reference tests/e2e/test_llm.py tests/e2e/test_hybrid.py
 
-test-transformers: venv .venv-transformers/.installed
-	PYTHONPATH=.venv-transformers/newest $(BIN)/python -m pytest $(TRANSFORMERS_TESTS)
+test-newest: .venv-newest/.installed
+	tools/try_wheel.sh .venv-newest/bin/python
+	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
 
-.venv-transformers/.installed: pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-transformers/newest "transformers<5.40"
+.venv-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check torch "transformers<5.40"
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check -e ".[torch,gguf,structured,server,dev]"
 	touch $@
 
 # Real Mooncake servers, for two minutes: by themselves, because their threads keep no deadline beside busy tests.
@@ -190,4 +194,4 @@ soak-prefix: venv
 	$(BIN)/python -m benchmarks.prefix.soak --operations 1000000
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-next .venv-vllm-v2 .venv-sglang .venv-clients .venv-transformers .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-vllm .venv-vllm-next .venv-vllm-v2 .venv-sglang .venv-clients .venv-newest .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -340,6 +340,9 @@ class RepairReport:
     """Further rows that each decode step computes exactly, in order, from then on (`repair_rows`)."""
     exact_from_token: int | None = None
     """First token drawn from K/V that are all those of a full prefill, or None."""
+    healed_tokens: int = 0
+    """Tokens of prompt and answer that were computed again in order after the first token, over nothing copied: by
+    `repair_rows`, or because the policy failed. The counts of the prompt stay those that the first token was drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +376,7 @@ class GraftReport:
     miss: Miss | None = None
     computed_flops: float = 0.0
     """Floating-point operations of all rows that were run for the prompt, those that several passes ran as often, a look at
-    the first layers by its share of the layers, and what a drift correction takes."""
+    the first layers by its share of the layers, what a drift correction takes, and of `RepairReport.healed_tokens`."""
     full_flops: float = 0.0
     risk: RiskStatement = UNCALIBRATED
     """What may be said about grafts of this kind; states nothing without a calibration."""

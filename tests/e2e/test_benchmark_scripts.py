@@ -16,6 +16,7 @@ import json
 import os
 import py_compile
 import random
+import re
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ COVERED = HELPERS | {
     "drift_cost.py",
     "drift_estimators.py",
     "drift_stream.py",
+    "exact_rounding.py",
     "fidelity_pairs.py",
     "heal_load.py",
     "host_copies.py",
@@ -120,6 +122,7 @@ COVERED = HELPERS | {
     "engines/sglang_ttft.py",
     "engines/suite_engines.py",
     "engines/two_commits.py",
+    "engines/burst_stalls.py",
     "engines/vllm_burst.py",
     "engines/vllm_restart.py",
     "engines/vllm_ttft.py",
@@ -170,6 +173,15 @@ def run(monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     return run_main
+
+
+def test_answers_of_exact_kv_are_compared_with_a_lone_full_prefill(load, run):
+    script = load("exact_rounding.py")
+    code, out = run(script, "--dtypes", "float32", "--prompts", 3, "--prompt-tokens", 120, "--tokens", 4, "--rows", 32)
+    rows = json.loads(out)["rows"]
+    assert code == 0
+    assert [(row["way"], row["differ"]) for row in rows] == [(way, 0) for way in script.WAYS]
+    assert script.first_differences([(1, 2, 3), (4, 5)], [(1, 2, 9), (4, 5)]) == {"differ": 1, "earliest": 3}
 
 
 def test_copies_to_host_memory_are_counted_on_both_kinds_of_memory(load, run, monkeypatch):
@@ -957,6 +969,26 @@ class TestEngines:
         assert script.write_model(tmp_path, 0, 1) > 5e6
         assert (tmp_path / "tokenizer.json").exists()
         assert (tmp_path / "config.json").exists()
+
+    @pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
+    @pytest.mark.parametrize("side", ["off", "kvgraft"])
+    def test_a_burst_is_asked_in_the_mode_of_its_side(self, load, engine, side):
+        script = load("engines/burst_stalls.py")
+        asked = json.dumps(script.body_of(engine, [1, 2, 3], side, 8))
+        assert ('"off"' in asked, '"graft"' in asked) == (side == "off", side == "kvgraft")
+        assert re.search(r'"max_(new_)?tokens": 8\b', asked)
+
+    def test_gaps_of_a_stream_are_compared_round_by_round(self, load):
+        script = load("engines/burst_stalls.py")
+        assert script.Stream([0.0, 0.1, 0.5, 0.6]).gaps(0.2, 0.4) == [pytest.approx(0.4)]
+        figures = {"quiet_ms": 5.0, "burst_s": 2.0, "median_first_token_s": 1.0}
+        rows = [
+            {"round": number, "side": side, "longest_ms": longest * number, **figures}
+            for number in (1, 2, 3)
+            for side, longest in (("kvgraft", 30.0), ("off", 20.0))
+        ]
+        found = script.summary(rows)
+        assert (found["longest_times_off"], found["kvgraft"]["longest_ms"]) == (1.5, 60.0)
 
     def test_a_burst_is_compared_with_off_of_the_same_round(self, load):
         script = load("engines/vllm_burst.py")

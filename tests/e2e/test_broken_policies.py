@@ -223,6 +223,8 @@ def test_a_policy_that_fails_after_the_first_token_leaves_exact_kv_from_the_seco
         return
     assert report.shifted_tokens == 150, "the first token was drawn from all of the graft"
     assert (report.repair.time, report.repair.from_token, report.repair.exact_from_token) == (RepairTime.AFTER, 2, 2)
+    assert report.repair.healed_tokens == len(prompt) - report.exact_tokens
+    assert report.computed_flops > report.full_flops, "it was answered from copies first"
     assert engine.manager.num_errors == errors + 1
     text = text_of(output)
     namespace = engine.builder.build(text[:2]).namespace

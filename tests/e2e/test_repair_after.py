@@ -16,9 +16,11 @@ from kvgraft.engine.core import Engine
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.schedule.active import Phase
+from kvgraft.engine.schedule.pace import Pace
 from kvgraft.errors import ConfigError
 from kvgraft.graft.select import Adaptive, KVDeviation, QuerySeam, RandomShare
 from kvgraft.memory import HybridSlotPool
+from kvgraft.observability import NullRecorder
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import RepairTime
 
@@ -242,6 +244,50 @@ def test_decode_steps_heal_until_all_is_exact_and_give_it_to_others(family, rows
     assert list(output.token_ids[repair.exact_from_token - 1 :]) == exact
 
 
+class Steps(NullRecorder):
+    def __init__(self):
+        self.seen = []
+
+    def record_step(self, record):
+        self.seen.append(record)
+
+
+@families(["llama", "gemma2"], quick=["llama"])
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_rows_that_decode_steps_heal_are_counted(family, is_preempted, monkeypatch, document, prompt):
+    """In the steps and in the report: what was run is what is counted."""
+    engine = make_engine(family, repair_rows=16, selection="none", heal="off")
+    learn(engine, [document])
+    engine._recording._recorder = steps = Steps()
+    forward, healed, ran = engine.adapter.forward, [], []
+
+    def watched(batch):
+        ran.append(sum(len(rows.positions) for rows in batch))
+        healed.extend(position for rows in batch if rows.num_logits == 1 for position in rows.positions[:-1])
+        return forward(batch)
+
+    engine.add(engine.builder.build(prompt, RequestOptions(SamplingParams(24, ignore_eos=True))))
+    (active,) = engine._active.values()
+    answered, output = None, None
+    while engine.has_work:
+        if answered is None and active.output_ids:
+            answered = active.report
+            monkeypatch.setattr(engine.adapter, "forward", watched)
+            steps.seen.clear()
+        for event in engine.step():
+            output = event.part.output
+        if is_preempted and len(active.output_ids) == 5 and not active.num_preemptions:
+            engine.scheduler.preempt(active)
+            break
+    report = active.report if is_preempted else output.report
+    assert len(healed) > 50
+    assert report.repair.healed_tokens == len(healed) == sum(step.repair_rows for step in steps.seen)
+    assert sum(step.prefill_rows + step.decode_rows + step.repair_rows for step in steps.seen) == sum(ran)
+    more = engine.manager.flops.of_positions(np.asarray(healed))
+    assert report.computed_flops == pytest.approx(answered.computed_flops + more)
+    assert report.shifted_tokens == answered.shifted_tokens == 160, "the first token was drawn from the graft"
+
+
 @families(["llama", "gemma2"], quick=["llama"])
 @pytest.mark.parametrize("how", ["preempted", "cancelled", "ended"])
 def test_healing_that_is_cut_off_gives_others_the_exact_part_only(family, how, document, prompt):
@@ -265,6 +311,32 @@ def test_healing_that_is_cut_off_gives_others_the_exact_part_only(family, how, d
     assert_donors_are_exact(engine.adapter, engine.space, [document, text])
     if how == "preempted":
         assert outputs[0].report.repair.exact_from_token == 6
+
+
+def test_known_prompts_at_once_add_no_more_to_a_step_than_the_pace_allows(monkeypatch, rng):
+    """Gaps and repairs of all of them together, as if they were prefill: they are."""
+    engine = make_engine(num_slots=9_000, heal="off")
+    documents = [words(rng, 160) for _ in range(3)]
+    learn(engine, documents)
+    engine._recording._recorder = steps = Steps()
+    limit = 100
+    allowed = engine.manager.flops.of_range(0, limit)
+    monkeypatch.setattr(Pace, "prefill_flops", lambda *_: allowed)
+    stream = engine.builder.build(words(rng, 20), RequestOptions(SamplingParams(400, ignore_eos=True), reuse="off"))
+    engine.add(stream)
+    engine.step()
+    prompts = [np.concatenate([words(rng, 30), documents[number % 3], words(rng, 40)]) for number in range(24)]
+    requests = [engine.builder.build(prompt, RequestOptions(GREEDY)) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+    reports = []
+    while len(reports) < len(requests):
+        reports += [event.part.output.report for event in engine.step() if event.part.output]
+        engine.check()
+    assert all(report.repair.from_token == 2 and report.recomputed_tokens for report in reports)
+    rows = [step.prefill_rows for step in steps.seen]
+    assert max(rows) <= limit + 64, "a piece that goes together may be begun with what is left"
+    assert sum(rows) > 10 * limit
 
 
 def test_slots_of_windows_stay_while_healing_needs_them_and_leave_afterwards(rng):

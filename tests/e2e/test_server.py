@@ -30,7 +30,14 @@ PATIENCE_S = 60
 
 KEY = "test-key"
 DOCUMENT = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    sides = 6\n" * 20
-WAITED = {"time": "before", "reason": None, "from_token": 1, "rows_per_step": 0, "exact_from_token": None}
+WAITED = {
+    "time": "before",
+    "reason": None,
+    "from_token": 1,
+    "rows_per_step": 0,
+    "exact_from_token": None,
+    "healed_tokens": 0,
+}
 
 
 class Process:

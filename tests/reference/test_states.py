@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+import kvgraft.engine.model.own_noise as own_noise_module
+import kvgraft.engine.model.self_check as self_check_module
 from kvgraft.engine.model.adapter import TransformersAdapter, take_over
 from kvgraft.engine.model.mixers import MixerForward
 from kvgraft.engine.model.self_check import PROBE_STATES, probe_slots, self_check
+from kvgraft.engine.model.state_check import state_error
 from kvgraft.errors import ConfigError, CorruptCacheError, ModelError
 from kvgraft.graft.model import PassAbandonedError, SequenceRows
+from kvgraft.memory.pool import SlotPlace
 from kvgraft.testing.tiny_models import STATE_FAMILIES, VOCABULARY, tiny_model
 
 NUM_SLOTS = 512
@@ -228,6 +232,56 @@ def test_the_self_check_sees_a_scan_that_begins_anew_in_every_piece():
     with adapter.stock():
         pass  # which leaves the model with the wrong mixers
     with pytest.raises(ModelError, match="logits differ from the model's own"):
+        self_check(adapter, np.arange(probe_slots(adapter)))
+
+
+ROUNDED = [17, 20, 30, 95, 119]
+"""Random Qwen3-Next models that differ from themselves by more than `TOLERANCE` when their prompt is cut."""
+
+
+@pytest.mark.parametrize("seed", ROUNDED)
+def test_a_model_that_rounds_as_much_against_itself_passes_the_self_check(seed):
+    adapter = TransformersAdapter.create(tiny_model("qwen3_next", seed=seed), num_slots=NUM_SLOTS)
+    assert TOLERANCE < self_check(adapter, np.arange(probe_slots(adapter))).forward_error < 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 17, 30])
+def test_kv_that_are_wrong_by_a_few_times_that_are_refused(seed, monkeypatch):
+    """Each head's keys and values get a little of the other head's, as a layout of another stride would mix them."""
+    adapter = TransformersAdapter.create(tiny_model("qwen3_next", seed=seed), num_slots=NUM_SLOTS)
+    write = SlotPlace.write
+
+    def mixed(place, layer, keys, values):
+        write(place, layer, *(one + share * one.flip(1) for one in (keys, values)))
+
+    slots = np.arange(probe_slots(adapter))
+    healthy = max(TOLERANCE, state_error(adapter, adapter.states, slots))
+    monkeypatch.setattr(self_check_module, "_check_slots", lambda *_: None)  # would see it at once
+    monkeypatch.setattr(SlotPlace, "write", mixed)
+    share = 1e-4
+    while (error := state_error(adapter, adapter.states, slots)) <= 3 * healthy:
+        share *= 1.5
+    assert error < 9 * healthy, "a few times"
+    with pytest.raises(ModelError, match="which is more than rounding; kvgraft does not understand"):
+        self_check(adapter, slots)
+
+
+def test_a_model_that_is_another_one_in_pieces_is_held_to_the_tolerance(monkeypatch):
+    """What a model differs from itself by is no excuse where that is no rounding: it is said, and the model refused."""
+    adapter = TransformersAdapter.create(tiny_model("qwen3_next", seed=17), num_slots=NUM_SLOTS)
+    monkeypatch.setattr(self_check_module, "own_noise", lambda *_: 0.3)
+    with pytest.raises(
+        ModelError, match=r"allowed 1.0e-04\), and its own by 3.0e-01 where its prompt is computed in pie"
+    ):
+        self_check(adapter, np.arange(probe_slots(adapter)))
+
+
+def test_a_model_that_fails_in_pieces_is_held_to_the_tolerance(monkeypatch):
+    adapter = TransformersAdapter.create(tiny_model("qwen3_next", seed=17), num_slots=NUM_SLOTS)
+    monkeypatch.setattr(own_noise_module, "cache_of", lambda _: 1 / 0)
+    with pytest.raises(
+        ModelError, match=r"allowed 1.0e-04\), and its own fails where its prompt is computed in pieces"
+    ):
         self_check(adapter, np.arange(probe_slots(adapter)))
 
 

@@ -31,6 +31,8 @@ def _sentences(report: Mapping[str, Any], repair: Mapping[str, Any]) -> Iterator
             yield f"from token {start:,} on, {again:,} were{_and_corrected(corrected)}"
     if exact:
         yield f"from token {exact:,} on, nothing approximate was left: all K/V were those of a full prefill"
+    if healed := int(repair.get("healed_tokens") or 0):
+        yield f"{healed:,} tokens of prompt and answer were computed again in order after token 1"
 
 
 def _before(reason: str, reused: int, again: int, corrected: int) -> str:

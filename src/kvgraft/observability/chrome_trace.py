@@ -115,7 +115,12 @@ class ChromeTrace:
             self._separator = ",\n"
 
     def _step(self, record: StepRecord) -> Event:
-        rows = {"prefill": record.prefill_rows, "decode": record.decode_rows, "heal": record.heal_rows}
+        rows = {
+            "prefill": record.prefill_rows,
+            "decode": record.decode_rows,
+            "repair": record.repair_rows,
+            "heal": record.heal_rows,
+        }
         name = " + ".join(kind for kind, count in rows.items() if count) or "no rows"
         values = {f"{kind}_rows": count for kind, count in rows.items()}
         values |= {

@@ -85,7 +85,12 @@ class PrometheusRecorder:
         )
         self._preemptions = self._counter("num_preemptions", "Times a request lost its slots and was computed again")
         self._steps = self._counter("steps", "Forward passes")
-        self._rows = self._counter("step_rows", "Rows of forward passes. phase: prefill, decode", "phase")
+        self._rows = self._counter(
+            "step_rows",
+            "Rows of forward passes. phase: prefill, decode, repair (computed exactly beside a decode row, `repair_rows`), "
+            "heal (of answers that ended, beside others)",
+            "phase",
+        )
         self._responses = self._counter("http_responses", "HTTP responses", "endpoint", "status")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token")
         self._tpot = self._histogram("time_per_output_token_seconds", "Between tokens, mean of a request")
@@ -142,6 +147,8 @@ class PrometheusRecorder:
         self._step_time.labels(self._model_name).observe(record.seconds)
         self._rows.labels("prefill", self._model_name).inc(record.prefill_rows)
         self._rows.labels("decode", self._model_name).inc(record.decode_rows)
+        self._rows.labels("repair", self._model_name).inc(record.repair_rows)
+        self._rows.labels("heal", self._model_name).inc(record.heal_rows)
         self.set_load(record.num_running, record.num_waiting)
         self.set_memory(
             (record.slots_free, record.slots_request, record.slots_cached, record.slots_donor),

@@ -84,6 +84,7 @@ class StepRecord:
         prefix_host_tokens: Tokens of exact prefixes in host memory.
         num_sessions: Open sessions.
         slots_kept: Slots that are kept for sessions; part of those of requests and the prefix cache.
+        repair_rows: Positions that running requests computed exactly besides their own rows (`repair_rows`).
         heal_rows: Positions of finished requests that were computed exactly beside the others.
         started: `time.perf_counter()` when it began; 0 where it was not noted.
     """
@@ -103,6 +104,7 @@ class StepRecord:
     prefix_host_tokens: int = 0
     num_sessions: int = 0
     slots_kept: int = 0
+    repair_rows: int = 0
     heal_rows: int = 0
     started: float = 0.0
 

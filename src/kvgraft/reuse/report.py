@@ -205,6 +205,7 @@ def _repair_as_dict(repair: RepairReport) -> dict[str, object]:
         "from_token": repair.from_token,
         "rows_per_step": int(repair.rows_per_step),
         "exact_from_token": repair.exact_from_token,
+        "healed_tokens": int(repair.healed_tokens),
     }
 
 

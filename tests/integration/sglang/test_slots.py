@@ -65,7 +65,7 @@ def script(*rounds):
 
 
 GRAFT, OFF = {}, {"reuse": "off"}
-NEVER = {"rows_per_step": 0, "exact_from_token": None}
+NEVER = {"rows_per_step": 0, "exact_from_token": None, "healed_tokens": 0}
 
 
 def shared_beginning(when, repair="before"):

@@ -339,6 +339,10 @@ BEGAN = "Token 1 was drawn before the repair: nothing of the 1,254 reused tokens
             f"{BEGAN} From token 2 on, nothing approximate was left: all K/V were those of a full",
         ),
         (
+            {"exact_from_token": 30, "rows_per_step": 64, "healed_tokens": 1790},
+            "those of a full prefill. 1,790 tokens of prompt and answer were computed again in order after token 1.",
+        ),
+        (
             {"from_token": None, "rows_per_step": 16},
             "steps after it computed up to 16 of them each, and the answer ended",
         ),

@@ -108,12 +108,13 @@ def test_request_that_never_ran_leaves_times_out():
 
 def test_step_sets_the_state():
     recorder = PrometheusRecorder("m")
-    recorder.record_step(StepRecord(0.01, 100, 3, 4, 5, 60, 10, 20, 10, 7, 700, 8))
+    recorder.record_step(StepRecord(0.01, 100, 3, 4, 5, 60, 10, 20, 10, 7, 700, 8, repair_rows=48, heal_rows=16))
     found = samples(recorder)
     holders = {"free": 60, "request": 10, "cached": 20, "donor": 10}
     assert {holder: found["kvgraft:kv_slots", holder] for holder in holders} == holders
     assert (found["kvgraft:num_requests_running",], found["kvgraft:num_requests_waiting",]) == (4, 5)
-    assert (found["kvgraft:step_rows_total", "prefill"], found["kvgraft:step_rows_total", "decode"]) == (100, 3)
+    rows = {"prefill": 100, "decode": 3, "repair": 48, "heal": 16}
+    assert {phase: found["kvgraft:step_rows_total", phase] for phase in rows} == rows
     assert (found["kvgraft:donors",], found["kvgraft:donor_tokens",], found["kvgraft:donor_host_bytes",]) == (7, 700, 8)
 
 

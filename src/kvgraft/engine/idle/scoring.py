@@ -208,7 +208,9 @@ def _prefill(
         repaired = yield from _run(adapter, manager, kv, outcome.repair, max_rows)
         work = repaired.work
         if kv.is_answered:
-            repair = replace(repair, from_token=2, exact_from_token=2 if repaired.is_exact else None)
+            healed = kv.plan.num_tokens - kv.plan.prefix_len if repaired.is_exact else 0
+            exact_from = 2 if repaired.is_exact else None
+            repair = replace(repair, from_token=2, exact_from_token=exact_from, healed_tokens=healed)
         else:
             assert repaired.logits is not None
             logits = repaired.logits

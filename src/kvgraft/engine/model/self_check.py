@@ -7,10 +7,14 @@ keeps them apart (`rope_lengths`); and moved keys equal keys computed at the new
 prompt of a single token is enough: it attends only to itself, so its hidden states do not depend on its position and each
 layer's key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair
 up.
+
+"Equal" is to rounding: within a tolerance, or, where a float32 model differs from itself by more when its prompt is cut in
+the same pieces, within twice that.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.engine.model.own_noise import MOST_NOISE, own_noise
 from kvgraft.engine.model.probe_tokens import probe_tokens
 from kvgraft.engine.model.rope_lengths import check_lengths
-from kvgraft.engine.model.state_check import STATE_CHECK_TOKENS, state_error
+from kvgraft.engine.model.state_check import STATE_CHECK_TOKENS, cut_prompts, state_error
 from kvgraft.errors import ModelError
 from kvgraft.fidelity import cache_of
 from kvgraft.graft.model import SequenceRows
@@ -38,6 +43,11 @@ PROBE_STATES = 2
 """States that it takes of a model that has them."""
 _NO_POSITIONS = "layers of this model keep a state, which has no positions; K/V of this model are not moved"
 _PROMPT_TOKENS = 40
+_CUTS = (5, 15, 36)
+"""Where the gaps of the proof begin and end."""
+_TIMES_NOISE = 2.0
+"""Errors that pass may be this many times what the model's own forward differs from itself by, cut in the same places. Of 120
+random Qwen3-Next models 5 were above the tolerance, at 0.9 to 1.1 times of it."""
 _PROBE_POSITIONS = (0, 1, 7, 130, 1_021)
 
 
@@ -72,7 +82,8 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: in
         longest: Tokens of the longest sequence that is to be served.
 
     Raises:
-        ModelError: The sparse forward does not reproduce the model's own; nothing can be reused, not even prefixes.
+        ModelError: The sparse forward does not reproduce the model's own, to rounding; nothing can be reused, not even
+            prefixes.
     """
     tolerance = TOLERANCE.get(adapter.model.dtype)
     if tolerance is None:
@@ -86,10 +97,7 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: in
         forward_error = state_error(adapter, adapter.states, kv_indices)
     forward_error = max(forward_error, _length_error(adapter, kv_indices, longest, tolerance))
     if not forward_error <= tolerance:
-        raise ModelError(
-            f"self-check failed: logits differ from the model's own by {forward_error:.1e} (allowed {tolerance:.0e}); "
-            "kvgraft does not understand this architecture, serve it without kvgraft and report the model type"
-        )
+        _require_rounding(adapter, kv_indices, forward_error, tolerance)
     if adapter.states is not None:
         return SelfCheckReport(forward_error, None, _NO_POSITIONS)
     refusal = refused_rope(adapter.model.config.get_text_config(decoder=True), adapter.model)
@@ -180,6 +188,29 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
         rows = SequenceRows(token_ids[positions], positions, kv_indices, swa_indices=kv_indices)
         errors.append(relative_error(adapter.forward([rows])[0].logits[-1], expected))
     return max(errors)
+
+
+def _require_rounding(adapter: TransformersAdapter, kv_indices: np.ndarray, error: float, tolerance: float) -> None:
+    """Accept an error above `tolerance` that the model has against itself, too; raises `ModelError` otherwise."""
+    if adapter.states is None:
+        prompts = [(probe_tokens(adapter.model, _PROMPT_TOKENS), list(_CUTS))]
+    else:
+        prompts = cut_prompts(adapter, kv_indices)
+    with adapter.stock() as model:
+        noise = own_noise(model, prompts)
+    allowed = tolerance if noise > MOST_NOISE else max(tolerance, _TIMES_NOISE * noise)
+    if error <= allowed:
+        return
+    differs = f"self-check failed: logits differ from the model's own by {error:.1e} (allowed {allowed:.1e})"
+    if error <= _TIMES_NOISE * noise:
+        own = "fails" if math.isinf(noise) else f"by {noise:.1e}"
+        raise ModelError(
+            f"{differs}, and its own {own} where its prompt is computed in pieces, as kvgraft does; serve it without kvgraft"
+        )
+    raise ModelError(
+        f"{differs}, which is more than rounding; kvgraft does not understand this architecture, serve it without kvgraft "
+        "and report the model type"
+    )
 
 
 def _length_error(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int, tolerance: float) -> float:

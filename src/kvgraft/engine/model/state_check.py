@@ -74,15 +74,7 @@ def state_error(adapter: TransformersAdapter, states: StatePool, kv_indices: np.
         kv_indices: Slots of every space, at least 64. With fewer than `STATE_CHECK_TOKENS` and a chunk the
             prompts are shorter.
     """
-    chunk_size = adapter.layers.chunk_size
-    num_short = min(_SHORT, 3 * len(kv_indices) // 8)
-    num_long = min(_BESIDE_CHUNK + chunk_size, len(kv_indices) - num_short)
-    first, last = _LONG_PIECES
-    long_pieces = [*first, chunk_size + 6, *last]
-    prompts = [
-        _Prompt(probe_tokens(adapter.model, num_long), kv_indices[:num_long], 0, long_pieces, []),
-        _Prompt(probe_tokens(adapter.model, num_short, seed=8), kv_indices[num_long:], 1, list(_SHORT_PIECES), []),
-    ]
+    prompts = _prompts(adapter, kv_indices)
     expected = _own_logits(adapter, prompts)
     for prompt in prompts:
         states.clear(prompt.state)
@@ -94,6 +86,26 @@ def state_error(adapter: TransformersAdapter, states: StatePool, kv_indices: np.
         states.clear(prompt.state)
     share = 1.0 if adapter.model.dtype == torch.float32 else _HALF_SHARE
     return max(_error(torch.cat(prompt.logits), own, share) for prompt, own in zip(prompts, expected, strict=True))
+
+
+def cut_prompts(adapter: TransformersAdapter, kv_indices: np.ndarray) -> list[tuple[TokenArray, list[int]]]:
+    """Return the prompts of `state_error`, and the positions before which it cuts them."""
+    return [
+        (prompt.token_ids, [int(cut) for cut in np.cumsum(prompt.pieces) if cut < len(prompt.token_ids)])
+        for prompt in _prompts(adapter, kv_indices)
+    ]
+
+
+def _prompts(adapter: TransformersAdapter, kv_indices: np.ndarray) -> list[_Prompt]:
+    chunk_size = adapter.layers.chunk_size
+    num_short = min(_SHORT, 3 * len(kv_indices) // 8)
+    num_long = min(_BESIDE_CHUNK + chunk_size, len(kv_indices) - num_short)
+    first, last = _LONG_PIECES
+    long_pieces = [*first, chunk_size + 6, *last]
+    return [
+        _Prompt(probe_tokens(adapter.model, num_long), kv_indices[:num_long], 0, long_pieces, []),
+        _Prompt(probe_tokens(adapter.model, num_short, seed=8), kv_indices[num_long:], 1, list(_SHORT_PIECES), []),
+    ]
 
 
 def _error(actual: Tensor, expected: Tensor, share: float) -> float:

@@ -345,6 +345,8 @@ class ActiveRequest:
         if outcome.is_exact and self.kv.is_answered:
             # The report stays that of the graft that the first token was drawn from.
             self.kv.lineage.withdraw(self.kv.plan.prefix_len)
+            total = prompt_report(self.kv, outcome.work, self._flops, None).computed_flops
+            self._count_healed(self.kv.plan.num_tokens - self.kv.plan.prefix_len, total - self.report.computed_flops)
             self._note_exact()
         else:
             if outcome.is_exact:  # the policy failed before anything was drawn
@@ -389,11 +391,20 @@ class ActiveRequest:
             return
         assert self.kv is not None
         stop = int(self._exact_rows[-1]) + 1
+        self._count_healed(len(self._exact_rows), self._flops.of_positions(self._exact_rows))
         self._exact_rows = _NO_ROWS
         self.kv.lineage.heal(stop)
         if stop == self.num_tokens - 1:
             self.kv.lineage.healed()
             self._note_exact()
+
+    def _count_healed(self, num_tokens: int, flops: float) -> None:
+        """Count what was computed again after the first token, and its operations: no other count of the report has them."""
+        assert self.report is not None
+        repair, total = self.report.repair, self.report.computed_flops + flops
+        if repair is not None:
+            repair = replace(repair, healed_tokens=repair.healed_tokens + num_tokens)
+            self.report = replace(self.report, repair=repair, computed_flops=total)
 
     def _drawn(self, logits: Tensor) -> StreamPart:
         return self._take(self._sampler.sample(logits), logits)

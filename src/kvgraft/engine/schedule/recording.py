@@ -68,6 +68,7 @@ class Recording:
             prefix_host_tokens=space.prefix_host_tokens,
             num_sessions=len(self._sessions),
             slots_kept=space.kept.num_slots,
+            repair_rows=step.repair_rows,
             heal_rows=heal_rows,
             started=started,
         )

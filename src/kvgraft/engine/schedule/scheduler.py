@@ -60,6 +60,11 @@ class ScheduledStep:
         """Prompt positions among the rows."""
         return sum(len(rows.positions) for _, rows in self.parts[self.num_streams :])
 
+    @property
+    def repair_rows(self) -> int:
+        """Positions among the rows that streams compute exactly besides their own."""
+        return sum(len(rows.positions) - 1 for _, rows in self.parts[: self.num_streams])
+
 
 class Scheduler:
     """Queues, admits, batches and preempts. Not thread-safe.

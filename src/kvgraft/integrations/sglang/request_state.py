@@ -211,7 +211,12 @@ class SGLangRequest:
         ]
         self.lineage.recompute((span.target_start, span.length) for span in again)
         exact_from = None if self.lineage.generation_at(start) else num_drawn + 1
-        self.repair = replace(self.repair, from_token=num_drawn + 1, exact_from_token=exact_from)
+        self.repair = replace(
+            self.repair,
+            from_token=num_drawn + 1,
+            exact_from_token=exact_from,
+            healed_tokens=self.num_tokens - start,
+        )
 
     def attempt(self, policy: str) -> PrefillAttempt:
         """Sum up where the request stands."""

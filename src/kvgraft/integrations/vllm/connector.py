@@ -154,6 +154,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkerMetadata):
             self.scheduler.receive(metadata.report)
+        loaded = connector_output.finished_recving
+        connector_output.finished_recving = self.scheduler.loaded(loaded or set()) or None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; the report goes to the client."""

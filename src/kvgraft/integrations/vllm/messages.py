@@ -129,6 +129,7 @@ class StepCommands:
         is_idle: The engine computes nothing in this step: it may wait a moment for a store.
         known_changes: Number of changes of the weights in place that the scheduler knows. Workers that know of more capture
             nothing: texts may begin with K/V of vLLM's prefix cache that are of the weights of before.
+        is_report_due: Workers report after this step even if nothing is new: the scheduler has requests to let go on.
     """
 
     reset: bool = False
@@ -142,6 +143,7 @@ class StepCommands:
     writes: tuple[Write, ...] = ()
     is_idle: bool = False
     known_changes: int = 0
+    is_report_due: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,7 @@ def test_policy_that_fails_after_the_first_token_leaves_the_report_of_that_token
     assert told["spans"], "the first token was drawn from copies"
     assert told["recomputed_tokens"] == 80
     assert (told["repair"]["from_token"], told["repair"]["exact_from_token"]) == (2, 2)
+    assert told["repair"]["healed_tokens"] == 100, "of the first copy and all after it"
     assert asked.world.log.num_errors == 1
 
 

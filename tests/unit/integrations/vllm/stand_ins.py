@@ -347,6 +347,7 @@ class Engine:
         self.preempted = set()
         self.of_capture = {}
         self.told = []
+        self.arrived = set()
         self.workers = Workers(self)
 
     def add(self, request):
@@ -429,10 +430,15 @@ class Engine:
         for request_id in scheduled:
             if request_id not in failed:
                 self._sample(self.requests[request_id])
-        self.graft.receive(
-            report
-        )  # vLLM asks for the reports of requests that end in the step before it hands this over
+        # vLLM asks for the reports of requests that end in the step before it hands this over.
+        self.graft.receive(report)
+        self._let_go_on()
         self._check_reports()
+
+    def _let_go_on(self):
+        arrived, self.arrived = self.arrived, set()
+        for request_id in self.graft.loaded(arrived):
+            self.requests[request_id].waits = False
 
     def output_of(self, requests):
         """A step that computes one more token of each."""
@@ -496,6 +502,9 @@ class Engine:
             return
         was_waiting, request.waits = request.waits, False
         if not failed:
+            if was_waiting:
+                request.waits = True
+                self.arrived.add(request.request_id)
             request.computed = max(request.computed, len(request.kv) if was_waiting else 0)
             self.publish(request)
             return

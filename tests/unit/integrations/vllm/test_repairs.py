@@ -92,6 +92,7 @@ def test_repaired_once_with_the_second_token(served, max_tokens):
         "from_token": 2,
         "rows_per_step": 0,
         "exact_from_token": None,
+        "healed_tokens": 0,
     }
     assert (report["shifted_tokens"], report["recomputed_tokens"], report["corrected_tokens"]) == (54, 16, 54)
     assert report["recomputed_runs"] == [[HEAD, 16]]
@@ -216,6 +217,7 @@ def test_a_repair_that_failed_left_nothing_approximate(served):
     report, counts = served.sent["one"], served.graft.counts.take(**GAUGES)
     repair = report["repair"]
     assert (repair["reason"], repair["from_token"], repair["exact_from_token"]) == ("no memory", 2, 2)
+    assert repair["healed_tokens"] == len(PROMPT) - report["spans"][0]["target_start"], "what was computed again counts"
     assert (report["shifted_tokens"], report["miss"]) == (len(DOCUMENTS[0]), None)
     assert counts["graft_errors"] == 1
 

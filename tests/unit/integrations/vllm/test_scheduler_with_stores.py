@@ -74,6 +74,64 @@ def test_text_of_before_a_restart_is_grafted_and_comes_nearer(shelf):
     assert engine.workers.donors
 
 
+@pytest.mark.parametrize("streams", [0, 1])
+def test_reads_that_arrive_together_are_repaired_one_step_after_another(shelf, streams):
+    """Repairs come with second tokens, which no step can put off: what can is that a request goes on."""
+    serve(make_engine(shelf), "donor", DONOR, "exact")
+    limit, number = 300, 12
+    graft = make_graft("auto", shelf, HOST, selection="first_k", max_recompute_tokens_per_step=limit)
+    engine = Engine(graft, shelf)
+    engine.step(room=True, chunk=400)
+    engine.step(room=True, chunk=400)
+    rows, commands = [], graft.commands
+
+    def noted(output):
+        made = commands(output)
+        claims = [graft._attempts.running[repair.request_id].claim for repair in made.repairs]
+        assert all(claim.num_stored_tokens for claim in claims)
+        rows.append(sum(claim.num_repair_rows for claim in claims))
+        return made
+
+    graft.commands = noted
+    for stream in range(streams):
+        engine.add(Request(f"stream {stream}", [4000 + stream] * 40, {"kvgraft": "exact"}, 60))
+    engine.fate = "slow"
+    for name in range(number):
+        engine.add(Request(str(name), [8001 + name] * (10 + name) + DOCUMENTS[0] + [8100 + name] * 40, None, 4))
+        engine.step(room=True, chunk=400)
+    assert len(engine.workers.jobs) == number
+    engine.fate = ""
+    for _ in range(60):
+        engine.step(room=True, chunk=400)
+        graft.check()
+    assert not engine.running, "all have been answered"
+    assert not graft._rows.holds_any
+    assert max(rows) <= limit < sum(rows)
+    assert sum(count > 0 for count in rows) <= 8, "nobody waits longer than that takes"
+
+
+def test_a_request_that_ends_while_it_may_not_go_on_holds_nobody_up(shelf):
+    serve(make_engine(shelf), "donor", DONOR, "exact")
+    graft = make_graft("auto", shelf, HOST, selection="first_k", max_recompute_tokens_per_step=130)
+    engine = Engine(graft, shelf)
+    engine.step(room=True, chunk=400)
+    engine.step(room=True, chunk=400)
+    engine.fate = "slow"
+    for name in range(4):
+        engine.add(Request(str(name), [8001 + name] * (10 + name) + DOCUMENTS[0] + [8100 + name] * 40, None, 4))
+        engine.step(room=True, chunk=400)
+    engine.fate = ""
+    engine.step(room=True, chunk=400)
+    assert graft._rows.holds_any
+    waiting = [request for request in engine.running if request.waits]
+    engine.end(waiting[0])
+    for _ in range(20):
+        engine.step(room=True, chunk=400)
+        graft.check()
+    assert not engine.running
+    assert not graft._rows.holds_any
+
+
 def test_what_is_stored_leaves_host_memory_without_leaving_the_catalogue(shelf):
     engine = make_engine(shelf, host_tokens=200)
     serve(engine, "first", DONOR, "exact")

@@ -217,6 +217,8 @@ class Attempts:
         state.repair_phase = RepairPhase.NONE
         assert state.repair is not None
         assert state.outcome is not None
+        assert state.claim is not None
+        plan = state.claim.plan
         if outcome.failed:
             if not outcome.is_gone:
                 self._counts.error()
@@ -226,7 +228,10 @@ class Attempts:
             self._counts.error()
             is_exact = state.prompt.exact_len == state.prompt.prefix_len
             exact_from = _SECOND if is_exact else None
-            state.repair = replace(state.repair, reason=outcome.fell_back, exact_from_token=exact_from)
+            healed = plan.num_tokens - plan.spans[0].target_start
+            state.repair = replace(
+                state.repair, reason=outcome.fell_back, exact_from_token=exact_from, healed_tokens=healed
+            )
         state.repair = replace(state.repair, from_token=_SECOND)
         state.outcome = replace(outcome, read_ms=state.outcome.read_ms)
         state.lineage.recompute(outcome.recomputed_runs)

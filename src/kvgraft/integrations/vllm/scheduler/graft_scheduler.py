@@ -254,6 +254,7 @@ class GraftScheduler:
             self.registry.take_writes(),
             is_idle=not num_tokens,
             known_changes=self._known_changes,
+            is_report_due=self._rows.holds_any,
         )
 
     def _hide_unsettled(self, preempted: VLLMRequest | None) -> None:
@@ -310,6 +311,15 @@ class GraftScheduler:
         for request_id, outcome in report.repairs.items():
             self._attempts.repaired(request_id, outcome)
         self._follow_stores(report.store)
+
+    def loaded(self, request_ids: set[str]) -> set[str]:
+        """Return which requests may go on now whose loads have ended; the others by later calls, one per step."""
+        try:
+            return self._rows.loaded(request_ids, self._attempts.running)
+        except Exception:
+            self.counts.error()
+            logger.exception("rows of steps are not known; requests go on")
+            return request_ids | self._rows.release()
 
     def finish(self, request: Request) -> dict[str, object] | None:
         """Forget a request that ended for any reason; returns what the client gets.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvgraft.integrations.vllm.scheduler.requests import RepairPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from kvgraft.integrations.vllm.scheduler.attempts import ScheduledRows
     from kvgraft.integrations.vllm.scheduler.claims import Claim
@@ -23,6 +23,9 @@ class StepRows:
     beside it, nor does what it is answered.
 
     Rows of grafts for which requests wait do not count: workers compute them piece by piece, with what a step leaves.
+
+    What reads a store is admitted at once, since no other request waits for its read. It goes on when its K/V are there and its repair
+    has room (`loaded`).
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -30,6 +33,46 @@ class StepRows:
         self._gap_rows = 0
         self._is_full = False
         self._drawing: set[str] = set()
+        self._held: dict[str, None] = {}
+        self._is_computing = False
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether requests wait for a later call of `loaded`."""
+        return bool(self._held)
+
+    def loaded(self, request_ids: Iterable[str], states: Mapping[str, VLLMRequest]) -> set[str]:
+        """Return which requests may go on now whose loads are complete; the others, the oldest first, by later calls.
+
+        Where nothing is computed, the oldest goes on at once: those that it waits for may wait for its blocks.
+
+        Args:
+            request_ids: Those whose loads have completed since the last call.
+            states: All requests.
+
+        Complexity: O(requests).
+        """
+        self._held |= dict.fromkeys(sorted(request_ids))
+        rows = sum(
+            other.claim.num_repair_rows
+            for other in states.values()
+            if other.claim is not None and other.request_id not in self._held and _draws_later(other)
+        )
+        going: set[str] = set()
+        for request_id in self._held:
+            more = _rows_after_read(states.get(request_id))
+            is_oldest = not going and not self._is_computing
+            if not more or not rows or rows + more <= self._max_rows or is_oldest:
+                going.add(request_id)
+                rows += more
+        for request_id in going:
+            del self._held[request_id]
+        return going
+
+    def release(self) -> set[str]:
+        """Return all that wait for a later call of `loaded`, and forget them."""
+        held, self._held = set(self._held), {}
+        return held
 
     def have_room_for(self, state: VLLMRequest, states: Iterable[VLLMRequest]) -> bool:
         """Return whether the step that is being scheduled can admit a request, which others must not overtake if not.
@@ -54,10 +97,12 @@ class StepRows:
         self._gap_rows += 0 if claim.asynchronous else claim.num_rows
 
     def step_scheduled(self, rows: Iterable[ScheduledRows]) -> None:
-        """Note what a step computes; the next admission belongs to another one."""
+        """Note what a step computes of grafted requests; the next admission belongs to another one."""
         self._gap_rows, self._is_full = 0, False
         self._drawing.clear()
+        self._is_computing = False
         for state, _, stop in rows:
+            self._is_computing = True
             if state.claim is not None and stop >= state.claim.plan.num_tokens:
                 state.is_whole = True
                 self._drawing.add(state.request_id)
@@ -74,6 +119,18 @@ class StepRows:
         rows += self._gap_rows
         # One that is larger than a step has it alone: `load=sync` asks for that.
         return claim.asynchronous or not rows or rows + claim.num_rows <= self._max_rows
+
+
+def _draws_later(state: VLLMRequest) -> bool:
+    """Return whether a request that runs has its whole prompt, and with it its repair, still before it."""
+    return state.is_admitted and not state.is_whole and _repair_is_to_come(state)
+
+
+def _rows_after_read(state: VLLMRequest | None) -> int:
+    """Return the repair rows of a request that has read a store; 0 of others, which had room when they were admitted."""
+    if state is None or state.claim is None or not state.claim.num_stored_tokens:
+        return 0
+    return state.claim.num_repair_rows if state.repair_phase is RepairPhase.DUE else 0
 
 
 def _repair_is_to_come(state: VLLMRequest) -> bool:

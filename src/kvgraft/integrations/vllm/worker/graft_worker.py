@@ -88,6 +88,7 @@ class GraftWorker:
         self._refusal = ""
         self._jobs: dict[str, GraftJob] = {}
         self._unrepaired: dict[str, GraftJob] = {}
+        self._is_report_due = False
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -144,6 +145,7 @@ class GraftWorker:
     def load(self, commands: StepCommands) -> None:
         """Begin new grafts and go on with those under way, within the step's budget."""
         self._prepare()
+        self._is_report_due = commands.is_report_due
         self._donors.settle()
         if commands.reset:
             self._forget_everything("the caches were reset")
@@ -207,7 +209,7 @@ class GraftWorker:
         lost = self._donors.take_lost()
         self._lost_donors |= lost
         self._num_failed_copies += len(lost)
-        is_news = self._outcomes or self._repairs or self._lost_texts or self._lost_donors
+        is_news = self._is_report_due or self._outcomes or self._repairs or self._lost_texts or self._lost_donors
         if not is_news and state == self._reported and stored == NOTHING_OF_STORES:
             return None
         refusal, is_proved, used_bytes, num_changes = state
