@@ -6,6 +6,8 @@ further one lets one call at one place fail.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import sys
 import threading
 from collections import Counter
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvgraft
+from kvgraft.donors.secret import SECRET_BYTES, process_secret, set_process_secret
 
 _ROOT = str(Path(kvgraft.__file__).parent)
 _PATCHED = (
@@ -67,6 +70,11 @@ class FailingCalls:
         self._depth = 0
         self._thread = threading.get_ident()
 
+    @property
+    def is_to_fail(self) -> bool:
+        """Whether a call fails, or has failed."""
+        return self._place is not None
+
     def __enter__(self) -> FailingCalls:
         self._depth += 1
         if self._depth == 1 and not self.has_failed:
@@ -114,6 +122,17 @@ class FailingCalls:
             raise MemoryError(f"{place.callee} at {place.caller}")
 
 
+@contextlib.contextmanager
+def same_secret():
+    """Make catalogues whose anchors are the same in every process, so that a run comes by the same calls in each."""
+    before = process_secret()
+    set_process_secret(bytes(SECRET_BYTES))
+    try:
+        yield
+    finally:
+        set_process_secret(before)
+
+
 def points(seen: Counter[Place]) -> list[tuple[Place, int]]:
     """Return of every place the first call, one in the middle and the last one; nobody guards what tests call."""
     return [
@@ -122,6 +141,18 @@ def points(seen: Counter[Place]) -> list[tuple[Place, int]]:
         if place.caller.startswith("/")
         for number in sorted({1, (count + 1) // 2, count})
     ]
+
+
+def points_at(found: list[tuple[Place, int]], callee: str, caller: str) -> list[tuple[Place, int]]:
+    """Return up to two of the points at which a function is called from a file, drawn alike in every process."""
+    there = [(place, n) for place, n in found if place.callee == callee and place.caller.startswith(f"{caller}:")]
+    assert there, f"the script does not come by {callee} in {caller} any more; name a function that it comes by"
+    return random.Random(1).sample(there, min(2, len(there)))
+
+
+def drawn(found: list[tuple[Place, int]], count: int) -> list[tuple[Place, int]]:
+    """Draw some points, alike in every process."""
+    return random.Random(48).sample(found, min(count, len(found)))
 
 
 def _is_ours(frame) -> bool:

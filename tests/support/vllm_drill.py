@@ -7,15 +7,14 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from tests.support.failing_calls import FailingCalls, Place, points
+from tests.support.failing_calls import FailingCalls, Place, points, same_secret
 from tests.unit.integrations.vllm.stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 
 from kvgraft.config import VLLMConfig
-from kvgraft.donors.secret import SECRET_BYTES, process_secret, set_process_secret
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
 
-KINDS = {"sync": {"load": "sync"}, "async": {"load": "async"}, "store": {"load": "auto", "host_tokens": 400}}
-"""By how grafts are made, and where donors are."""
+KINDS = {"sync": "sync", "async": "async", "store": "auto"}
+"""By how grafts are made, and where donors are; `load` of each."""
 _SCHEDULER = "kvgraft.integrations.vllm.scheduler"
 _DOCUMENTS = [random.Random(seed).choices(range(1000), k=70) for seed in range(3)]
 _MOST_STEPS = 300
@@ -45,20 +44,15 @@ class Drill:
         return found if calls.has_failed else None
 
     def _run(self, calls: FailingCalls) -> list[str]:
-        secret = process_secret()
-        set_process_secret(bytes(SECRET_BYTES))
-        with pytest.MonkeyPatch.context() as patch:
+        with same_secret(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{_SCHEDULER}.stores.StoreFeed", ShelfFeed)
-            try:
-                return _Run(self.kind, calls, patch).failures()
-            finally:
-                set_process_secret(secret)
+            return _Run(self.kind, calls, patch).failures()
 
 
 class _Watched:
     """A scheduler's half whose calls are watched, as long as `calls` are."""
 
-    def __init__(self, graft: GraftScheduler, calls: FailingCalls) -> None:
+    def __init__(self, graft: GraftScheduler, calls: contextlib.AbstractContextManager) -> None:
         self._graft, self.calls = graft, calls
 
     def __getattr__(self, name):
@@ -78,15 +72,14 @@ class _Watched:
 
 class _Run:
     def __init__(self, kind: str, calls: FailingCalls, patch: pytest.MonkeyPatch) -> None:
-        self.calls, self.kind = calls, kind
+        self.kind = kind
         shelf = Shelf() if kind == "store" else None
-        self.graft = _Watched(self._scheduler(shelf, patch, **KINDS[kind]), calls)
+        self.graft = _Watched(self._scheduler(shelf, patch), calls)
         self.engine = Engine(self.graft, shelf)
         self.names = iter(range(10**6))
 
-    def _scheduler(self, shelf, patch, load, host_tokens=None) -> GraftScheduler:
+    def _scheduler(self, shelf, patch) -> GraftScheduler:
         patch.setattr(f"{_SCHEDULER}.graft_scheduler.open_stores", lambda _: () if shelf is None else (shelf,))
-        options = {"min_run": 16, "min_saved_tokens": 0, "max_generation": 2, "lookup_deadline_ms": 1e9}
         facts = EngineFacts(
             fingerprint="model",
             block_sizes=(BLOCK,),
@@ -96,9 +89,17 @@ class _Run:
             hidden_size=64,
             output_chunk=8,
             refusal="",
-            host_tokens=host_tokens,
+            host_tokens=None if shelf is None else 400,
         )
-        return GraftScheduler(VLLMConfig(load=load, selection="first_k", **options), facts)
+        config = VLLMConfig(
+            load=KINDS[self.kind],
+            selection="first_k",
+            min_run=16,
+            min_saved_tokens=0,
+            max_generation=2,
+            lookup_deadline_ms=1e9,
+        )
+        return GraftScheduler(config, facts)
 
     def failures(self) -> list[str]:
         wrong = []

@@ -13,7 +13,7 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.vllm.messages import GraftRepair
 from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
-from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
+from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes, is_tainted
 from kvgraft.integrations.vllm.scheduler.refused import is_session
 from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt, AttemptPhase, RepairPhase, VLLMRequest
 from kvgraft.integrations.vllm.scheduler.scheduled import num_known
@@ -99,7 +99,9 @@ class Attempts:
             self._continuing.generation(request, cached_len),
         )
         if known is None:
-            state = VLLMRequest(prompt, Lineage(prompt.exact_len), RegistryHoldings(self._registry))
+            is_lost = bool(prompt.num_generated) and is_tainted(request)
+            held = RegistryHoldings(self._registry)
+            state = VLLMRequest(prompt, Lineage(prompt.exact_len), held, is_reported=not is_lost)
             prompt.go_on(state.lineage)
         else:
             state = known.again(prompt, self.policy, self._facts.hash_block_size)
@@ -182,12 +184,14 @@ class Attempts:
         for state, _, stop in rows:
             known = len(captures)
             with self._keeping(state):
-                self._captures.due(state, stop, captures)
-                continue
-            for capture in captures[known:]:  # all of one attempt, or none
-                if capture.donor_id is not None:
-                    self._registry.forget(capture.donor_id)
-            del captures[known:]
+                try:
+                    self._captures.due(state, stop, captures)
+                except BaseException:
+                    for capture in captures[known:]:  # all of one attempt, or none
+                        if capture.donor_id is not None:
+                            self._registry.forget(capture.donor_id)
+                    del captures[known:]
+                    raise
         return tuple(captures)
 
     @contextmanager
@@ -345,6 +349,8 @@ class Attempts:
 
         A request has none where that fails: its answer is complete by then.
         """
+        if not state.is_reported:
+            return
         try:
             report = state.report(self.policy)
             written = report_as_dict(report)
