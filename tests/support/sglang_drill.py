@@ -145,8 +145,11 @@ class _Run:
         scheduler.check()
         for document in (b, c):
             self.serve([*document, *self.new(9)], 2)
-        before = scheduler.copied_tokens
         self.serve([*self.new(20), *b, *self.new(20)], 9)
+        later = self.new(70)
+        self.serve(later, 2)
+        before = scheduler.copied_tokens
+        self.serve([*self.new(20), *later, *self.new(20)], 9)
         assert scheduler.copied_tokens > before, "later requests are not grafted"
         scheduler.check()
         assert self.reuse.num_requests == 0, "requests are left"

@@ -422,8 +422,6 @@ class RequestReuse:
             return
         if not req.finished() and not self.registrar.is_complete(req):
             return
-        if self.stores is not None:
-            self.stores.time_prefill(state)
         try:
             self.registrar.register_exact(req, state, node)
             if req.finished() and self.stand_ins is not None:
@@ -431,6 +429,8 @@ class RequestReuse:
                 self.stand_ins.substitutes.heard(req.rid, np.frombuffer(stored[:], np.int64), state.lineage)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
+        if self.stores is not None:
+            self.stores.time_prefill(state)
 
     @_guarded("register", _nothing)
     def settle(self) -> None:
