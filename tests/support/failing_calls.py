@@ -6,7 +6,10 @@ further one lets one call at one place fail.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvgraft
+from kvgraft.donors.secret import SECRET_BYTES, process_secret, set_process_secret
 
 _ROOT = str(Path(kvgraft.__file__).parent)
 _PATCHED = (
@@ -50,7 +54,7 @@ class Place(NamedTuple):
 
 
 class FailingCalls:
-    """Watches this thread while it is entered; lets call number `number`, from 1, at `place` fail, once.
+    """Watches this thread while it is entered, once or deeper; lets call number `number`, from 1, at `place` fail, once.
 
     Attributes:
         seen: Calls so far by place.
@@ -63,9 +67,17 @@ class FailingCalls:
         self._place = place
         self._number = number
         self._originals: dict[str, Any] = {}
+        self._depth = 0
+        self._thread = threading.get_ident()
+
+    @property
+    def is_to_fail(self) -> bool:
+        """Whether a call fails, or has failed."""
+        return self._place is not None
 
     def __enter__(self) -> FailingCalls:
-        if not self.has_failed:
+        self._depth += 1
+        if self._depth == 1 and not self.has_failed:
             for name in _PATCHED:
                 self._originals[name] = getattr(np, name)
                 setattr(np, name, self._watched(name, self._originals[name]))
@@ -73,6 +85,9 @@ class FailingCalls:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         sys.setprofile(None)
         for name, original in self._originals.items():
             setattr(np, name, original)
@@ -81,7 +96,7 @@ class FailingCalls:
     def _watched(self, name, original):
         def call(*arguments, **options):
             caller = sys._getframe(1)
-            if _is_ours(caller):
+            if _is_ours(caller) and threading.get_ident() == self._thread:
                 self._count("numpy", name, caller)
             return original(*arguments, **options)
 
@@ -105,6 +120,39 @@ class FailingCalls:
             self.has_failed = True
             sys.setprofile(None)
             raise MemoryError(f"{place.callee} at {place.caller}")
+
+
+@contextlib.contextmanager
+def same_secret():
+    """Make catalogues whose anchors are the same in every process, so that a run comes by the same calls in each."""
+    before = process_secret()
+    set_process_secret(bytes(SECRET_BYTES))
+    try:
+        yield
+    finally:
+        set_process_secret(before)
+
+
+def points(seen: Counter[Place]) -> list[tuple[Place, int]]:
+    """Return of every place the first call, one in the middle and the last one; nobody guards what tests call."""
+    return [
+        (place, number)
+        for place, count in sorted(seen.items())
+        if place.caller.startswith("/")
+        for number in sorted({1, (count + 1) // 2, count})
+    ]
+
+
+def points_at(found: list[tuple[Place, int]], callee: str, caller: str) -> list[tuple[Place, int]]:
+    """Return up to two of the points at which a function is called from a file, drawn alike in every process."""
+    there = [(place, n) for place, n in found if place.callee == callee and place.caller.startswith(f"{caller}:")]
+    assert there, f"the script does not come by {callee} in {caller} any more; name a function that it comes by"
+    return random.Random(1).sample(there, min(2, len(there)))
+
+
+def drawn(found: list[tuple[Place, int]], count: int) -> list[tuple[Place, int]]:
+    """Draw some points, alike in every process."""
+    return random.Random(48).sample(found, min(count, len(found)))
 
 
 def _is_ours(frame) -> bool:

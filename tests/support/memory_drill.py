@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 
 import numpy as np
-from tests.support.failing_calls import FailingCalls, Place
+from tests.support.failing_calls import FailingCalls, Place, same_secret
 
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
@@ -58,7 +58,8 @@ class Drill:
         from kvgraft.engine.assembly import engine_config
 
         own = {"host_bytes": 1 << 22, "donor_tokens": 4096, "max_rows": 256}
-        return Engine(self.loaded, engine_config(None, own | self.settings))
+        with same_secret():
+            return Engine(self.loaded, engine_config(None, own | self.settings))
 
     def places(self) -> list[tuple[Place, int]]:
         """Calls that a whole run comes by: of every place the first one, one in the middle, and the last one."""

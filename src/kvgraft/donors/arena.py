@@ -115,9 +115,11 @@ class TokenArena:
     def _tidy(self, budget: int) -> None:
         """Visit waiting sequences of `budget` tokens; begin a new pass after the last one."""
         while budget > 0 and self._waiting:
-            row, start = self._waiting.popleft()
+            row, start = self._waiting[0]
             if self._is_stored(row, start):
-                budget -= self._pack(row)
+                budget -= self._pack(row)  # which takes it out
+            else:
+                self._waiting.popleft()
             budget -= 1
         if not self._waiting:
             self._head = self._packed_end
@@ -125,12 +127,13 @@ class TokenArena:
             self._packed_end = 0
 
     def _pack(self, row: int) -> int:
-        """Move a row to the end of what is packed; return its length."""
+        """Move the first row that waits to the end of what is packed; return its length."""
         start, size = int(self.starts[row]), int(self.lengths[row])
         target = self._packed_end
         if target != start:
             self.tokens[target : target + size] = self.tokens[start : start + size]
             self.starts[row] = target
+        self._waiting.popleft()
         self._packed.append((row, target))
         self._packed_end += size
         return size

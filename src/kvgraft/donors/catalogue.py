@@ -247,14 +247,24 @@ class DonorCatalogue:
             )
         anchors = self.finder.anchors(namespace.key, tokens)  # before anything changes: there may be no memory
         evicted = self.evict(self._num_tokens + len(tokens) - self._capacity)
-        donor = Donor(self._take_id(), namespace, tokens, kv, generation, start_position, front)
+        donor = Donor(self._free_id(), namespace, tokens, kv, generation, start_position, front)
+        entry = _Registered(donor)
         self.finder.insert(donor, anchors, is_stored=is_stored)
-        entry = self._entries[donor.donor_id] = _Registered(donor)
-        self._queue.put(donor.donor_id, entry.value)
+        try:
+            self._queue.put(donor.donor_id, entry.value)
+        except BaseException:
+            self.finder.remove(donor.donor_id)
+            raise
+        self._free_rows.pop()
+        self._entries[donor.donor_id] = entry
         self._num_tokens += len(tokens)
-        for watcher in self._watchers:
-            watcher.donor_added(donor)
-        return AddResult(donor, tuple(evicted))
+        try:
+            for watcher in self._watchers:
+                watcher.donor_added(donor)
+            return AddResult(donor, tuple(evicted))
+        except BaseException:
+            self.remove(donor.donor_id)  # its owner does not hear of it
+            raise
 
     def get(self, donor_id: DonorId) -> Donor | None:
         """Return a donor, or None if it is gone."""
@@ -263,13 +273,20 @@ class DonorCatalogue:
 
     def remove(self, donor_id: DonorId) -> Donor:
         """Forget a donor, pinned or not, and return it for the owner to free its K/V. Complexity: O(own anchors)."""
-        entry = self._entry(donor_id)
-        self.finder.remove(donor_id)
+        entry, row = self._entry(donor_id), row_of(donor_id)
+        num_tokens = entry.donor.num_tokens
         self._queue.discard(donor_id)
+        try:
+            self.finder.remove(donor_id)
+        except BaseException:
+            if not entry.num_pins:
+                self._queue.put(donor_id, entry.value)
+            raise
         del self._entries[donor_id]
-        self._free_row_of(donor_id)
-        self._num_tokens -= entry.donor.num_tokens
-        self._pinned_tokens -= entry.donor.num_tokens if entry.num_pins else 0
+        self._epochs[row] += 1
+        self._free_rows.append(row)
+        self._num_tokens -= num_tokens
+        self._pinned_tokens -= num_tokens if entry.num_pins else 0
         for watcher in self._watchers:
             watcher.donor_removed(entry.donor)
         return entry.donor
@@ -297,20 +314,22 @@ class DonorCatalogue:
     def pin(self, donor_id: DonorId) -> None:
         """Keep a donor from eviction until as many `unpin` follow."""
         entry = self._entry(donor_id)
-        entry.num_pins += 1
-        if entry.num_pins == 1:
+        if not entry.num_pins:
+            num_tokens = entry.donor.num_tokens
             self._queue.discard(donor_id)
-            self._pinned_tokens += entry.donor.num_tokens
+            self._pinned_tokens += num_tokens
+        entry.num_pins += 1
 
     def unpin(self, donor_id: DonorId) -> None:
         """Give one pin back; raises `CorruptCacheError` if the donor is not pinned."""
         entry = self._entry(donor_id)
         if not entry.num_pins:
             raise CorruptCacheError(f"donor {donor_id} is not pinned")
-        entry.num_pins -= 1
-        if not entry.num_pins:
-            self._pinned_tokens -= entry.donor.num_tokens
+        if entry.num_pins == 1:
+            num_tokens = entry.donor.num_tokens
             self._queue.put(donor_id, entry.value)
+            self._pinned_tokens -= num_tokens
+        entry.num_pins -= 1
 
     def is_pinned(self, donor_id: DonorId) -> bool:
         """Return whether a donor is registered and pinned."""
@@ -343,8 +362,9 @@ class DonorCatalogue:
     def rebind(self, donor_id: DonorId, kv: object, *, is_stored: bool = False) -> None:
         """Replace the handle of K/V that moved; the owner frees the old one. For `is_stored` see `add`."""
         entry = self._entry(donor_id)
-        entry.donor = replace(entry.donor, kv=kv)
+        donor = replace(entry.donor, kv=kv)
         self.finder.set_stored(donor_id, is_stored)
+        entry.donor = donor
 
     def reset(self, first_epoch: int = 0) -> list[Donor]:
         """Forget all donors, pinned or not, and return them for the owner to free their K/V.
@@ -382,18 +402,13 @@ class DonorCatalogue:
         except KeyError:
             raise CorruptCacheError(f"there is no donor {donor_id}") from None
 
-    def _take_id(self) -> DonorId:
-        """Return an id that no donor had before, in a row that no donor has now."""
+    def _free_id(self) -> DonorId:
+        """Return an id that no donor had before, in the last of the rows that no donor has now."""
         if not self._free_rows:
             self._free_rows.append(len(self._epochs))
             self._epochs.append(self._first_epoch)
-        row = self._free_rows.pop()
+        row = self._free_rows[-1]
         return id_in_row(row, self._epochs[row])
-
-    def _free_row_of(self, donor_id: DonorId) -> None:
-        row = row_of(donor_id)
-        self._epochs[row] += 1
-        self._free_rows.append(row)
 
 
 def _as_tokens(token_ids: ArrayLike) -> Tokens:

@@ -57,8 +57,8 @@ class DonorQueue:
         """Add a donor, or give it a new value as of now."""
         self._num_changes += 1
         entry = (self._clock + value, self._num_changes, donor_id)
-        self._entries[donor_id] = entry
         heappush(self._heap, entry)
+        self._entries[donor_id] = entry
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
             heapify(self._heap)

@@ -116,31 +116,44 @@ class MatchFinder:
         return fingerprinter.anchors(tokens)
 
     def insert(self, donor: Donor, anchors: Anchors, *, is_stored: bool) -> None:
-        """Index a donor's text, which has these anchors. Complexity: O(its tokens)."""
+        """Index a donor's text, which has these anchors; where that fails, nothing of it is left.
+
+        Complexity: O(its tokens).
+        """
         row, key = row_of(donor.donor_id), donor.namespace.key
-        if key not in self._tenants:
-            self._num_tenants += 1
-            self._tenants[key] = _Tenant(self._num_tenants, Fingerprinter(key, self._secret))
-        tenant = self._tenants[key]
-        tenant.num_texts += 1
-        self._num_rows = max(self._num_rows, row + 1)
+        tenant = self._tenants.get(key)
+        if tenant is None:
+            tenant = _Tenant(self._num_tenants + 1, Fingerprinter(key, self._secret))
         self._arena.store(row, donor.token_ids)
         self._ids[row] = donor.donor_id
         self._generations[row] = donor.generation
         self._start_positions[row] = donor.start_position
         self._tenant_of_row[row] = tenant.number
         self._is_far[row] = is_stored
-        keys, crowded_out = self.index.insert(row, anchors)
-        self.passages.insert(crowded_out, self._arena, tenant.fingerprinter)
-        self._texts[donor.donor_id] = _IndexedText(key, keys, donor.front)
+        try:
+            keys, crowded_out = self.index.insert(row, anchors)
+            self.passages.insert(crowded_out, self._arena, tenant.fingerprinter)
+            text = _IndexedText(key, keys, donor.front)
+        except BaseException:
+            self.index.remove(row, anchors.hashes)
+            self.passages.remove(row, donor.token_ids, tenant.fingerprinter)
+            self._arena.remove(row)
+            self._is_far[row] = False
+            raise
+        self._num_rows = max(self._num_rows, row + 1)
+        self._num_tenants = max(self._num_tenants, tenant.number)
+        self._tenants[key] = tenant
+        tenant.num_texts += 1
+        self._texts[donor.donor_id] = text
 
     def remove(self, donor_id: DonorId) -> None:
-        """Forget a text. Complexity: O(own anchors)."""
-        row, text = row_of(donor_id), self._texts.pop(donor_id)
+        """Forget a text; where that fails, it is there as before, if harder to find. Complexity: O(own anchors)."""
+        row, text = row_of(donor_id), self._texts[donor_id]
         tenant = self._tenants[text.namespace_key]
         self.index.remove(row, text.keys)
         self.passages.remove(row, self._arena.get(row), tenant.fingerprinter)
         self._arena.remove(row)
+        del self._texts[donor_id]
         self._is_far[row] = False
         tenant.num_texts -= 1
         if not tenant.num_texts:

@@ -62,8 +62,9 @@ class PassageIndex:
         """
         if not self._has_entries[row]:
             return 0
+        count = self._table.remove(row, fingerprinter.passages(token_ids, self.length))
         self._has_entries[row] = False
-        return self._table.remove(row, fingerprinter.passages(token_ids, self.length))
+        return count
 
     def count(self, row: int, token_ids: Tokens, fingerprinter: Fingerprinter) -> int:
         """Count the entries of a donor."""

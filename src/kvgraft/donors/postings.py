@@ -103,17 +103,18 @@ class PostingTable:
         way = np.where(is_full[:, None] & ~same, _NEVER, ages).argmin(axis=1)
         at = buckets, way
         crowded_out = self._postings[at][is_full]
-        self._num_entries += int(np.count_nonzero(self._tags[at] == 0))
-        self._tags[at] = _tags(hashes)
-        self._postings[at] = places.rows << _POSITION_BITS | places.positions
-        self._ages[at] = self._clock
-        return Places(crowded_out >> _POSITION_BITS, crowded_out & _POSITION_MASK)
+        replaced = Places(crowded_out >> _POSITION_BITS, crowded_out & _POSITION_MASK)
+        num_new = int(np.count_nonzero(self._tags[at] == 0))
+        added, postings = _tags(hashes), places.rows << _POSITION_BITS | places.positions
+        # From here on nothing is allocated: entries are all there, or none is.
+        self._tags[at], self._postings[at], self._ages[at] = added, postings, self._clock
+        self._num_entries += num_new
+        return replaced
 
     def remove(self, row: int, keys: Hashes) -> int:
         """Clear the entries of `row` under `keys`, which may repeat; return how many there were."""
-        own = self._own(row, keys)
-        self._tags.reshape(-1)[own] = 0
-        self._ages.reshape(-1)[own] = 0
+        own, tags, ages = self._own(row, keys), self._tags.reshape(-1), self._ages.reshape(-1)
+        tags[own] = ages[own] = 0
         self._num_entries -= len(own)
         return len(own)
 

@@ -151,11 +151,11 @@ class TieredKVSpace(KVSpace):
 
     @property
     def is_doubtful(self) -> bool:
-        """See `KVSpace.is_doubtful`; a transfer that failed may have left host slots that neither side counts."""
+        """See `Soundness.is_doubtful`; a transfer that failed may have left host slots that neither side counts."""
         return super().is_doubtful or self._tiered.num_failed_transfers > self._num_known_failures
 
     def trust(self) -> None:
-        """See `KVSpace.trust`."""
+        """See `Soundness.trust`."""
         super().trust()
         self._num_known_failures = self._tiered.num_failed_transfers
 

@@ -16,11 +16,12 @@ import numpy as np
 
 from kvgraft.donors import Donor, DonorCatalogue
 from kvgraft.engine.kv.kept_prefixes import KeptPrefix, KeptPrefixes, PrefixLock
-from kvgraft.errors import CapacityError, CorruptCacheError, KVGraftError
+from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
 from kvgraft.prefix import EvictResult, RadixKey
+from kvgraft.reuse.failures import Soundness
 from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class HostDonorKV:
     """K/V of a donor that lie in the host store under its id."""
 
 
-class KVSpace:
+class KVSpace(Soundness):
     """Owns allocator, prefix cache, donor catalogue and host store over one pool. Not thread-safe.
 
     Invariants (verified by `check`):
@@ -110,34 +111,11 @@ class KVSpace:
         self._num_unheard = 0
         self._epoch = 0
         self._unreturned: list[PrefixLock] = []
-        self._is_doubtful = False
 
     @property
     def epoch(self) -> int:
         """Resets so far: K/V that a request began to compute in an earlier epoch are not kept."""
         return self._epoch
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether a change may have been left half done since `trust`; to be verified before anything is read again."""
-        return self._is_doubtful
-
-    def doubt(self, error: BaseException) -> None:
-        """Note an error that may have interrupted a change of slots, prefixes or donors.
-
-        Our own errors are raised before anything changes. Any other may come from the middle: memory may be out at every
-        allocation, however small.
-        """
-        if isinstance(error, CorruptCacheError) or not isinstance(error, KVGraftError):
-            self.distrust()
-
-    def distrust(self) -> None:
-        """Have everything verified before it is read again."""
-        self._is_doubtful = True
-
-    def trust(self) -> None:
-        """Note that everything was verified, or is empty."""
-        self._is_doubtful = False
 
     @property
     def prefix_host_tokens(self) -> int:

@@ -129,7 +129,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Return the requests that are to be repaired before `batch` is run."""
         if self.reuse is None or batch is None:
             return []
-        return self.reuse.repairs.due(batch.reqs if batch.forward_mode.is_decode() else batch.decoding_reqs or ())
+        return self.reuse.repairs_due(batch.reqs if batch.forward_mode.is_decode() else batch.decoding_reqs or ())
 
     def repair(self, batch: Any) -> None:  # noqa: ANN401
         """Compute what policies have chosen of the prompts of those requests into their rows."""

@@ -65,7 +65,7 @@ class Copies:
 
     def _load(self, state: SGLangRequest, req: Any, expected: int) -> Tensor | None:  # noqa: ANN401
         slots = self.loader.load(state, req.prefix_len, expected)
-        if state.lineage.spans:
+        if slots is not None:
             req.skip_radix_cache_insert = True  # nothing approximate is ever published, and copies belong to the row
         return slots
 

@@ -98,6 +98,7 @@ class SGLangRequest:
         num_steps: Prefill steps that the gaps were cut into, the first one included.
         graft_ms: Time of all copies.
         recompute_ms: Time of passes over chosen tokens, beside SGLang's own.
+        is_reported: Not where an earlier attempt could not be summed up, which may have been worse than all that are known.
     """
 
     rid: str
@@ -124,6 +125,7 @@ class SGLangRequest:
     num_steps: int = 1
     graft_ms: float = 0.0
     recompute_ms: float = 0.0
+    is_reported: bool = True
 
     @property
     def reads(self) -> StoredReads | None:
@@ -173,7 +175,12 @@ class SGLangRequest:
 
     def retracted(self, policy: str) -> SGLangRequest:
         """Return the request as it begins anew."""
-        return SGLangRequest(self.rid, self.namespace, (*self.attempts, self.attempt(policy)))
+        attempts = (*self.attempts, self.attempt(policy))
+        return SGLangRequest(self.rid, self.namespace, attempts, is_reported=self.is_reported)
+
+    def unreported(self) -> SGLangRequest:
+        """Return the request as it begins anew where this attempt cannot be summed up: it has no report."""
+        return SGLangRequest(self.rid, self.namespace, is_reported=False)
 
     def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]]) -> None:
         """Note that `spans` were copied; what the request goes on from comes first."""

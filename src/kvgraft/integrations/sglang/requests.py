@@ -15,10 +15,11 @@ What a request owns and for how long:
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,7 +34,7 @@ from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
 _FIELD = "custom_params"
 _STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
 _UNLIKE = "tensor-parallel ranks had different donors"
@@ -58,9 +62,49 @@ _FAILED = -2
 """In place of the tokens that a tree was given: no number of tokens, and not what `Ranks.confirm` returns."""
 
 
+def _guarded(
+    stage: str,
+    instead: Callable[[], Any],
+    *,
+    is_agreed: bool = False,
+) -> Callable[
+    [Callable[Concatenate[RequestReuse, _Given], _Result]], Callable[Concatenate[RequestReuse, _Given], _Result]
+]:
+    """Return a decorator for what SGLang calls: a failure is counted, and the call returns `instead()`.
+
+    Books are verified before the next call reads them. What ranks agree on is not caught where there are several: one that
+    goes on alone would leave the others waiting for ever, and SGLang ends a server of which one rank fails.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[RequestReuse, _Given], _Result],
+    ) -> Callable[Concatenate[RequestReuse, _Given], _Result]:
+        @functools.wraps(method)
+        def guarded(self: RequestReuse, /, *given: _Given.args, **named: _Given.kwargs) -> _Result:
+            try:
+                return method(self, *given, **named)
+            except Exception as error:
+                if is_agreed and self.ranks.size > 1:
+                    raise
+                self.log.failed(stage, "-", error)
+                found: _Result = instead()
+                return found
+
+        return guarded
+
+    return decorate
+
+
+def _nothing() -> None:
+    """Return None."""
+
+
 @dataclass(kw_only=True, eq=False)
 class RequestReuse:
     """Takes every request of a scheduler through reuse. Not thread-safe. A `req` is SGLang's `Req`.
+
+    Nothing that happens here fails a request or the scheduler: an exception is logged, counted and becomes a miss. What it
+    may have left half changed is verified before it is read again; where that does not hold, all donors are forgotten.
 
     Requests are known as objects: ids come from clients, and one that went away may ask again under an id that is
     still on its way.
@@ -113,7 +157,30 @@ class RequestReuse:
         before anything is loaded.
         """
         self._is_empty = False
+        try:
+            return self._matched(req, tokens, end, prefix_len, may_keep=may_keep)
+        except Exception as error:
+            if self.ranks.size > 1:
+                raise
+            miss = self.log.failed("lookup", req.rid, error)
+            state = self._states.get(req)
+            if state is not None:
+                state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
+                state.refuse(miss)
+                state.is_kept = False
+            return 0
+
+    def _matched(
+        self,
+        req: Any,  # noqa: ANN401
+        tokens: array[int],
+        end: int,
+        prefix_len: int,
+        *,
+        may_keep: bool,
+    ) -> int:
         self.settle()
+        self._require_sound()
         state = self._states.get(req)
         if state is None:
             namespace = request_namespace(self.fingerprint, req.lora_id, req.extra_key, req.cache_salt)
@@ -129,6 +196,7 @@ class RequestReuse:
         state.is_decided = True
         return self._promise(state, req, tokens)
 
+    @_guarded("lookup", lambda: 0, is_agreed=True)
     def promise_again(self, req: Any) -> int | None:  # noqa: ANN401
         """Look for donors of a request that is about to be admitted, if its last match did not.
 
@@ -158,6 +226,7 @@ class RequestReuse:
             return 0
         return sum(span.length for span in state.adjoining(state.lineage.prefix_len))
 
+    @_guarded("lookup", lambda: 0)
     def promised(self, req: Any, prefix_len: int) -> int:  # noqa: ANN401
         """Return what was promised for the same exact prefix, without looking anything up."""
         state = self._states.get(req)
@@ -165,6 +234,7 @@ class RequestReuse:
             return 0
         return sum(span.length for span in state.adjoining(prefix_len))
 
+    @_guarded("use of stores", lambda: False)
     def awaits(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
         """Whether a request that was just matched is not to be admitted yet; `may_nap` waits a moment for a change."""
         state = self._states.get(req)
@@ -276,22 +346,33 @@ class RequestReuse:
 
     # Loading
 
+    @_guarded("graft", lambda: 0, is_agreed=True)
     def load_first(self, req: Any, promised: int) -> int:  # noqa: ANN401
         """See `Copies.load_first`."""
+        self._require_sound()
         state = self._states.get(req)
         return 0 if state is None else self.copies.load_first(state, req, promised)
 
+    @_guarded("graft", _nothing, is_agreed=True)
     def load_next(self, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
         """See `Copies.load_next`."""
+        self._require_sound()
         state = self._states.get(req)
         return None if state is None else self.copies.load_next(state, req, room)
 
+    @_guarded("recompute", _nothing, is_agreed=True)
     def recompute(self, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """See `Repairs.loaded`. Nothing is computed by these weights over K/V of others."""
         state = self._states.get(req)
         if state is not None and not self.is_stale:
             self.repairs.loaded(state, req, slots)
 
+    @_guarded("repair", list)
+    def repairs_due(self, reqs: Iterable[Any]) -> list[Any]:
+        """See `Repairs.due`."""
+        return self.repairs.due(reqs)
+
+    @_guarded("repair", _nothing, is_agreed=True)
     def repair(self, req: Any, row: Tensor) -> None:  # noqa: ANN401
         """See `Repairs.run`. Nothing is computed by these weights over K/V of others."""
         if self.is_stale:
@@ -304,23 +385,28 @@ class RequestReuse:
         state = self._states.get(req)
         return [] if state is None else state.held.private
 
+    @_guarded("graft", _nothing)
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
         """Return how many tokens to compute from `position` until the next region; None up to the end."""
         state = self._states.get(req)
         start = None if state is None else state.next_start(position)
         return None if start is None else start - position
 
+    @_guarded("graft", _nothing)
     def load_first_only(self, req: Any) -> None:  # noqa: ANN401
         """Give up the regions that do not touch the exact prefix."""
         state = self._states.get(req)
         if state is not None:
-            state.due = state.adjoining(req.prefix_len)
+            state.due, due = [], state.adjoining(req.prefix_len)
+            state.due = due
 
+    @_guarded("repair", lambda: False)
     def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
         """See `Repairs.is_too_much`."""
         state = self._states.get(req)
         return state is not None and self.repairs.is_too_much(state, running, num_rows)
 
+    @_guarded("repair", lambda: 0)
     def rows_now(self, req: Any) -> int:  # noqa: ANN401
         """Return about how many rows are repaired in the step that admits the request."""
         state = self._states.get(req)
@@ -329,6 +415,7 @@ class RequestReuse:
 
     # Publishing
 
+    @_guarded("register", _nothing)
     def published(self, req: Any, node: object) -> None:  # noqa: ANN401
         """Make donors of what `req` has given to the exact tree, once its prompt is complete."""
         state = self._states.get(req)
@@ -336,8 +423,6 @@ class RequestReuse:
             return
         if not req.finished() and not self.registrar.is_complete(req):
             return
-        if self.stores is not None:
-            self.stores.time_prefill(state)
         try:
             self.registrar.register_exact(req, state, node)
             if req.finished() and self.stand_ins is not None:
@@ -345,7 +430,10 @@ class RequestReuse:
                 self.stand_ins.substitutes.heard(req.rid, np.frombuffer(stored[:], np.int64), state.lineage)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
+        if self.stores is not None:
+            self.stores.time_prefill(state)
 
+    @_guarded("register", _nothing)
     def settle(self) -> None:
         """Register what was published. Called after a step's output, and before donors are looked for.
 
@@ -354,6 +442,7 @@ class RequestReuse:
         """
         if not self.keeper.num_published:
             return
+        self._require_sound()
         while self.keeper.num_published:
             try:
                 self.keeper.settle()
@@ -361,11 +450,13 @@ class RequestReuse:
                 self.log.failed("register", "-", error)
         self.log.show_donors(self.keeper)
 
+    @_guarded("register", _nothing, is_agreed=True)
     def adopt_computed(self, req: Any, row: Tensor, node: object) -> None:  # noqa: ANN401
         """Keep what a finished request was answered from for those that go on from it, and its exact head as a donor.
 
         It is about to be released; `row` are its slots by position, `node` its node in the exact tree.
         """
+        self._require_sound()
         state = self._states.get(req)
         if state is None or not state.lineage.spans or state.held.adopted or self.is_stale:
             return
@@ -413,13 +504,25 @@ class RequestReuse:
     # The end
 
     def released(self, req: Any) -> None:  # noqa: ANN401
-        """Take leave of a request that gave its row back: finished, aborted or retracted."""
-        self.repairs.drop(req)
+        """Take leave of a request that gave its row back: finished, aborted or retracted.
+
+        Where that fails it has no report, also not of what follows a retraction.
+        """
         state = self._states.pop(req, None)
-        if state is None:
-            return
+        try:
+            self.repairs.drop(req)
+            if state is not None:
+                self._released(req, state)
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self.log.failed("report", "-" if state is None else state.rid, error)
+            self.repairs.drop(req)
+            if state is not None and not req.finished():
+                self._states[req] = state.unreported()
+
+    def _released(self, req: Any, state: SGLangRequest) -> None:  # noqa: ANN401
         if req.finished():
-            self.log.finished(req, state, self.planner.policy.name)
+            if state.is_reported:
+                self.log.finished(req, state, self.planner.policy.name)
             self.log.show_donors(self.keeper)
             if self.stores is not None:
                 self.log.show_stores(self.stores.link)
@@ -428,6 +531,7 @@ class RequestReuse:
                 req.skip_radix_cache_insert = False  # as it was; what is computed from now on may be exact
             self._states[req] = state.retracted(self.planner.policy.name)
 
+    @_guarded("report", _nothing)
     def aborted(self, handle: object) -> None:
         """Forget the request of a handle, which ended before it had a row, or releases it next.
 
@@ -443,6 +547,16 @@ class RequestReuse:
 
     def evicted(self, freed: list[Tensor]) -> None:
         """Keep donors whose slots the tree has given up in host memory."""
+        try:
+            self._evicted(freed)
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self.log.failed("capture", "-", error)
+            self.log.books.condemn()  # it is not known what lies where
+
+    def _evicted(self, freed: list[Tensor]) -> None:
+        if self.log.books.is_doubtful:  # maybe in the middle of a load, which has what it copies
+            self.log.books.condemn()
+            return
         self.settle()
         for what, take in (("capture", self.keeper.capture), ("origins", self.continuations.forget)):
             try:
@@ -452,11 +566,13 @@ class RequestReuse:
 
     # The scheduler
 
+    @_guarded("use of stores", _nothing, is_agreed=True)
     def open_stores(self) -> None:
         """Begin to use the stores now, where the first request would do it otherwise: reading all weights takes a while."""
         if self.stores is not None and not self.is_stale:
             self.stores.look_after("-", 0)
 
+    @_guarded("use of stores", _nothing, is_agreed=True)
     def idle(self) -> None:
         """Use the time of a scheduler that has nothing to compute."""
         self.settle()
@@ -485,10 +601,46 @@ class RequestReuse:
             logger.warning("weights change: %s", _STALE)
 
     def _forget(self, *, weights_change: bool) -> None:
-        """Forget all donors and all that requests go on from, and what was promised of them."""
+        """Forget all donors and all that requests go on from, and what was promised of them; once more if that fails.
+
+        Nothing of before may be found afterwards.
+        """
+        try:
+            self._forget_once(weights_change=weights_change)
+        except Exception as error:  # noqa: BLE001 - logged and counted
+            self.log.failed("forgetting donors", "-", error)
+            self._forget_once(weights_change=weights_change)
+
+    def _forget_once(self, *, weights_change: bool) -> None:
         self._forget_donors()
         if self.stores is not None:
             self.stores.close(weights_change=weights_change)
+
+    def check(self) -> None:
+        """Verify what is known of donors, and of the texts that lie in slots.
+
+        Raises:
+            CorruptCacheError: Something does not hold.
+        """
+        self.keeper.check()
+        self.continuations.check()
+
+    def _require_sound(self) -> None:
+        """Verify the books if an error may have interrupted a change of them, and begin anew where they do not hold.
+
+        Ranks that have others then are found to be unlike before anything is copied.
+
+        Raises:
+            Exception: They cannot begin anew yet; the next call tries again.
+        """
+        if self.log.books.is_doubtful:
+            self.log.books.settle(self.check, self._begin_anew_here)
+
+    def _begin_anew_here(self) -> None:
+        """Forget all donors on this rank."""
+        self._forget_donors()
+        if self.stores is not None and self.ranks.size == 1:
+            self.stores.link.close(weights_change=False)  # and opened again, unless stores are not used any more
 
     def _begin_anew(self) -> None:
         """Forget all donors on all ranks: they have different ones, as where one of them failed to register a text."""
@@ -503,3 +655,4 @@ class RequestReuse:
         self.continuations.clear()
         for state in self._states.values():
             state.forget_donors()
+        self.log.books.trust()

@@ -199,8 +199,13 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._events.append(event)  # not the list's own method: `take_events` puts another list in its place
 
     def _keep_public_events(self) -> None:
-        if self._event_source is not None:
+        if self._event_source is None:
+            return
+        try:
             self._events += public_events(self._event_source.take_events())
+        except Exception as error:
+            self.scheduler.counts.failed(error)
+            logger.exception("KV events were lost; routers know less, or more, than there is")
 
     # ---- worker
 
@@ -274,6 +279,15 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Return counts since the last call; the scheduler has them all."""
         if self._scheduler is None:
             return None
+        try:
+            return self._stats()
+        except Exception as error:
+            self.scheduler.counts.failed(error)
+            logger.exception("counts of a step are told with those of the next one")
+            return None
+
+    def _stats(self) -> GraftStats | None:
+        assert self._scheduler is not None
         self._keep_public_events()  # vLLM asks for statistics before the events of a step
         scheduler, catalogue = self._scheduler, self._scheduler.registry.catalogue
         scheduler.step_ended()

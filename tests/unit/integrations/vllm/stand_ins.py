@@ -29,10 +29,12 @@ class Truth(NamedTuple):
     epoch: int
     copied: bool = False
     text: bytes = b""
+    token: int = -1
 
-    def at(self, text):
-        """A copy of it as the last token of `text`."""
-        return self if self.text == text else Truth(self.depth + 1, self.epoch, copied=True, text=text)
+    def at(self, text, token):
+        """A copy of it as the last token, `token`, of `text`."""
+        assert token == self.token, "K/V of another token are grafted"
+        return self if self.text == text else Truth(self.depth + 1, self.epoch, copied=True, text=text, token=token)
 
 
 @dataclass(eq=False, repr=False)
@@ -51,6 +53,7 @@ class Request:
     mm_features: tuple = ()
     skip_reading_prefix_cache = False
     computed: int = 0
+    found: int = 0
     kv: list[Truth] = field(default_factory=list)
     waits: bool = False
     is_new: bool = True
@@ -226,7 +229,8 @@ class Workers:
                 engine.compute(request, position, span.target_start)
                 for truth in donor[span.donor_start : span.donor_start + span.length]:
                     assert truth.epoch == engine.epoch, "K/V of a model that is gone are grafted"
-                    request.kv.append(truth.at(request.text(len(request.kv) + 1)))
+                    place = len(request.kv)
+                    request.kv.append(truth.at(request.text(place + 1), request.all_token_ids[place]))
                 position = span.target_end
             engine.compute(request, position, graft.end)
             self.outcomes[graft.request_id] = GraftOutcome((), 1.0, 1.0)
@@ -360,7 +364,10 @@ class Engine:
         depth = max((truth.depth for truth in request.kv), default=0)
         oldest = min((truth.epoch for truth in request.kv), default=self.epoch)
         epoch = min(oldest, self.epoch)
-        request.kv += [Truth(depth, epoch, text=request.text(position + 1)) for position in range(start, stop)]
+        request.kv += [
+            Truth(depth, epoch, text=request.text(position + 1), token=request.all_token_ids[position])
+            for position in range(start, stop)
+        ]
 
     def cached(self, request):
         """K/V of the longest run of blocks that the cache has, the last token left out."""
@@ -466,7 +473,7 @@ class Engine:
             if not room:
                 break
             self.waiting.remove(request)
-            request.kv = local
+            request.kv, request.found = local, len(local)
             blocks = (list(range(1, 200)),)
             if waits and self.defers:  # vLLM 0.33 with steps in flight
                 self.deferred.append((request, blocks, external))
@@ -508,8 +515,7 @@ class Engine:
             request.computed = max(request.computed, len(request.kv) if was_waiting else 0)
             self.publish(request)
             return
-        state = self.graft._attempts.running[request.request_id]
-        kept = state.prompt.cached_len // BLOCK * BLOCK
+        kept = request.found // BLOCK * BLOCK
         del request.kv[kept:]
         request.computed = kept
         if was_waiting and not kept:

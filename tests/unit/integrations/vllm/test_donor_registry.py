@@ -96,7 +96,8 @@ class Registry(RuleBasedStateMachine):
 
     @rule()
     def tell_workers(self):
-        seals, discards, drops = self.registry.take_news()
+        seals, discards, drops = self.registry.news
+        self.registry.news_were_sent()
         for seal in seals:
             self.held_donors[seal.donor_id] = self.held_texts.pop(seal.text_id)
         for text_id in discards:

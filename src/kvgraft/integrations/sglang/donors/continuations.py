@@ -143,6 +143,10 @@ class Continuations:
             self._holders.clear()  # some of its entries are of slots that are the next text's
             raise
 
+    def check(self) -> None:
+        """Verify which slots hold which text; raises `CorruptCacheError`."""
+        self._holders.check()
+
     def clear(self) -> None:
         """Have nothing found any more that was given so far."""
         self._begun.clear()

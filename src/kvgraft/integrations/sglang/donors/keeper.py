@@ -195,11 +195,11 @@ class DonorKeeper:
             numbers = slots.cpu().numpy()
             parts = list(self._slot_texts.in_slots(numbers))
             self._slot_texts.forget(numbers)  # what lies there next is another text's, also where this one is not kept
+            self._cut([part.text for part in parts])
         except BaseException:
             self._slot_texts.clear()  # some of its entries are of slots that are the next text's
             self._cut(list(self._donor_in))
             raise
-        self._cut(part.text for part in parts)
         for part in parts:
             self._capture(part, slots)
 
@@ -290,8 +290,7 @@ class DonorKeeper:
             self.unwritten.clear()
         self._slot_texts.clear()
         self._donor_in.clear()
-        for store_key in self._host_order:
-            self._host.remove(store_key)
+        self._host.rebuild()
         self._host_order.clear()
         self.version += 1
         self._history = 0
@@ -304,6 +303,7 @@ class DonorKeeper:
         """
         self.catalogue.check()
         self._host.check()
+        self._slot_texts.check()
         kept = {kv.store_key for donor in self.catalogue if isinstance(kv := donor.kv, HostBlockKV)}
         if kept != set(self._host_order):
             raise CorruptCacheError("blocks in host memory and their donors are not the same")
@@ -328,10 +328,11 @@ class DonorKeeper:
     def _cut(self, texts: Iterable[TreeText]) -> None:
         """Cut donors of shared paths to what is left of them: what the tree is given there next may have been copied."""
         for text in dict.fromkeys(texts):
-            donor_id = self._donor_in.pop(text, None)
+            donor_id = self._donor_in.get(text)
             donor = None if donor_id is None else self.catalogue.get(donor_id)
-            if donor is not None and self._verify(Match(0, donor.donor_id, 0, donor.num_tokens)):
-                self._donor_in[text] = donor.donor_id
+            is_whole = donor is not None and self._verify(Match(0, donor.donor_id, 0, donor.num_tokens))
+            if not is_whole and self._donor_in.get(text) == donor_id:  # not where what is left of it took its place
+                self._donor_in.pop(text, None)
 
     def _available(self, donor: Donor, start: int, length: int) -> int:
         kv = donor.kv

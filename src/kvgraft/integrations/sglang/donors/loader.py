@@ -76,15 +76,24 @@ class Loader:
         if found is None:
             return None
         slots = self._tried(state, partial(self._copied, state, [each.copy for each in found]))
-        if self._on_all(state, slots) is None:
-            if slots is not None:
+        is_agreed = False
+        try:
+            is_agreed = self._on_all(state, slots) is not None
+        finally:
+            if not is_agreed and slots is not None:
                 self.tree.free(slots)
+        if not is_agreed or slots is None:
             return None
-        for span in spans:
-            assert span.donor is not None
-            self.keeper.record_hit(span.donor, span.length)
-        parts = [part for each in found for part in each.parts]
-        state.loaded([part.span for part in parts], [part.source for part in parts])
+        try:
+            parts = [part for each in found for part in each.parts]
+            state.loaded([part.span for part in parts], [part.source for part in parts])
+            for span in spans:
+                assert span.donor is not None
+                self.keeper.record_hit(span.donor, span.length)
+        except BaseException:
+            self.tree.free(slots)
+            state.withdraw(spans[0].start)
+            raise
         return slots
 
     def _tried(self, state: SGLangRequest, act: Callable[[], _Result | None]) -> _Result | None:

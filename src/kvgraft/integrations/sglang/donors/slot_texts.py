@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvgraft.errors import CorruptCacheError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -48,12 +50,12 @@ class SlotTexts:
         """Note that `text.tokens[start : start + len(slots)]` lie in `slots`."""
         if not len(slots):
             return
+        indices = np.arange(start, start + len(slots))
         self.forget(slots)
         number = self._next
         self._next += 1
         self._texts[number], self._held[number] = text, len(slots)
-        self._owners[slots] = number
-        self._indices[slots] = np.arange(start, start + len(slots))
+        self._owners[slots], self._indices[slots] = number, indices
 
     def forget(self, slots: NDArray[np.int64]) -> None:
         """Note that `slots` hold nothing any more."""
@@ -74,6 +76,15 @@ class SlotTexts:
             number = int(owners[first]) if last > first else _NO_TEXT
             if number != _NO_TEXT:
                 yield TextPart(self._texts[number], int(indices[first]), last - first, first)
+
+    def check(self) -> None:
+        """Verify that every text has the slots that it is said to have; raises `CorruptCacheError`. O(slots)."""
+        owners, counts = np.unique(self._owners[self._owners != _NO_TEXT], return_counts=True)
+        if (
+            dict(zip(owners.tolist(), counts.tolist(), strict=True)) != self._held
+            or self._held.keys() != self._texts.keys()
+        ):
+            raise CorruptCacheError("texts and the slots in which they lie are not the same")
 
     def clear(self) -> None:
         """Forget everything."""

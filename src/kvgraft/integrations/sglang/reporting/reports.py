@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.failures import Soundness, miss_of
 from kvgraft.reuse.metrics import (
     GRAFT_ERRORS,
     Sample,
@@ -51,12 +51,16 @@ class RequestLog:
         metrics: Takes counts; None for none.
         path: File that gets one JSON line per request; empty for none.
         is_first_rank: Of the ranks, which all see the same, only the first writes.
+
+    Attributes:
+        books: What is known of requests, donors and slots; doubtful after a failure that may have left it half changed.
     """
 
     def __init__(self, metrics: SampleSink | None, path: str = "", *, is_first_rank: bool = True) -> None:
         self._path = Path(path) if path and is_first_rank else None
         self._is_first_rank = is_first_rank
         self._pending: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
+        self.books = Soundness()
         self.metrics = metrics
         self._stores = StoreSamples()
         self.num_errors = 0
@@ -77,7 +81,11 @@ class RequestLog:
         self._ended(state, policy, "aborted", 0)
 
     def failed(self, stage: str, rid: str, error: Exception) -> Miss:
-        """Log and count an exception that was caught; returns the miss that it becomes."""
+        """Log and count an exception that was caught, and have verified what it may have left half changed.
+
+        Returns the miss that it becomes.
+        """
+        self.books.doubt(error)
         logger.error("%s for request %s failed; it goes on without", stage, rid, exc_info=error)
         self.count_error()
         return miss_of(error)

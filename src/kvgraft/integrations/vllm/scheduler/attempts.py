@@ -13,7 +13,7 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.vllm.messages import GraftRepair
 from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
-from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes
+from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes, is_tainted
 from kvgraft.integrations.vllm.scheduler.refused import is_session
 from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt, AttemptPhase, RepairPhase, VLLMRequest
 from kvgraft.integrations.vllm.scheduler.scheduled import num_known
@@ -99,7 +99,9 @@ class Attempts:
             self._continuing.generation(request, cached_len),
         )
         if known is None:
-            state = VLLMRequest(prompt, Lineage(prompt.exact_len), RegistryHoldings(self._registry))
+            is_lost = bool(prompt.num_generated) and is_tainted(request)
+            held = RegistryHoldings(self._registry)
+            state = VLLMRequest(prompt, Lineage(prompt.exact_len), held, is_reported=not is_lost)
             prompt.go_on(state.lineage)
         else:
             state = known.again(prompt, self.policy, self._facts.hash_block_size)
@@ -180,8 +182,16 @@ class Attempts:
         """Return the captures of what a step computes, and of what was to be repaired before it."""
         captures: list[Capture] = []
         for state, _, stop in rows:
+            known = len(captures)
             with self._keeping(state):
-                captures += list(self._captures.due(state, stop))  # all of one attempt, or none
+                try:
+                    self._captures.due(state, stop, captures)
+                except BaseException:
+                    for capture in captures[known:]:  # all of one attempt, or none
+                        if capture.donor_id is not None:
+                            self._registry.forget(capture.donor_id)
+                    del captures[known:]
+                    raise
         return tuple(captures)
 
     @contextmanager
@@ -189,10 +199,40 @@ class Attempts:
         """Give up all texts of a request if the block fails, which keeps some of them."""
         try:
             yield
-        except Exception:
-            self._counts.error()
+        except Exception as error:
+            self._counts.failed(error)
             logger.exception("text of request %s is not kept for others", state.request_id)
             state.held.give_up_texts()
+
+    def give_up(self, request_id: str, outcome: GraftOutcome) -> None:
+        """Take the outcome of a graft or a repair as far as it must be known, where taking all of it has failed.
+
+        What was copied counts as copied, whatever has become of it, and nothing of the request is kept for others.
+        """
+        state = self.ended.pop(request_id, None) or self.running.get(request_id)
+        if state is None:
+            return
+        if state.waits_for_graft:  # a repair that is due is sent, if for nothing where the graft was not made
+            state.outcome, state.phase = outcome, AttemptPhase.RUNNING
+        elif state.repair_phase is RepairPhase.SENT:
+            state.repair_phase = RepairPhase.NONE
+        state.held.release()
+
+    def begin_anew(self) -> None:
+        """Keep of attempts what reports and vLLM need; the books that they go by are empty, and workers forget all."""
+        self.forget_donors()
+        for state in self.running.values():
+            state.repair_phase = RepairPhase.NONE
+        for request_id, state in [*self.running.items(), *self.ended.items()]:
+            try:
+                state.lineage.check()
+            except CorruptCacheError:
+                if not state.is_admitted:
+                    state.lineage = Lineage(state.prompt.exact_len)
+                    state.prompt.go_on(state.lineage)
+                    continue
+                self.running.pop(request_id, None)  # it ends without a report
+                self.ended.pop(request_id, None)
 
     def complete(self, request_id: str, outcome: GraftOutcome) -> None:
         """Take the outcome of a graft; its request may have ended in the same step."""
@@ -314,6 +354,8 @@ class Attempts:
 
         A request has none where that fails: its answer is complete by then.
         """
+        if not state.is_reported:
+            return
         try:
             report = state.report(self.policy)
             written = report_as_dict(report)
@@ -321,8 +363,8 @@ class Attempts:
             state.sent.update(written)
             if is_counted:
                 self._counts.request(report)
-        except Exception:
-            self._counts.error()
+        except Exception as error:
+            self._counts.failed(error)
             logger.exception("the report of request %s is not complete", state.request_id)
 
     def check(self) -> None:

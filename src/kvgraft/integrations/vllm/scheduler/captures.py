@@ -9,7 +9,7 @@ from kvgraft.integrations.vllm.scheduler.claims import covered_to
 from kvgraft.integrations.vllm.scheduler.requests import RepairPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -74,20 +74,20 @@ class Captures:
         if not state.prompt.is_session:
             state.held.output = self.registry.open_output(start, generation)
 
-    def due(self, state: VLLMRequest, stop: int) -> Iterable[Capture]:
-        """Yield commands for what a step computes up to position `stop`; of what is to be repaired, not before that.
+    def due(self, state: VLLMRequest, stop: int, captures: list[Capture]) -> None:
+        """Add commands for what a step computes up to position `stop`; of what is to be repaired, not before that.
 
-        The prompt comes last: it may become a donor here, of which workers hear with its command or never.
+        A prompt may become a donor here, of which workers hear with its command or never.
         """
         prompt, output = state.held.prompt, state.held.output
         if output is not None and stop - output.next >= self._facts.output_chunk:
             if self.registry.extend(output, stop):
-                yield self._capture(state, output, stop)
+                captures.append(self._capture(state, output, stop))
             else:
                 state.held.output = None
                 self.registry.abandon(output)
         if prompt is not None and state.repair_phase is not RepairPhase.DUE and prompt.next < min(stop, prompt.stop):
-            yield self._capture(state, prompt, min(stop, prompt.stop))
+            captures.append(self._capture(state, prompt, min(stop, prompt.stop)))
 
     def graft_ended(self, state: VLLMRequest, *, failed: bool) -> None:
         """Register the gaps that a graft computed, or give them up."""
@@ -113,8 +113,12 @@ class Captures:
     def _capture(self, state: VLLMRequest, text: CapturedText, stop: int) -> Capture:
         blocks = state.blocks_to(stop, self._facts.block_sizes)
         start, text.next = text.next, stop
-        donor_id = None
-        if text is state.held.prompt and text.is_complete:
-            donor_id = self.registry.register(state.prompt.namespace, state.prompt.token_ids, text)
-            state.held.prompt = None
-        return Capture(text.text_id, start, stop, blocks, donor_id)
+        if text is not state.held.prompt or not text.is_complete:
+            return Capture(text.text_id, start, stop, blocks, None)
+        donor_id = self.registry.register(state.prompt.namespace, state.prompt.token_ids, text)
+        state.held.prompt = None
+        try:
+            return Capture(text.text_id, start, stop, blocks, donor_id)
+        except BaseException:
+            self.registry.take_back(text, donor_id)
+            raise

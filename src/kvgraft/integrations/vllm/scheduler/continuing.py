@@ -88,6 +88,11 @@ class Continuing:
         hashes.hide_from(found_len // self._block_size)
         return False
 
+    def hide(self, request: Request) -> None:
+        """Have the blocks of a request that are not exact found by nobody any more, the request itself included."""
+        if isinstance(request.block_hashes, PrivateBlockHashes):
+            request.block_hashes.renew()
+
     def exact_len(self, request: Request, found_len: int) -> int:
         """Return how much of what vLLM has found of a request is exact."""
         hashes = request.block_hashes

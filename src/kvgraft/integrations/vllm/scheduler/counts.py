@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.reuse.failures import Soundness
 from kvgraft.reuse.metrics import (
     DONOR_HOST_LIMIT_BYTES,
     GRAFT_ERRORS,
@@ -28,9 +29,14 @@ _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
 class Counts:
-    """Counts since they were last taken. Keys are the metric's name and its labels, separated by slashes."""
+    """Counts since they were last taken. Keys are the metric's name and its labels, separated by slashes.
+
+    Attributes:
+        books: What is known of requests, donors and blocks; doubtful after a failure that may have left it half changed.
+    """
 
     def __init__(self) -> None:
+        self.books = Soundness()
         self.num_errors = 0
         self._data: dict[str, Any] = {}
         self._taken: dict[str, Any] = {}
@@ -53,6 +59,11 @@ class Counts:
         """Count a failure of reuse; the request is computed."""
         self.num_errors += 1
         self._add(Sample(GRAFT_ERRORS, (), 1))
+
+    def failed(self, error: Exception) -> None:
+        """Count an exception that was caught, and have verified what it may have left half changed."""
+        self.books.doubt(error)
+        self.error()
 
     def semantic(self, outcomes: Mapping[str, int]) -> None:
         """Count calls of a semantic provider by outcome; failed ones are failures of reuse."""

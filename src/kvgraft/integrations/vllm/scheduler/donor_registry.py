@@ -109,19 +109,19 @@ class DonorRegistry:
         if not self._make_room(stop - start):
             self.num_refused_texts += 1
             return None
-        text = self._opened(start, generation)
-        self._reserve(text, stop)
-        return text
+        return self._opened(start, stop, generation)
 
     def open_output(self, start: int, generation: int) -> CapturedText | None:
         """Begin text whose length is not known; `extend` makes room as it grows."""
-        return self._opened(start, generation) if self.rules.admits(self._min_run, generation) else None
+        return self._opened(start, start, generation) if self.rules.admits(self._min_run, generation) else None
 
     def extend(self, text: CapturedText, stop: int) -> bool:
         """Make room for the text to reach `stop`, dropping donors of least value; False if that does not do."""
         if not self._make_room(stop - text.stop):
             return False
-        self._reserve(text, stop)
+        self._reserved[text.text_id] += stop - text.stop
+        self._reserved_tokens += stop - text.stop
+        text.stop = stop
         return True
 
     def register(self, namespace: Namespace, token_ids: NDArray[np.int32], text: CapturedText) -> DonorId | None:
@@ -170,8 +170,19 @@ class DonorRegistry:
             self.abandon(text)
             return
         donor_id = self.register(namespace, token_ids, text)
-        if donor_id is not None:
+        if donor_id is None:
+            return
+        try:
             self._seals.append(Seal(text.text_id, donor_id))
+        except BaseException:
+            self.take_back(text, donor_id)
+            raise
+
+    def take_back(self, text: CapturedText, donor_id: DonorId | None) -> None:
+        """Forget a donor that was registered, and of which workers will not hear; they give its text up."""
+        self._discards.append(text.text_id)
+        if donor_id is not None:
+            self.forget(donor_id)
 
     def abandon(self, text: CapturedText | None) -> None:
         """Give up a text; one that is complete or given up is ignored."""
@@ -183,6 +194,17 @@ class DonorRegistry:
         """Drop a donor; one that is gone is ignored. A store keeps it."""
         if self.catalogue.get(donor_id) is not None:
             self._gone(self.catalogue.remove(donor_id))
+
+    def forget_all(self) -> None:
+        """Forget everything, whatever it has come to; workers are to forget it too. What stores keep is found again."""
+        sealed = [seal.text_id for seal in self._seals]
+        donors = self.catalogue.reset()
+        self._drops += [donor.donor_id for donor in donors if not is_stored(donor) or donor.donor_id in self._promoting]
+        self._discards += [*sealed, *self._reserved]
+        self._kept_tokens = self._num_kept = self._reserved_tokens = 0
+        for known in (self._promoting, self._reserved, self._seals, self._writes):
+            known.clear()
+        self.stores.reset()
 
     def promote(self, donor_id: DonorId) -> bool:
         """Make room in host memory for a cold donor, on its way there until `promoted`; False if there is none.
@@ -212,11 +234,20 @@ class DonorRegistry:
         else:
             self._drops.append(donor_id)  # some ranks may have kept it
 
-    def take_news(self) -> tuple[tuple[Seal, ...], tuple[TextId, ...], tuple[DonorId, ...]]:
-        """Return seals, discards and drops since the last call."""
-        news = tuple(self._seals), tuple(self._discards), tuple(self._drops)
-        self._seals, self._discards, self._drops = [], [], []
-        return news
+    @property
+    def news(self) -> tuple[tuple[Seal, ...], tuple[TextId, ...], tuple[DonorId, ...]]:
+        """Seals, discards and drops that workers have not been sent."""
+        return tuple(self._seals), tuple(self._discards), tuple(self._drops)
+
+    @property
+    def writes(self) -> tuple[Write, ...]:
+        """Donors to store, of which workers have not been sent."""
+        return tuple(self._writes)
+
+    def news_were_sent(self) -> None:
+        """Forget what workers are sent now."""
+        for sent in (self._seals, self._discards, self._drops, self._writes):
+            sent.clear()
 
     def follow_stores(self) -> None:
         """Take over what stores have got and lost; costs nothing if nothing has changed."""
@@ -225,11 +256,6 @@ class DonorRegistry:
         over = catalogue.num_tokens + self._reserved_tokens - catalogue.capacity_tokens
         for donor in catalogue.evict(over):
             self._gone(donor)
-
-    def take_writes(self) -> tuple[Write, ...]:
-        """Return donors to store since the last call."""
-        writes, self._writes = tuple(self._writes), []
-        return writes
 
     def check(self, open_texts: set[TextId]) -> None:
         """Verify the invariant and the catalogue's, while requests hold `open_texts`.
@@ -300,16 +326,12 @@ class DonorRegistry:
         self._num_kept -= 1
         self._drops.append(donor.donor_id)
 
-    def _opened(self, start: int, generation: int) -> CapturedText:
-        text = CapturedText(next(self._text_ids), start, start, generation, start)
-        self._reserved[text.text_id] = 0
+    def _opened(self, start: int, stop: int, generation: int) -> CapturedText:
+        """Return a text with the room that was made for it."""
+        text = CapturedText(next(self._text_ids), start, stop, generation, start)
+        self._reserved[text.text_id] = stop - start
+        self._reserved_tokens += stop - start
         return text
-
-    def _reserve(self, text: CapturedText, stop: int) -> None:
-        """Keep the room that was made for the text to reach `stop`."""
-        self._reserved[text.text_id] += stop - text.stop
-        self._reserved_tokens += stop - text.stop
-        text.stop = stop
 
     def _release(self, text: CapturedText) -> None:
         self._reserved_tokens -= self._reserved.pop(text.text_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.messages import StepCommands
@@ -27,14 +28,14 @@ from kvgraft.reuse.failures import miss_of
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import StoreReport, WorkerReport
+    from kvgraft.integrations.vllm.messages import Capture, GraftOutcome, GraftRepair, StoreReport, WorkerReport
     from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
     from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 class GraftScheduler:
     """Sees every request from its first lookup to its end. Not thread-safe.
 
-    Nothing that happens here fails a request: an exception is logged, counted and becomes a miss.
+    Nothing that happens here fails a request: an exception is logged, counted and becomes a miss. What it may have left half
+    changed is verified before it is read again; where that does not hold, all donors are forgotten, by workers too.
     """
 
     def __init__(self, config: VLLMConfig, facts: EngineFacts) -> None:
@@ -125,29 +127,38 @@ class GraftScheduler:
         vLLM is to look by other hashes: it asks again in its next step.
         """
         known = self._attempts.running.get(request.request_id)
+        try:
+            self._require_sound()
+            return self._match(request, known, cached_len, stored)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("lookup for request %s failed; it is computed", request.request_id)
+            self._cancel_repair(known)
+            self._attempts.compute(request.request_id, miss_of(error))
+            if is_tainted(request) and self._continuing.exact_len(request, cached_len) < cached_len:
+                self._continuing.hide(request)  # it may not be there for it any more
+                return None, False
+            return 0, False
+
+    def _match(
+        self, request: Request, known: VLLMRequest | None, cached_len: int, stored: StoredPrefix
+    ) -> tuple[int | None, bool]:
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
         if known is not None and known.is_admitted:  # vLLM looks before `commands` hears of the preemption
             self._hide_unsettled(known)
         if not self._continuing.is_found_rightly(request, cached_len):
             return None, False
-        try:
-            if not is_known and self._finds_more(request, cached_len, stored.num_tokens):
-                return None, False
-            # Before the claim, which changes the hashes that vLLM has looked up.
-            unrepaired = self._attempts.unrepaired()
-            hit = self._pending.hit_of(request, unrepaired) if cached_len else HitState.COMPUTED
-            if not is_known:
-                self._cancel_repair(known)
-                self._attempts.begin(request, cached_len, stored, self.refusal)
-            state = self._attempts.running[request.request_id]
-            waits = hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None)
-            state.is_promised = not waits and self._rows.have_room_for(state, self._attempts.running.values())
-        except Exception as error:
-            self.counts.error()
-            logger.exception("lookup for request %s failed; it is computed", request.request_id)
+        if not is_known and self._finds_more(request, cached_len, stored.num_tokens):
+            return None, False
+        # Before the claim, which changes the hashes that vLLM has looked up.
+        unrepaired = self._attempts.unrepaired()
+        hit = self._pending.hit_of(request, unrepaired) if cached_len else HitState.COMPUTED
+        if not is_known:
             self._cancel_repair(known)
-            self._attempts.compute(request.request_id, miss_of(error))
-            return _promised(self._attempts.running.get(request.request_id))
+            self._attempts.begin(request, cached_len, stored, self.refusal)
+        state = self._attempts.running[request.request_id]
+        waits = hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None)
+        state.is_promised = not waits and self._rows.have_room_for(state, self._attempts.running.values())
         return _promised(state) if state.is_promised else (None, False)
 
     def _finds_more(self, request: Request, cached_len: int, stored_len: int) -> bool:
@@ -171,7 +182,22 @@ class GraftScheduler:
         fails at once.
         """
         state = self._attempts.running.get(request.request_id)
-        self._note_blocks(request, state)
+        try:
+            self._note_blocks(request, state)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._once_more(error, partial(self._note_blocks, request, state))
+        try:
+            self._require_sound()
+            self._admit(self._attempts.running.get(request.request_id), block_ids, num_tokens)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("request %s was not admitted as it should be", request.request_id)
+            claim = None if state is None else state.claim
+            if state is not None and claim is not None and num_tokens and not state.waits_for_graft:
+                state.block_ids = [list(ids) for ids in block_ids]
+                self._grafts.send_void(state, claim, miss_of(error).detail)
+
+    def _admit(self, state: VLLMRequest | None, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         if state is None or (state.is_admitted and not num_tokens):
             return
         claim, is_stale, state.phase = state.claim, state.phase is AttemptPhase.STALE, AttemptPhase.RUNNING
@@ -196,6 +222,7 @@ class GraftScheduler:
             self._grafts.send(state, claim)
         except Exception as error:
             logger.exception("graft of request %s was not sent as it should be", state.request_id)
+            self.counts.books.doubt(error)
             if state.waits_for_graft:
                 self.counts.error()
             else:
@@ -210,6 +237,14 @@ class GraftScheduler:
 
     def sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
         """Return where the tokens promised for a request come from, under vLLM's names."""
+        try:
+            return self._sources(request_id, num_tokens)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("it is not known where tokens of request %s come from", request_id)
+            return {"external_unspecified": num_tokens}
+
+    def _sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
         state = self._attempts.running.get(request_id)
         claim = None if state is None else state.claim
         if claim is None or claim.num_tokens != num_tokens:
@@ -220,42 +255,67 @@ class GraftScheduler:
         return {**sources, far: sources.get(far, 0) + claim.num_stored_tokens}
 
     def commands(self, output: SchedulerOutput) -> StepCommands:
-        """Return what workers do in this step."""
+        """Return what workers do in this step.
+
+        Where that fails they forget everything, as is done here: they would have something else than what is known of it.
+        """
+        try:
+            self._pending.step_scheduled(output)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._once_more(error, partial(self._pending.step_scheduled, output))
+        try:
+            self._require_sound()
+            return self._commands(output)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("the commands of a step failed; workers forget all donors")
+            self.counts.books.condemn()
+            self._require_sound()
+            return self._sent(output, (), ())
+
+    def _commands(self, output: SchedulerOutput) -> StepCommands:
         with self._following_stores():
             self.registry.follow_stores()
         for req_id in output.preempted_req_ids or ():
             self._hide_unsettled(self._attempts.running.get(req_id))
-        self._pending.step_scheduled(output)
         rows = self._attempts.scheduled(output)
         self._rows.step_scheduled(rows)
         repairs = self._attempts.repairs_of(rows)
         captures = self._attempts.captures_of(rows)
-        grafts = self._grafts.take()
-        for graft in grafts:
+        for graft in self._grafts.unsent:
             state = self._attempts.running.get(graft.request_id)
             if state is not None and not graft.asynchronous:
                 state.held.unpin()
-        cancels, self._cancels = tuple(self._cancels), []
-        reset, self._is_reset = self._is_reset, False
-        seals, discards, drops = self.registry.take_news()
         num_tokens = sum(output.num_scheduled_tokens.values())
         is_prefill_alone = not any(state.waits_for_graft for state in self._attempts.running.values())
         with self._following_stores():
             self.registry.stores.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
-        return StepCommands(
-            reset,
-            cancels,
+        return self._sent(output, repairs, captures)
+
+    def _sent(
+        self, output: SchedulerOutput, repairs: tuple[GraftRepair, ...], captures: tuple[Capture, ...]
+    ) -> StepCommands:
+        """Return commands with all that workers have not been sent; it counts as sent once they are complete."""
+        seals, discards, drops = self.registry.news
+        commands = StepCommands(
+            self._is_reset,
+            tuple(self._cancels),
             seals,
-            grafts,
+            tuple(self._grafts.unsent),
             discards,
             drops,
             repairs,
             captures,
-            self.registry.take_writes(),
-            is_idle=not num_tokens,
+            self.registry.writes,
+            is_idle=not any(output.num_scheduled_tokens.values()),
             known_changes=self._known_changes,
             is_report_due=self._rows.holds_any,
         )
+        self.registry.news_were_sent()
+        self._is_reset = False
+        self._cancels.clear()
+        self._grafts.unsent.clear()
+        return commands
 
     def _hide_unsettled(self, preempted: VLLMRequest | None) -> None:
         """Hide the blocks of a preempted request that was not repaired yet, and from itself those without names."""
@@ -271,10 +331,50 @@ class GraftScheduler:
 
     def step_ended(self) -> None:
         """Note that the result of a step has come back."""
-        self.registry.stores.speed.step_ends()
+        with self._following_stores():
+            self.registry.stores.speed.step_ends()
 
     def receive(self, report: WorkerReport) -> None:
-        """Take the workers' report of a step."""
+        """Take the workers' report of a step.
+
+        What workers have lost must be lost here as well: where that fails, both forget everything.
+        """
+        try:
+            self._require_sound()
+            self._receive(report)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("the workers' report of a step could not be taken; all donors are forgotten")
+            self.counts.books.condemn()
+        for request_id, outcome in report.outcomes.items():
+            try:
+                self._pending.settle(request_id, failed=outcome.failed)
+            except Exception as error:  # noqa: BLE001 - logged there
+                self._once_more(error, partial(self._pending.settle, request_id, failed=outcome.failed))
+            try:
+                self._attempts.complete(request_id, outcome)
+            except Exception as error:  # noqa: BLE001 - logged there
+                self._give_up(error, request_id, outcome)
+        for request_id, outcome in report.repairs.items():
+            try:
+                self._attempts.repaired(request_id, outcome)
+            except Exception as error:  # noqa: BLE001 - logged there
+                self._give_up(error, request_id, outcome)
+        try:
+            self._follow_stores(report.store)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("what workers have read of stores is not known; all donors are forgotten")
+            self.counts.books.condemn()
+
+    def _give_up(self, error: Exception, request_id: str, outcome: GraftOutcome) -> None:
+        """Let a request go on with what it has, and keep nothing of it: the outcome of its graft could not be taken."""
+        self.counts.failed(error)
+        logger.error("the outcome of the graft of request %s could not be taken", request_id, exc_info=error)
+        self._attempts.give_up(request_id, outcome)
+
+    def _receive(self, report: WorkerReport) -> None:
+        """Take what is not about single requests."""
         self.host_bytes = report.host_bytes
         if report.refusal and not self._refusal:
             self._refusal = report.refusal
@@ -292,9 +392,9 @@ class GraftScheduler:
                 self._facts.capacity_tokens,
             )
         if report.num_weight_changes > self._known_changes:
-            self._known_changes = report.num_weight_changes
             self._captures.trusts_prefixes = False
             self._forget_everything()
+            self._known_changes = report.num_weight_changes
             logger.warning(
                 "weights were changed in place: donors are forgotten; vLLM's own prefix cache is not, until "
                 "reset_prefix_cache(reset_connector=True) is called"
@@ -305,12 +405,6 @@ class GraftScheduler:
             self.registry.forget(donor_id)
         if report.lost_texts:
             self._attempts.lose_texts(report.lost_texts)
-        for request_id, outcome in report.outcomes.items():
-            self._pending.settle(request_id, failed=outcome.failed)
-            self._attempts.complete(request_id, outcome)
-        for request_id, outcome in report.repairs.items():
-            self._attempts.repaired(request_id, outcome)
-        self._follow_stores(report.store)
 
     def loaded(self, request_ids: set[str]) -> set[str]:
         """Return which requests may go on now whose loads have ended; the others by later calls, one per step."""
@@ -327,7 +421,21 @@ class GraftScheduler:
         vLLM asks before it hands over the workers' report of the step. A request that ends in the step of its graft is
         counted after that report, and the client's is corrected in place: vLLM sends it at the end of the step.
         """
-        self._pending.end(request.request_id)
+        try:
+            self._pending.end(request.request_id)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._once_more(error, partial(self._pending.end, request.request_id))
+        try:
+            self._require_sound()
+            return self._finish(request)
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("request %s was not ended as it should be", request.request_id)
+            self._cancels.append(request.request_id)  # one that workers have nothing of is ignored
+            self._attempts.running.pop(request.request_id, None)
+            return None
+
+    def _finish(self, request: Request) -> dict[str, object] | None:
         state = self._attempts.running.get(request.request_id)
         if state is None:
             return None
@@ -357,7 +465,12 @@ class GraftScheduler:
         logger.info("all donors are forgotten: the caches were reset")
         self._is_reset = True
         self._captures.trusts_prefixes = prefixes_are_gone
-        self._forget_everything()
+        try:
+            self._forget_everything()
+        except Exception as error:
+            self.counts.failed(error)
+            logger.exception("what is known of donors cannot be forgotten one by one; it begins anew")
+            self.counts.books.condemn()  # before anything is read
 
     def close(self) -> None:
         """Let stores and a semantic provider give back their resources."""
@@ -375,10 +488,31 @@ class GraftScheduler:
 
     def _forget_everything(self) -> None:
         self._continuing.forget()
+        self.registry.forget_all()
         self._attempts.forget_donors()
-        for donor in list(self.registry.catalogue):
-            self.registry.forget(donor.donor_id)
-        self.registry.stores.reset()
+
+    def _require_sound(self) -> None:
+        """Verify the books if an error may have interrupted a change of them, and begin anew where they do not hold.
+
+        Raises:
+            Exception: They cannot begin anew yet; the next call tries again.
+        """
+        if self.counts.books.is_doubtful:
+            self._continuing.forget()  # names may be of K/V that have become others: nobody can verify them
+            self.counts.books.settle(self.check, self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Empty all books, and have workers do so with the next step; grafts that vLLM counts on fail there, or fall back."""
+        self._is_reset = True
+        self._rows.begin_anew()
+        self._forget_everything()
+        self._attempts.begin_anew()
+
+    def _once_more(self, error: Exception, note: Callable[[], None]) -> None:
+        """Note once more, after a failure, which blocks hold no K/V yet: nothing may be answered without."""
+        self.counts.failed(error)
+        logger.error("blocks without K/V are noted once more", exc_info=error)
+        note()
 
     def _follow_stores(self, report: StoreReport) -> None:
         """Take the workers' report of stores."""
@@ -395,8 +529,8 @@ class GraftScheduler:
         """Go without what stores report if the block fails; a donor that is gone is found out when it is read."""
         try:
             yield
-        except Exception:
-            self.counts.error()
+        except Exception as error:
+            self.counts.failed(error)
             logger.exception("stores cannot be followed; what they report is not used")
 
 

@@ -29,7 +29,11 @@ _WHOLE_SHARE = 0.5
 
 
 class Grafts:
-    """Sends grafts, and notes what follows from that for lineage, text and blocks."""
+    """Sends grafts, and notes what follows from that for lineage, text and blocks.
+
+    Attributes:
+        unsent: Grafts that no command has carried yet. vLLM counts on every one of them.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class Grafts:
     ) -> None:
         self._registry, self._captures, self._pending, self._counts = registry, captures, pending, counts
         self._block_sizes, self._deadline_s = block_sizes, deadline_s
-        self._unsent: list[Graft] = []
+        self.unsent: list[Graft] = []
 
     def send(self, state: VLLMRequest, claim: Claim) -> None:
         """Have a claim carried out."""
@@ -60,9 +64,9 @@ class Grafts:
             state.lineage.expose(claim.plan.prefix_len, claim.front_generation - 1)
         try:
             self._captures.open_after_graft(state, claim)
-        except Exception:
+        except Exception as error:
             # The graft itself must go out: vLLM counts its tokens as computed.
-            self._counts.error()
+            self._counts.failed(error)
             logger.exception("text of request %s is not kept for others", state.request_id)
         self._queue(state, claim, deadline_s=self._deadline_s(claim), stored=self._stored_donors(claim))
         for span in claim.plan.spans:
@@ -73,11 +77,6 @@ class Grafts:
         """Let a load fail that vLLM waits for; no error where what it was to be made of `is_gone`."""
         state.held.unpin()
         self._queue(state, claim, void=reason, is_gone=is_gone)
-
-    def take(self) -> tuple[Graft, ...]:
-        """Return the grafts since the last call."""
-        unsent, self._unsent = tuple(self._unsent), []
-        return unsent
 
     def _queue(
         self,
@@ -110,8 +109,8 @@ class Grafts:
         if not claim.asynchronous:  # vLLM publishes the blocks of an asynchronous one when it is through
             blocks = state.blocks_to(claim.end, self._block_sizes)
             self._pending.owe(state.request_id, blocks, claim.plan.prefix_len, claim.end)
+        self.unsent.append(graft)
         state.phase = AttemptPhase.GRAFTING
-        self._unsent.append(graft)
 
     def _stored_donors(self, claim: Claim) -> dict[DonorId, DonorToRead]:
         """Return those of a claim's donors that must be read, as they lie now: one may have come nearer meanwhile."""

@@ -144,29 +144,34 @@ class PendingBlocks:
 
     def settle(self, request_id: str, *, failed: bool) -> None:
         """Take the outcome of a graft: its blocks hold what they should, or are not found any more."""
-        owed = self._owed.pop(request_id, set())
+        owed = self._owed.get(request_id)
         if failed and owed and self._manager is not None:
             self._manager.evict_blocks({block for _, block in owed})
+        self._owed.pop(request_id, None)  # not before: where that fails, nobody may have the blocks
 
     def end(self, request_id: str) -> None:
         """Forget a request that gives its blocks back; those of a load that is not through go. A graft still owes its own."""
-        holder = self._holders.pop(request_id, None)
+        holder = self._holders.get(request_id)
         if holder is not None and holder.loads and self._manager is not None:
             self._manager.evict_blocks({block for _, block in self._uncomputed(holder)})
+        self._holders.pop(request_id, None)
 
     def step_scheduled(self, output: SchedulerOutput) -> None:
-        """Note what the step computes that vLLM has just scheduled; the next admission belongs to another step."""
+        """Note what the step computes that vLLM has just scheduled; the next admission belongs to another step.
+
+        Where that fails, it may be called once more for the same step.
+        """
+        self._scheduled = None
         for request_id in output.preempted_req_ids or ():
             holder = self._holders.get(request_id)
             if holder is not None and holder.step != self._step:
-                del self._holders[request_id]
                 self._evict_uncomputed(holder)
+                del self._holders[request_id]
         for request_id, computed in _computed_lens(output):
             holder = self._holders.get(request_id)
             if holder is not None:
                 holder.computed = computed + num_known(output, request_id)
         self._step += 1
-        self._scheduled = None
 
     def _note(self, holder: _Holder, scheduled: Ids) -> None:
         (self._loaded if holder.loads else scheduled).update(self._uncomputed(holder))

@@ -130,6 +130,7 @@ class VLLMRequest:
         hashes: Hashes of its blocks, once it was to be grafted.
         prefill: vLLM's counts of its first prefill, while they may be corrected (`usage.py`).
         sent: The report as the client gets it, once the request has ended.
+        is_reported: Not where an earlier attempt was lost by a failure: it may have been worse than all that are known.
     """
 
     prompt: AskedPrompt
@@ -147,6 +148,7 @@ class VLLMRequest:
     hashes: PrivateBlockHashes | None = None
     prefill: PrefillStats | None = None
     sent: dict[str, object] = field(default_factory=dict)
+    is_reported: bool = True
 
     @property
     def request_id(self) -> str:
@@ -187,7 +189,8 @@ class VLLMRequest:
         if exact_blocks * block_size > prompt.exact_len or lineage.generation_at(prompt.cached_len) < prompt.generation:
             lineage.restart(prompt.exact_len)
             prompt.go_on(lineage)
-        return VLLMRequest(prompt, lineage, RegistryHoldings(self.held.registry), earlier, hashes=self.hashes)
+        held = RegistryHoldings(self.held.registry)
+        return VLLMRequest(prompt, lineage, held, earlier, hashes=self.hashes, is_reported=self.is_reported)
 
     def answers(self, cached_len: int, num_tokens: int, stored: StoredPrefix) -> bool:
         """Whether vLLM asks once more for what was decided, as it does in every step until it has blocks to give."""

@@ -96,11 +96,15 @@ class StepRows:
         """Note that the step that is being scheduled makes a graft."""
         self._gap_rows += 0 if claim.asynchronous else claim.num_rows
 
-    def step_scheduled(self, rows: Iterable[ScheduledRows]) -> None:
-        """Note what a step computes of grafted requests; the next admission belongs to another one."""
+    def begin_anew(self) -> None:
+        """Forget what the step has so far, and who draws tokens."""
         self._gap_rows, self._is_full = 0, False
         self._drawing.clear()
         self._is_computing = False
+
+    def step_scheduled(self, rows: Iterable[ScheduledRows]) -> None:
+        """Note what a step computes; the next admission belongs to another one."""
+        self.begin_anew()
         for state, _, stop in rows:
             self._is_computing = True
             if state.claim is not None and stop >= state.claim.plan.num_tokens:

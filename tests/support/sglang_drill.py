@@ -1,0 +1,201 @@
+"""Requests through the books of the SGLang backend, in which one call fails, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from tests.support.failing_calls import FailingCalls, Place, points
+from tests.unit.integrations.sglang.scheduler import Scheduler
+from tests.unit.integrations.sglang.shelf import Shelf
+
+from kvgraft.integrations.sglang.requests import RequestReuse
+
+KINDS = {
+    "plain": {"recomputes": False, "selection": "none"},
+    "passes": {"recomputes": True, "selection": "first_k", "page_size": 4},
+    "store": {"recomputes": False, "selection": "first_k"},
+}
+"""By whether passes of our own are run, and where donors are."""
+_DOCUMENTS = [[1000 * number + index for index in range(70)] for number in range(1, 4)]
+_CALLS = {name for name, value in vars(RequestReuse).items() if callable(value) and not name.startswith("_")} - {
+    "check"
+}
+_MOST_ROUNDS = 200
+
+
+class EscapedError(Exception):
+    """An exception went into SGLang's scheduler: the server would have ended."""
+
+
+@dataclass
+class Drill:
+    """A kind of scheduler."""
+
+    kind: str
+
+    def places(self) -> list[tuple[Place, int]]:
+        """Calls that a whole run comes by."""
+        calls = FailingCalls()
+        assert _Run(self.kind, calls).failures() == []
+        return points(calls.seen)
+
+    def failures(self, place: Place, number: int) -> list[str] | None:
+        """What is wrong after the call has failed: nothing, as it should be; None if the run did not come by it."""
+        calls = FailingCalls(place, number)
+        found = _Run(self.kind, calls).failures()
+        return found if calls.has_failed else None
+
+
+class _Watched:
+    """The calls that SGLang makes, watched as long as `run.calls` are."""
+
+    def __init__(self, watched, run) -> None:
+        self._watched, self._run = watched, run
+
+    def __getattr__(self, name):
+        method = getattr(self._watched, name)
+        if name not in _CALLS:
+            return method
+
+        def call(*given, **named):
+            try:
+                with self._run.calls:
+                    return method(*given, **named)
+            except Exception as error:
+                raise EscapedError from error
+
+        return call
+
+
+class _Run:
+    def __init__(self, kind: str, calls: FailingCalls) -> None:
+        self.calls: contextlib.AbstractContextManager = calls
+        self.shelf = Shelf() if kind == "store" else None
+        settings = {"first_k": 4, "max_generation": 2, **KINDS[kind]}
+        self.scheduler = Scheduler(shelf=self.shelf, **settings)
+        self.scheduler.may_lack_reports = calls.is_to_fail
+        self.reuse = self.scheduler.reuse
+        self.scheduler.reuse = _Watched(self.reuse, self)
+        self.scheduler.tree.on_evicted = self.scheduler.reuse.evicted
+        self.names = iter(range(10**6))
+
+    def failures(self) -> list[str]:
+        wrong = []
+        try:
+            try:
+                self.script()
+            finally:
+                self.calls = contextlib.nullcontext()
+            self.aftermath()
+        except EscapedError as error:
+            wrong.append(f"a: {error.__cause__!r}")
+        except Exception as error:  # noqa: BLE001 - a finding
+            wrong.append(f"b: {error!r}")
+        finally:
+            if self.scheduler.link is not None:
+                self.scheduler.link.close(weights_change=True)
+        return wrong
+
+    def script(self) -> None:
+        scheduler = self.scheduler
+        a, b, c = _DOCUMENTS
+        for document in (a, b, c):
+            self.serve([*document, *self.new(3)], 2)
+        self.serve([*self.new(12), *a[5:60], *self.new(20)], 9)
+        self.serve([*self.new(30), *c[:50], *self.new(20), *b, *self.new(20)], 4, chunk=40)
+        first = self.serve([*self.new(6), *b, *self.new(30)], 30)
+        self.serve([*self.said(first), *self.new(20), *a, *self.new(9)], 4)
+        self.serve([*self.said(first), *self.new(20)], 4, repair="before")
+        scheduler.tree.evict(150)
+        retracted = self.begin([*self.new(20), *c, *self.new(20)])
+        for _ in range(3):
+            self.go_on(retracted, 9)
+        scheduler.retract(retracted)
+        aborted = self.begin([*self.new(20), *b, *self.new(10)])
+        scheduler.abort(aborted)
+        scheduler.submit([*self.new(20), *a, *self.new(10)], "", "waiting")
+        scheduler.match(scheduler.waiting[-1])
+        scheduler.abort(scheduler.waiting[-1])
+        self.finish(5)
+        if scheduler.link is not None:
+            scheduler.reuse.idle()
+            with contextlib.suppress(AssertionError):
+                scheduler.rest()
+        scheduler.tree.evict(500)
+        for document in (b, a):
+            self.serve([*self.new(20), *document, *self.new(10)], 3)
+        scheduler.change_weights()
+        self.serve([*a, *self.new(10)], 2)
+        scheduler.flush()
+        for document in (a, b):
+            self.serve([*document, *self.new(3)], 2)
+        self.serve([*self.new(20), *a, *b, *self.new(40)], 20)
+
+    def aftermath(self) -> None:
+        """Serve further requests, check between them, and see that they are grafted."""
+        scheduler = self.scheduler
+        self.finish(3)
+        scheduler.check()
+        a, b, c = _DOCUMENTS
+        for document in (a, c, b):
+            self.serve([*document, *self.new(3)], 2)
+            scheduler.check()
+        scheduler.tree.evict(200)
+        scheduler.check()
+        for document in (b, c):
+            self.serve([*document, *self.new(9)], 2)
+        self.serve([*self.new(20), *b, *self.new(20)], 9)
+        later = self.new(70)
+        self.serve(later, 2)
+        before = scheduler.copied_tokens
+        self.serve([*self.new(20), *later, *self.new(20)], 9)
+        assert scheduler.copied_tokens > before, "later requests are not grafted"
+        scheduler.check()
+        assert self.reuse.num_requests == 0, "requests are left"
+        assert not self.reuse.repairs._waiting
+        scheduler.tree.empty()
+        scheduler.check()
+        scheduler.flush()
+        scheduler.check()
+        assert len(scheduler.tree.free_slots) == scheduler.tree.total, "slots are lost"
+
+    def new(self, count: int) -> list[int]:
+        return [100_000 + next(self.names) for _ in range(count)]
+
+    def said(self, entry) -> list[int]:
+        return entry.req.full_untruncated_fill_ids.tolist()
+
+    def begin(self, tokens, repair: str = "after", chunk: int = 1000):
+        scheduler = self.scheduler
+        scheduler.now += 1.0
+        scheduler.submit(tokens, "", "same id", repair)
+        entry = scheduler.waiting[-1]
+        assert scheduler.admit(entry, chunk), "there is room"
+        return entry
+
+    def go_on(self, entry, chunk: int) -> None:
+        if entry not in self.scheduler.running:
+            assert self.scheduler.admit(entry, chunk), "there is room"
+        elif len(entry.row) < len(entry.req.origin_input_ids):
+            self.scheduler.go_on(entry, chunk)
+        else:
+            self.scheduler.decode(entry, self.new(1)[0])
+
+    def serve(self, tokens, answer: int, *, repair: str = "after", chunk: int = 1000):
+        entry = self.begin(tokens, repair, chunk)
+        self.end(entry, answer, chunk)
+        return entry
+
+    def end(self, entry, answer: int, chunk: int = 1000) -> None:
+        for _ in range(_MOST_ROUNDS):
+            if len(entry.req.output_ids) >= answer:
+                self.scheduler.finish(entry)
+                self.scheduler.reuse.settle()
+                return
+            self.go_on(entry, chunk)
+        raise AssertionError("a request does not end")
+
+    def finish(self, answer: int) -> None:
+        for entry in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.end(entry, max(answer, len(entry.req.output_ids)))
