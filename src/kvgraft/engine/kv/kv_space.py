@@ -334,6 +334,7 @@ class KVSpace:
                 generation=text.generation,
                 start_position=text.start_position,
                 front=text.front,
+                before=text.before,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)
