@@ -79,10 +79,10 @@ def test_a_session_that_is_replayed_from_its_beginning_on_goes_on_exactly(served
     served.donate(HEAD + DOCUMENT)
     first = OTHER_HEAD + DOCUMENT + NOVEL
     assert served.ask(first).shifted == len(DOCUMENT)
-    second = first + QUESTION
-    going_on = served.ask(second, max_tokens=1).report
+    going_on = served.ask(first + QUESTION, max_tokens=1).report
     assert going_on["continued_tokens"] > len(DOCUMENT) // 2
     assert served.ask(first, "exact", max_tokens=1).shifted == 0
+    second = first + text(9, 45)
     healed = served.ask(second)
     assert (healed.report["continued_tokens"], healed.shifted) == (0, 0)
     assert healed.report["exact_tokens"] >= len(first) - 64
