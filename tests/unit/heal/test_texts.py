@@ -333,6 +333,9 @@ class Machine(RuleBasedStateMachine):
             assert left <= exact | set(self.done)
             return
         raw = text.token_ids.tobytes()
+        if text.is_in_place:  # what is exact elsewhere is no prefix of the session
+            front = front_digest(MODEL.key, text.prompt[: -len(text.token_ids)])
+            exact = {d.token_ids.tobytes() for d in mine if not d.generation and d.front == front}
         assert raw not in exact
         assert raw in {donor.token_ids.tobytes() for donor in mine if donor.generation == text.generation}
         self.done.append(raw)
