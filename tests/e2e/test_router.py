@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import time
 import urllib.request
@@ -87,6 +88,35 @@ def test_text_is_found_where_it_lies(routed):
         answer, worker = post(router.url + "/v1/completions", {"prompt": text, "max_tokens": 1})
         assert worker == name
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 180
+
+
+@pytest.mark.slow
+def test_a_session_goes_on_where_it_is(routed):
+    """Its second turn counts as a prefix there; for requests that accept no copies it counts for nothing."""
+    router, servers = routed
+    draws = random.Random(7)
+    head, document, question, more = ([draws.randrange(3, 1500) for _ in range(count)] for count in (40, 200, 150, 15))
+    first = [*head, *document, *question]
+    post(servers["two"].url + "/v1/completions", {"prompt": document, "max_tokens": 1})
+    until(lambda: score(router, document)["two"][0] >= 190, "the text is known")
+    answer, _ = post(servers["two"].url + "/v1/completions", {"prompt": first, "max_tokens": 1})
+    assert answer["kvgraft"]["shifted_tokens"] >= 150
+    second = [*first, *more]
+
+    def continued(**fields):
+        answer, _ = post(router.url + "/v1/score", {"prompt": second, **fields})
+        held = answer["workers"]["two"]
+        return held["continued_tokens"], held["shifted_tokens"]
+
+    until(lambda: continued()[0] >= 340, "the session is known")
+    assert continued()[1] == 0
+    for mode in ("exact", "off", "verified"):
+        assert continued(kvgraft={"reuse": mode}) == (0, 0)
+    assert continued(cache_salt="bob") == (0, 0)
+    answer, worker = post(router.url + "/v1/completions", {"prompt": second, "max_tokens": 1})
+    assert worker == "two"
+    report = answer["kvgraft"]
+    assert (report["continued_tokens"] >= 340, report["shifted_tokens"]) == (True, 0)
 
 
 @pytest.mark.slow

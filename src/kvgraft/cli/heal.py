@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Listen to the KV events of vLLM or SGLang servers with kvgraft in them, and when
-one of them is idle send it the text of its hottest donors that were computed
-after grafts, one at a time, as a prompt that grafts nothing. What the server
-registers of that is exact, and replaces these donors. Nothing else changes: no
-answer, and no text of requests with an adapter or a cache salt, which events do
-not name.
+one of them is idle send it the sessions that went on after grafts, the latest
+first, and then its hottest other texts, one at a time, as prompts that graft
+nothing. What the server registers of them is exact: a session's next turn finds
+a prefix. Nothing else changes: no answer, and no text of requests with an
+adapter or a cache salt, which events do not name.
 """
 _EPILOG = """\
 The servers publish KV events (--kv-events-config) and announce their donors

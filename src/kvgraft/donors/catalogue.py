@@ -19,7 +19,7 @@ from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
     from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace
 
@@ -30,8 +30,8 @@ BYTES_PER_TOKEN = 48
 class DonorWatcher(Protocol):
     """Observer of the donors of a catalogue; must not change it and must not raise."""
 
-    def donor_added(self, donor: Donor) -> None:
-        """A text has become a donor."""
+    def donor_added(self, donor: Donor, before: NDArray[np.integer] | None) -> None:
+        """A text has become a donor; `before` is what stood before it, not to be kept, and None where that is not known."""
 
     def donor_removed(self, donor: Donor) -> None:
         """A donor is gone."""
@@ -205,7 +205,7 @@ class DonorCatalogue:
         ids = self.finder.inside(namespace.key, _as_tokens(token_ids), min_generation=min_generation)
         return [self._entries[donor_id].donor for donor_id in ids]
 
-    def add(
+    def add(  # noqa: PLR0913 - what there is to say of a donor
         self,
         namespace: Namespace | KeyedNamespace,
         token_ids: ArrayLike,
@@ -214,6 +214,7 @@ class DonorCatalogue:
         generation: int = 0,
         start_position: int = 0,
         front: bytes = b"",
+        before: NDArray[np.integer] | None = None,
         is_stored: bool = False,
     ) -> AddResult:
         """Register a text, making room by evicting what is worth least.
@@ -225,6 +226,7 @@ class DonorCatalogue:
             generation: See `Donor`.
             start_position: See `Donor`.
             front: See `Donor`.
+            before: All tokens before it, for those who watch, where the caller has them; not kept.
             is_stored: Whether its K/V lie where reading them takes time; others with the same text are preferred.
 
         Raises:
@@ -260,7 +262,7 @@ class DonorCatalogue:
         self._num_tokens += len(tokens)
         try:
             for watcher in self._watchers:
-                watcher.donor_added(donor)
+                watcher.donor_added(donor, before)
             return AddResult(donor, tuple(evicted))
         except BaseException:
             self.remove(donor.donor_id)  # its owner does not hear of it

@@ -27,12 +27,15 @@ class DonorText:
     generation: int = 0
     start_position: int = 0
     front: bytes = b""
+    before: NDArray[np.integer] | None = None
+    """All tokens before it, where they are known; no donor keeps them."""
 
     @classmethod
     def of_run(cls, namespace: Namespace, token_ids: NDArray[np.integer], run: tuple[int, int, int]) -> DonorText:
         """Take `(start, stop, generation)` of a request's tokens."""
         start, stop, generation = run
-        return cls(namespace, token_ids[start:stop], generation, start, front_digest(namespace.key, token_ids[:start]))
+        before = token_ids[:start]
+        return cls(namespace, token_ids[start:stop], generation, start, front_digest(namespace.key, before), before)
 
     @classmethod
     def joined(cls, parts: Sequence[Donor]) -> DonorText:

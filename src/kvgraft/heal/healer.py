@@ -68,7 +68,8 @@ class HealCounts:
 
     Attributes:
         texts: Texts that were computed.
-        tokens: Their tokens.
+        tokens: Tokens of their prompts.
+        in_place: Those that were computed from the beginning of their session on.
         interrupted: Texts that were given up for requests of others; they are tried again.
         refused: Texts that the server does not take.
         failed: Texts that were given up because try after try failed for another reason.
@@ -76,6 +77,7 @@ class HealCounts:
 
     texts: int = 0
     tokens: int = 0
+    in_place: int = 0
     interrupted: int = 0
     refused: int = 0
     failed: int = 0
@@ -159,7 +161,8 @@ class Healer:
         return (
             f"{self._server.url}: healed_texts={counts.texts} healed_tokens={counts.tokens} "
             f"interrupted={counts.interrupted} refused={counts.refused} failed={counts.failed} "
-            f"open={known.open} private={known.private} donors_announced={known.donors}"
+            f"open={known.open} private={known.private} donors_announced={known.donors} "
+            f"healed_in_place={counts.in_place}"
         )
 
     async def _may_heal(self, text: Text | None) -> bool:
@@ -167,12 +170,12 @@ class Healer:
         if not self._texts.counts().open or await self._others(0):
             self._idle.busy()
             return False
-        return text is not None and self._idle.idle_s >= self._idle_s and self._budget.allows(len(text.token_ids))
+        return text is not None and self._idle.idle_s >= self._idle_s and self._budget.allows(len(text.prompt))
 
     async def _heal(self, text: Text, closing: asyncio.Event) -> None:
         """Have a text computed; leave as soon as another request comes."""
-        self._budget.spend(len(text.token_ids))
-        computing = asyncio.create_task(self._server.compute(text.token_ids.tolist()))
+        self._budget.spend(len(text.prompt))
+        computing = asyncio.create_task(self._server.compute(text.prompt.tolist()))
         try:
             await self._watch(text, computing, closing)
         except _InterruptedError:
@@ -181,7 +184,7 @@ class Healer:
             self.counts.refused += 1
             self._texts.done(text)
             self._has_answered()
-            logger.warning("a text of %d tokens is left as it is: %s", len(text.token_ids), error)
+            logger.warning("a text of %d tokens is left as it is: %s", len(text.prompt), error)
         except ServerError as error:
             self._has_failed(text, error)
         else:
@@ -197,7 +200,7 @@ class Healer:
             RefusedError, ServerError: It is not; also if there is no answer for far longer than it can take.
             _InterruptedError: A request of another client came.
         """
-        patience_s = max(_LEAST_PATIENCE_S, len(text.token_ids) / _LEAST_TOKENS_PER_S)
+        patience_s = max(_LEAST_PATIENCE_S, len(text.prompt) / _LEAST_TOKENS_PER_S)
         until = self._clock() + patience_s
         while not (await asyncio.wait({computing}, timeout=self._settings.poll_s))[0]:
             is_in_use = closing.is_set() or await self._others(1, _LOOK_S)
@@ -211,8 +214,9 @@ class Healer:
 
     def _is_healed(self, text: Text) -> None:
         self.counts.texts += 1
-        self.counts.tokens += len(text.token_ids)
-        self._texts.done(text)
+        self.counts.tokens += len(text.prompt)
+        self.counts.in_place += text.is_in_place
+        self._texts.healed(text)
         self._rests.done(text)
         self._idle_s = self._settings.idle_s
         self._has_answered()
@@ -231,12 +235,12 @@ class Healer:
         if num_failed >= _MAX_FAILED:
             self._give_up(text, str(error))
         else:
-            logger.warning("a text of %d tokens is tried again later: %s", len(text.token_ids), error)
+            logger.warning("a text of %d tokens is tried again later: %s", len(text.prompt), error)
 
     def _give_up(self, text: Text, reason: str) -> None:
         self.counts.failed += 1
         self._texts.done(text)
-        logger.warning("a text of %d tokens is given up: %s", len(text.token_ids), reason)
+        logger.warning("a text of %d tokens is given up: %s", len(text.prompt), reason)
 
     async def _others(self, num_own: int, patience_s: float | None = None) -> bool:
         """Return whether more than `num_own` requests run or wait, or the server does not say, at all or in time."""

@@ -96,4 +96,4 @@ class Rests:
 
 
 def _key(text: Text) -> bytes:
-    return hashlib.blake2b(text.token_ids.tobytes(), digest_size=16, key=text.namespace.encode()[:64]).digest()
+    return hashlib.blake2b(text.token_ids.tobytes(), digest_size=16, key=text.namespace.key).digest()

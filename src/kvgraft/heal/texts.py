@@ -6,16 +6,18 @@ import hashlib
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.donors.front import Fronts
 from kvgraft.errors import CapacityError
 from kvgraft.prefix import AllBlocksCleared, BlockStored
-from kvgraft.reuse.donor_events import donor_generation, donor_scope, is_donor, scope_of
-from kvgraft.types import KeyedNamespace
+from kvgraft.reuse.donor_events import donor_generation, donor_place, donor_scope, is_donor, scope_of, tokens_before
+from kvgraft.reuse.sent_fronts import ReceivedFronts
+from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,12 +25,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.prefix import KVEvent
-    from kvgraft.types import DonorId
+    from kvgraft.reuse.donor_events import DonorPlace, DonorScope
+    from kvgraft.reuse.sent_fronts import Beginning
+    from kvgraft.types import DonorId, KeyedNamespace
 
 logger = logging.getLogger(__name__)
 
 _MAX_COUNTED = 65_536
 """Texts with a count of announcements, held or not; the oldest are forgotten."""
+_NOWHERE = 1 << 40
+"""Place of a donor whose sender does not say where it stands: no prompt is so long."""
+
+
+def _no_tokens() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,19 +47,29 @@ class Text:
 
     Attributes:
         name: The engine's name of the donor.
-        namespace: Digest of the namespace, as the engine names it.
+        namespace: Whose it is.
         token_ids: `(n,)`.
         generation: 1 or more.
         seen: How often the text was announced so far.
         seen_at: When it was announced last, in seconds of the clock.
+        beginning: All that stood before it, where that is known.
+        prompt: The tokens that make it exact, `(m,)`: of a session all from its beginning on, else the text alone. Of what
+            `Texts.hottest` returns.
     """
 
     name: int | bytes
-    namespace: str
+    namespace: KeyedNamespace
     token_ids: NDArray[np.int32]
     generation: int
     seen: int
     seen_at: float
+    beginning: Beginning | None = None
+    prompt: NDArray[np.int32] = field(default_factory=_no_tokens)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the prompt begins where the text's session does."""
+        return len(self.prompt) > len(self.token_ids)
 
     @property
     def heat(self) -> tuple[int, float]:
@@ -76,6 +96,9 @@ class TextCounts(NamedTuple):
 class Texts:
     """The announced donors of one engine. Thread-safe: one thread hears events, another asks.
 
+    A session's texts, before which all is known, are computed in their places: what its next turn begins with is then an
+    exact prefix. The last text of a session has the others before it, and so stands for all of them.
+
     Of an engine nothing is believed across a gap in its events; what is forgotten then is learned anew.
     """
 
@@ -94,6 +117,10 @@ class Texts:
         self._covered: dict[int | bytes, Text] = {}  # donors of generation 0 have them, too, for now
         self._private: set[int | bytes] = set()
         self._seen: dict[bytes, int] = {}
+        self._fronts = ReceivedFronts(max_tokens)
+        self._ends: dict[bytes, set[int | bytes]] = {}  # names of open texts by the digest of all up to their ends
+        self._end_at: dict[int | bytes, tuple[int, bytes]] = {}
+        self._passed: set[int | bytes] = set()  # their sessions have gone on
         self._num_donors = self._num_pages = 0
         self.heard_at = clock()
 
@@ -113,24 +140,40 @@ class Texts:
     def hottest(self, is_resting: Callable[[Text], bool] = lambda _: False) -> Text | None:
         """Name the text to compute next; None if there is none. One that donors of generation 0 have anyhow is passed over.
 
+        Sessions come first, the latest of them before the others: its next turn is to be expected first. Of texts without a
+        known beginning it is the hottest.
+
         Args:
             is_resting: Texts that are not named now; they stay open.
 
         Complexity: O(k log k) for k open texts, and O(n log n) of the tokens of each that is passed over.
         """
         with self._lock:
-            for text in sorted(self._open.values(), key=lambda text: text.heat, reverse=True):
+            for text in sorted(self._open.values(), key=self._rank, reverse=True):
                 if is_resting(text):
                     continue
-                if not self._is_exact(text):
-                    return text
+                front = None if text.beginning is None else self._fronts.text(text.beginning)
+                if not self._is_exact(text, front):
+                    parts = [text.token_ids] if front is None else [front, text.token_ids]
+                    return replace(text, prompt=np.concatenate(parts))
                 self._covered[text.name] = self._open.pop(text.name)
             return None
 
     def done(self, text: Text) -> None:
-        """Do not name a text again: it was computed, or cannot be."""
+        """Do not name a text again: it cannot be computed, or was."""
         with self._lock:
             self._open.pop(text.name, None)
+
+    def healed(self, text: Text) -> None:
+        """Name neither a text again, which was computed, nor those that its prompt has in their places.
+
+        Its engine is about to say so; until then they would be asked for in vain.
+        """
+        self.done(text)
+        with self._lock:
+            fronts = Fronts(text.namespace.key, text.prompt)
+            for name in self._ending_in(fronts, len(text.prompt)):
+                self._open.pop(name, None)
 
     def counts(self) -> TextCounts:
         """Say what is known."""
@@ -148,6 +191,8 @@ class Texts:
             assert self._open.keys() | self._covered.keys() <= self._ids.keys()
             assert not self._open.keys() & self._covered.keys()
             assert {donor.donor_id for donor in self._held} == set(self._ids.values())
+            assert self._passed <= self._end_at.keys() <= self._ids.keys()
+            assert {name for names in self._ends.values() for name in names} == self._end_at.keys()
 
     def _apply(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
@@ -171,9 +216,12 @@ class Texts:
             if generation:
                 self._private.add(name)
             return
-        tokens = np.asarray(event.token_ids, np.int32)
+        tokens, place = np.asarray(event.token_ids, np.int32), donor_place(event)
+        start, front = (_NOWHERE, b"") if place is None else (place.start, place.front)
         try:
-            donor, evicted = self._held.add(_key(owner.namespace_key), tokens, name, generation=generation)
+            donor, evicted = self._held.add(
+                owner.namespace, tokens, name, generation=generation, start_position=start, front=front
+            )
         except CapacityError:
             return
         for gone in evicted:
@@ -182,8 +230,9 @@ class Texts:
             return
         self._ids[name] = donor.donor_id
         if generation:
-            seen = self._count(owner.namespace_key, donor.token_ids)
-            self._open[name] = Text(name, owner.namespace_key, donor.token_ids, generation, seen, self._clock())
+            seen = self._count(owner, donor.token_ids)
+            text = Text(name, owner.namespace, donor.token_ids, generation, seen, self._clock())
+            self._open[name] = replace(text, beginning=self._beginning(event, text, place))
 
     def _removed(self, name: int | bytes) -> None:
         self._private.discard(name)
@@ -194,21 +243,61 @@ class Texts:
 
     def _drop(self, name: int | bytes) -> None:
         del self._ids[name]
+        self._passed.discard(name)
+        _, end = self._end_at.pop(name, (0, b""))
+        if end:
+            self._ends[end].discard(name)
+            if not self._ends[end]:
+                del self._ends[end]
         if self._open.pop(name, None) is None and self._covered.pop(name, None) is None:
             self._open |= self._covered  # it may have been exact, and the only one to have their text
             self._covered.clear()
 
-    def _count(self, namespace: str, tokens: NDArray[np.int32]) -> int:
-        digest = hashlib.blake2b(tokens.tobytes(), digest_size=16, key=namespace.encode()[:64]).digest()
+    def _beginning(self, event: BlockStored, text: Text, place: DonorPlace | None) -> Beginning | None:
+        """Learn what stood before a text, and which open texts' sessions have gone on to it; None where that is not known."""
+        before = tokens_before(event)
+        if place is None or before is None:
+            return None
+        beginning = self._fronts.receive(text.namespace.key, place, before, text.token_ids)
+        front = None if beginning is None else self._fronts.text(beginning)
+        if front is None:
+            return None
+        whole = np.concatenate([front, text.token_ids])
+        fronts = Fronts(text.namespace.key, whole)
+        self._passed.update(self._ending_in(fronts, place.start))
+        end = fronts.up_to(len(whole))
+        self._end_at[text.name] = len(whole), end
+        self._ends.setdefault(end, set()).add(text.name)
+        return beginning
+
+    def _ending_in(self, fronts: Fronts, most: int) -> list[int | bytes]:
+        """Return the names of texts in their places that end in the first `most` tokens of a text, with it. O(texts)."""
+        stops = sorted({stop for stop, _ in self._end_at.values() if stop <= most})
+        return [name for stop in stops for name in self._ends.get(fronts.up_to(stop), ())]
+
+    def _rank(self, text: Text) -> tuple[int, float, float]:
+        """Return the sort key of what is named first: the ends of sessions, then what comes before these, then the others."""
+        if text.beginning is None:
+            return (0, *text.heat)
+        return 1 if text.name in self._passed else 2, text.seen_at, 0
+
+    def _count(self, owner: DonorScope, tokens: NDArray[np.int32]) -> int:
+        digest = hashlib.blake2b(tokens.tobytes(), digest_size=16, key=owner.namespace.key).digest()
         seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
         if len(self._seen) > _MAX_COUNTED:
             del self._seen[next(iter(self._seen))]
         return seen
 
-    def _is_exact(self, text: Text) -> bool:
-        """Return whether donors of generation 0 have the text: the engine would not register it again."""
-        matches = self._held.find(_key(text.namespace), text.token_ids, max_generation=0)
-        return len(text.token_ids) - sum(match.length for match in matches) < _LEAST_NEW_TOKENS
+    def _is_exact(self, text: Text, front: NDArray[np.int32] | None) -> bool:
+        """Return whether donors of generation 0 have the text, in its place if what stood before it is known.
+
+        The engine would not register it again.
+        """
+        start = 0 if front is None else len(front)
+        prompt = text.token_ids if front is None else np.concatenate([front, text.token_ids])
+        matches = self._held.find(text.namespace, prompt, start=start, max_generation=0)
+        exact = [match for match in matches if front is None or match.fidelity is Fidelity.EXACT]
+        return len(text.token_ids) - sum(match.length for match in exact) < _LEAST_NEW_TOKENS
 
     def _forget(self) -> None:
         self._held.reset()
@@ -216,11 +305,10 @@ class Texts:
         self._open.clear()
         self._covered.clear()
         self._private.clear()
+        self._ends.clear()
+        self._end_at.clear()
+        self._passed.clear()
 
 
 _LEAST_NEW_TOKENS = 16
 """The shortest text that becomes a donor anywhere."""
-
-
-def _key(namespace: str) -> KeyedNamespace:
-    return KeyedNamespace(hashlib.blake2b(namespace.encode(), digest_size=16, person=b"kvgraft.heal").digest())

@@ -4,7 +4,7 @@ Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An e
 (admitted, copied, computed again, started the request anew) and asks what follows from it.
 
 Public modules: `asked`, `classes`, `continuation`, `decision`, `donor_events`, `families`, `metrics` for its names,
-`reads`, `repair_time`, `stored`.
+`reads`, `repair_time`, `sent_fronts`, `stored`.
 """
 
 from kvgraft.reuse.announcer import DonorAnnouncer

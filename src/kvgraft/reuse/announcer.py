@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.reuse.donor_events import donor_removed, donor_stored, scope_of
+from kvgraft.reuse.sent_fronts import SentFronts
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
     from kvgraft.prefix import KVEvent
@@ -25,6 +29,8 @@ class DonorAnnouncer:
         send: Callable[[KVEvent], None],
         common: Namespace | None = None,
         scope: Callable[[Namespace], str] | None = None,
+        *,
+        sends_fronts: bool = False,
     ) -> None:
         """Prepare.
 
@@ -32,6 +38,8 @@ class DonorAnnouncer:
             send: Takes each event, on the thread that changes the catalogue.
             common: Namespace without salt; donors that were read from a store under its key are announced as everyone's.
             scope: `scope_of` adapter and salt as clients name them, for engines that name them otherwise.
+            sends_fronts: Send the tokens before donors that were computed after copies, each of them once, so that readers
+                can have the whole computed again (`kvgraft heal`). Of adapters and salts nobody can, and nothing is sent.
         """
         self._send = send
         self._scope = scope or (lambda namespace: scope_of(namespace.adapter, namespace.tenant_salt))
@@ -39,11 +47,16 @@ class DonorAnnouncer:
         if common is not None:
             self._scopes[common.key] = self._scope(common)
         self._announced: dict[int, Donor] = {}
+        self._sent = SentFronts() if sends_fronts else None
 
-    def donor_added(self, donor: Donor) -> None:
-        """Announce a donor. Complexity: O(its tokens)."""
+    def donor_added(self, donor: Donor, before: NDArray[np.integer] | None) -> None:
+        """Announce a donor. Complexity: O(its tokens), and of one that was computed after copies those before it."""
         self._announced[donor.donor_id] = donor
-        self._send(donor_stored(donor, self._scope_of(donor)))
+        scope, goes_on = self._scope_of(donor), donor.generation > 0 and before is not None
+        unsent = None
+        if self._sent is not None and goes_on and before is not None and scope == scope_of():
+            unsent = self._sent.send(donor.namespace.key, before, donor.token_ids)
+        self._send(donor_stored(donor, scope, goes_on=goes_on, before=unsent))
 
     def donor_removed(self, donor: Donor) -> None:
         """Announce that a donor is gone."""

@@ -242,7 +242,7 @@ class StoredDonors:
 
     # `DonorWatcher`.
 
-    def donor_added(self, donor: Donor) -> None:
+    def donor_added(self, donor: Donor, before: object) -> None:
         """Do nothing: no object of it is known yet."""
 
     def donor_removed(self, donor: Donor) -> None:

@@ -108,12 +108,14 @@ async def _score(request: Request) -> Response:
     prompt = await context.lanes.run(len(raw), partial(_prompt_of, context, raw))
     if prompt.token_ids is None:
         raise BadRequestError("there is no prompt that can be tokenised here; give prompt or messages", param="prompt")
-    scores = await context.lanes.run(len(raw), partial(context.router.score, prompt.token_ids, prompt.scope))
+    score = partial(context.router.score, prompt.token_ids, prompt.scope, is_grafted=prompt.is_grafted)
+    scores = await context.lanes.run(len(raw), score)
     workers = {
         name: {
             "url": load.spec.url,
             "up": load.is_up,
             "exact_tokens": scores[name].exact_tokens,
+            "continued_tokens": scores[name].continued_tokens,
             "shifted_tokens": scores[name].shifted_tokens,
             "seconds_saved": scores[name].seconds_saved,
         }

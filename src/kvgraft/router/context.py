@@ -13,7 +13,7 @@ import aiohttp
 from kvgraft.router.metrics import RouterMetrics
 from kvgraft.router.monitor import Monitor
 from kvgraft.router.policy import Prompt
-from kvgraft.router.prompts import UnreadPromptError, UnreadReason
+from kvgraft.router.prompts import UnreadPromptError, UnreadReason, accepts_copies
 from kvgraft.tokenising import TextLanes
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class RouterContext:
         model, salt = body.get("model"), body.get("cache_salt")
         scope = self.router.scope_of(model if isinstance(model, str) else "", salt if isinstance(salt, str) else "")
         try:
-            return Prompt(self.prompts.tokens(path, body), scope, raw)
+            return Prompt(self.prompts.tokens(path, body), scope, raw, accepts_copies(body))
         except UnreadPromptError as error:
             self.unread(error.reason, str(error))
             return Prompt(None, scope, raw)

@@ -79,17 +79,20 @@ class Router:
         self.loads: dict[str, WorkerLoad] = {spec.name: WorkerLoad(spec) for spec in workers}
         self._reader = EventReader(workers, self._directory)
 
-    def score(self, token_ids: Sequence[int] | NDArray[np.int32], scope: str | None = None) -> dict[str, WorkerScore]:
+    def score(
+        self, token_ids: Sequence[int] | NDArray[np.int32], scope: str | None = None, *, is_grafted: bool = True
+    ) -> dict[str, WorkerScore]:
         """Return what each worker holds of a prompt, and the time that this saves where its speed is known.
 
         Args:
             token_ids: The prompt, `(n,)`.
             scope: `kvgraft.prefix.scope_of` of adapter and salt; None for a request without either.
+            is_grafted: Whether the request accepts copies; of one that does not, its exact prefix alone counts.
 
         Raises:
             ConfigError: The prompt is no sequence of 32-bit token ids.
         """
-        scores = self._directory.score(token_ids, scope_of() if scope is None else scope)
+        scores = self._directory.score(token_ids, scope_of() if scope is None else scope, is_grafted=is_grafted)
         return {name: self._timed(score, self.loads[name]) for name, score in scores.items()}
 
     @property

@@ -39,6 +39,8 @@ class WorkerScore:
     Attributes:
         exact_tokens: Tokens at its beginning that the worker holds.
         shifted_tokens: Tokens after these that it holds at any offset, if it reuses such.
+        continued_tokens: Tokens after the exact ones that it has in their own places, after the same text: it goes on from
+            them as they are, which saves as much as an exact prefix does.
         seconds_saved: Prefill time that this saves there; None as long as its speed is unknown.
         held_tokens: Tokens of all text that the worker is known to hold, of this prompt or not.
         is_full: What it takes in displaces other text.
@@ -46,6 +48,7 @@ class WorkerScore:
 
     exact_tokens: int
     shifted_tokens: int
+    continued_tokens: int = 0
     seconds_saved: float | None = None
     held_tokens: int = 0
     is_full: bool = False
@@ -53,7 +56,7 @@ class WorkerScore:
     @property
     def tokens_saved(self) -> float:
         """Tokens that are saved, shifted ones for their worth."""
-        return self.exact_tokens + SHIFTED_WORTH * self.shifted_tokens
+        return self.exact_tokens + self.continued_tokens + SHIFTED_WORTH * self.shifted_tokens
 
 
 class Directory:
@@ -83,12 +86,15 @@ class Directory:
                         one_line(error),
                     )
 
-    def score(self, token_ids: Sequence[int] | np.ndarray, scope: str) -> dict[str, WorkerScore]:
+    def score(
+        self, token_ids: Sequence[int] | np.ndarray, scope: str, *, is_grafted: bool = True
+    ) -> dict[str, WorkerScore]:
         """Return what each worker holds of a prompt.
 
         Args:
             token_ids: The prompt, `(n,)`.
             scope: `kvgraft.prefix.scope_of` of the request's adapter and salt; text of others is not looked at.
+            is_grafted: Whether the request accepts copies.
 
         Raises:
             ConfigError: The prompt is no sequence of 32-bit token ids.
@@ -97,7 +103,10 @@ class Directory:
         """
         tokens = as_tokens(token_ids)
         with self._lock:
-            return {name: _scored(held, held.held(scope, tokens)) for name, held in self._held.items()}
+            return {
+                name: _scored(held, held.held(scope, tokens, is_grafted=is_grafted))
+                for name, held in self._held.items()
+            }
 
     def names_adapter(self, name: str) -> bool:
         """Return whether a worker has announced pages of an adapter of that name."""
@@ -116,7 +125,7 @@ class Directory:
 
 
 def _scored(held: HeldText, found: Held) -> WorkerScore:
-    return WorkerScore(found.exact, found.shifted, held_tokens=held.num_tokens, is_full=held.is_full)
+    return WorkerScore(found.exact, found.shifted, found.continued, held_tokens=held.num_tokens, is_full=held.is_full)
 
 
 def as_tokens(token_ids: object) -> np.ndarray:

@@ -140,7 +140,7 @@ class ForwardedResponse:
         prompt = await context.lanes.run(len(self._body), self._read)
         scores: Mapping[str, WorkerScore] = {}
         if prompt.token_ids is not None and context.router.wants_scores:
-            score = partial(context.router.score, prompt.token_ids, prompt.scope)
+            score = partial(context.router.score, prompt.token_ids, prompt.scope, is_grafted=prompt.is_grafted)
             scores = await context.lanes.run(len(self._body), score)
         context.metrics.scored(time.perf_counter() - started)
         return prompt, scores

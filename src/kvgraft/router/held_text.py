@@ -11,10 +11,10 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import CapacityError
 from kvgraft.prefix import AllBlocksCleared, BlockStored
 from kvgraft.prefix.events.log import NAMESPACE_SALT
-from kvgraft.reuse.donor_events import donor_scope, is_donor
+from kvgraft.reuse.donor_events import donor_generation, donor_place, donor_scope, is_donor
 from kvgraft.router.chains import BlockChains, BlockRun
 from kvgraft.router.turnover import Turnover
-from kvgraft.types import KeyedNamespace
+from kvgraft.types import Fidelity, KeyedNamespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor
     from kvgraft.prefix import BlockHash, BlockRemoved, KVEvent
+    from kvgraft.reuse.donor_events import DonorPlace
     from kvgraft.types import DonorId, Match, Namespace
 
     Tokens = NDArray[np.int32]
@@ -36,10 +37,21 @@ _MAX_SCOPES = 65_536
 """Scopes with remembered namespaces; the oldest are forgotten, and their text counts for nothing then."""
 
 
+_NOWHERE = 1 << 40
+"""Place of a donor whose sender does not say where it stands: no prompt is so long."""
+
+
 class Held(NamedTuple):
-    """Tokens at the beginning of a prompt that a worker holds, and those after them that it holds elsewhere, verified."""
+    """Tokens of a prompt that a worker holds, verified.
+
+    Attributes:
+        exact: At its beginning.
+        continued: After these in their own places, after the same text: an engine goes on from them as they are.
+        shifted: After the exact ones, elsewhere.
+    """
 
     exact: int
+    continued: int
     shifted: int
 
 
@@ -64,6 +76,7 @@ class HeldText:
         self._announces = False
         self._by_hash: dict[BlockHash, DonorId] = {}
         self._of_run: dict[BlockRun, DonorId] = {}
+        self._goes_on: set[DonorId] = set()
         self._keys: dict[str, dict[KeyedNamespace, str]] = {}
         self._windowed_groups: set[int] = set()
         self._turnover = Turnover()
@@ -114,11 +127,17 @@ class HeldText:
         self._texts.reset()
         self._by_hash.clear()
         self._of_run.clear()
+        self._goes_on.clear()
         self._keys.clear()
         self._turnover.clear()
 
-    def held(self, scope: str, token_ids: Tokens) -> Held:
+    def held(self, scope: str, token_ids: Tokens, *, is_grafted: bool = True) -> Held:
         """Find what the worker holds of a prompt. Its last token is always computed, and so never counts as held.
+
+        Args:
+            scope: Whose text it may be.
+            token_ids: The prompt, int32 `(n,)`.
+            is_grafted: Whether the request accepts copies; of one that does not, the exact beginning alone counts.
 
         Complexity: O(n log n).
         """
@@ -126,18 +145,38 @@ class HeldText:
         namespaces = self._keys.get(scope, {})
         names = (scope, *(NAMESPACE_SALT + name for name in namespaces.values()))
         exact = max(self._chains.match(name, token_ids) for name in names)
-        if not self.grafts:
-            return Held(exact, 0)
-        found = 0
-        for key in namespaces:
-            matches = self._texts.find(key, token_ids, start=exact)
-            found = max(found, sum(self._alive(match) for match in matches))
-        return Held(exact, found)
+        if not (self.grafts and is_grafted):
+            return Held(exact, 0, 0)
+        found = [self._found(key, token_ids, exact) for key in namespaces]
+        return max(found, key=lambda held: held.continued + held.shifted, default=Held(exact, 0, 0))
 
     def check(self) -> None:
         """Verify the invariants; for tests."""
         self._chains.check()
         self._texts.check()
+        assert self._goes_on <= {donor.donor_id for donor in self._texts}, "donors that are gone do not go on"
+
+    def _found(self, key: KeyedNamespace, token_ids: Tokens, exact: int) -> Held:
+        """Find what the donors of a namespace have of a prompt after its exact beginning.
+
+        Where a text was computed after copies and stands after the same tokens, all before it is there as it was: the worker
+        goes on from the end of that, and looks for nothing before.
+        """
+        matches = self._texts.find(key, token_ids, start=exact)
+        in_place = [match for match in matches if match.fidelity is not Fidelity.SHIFTED]
+        reach = max([exact, *(match.target_end for match in in_place if match.donor_id in self._goes_on)])
+        continued, shifted = reach - exact, 0
+        for match in matches:
+            num_tokens = self._alive(match)
+            if match.target_end <= reach:
+                continue
+            if match.target_start < reach:
+                num_tokens = min(num_tokens, match.target_end - reach)
+            if match.fidelity is Fidelity.SHIFTED:
+                shifted += num_tokens
+            else:
+                continued += num_tokens
+        return Held(exact, continued, shifted)
 
     def _stored(self, event: BlockStored) -> None:
         if event.lora_name and len(self.adapters) < _MAX_SCOPES:
@@ -154,13 +193,16 @@ class HeldText:
             if not self._announces:
                 self._turnover.went(sum(len(run.tokens) for run in dropped))
             if added is not None and self._grafts and not self._announces:
-                donor_id = self._add_text(added.scope, added.scope, added.tokens, added)
+                key = _key_of(added.scope)
+                self._note(added.scope, key, added.scope)
+                donor_id = self._add_text(key, added.tokens, added)
                 if donor_id is not None:
                     self._of_run[added] = donor_id
 
     def _removed(self, event: BlockRemoved) -> None:
         donors = [donor_id for name in event.block_hashes if (donor_id := self._by_hash.pop(name, None)) is not None]
         for donor_id in donors:
+            self._goes_on.discard(donor_id)
             self._note_gone(self._texts.remove(donor_id))
         if is_donor(event):
             self._turnover.went_unknown(len(event.block_hashes) - len(donors))
@@ -199,25 +241,36 @@ class HeldText:
             self._forget_texts_of_pages()
             self._turnover.clear()
         name = event.block_hashes[0]
-        self._turnover.came(len(event.token_ids), self._num_new(_key_of(owner.namespace_key), event.token_ids))
-        donor_id = self._add_text(owner.namespace_key, owner.scope, event.token_ids, name)
+        self._turnover.came(len(event.token_ids), self._num_new(owner.namespace, event.token_ids))
+        if owner.scope is not None:
+            self._note(owner.scope, owner.namespace, owner.namespace_key)
+        place = donor_place(event)
+        donor_id = self._add_text(owner.namespace, event.token_ids, name, place, donor_generation(event))
         if donor_id is not None:
             self._by_hash[name] = donor_id
+            if place is not None and place.goes_on:
+                self._goes_on.add(donor_id)
 
     def _add_text(
-        self, namespace: str, scope: str | None, token_ids: ArrayLike, owner: BlockHash | BlockRun
+        self,
+        key: KeyedNamespace,
+        token_ids: ArrayLike,
+        owner: BlockHash | BlockRun,
+        place: DonorPlace | None = None,
+        generation: int = 0,
     ) -> DonorId | None:
-        """Make text findable in a scope, which may have been announced with another text of the namespace."""
-        key = _key_of(namespace)
-        if scope is not None:
-            self._note(scope, key, namespace)
+        """Make text findable in a namespace, whose scope may have been announced with another text of it."""
+        start, front = (_NOWHERE, b"") if place is None else (place.start, place.front)
         try:
-            donor, evicted = self._texts.add(key, token_ids, owner)
+            donor, evicted = self._texts.add(
+                key, token_ids, owner, generation=generation, start_position=start, front=front
+            )
         except CapacityError:
             return None
         for gone in evicted:
             if not isinstance(gone.kv, BlockRun):
                 self._by_hash.pop(gone.kv, None)  # type: ignore[call-overload]
+                self._goes_on.discard(gone.donor_id)
                 self._note_gone(gone)
         return None if donor is None else donor.donor_id
 
@@ -253,5 +306,6 @@ class HeldText:
         self._keys.clear()
 
 
-def _key_of(namespace: str) -> KeyedNamespace:
-    return KeyedNamespace(hashlib.blake2b(namespace.encode(), digest_size=16, person=b"kvgraft.router").digest())
+def _key_of(scope: str) -> KeyedNamespace:
+    """Return a namespace for the pages of a scope, which name none."""
+    return KeyedNamespace(hashlib.blake2b(scope.encode(), digest_size=16, person=b"kvgraft.router").digest())

@@ -45,6 +45,7 @@ class RouterMetrics:
         self._tokens.labels(name, "computed").inc(max(0.0, choice.prefill_tokens))
         if choice.score is not None:
             self._tokens.labels(name, "exact").inc(choice.score.exact_tokens)
+            self._tokens.labels(name, "continued").inc(choice.score.continued_tokens)
             self._tokens.labels(name, "shifted").inc(choice.score.shifted_tokens)
 
     def ended(self, worker: str, outcome: str) -> None:

@@ -39,11 +39,13 @@ class Prompt:
         token_ids: Its tokens `(n,)`; None if they are not known.
         scope: Scope of the text that it may reuse.
         raw: Its body, for what needs no tokens.
+        is_grafted: Whether it accepts copies, so that text counts which is no exact prefix.
     """
 
     token_ids: Sequence[int] | NDArray[np.int32] | None
     scope: str
     raw: bytes
+    is_grafted: bool = True
 
 
 class Policy:

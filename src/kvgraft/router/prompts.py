@@ -17,6 +17,8 @@ from kvgraft.http.left_out import served_chat
 from kvgraft.http.messages import parse_messages, parse_tools
 from kvgraft.http.template_fields import parse_template_fields
 from kvgraft.models import BUNDLED_MODEL, SMOLLM2_MODEL, Checkpoint, bundled_model_path, load_failure, smollm2_path
+from kvgraft.reuse.asked import PARAMETER, asked_mode
+from kvgraft.reuse.continuation import may_go_on
 from kvgraft.tokenising import TextBound
 
 if TYPE_CHECKING:
@@ -57,6 +59,19 @@ class UnreadPromptError(ConfigError):
     def __init__(self, reason: UnreadReason, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+def accepts_copies(body: Mapping[str, object]) -> bool:
+    """Return whether a request takes text that is no exact prefix, as far as its body says so; engines do by default.
+
+    `verified` computes its prompt in full, also where it drafts from copies.
+    """
+    places = ("kvgraft", "reuse"), ("kv_transfer_params", PARAMETER), ("custom_params", PARAMETER)
+    for name, key in places:
+        given = body.get(name)
+        if isinstance(given, dict) and key in given:
+            return may_go_on(asked_mode(given[key], name)[0])
+    return True
 
 
 class PromptReader:

@@ -49,7 +49,7 @@ class DonorProposer:
         counters = self.discovery.counters
         return {"embedded": counters.embedded, "dropped": counters.dropped, "errors": counters.errors}
 
-    def donor_added(self, donor: Donor) -> None:
+    def donor_added(self, donor: Donor, before: object) -> None:
         """Index a donor, when the thread comes to it."""
         self.discovery.add(donor.namespace, donor.donor_id, donor.token_ids)
 

@@ -23,7 +23,7 @@ def ids(seed, count):
 
 
 HEAD, OTHER_HEAD, THIRD_HEAD = ids(1, 30), ids(2, 50), ids(3, 20)
-DOCUMENT, NOVEL = ids(4, 300), ids(5, 200)
+DOCUMENT, NOVEL, QUESTION = ids(4, 300), ids(5, 200), ids(7, 40)
 
 
 def free_ports(count):
@@ -43,6 +43,14 @@ def spans_of(server, prompt, **fields):
     return answer["meta_info"]["kvgraft"][0]["report"]["spans"]
 
 
+def fidelities_of(server, prompt):
+    return fidelities_in(server.generate(prompt, 1)["meta_info"])
+
+
+def fidelities_in(meta_info):
+    return {span["fidelity"] for span in meta_info["kvgraft"][0]["report"]["spans"]}
+
+
 def test_kvgraft_heal_replaces_what_was_computed_behind_copies(model_dir):
     events, replay = free_ports(2)
     config = {"publisher": "zmq", "endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}", "topic": ""}
@@ -53,6 +61,8 @@ def test_kvgraft_heal_replaces_what_was_computed_behind_copies(model_dir):
             server.generate(HEAD + DOCUMENT, 1, **salted)
             (span,) = spans_of(server, OTHER_HEAD + DOCUMENT + NOVEL, **salted)
             assert (span["generation"], span["length"]) == (0, len(DOCUMENT))
+        session = OTHER_HEAD + DOCUMENT + NOVEL + QUESTION
+        assert fidelities_of(server, session) == {"continued"}
         (before,) = spans_of(server, THIRD_HEAD + NOVEL[:150])
         assert before["generation"] == 1
         server.settle()
@@ -64,6 +74,10 @@ def test_kvgraft_heal_replaces_what_was_computed_behind_copies(model_dir):
         last = healed.stderr.strip().splitlines()[-1]
         assert "interrupted=0 refused=0 failed=0 open=0 private=1" in last, healed.stderr
         assert "healed_texts=0" not in last, healed.stderr
+        assert "healed_in_place=0" not in last, healed.stderr
+        going_on = server.generate(session + ids(8, 20), 1)["meta_info"]
+        assert fidelities_in(going_on) == set(), "all before what is new is an exact prefix"
+        assert going_on["cached_tokens"] >= len(session) - 1, healed.stderr
         (after,) = spans_of(server, ids(6, 35) + NOVEL[:150])
         assert after["generation"] == 0
         again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)

@@ -74,6 +74,21 @@ def test_a_replay_replaces_what_was_computed_behind_a_graft(served):
     assert reused_generations(answer) == {0}
 
 
+def test_a_session_that_is_replayed_from_its_beginning_on_goes_on_exactly(served):
+    """What stood before the text is computed with it, so that the next turn begins with an exact prefix."""
+    served.donate(HEAD + DOCUMENT)
+    first = OTHER_HEAD + DOCUMENT + NOVEL
+    assert served.ask(first).shifted == len(DOCUMENT)
+    going_on = served.ask(first + QUESTION, max_tokens=1).report
+    assert going_on["continued_tokens"] > len(DOCUMENT) // 2
+    assert served.ask(first, "exact", max_tokens=1).shifted == 0
+    second = first + text(9, 45)
+    healed = served.ask(second)
+    assert (healed.report["continued_tokens"], healed.shifted) == (0, 0)
+    assert healed.report["exact_tokens"] >= len(first) - 64
+    healed.assert_like(served.cold(second))
+
+
 def test_what_was_replayed_is_what_a_full_prefill_gives(served):
     read_behind_a_graft(served)
     served.ask(NOVEL, "exact", max_tokens=1)
@@ -142,6 +157,8 @@ def test_kvgraft_heal_does_it_over_http(tmp_path):
         assert ask(OTHER_HEAD + DOCUMENT + NOVEL)["shifted_tokens"] == len(DOCUMENT)
         ask(HEAD + DOCUMENT, "exact", cache_salt="tenant")
         ask(OTHER_HEAD + DOCUMENT + NOVEL, cache_salt="tenant")
+        session = OTHER_HEAD + DOCUMENT + NOVEL + QUESTION
+        assert ask(session)["continued_tokens"] >= len(DOCUMENT)
         before = ask(THIRD_HEAD + NOVEL[:250])
         assert {span["generation"] for span in before["spans"]} == {1}
         command = [sys.executable, "-m", "kvgraft", "heal", "--once", "--idle-s", "0.5", "--url", url]
@@ -149,6 +166,10 @@ def test_kvgraft_heal_does_it_over_http(tmp_path):
         healed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=os.environ)
         assert healed.returncode == 0, healed.stderr
         assert "interrupted=0 refused=0 failed=0 open=0 private=1" in healed.stderr, healed.stderr
+        assert "healed_in_place=0" not in healed.stderr.splitlines()[-1], healed.stderr
+        going_on = ask(session + text(9, 40))
+        assert (going_on["continued_tokens"], going_on["shifted_tokens"]) == (0, 0), healed.stderr
+        assert going_on["exact_tokens"] >= len(session) - 32, healed.stderr
         after = ask(THIRD_HEAD + QUESTION + NOVEL[:250])
         assert {span["generation"] for span in after["spans"]} == {0}, healed.stderr
         again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=os.environ)

@@ -110,7 +110,7 @@ class Watcher:
     def __init__(self):
         self.heard = []
 
-    def donor_added(self, donor):
+    def donor_added(self, donor, before):
         self.heard.append(("added", donor.donor_id))
 
     def donor_removed(self, donor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
@@ -17,6 +18,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.donors.front import front_digest
 from kvgraft.errors import ConfigError
 from kvgraft.heal.healer import HealSettings
 from kvgraft.heal.probe import require_publisher
@@ -59,7 +61,7 @@ class Engine:
 
     async def start(self):
         self.publisher = ZmqEventPublisher(PublisherConfig(endpoint=self.events, replay_endpoint=self.replay))
-        self.catalogue.watch(DonorAnnouncer(lambda event: self.publisher.publish([event]), MODEL))
+        self.catalogue.watch(DonorAnnouncer(lambda event: self.publisher.publish([event]), MODEL, sends_fronts=True))
         await self.serve()
 
     async def serve(self):
@@ -84,6 +86,11 @@ class Engine:
 
     def add(self, tokens, generation=1, salt=""):
         return self.catalogue.add(Namespace("model", "", salt), tokens, None, generation=generation).donor
+
+    def compute(self, text, start, generation=1):
+        """A text that a request computed from `start` on."""
+        place = {"start_position": start, "front": front_digest(MODEL.key, text[:start]), "before": text[:start]}
+        self.catalogue.add(MODEL, text[start:], None, generation=generation, **place)
 
     def prompts(self):
         return [body.get("prompt", body.get("input_ids")) for body in self.seen]
@@ -190,6 +197,28 @@ def test_approximate_text_that_was_announced_before_is_computed_alone_once(tmp_p
             await once(engine)
             assert len(engine.seen) == 2
             assert "healed_texts=2 healed_tokens=200 interrupted=0 refused=0 failed=0 open=0 private=1" in caplog.text
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_session_is_healed_in_its_place_before_other_texts(tmp_path, kind, caplog):
+    """One prompt from its beginning on makes all its turns exact, and what its next turn begins with an exact prefix."""
+
+    async def scenario():
+        async with engine_of(tmp_path, kind) as engine:
+            turns = np.cumsum([600, 100, 50, 80])
+            session = np.concatenate([tokens(5, 600), *(tokens(6 + turn, 100) for turn in range(3))])[: turns[-1]]
+            for start, stop in itertools.pairwise(turns.tolist()):
+                engine.compute(session[:stop], start)
+            engine.add(tokens(2), generation=2)
+            with caplog.at_level(logging.INFO):
+                await once(engine)
+            assert engine.prompts() == [session.tolist(), tokens(2).tolist()]
+            assert "healed_texts=2 healed_tokens=930 " in caplog.text
+            assert "open=0 private=0 donors_announced=6 healed_in_place=1" in caplog.text
+            await once(engine)
+            assert len(engine.seen) == 2
 
     asyncio.run(scenario())
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvgraft.heal import Text
 from kvgraft.heal.rests import Rests
+from kvgraft.types import Namespace
 
 
 class Clock:
@@ -23,7 +24,7 @@ def clock():
 
 
 def text(seed, name=b"name"):
-    return Text(name, "namespace", np.arange(seed, seed + 20, dtype=np.int32), 1, 1, 0.0)
+    return Text(name, Namespace("model"), np.arange(seed, seed + 20, dtype=np.int32), 1, 1, 0.0)
 
 
 def rest_s(rests, clock, which):

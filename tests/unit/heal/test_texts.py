@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.donors.front import front_digest
 from kvgraft.heal import Texts
 from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.reuse import DonorAnnouncer
@@ -32,11 +33,32 @@ class World:
         self.clock = Clock()
         self.catalogue = DonorCatalogue(4_000)
         self.texts = Texts(max_tokens=max_tokens, clock=self.clock)
-        self.catalogue.watch(DonorAnnouncer(lambda event: self.texts.apply("engine", [event]), MODEL))
+        self.events = []
+        self.catalogue.watch(DonorAnnouncer(self.hear, MODEL, sends_fronts=True))
+
+    def hear(self, event):
+        self.events.append(event)
+        self.texts.apply("engine", [event])
 
     def add(self, tokens, generation=1, namespace=MODEL):
         self.clock.now += 1
         return self.catalogue.add(namespace, tokens, None, generation=generation).donor
+
+    def compute(self, text, start, generation=1, namespace=MODEL):
+        """A text that a request computed from `start` on."""
+        self.clock.now += 1
+        front = front_digest(namespace.key, text[:start])
+        place = {"generation": generation, "start_position": start, "front": front, "before": text[:start]}
+        return self.catalogue.add(namespace, text[start:], None, **place).donor
+
+    def session(self, seed, turns=1, copied=300):
+        """A session's whole text, of which a document was copied and each turn adds 100 tokens."""
+        text = tokens(seed, copied)
+        for turn in range(turns):
+            longer = np.concatenate([text, tokens(1_000 * seed + turn, 100)])
+            self.compute(longer, len(text))
+            text = longer
+        return text
 
 
 def tokens(seed, length=100):
@@ -52,7 +74,7 @@ def world():
 
 def hottest(world):
     text = world.texts.hottest()
-    return None if text is None else text.token_ids.tolist()
+    return None if text is None else text.prompt.tolist()
 
 
 def test_text_of_generation_0_needs_nothing(world):
@@ -174,6 +196,99 @@ def test_what_does_not_fit_is_forgotten():
     world.texts.check()
 
 
+def test_a_session_is_computed_in_its_place_from_its_beginning_on(world):
+    text = world.session(1)
+    named = world.texts.hottest()
+    assert named.prompt.tolist() == text.tolist()
+    assert named.token_ids.tolist() == text[300:].tolist()
+    assert named.is_in_place
+
+
+def test_the_end_of_a_session_stands_for_all_of_it(world):
+    text = world.session(1, turns=4)
+    assert hottest(world) == text.tolist()
+    world.compute(text, 300, generation=0)
+    assert world.texts.hottest() is None, "what lies in it is exact in its place by now"
+
+
+def test_the_session_that_was_answered_last_comes_first_and_sessions_before_other_texts(world):
+    for _ in range(3):
+        world.catalogue.remove(world.add(tokens(90), generation=2).donor_id)
+    world.add(tokens(90), generation=2)
+    first, second = world.session(1), world.session(2)
+    assert hottest(world) == second.tolist()
+    longer = np.concatenate([first, tokens(91)])
+    world.compute(longer, len(first))
+    named = []
+    while (text := world.texts.hottest()) is not None:
+        named.append(text.prompt.tolist())
+        world.texts.done(text)
+    assert named == [longer.tolist(), second.tolist(), first.tolist(), tokens(90).tolist()]
+
+
+def test_what_was_computed_with_the_end_of_a_session_is_not_named_though_the_engine_has_not_said_so_yet(world):
+    world.session(1, turns=3)
+    other = world.session(2)
+    world.texts.healed(world.texts.hottest())
+    assert hottest(world) != other.tolist()
+    world.texts.healed(world.texts.hottest())
+    assert world.texts.hottest() is None
+
+
+def test_while_the_end_of_a_session_rests_what_is_before_it_is_named(world):
+    """A long prompt that is interrupted each time becomes shorter by what its beginning has left."""
+    text = world.session(1, turns=3)
+    tip = world.texts.hottest()
+    before = world.texts.hottest(lambda each: each.name == tip.name)
+    assert before.prompt.tolist() == text[:-100].tolist()
+
+
+def test_a_session_that_was_edited_has_two_ends(world):
+    text = world.session(1, turns=3)
+    edited = np.concatenate([text[:350], tokens(7, 200)])
+    world.compute(edited, 350)
+    named = world.texts.hottest()
+    assert named.prompt.tolist() == edited.tolist()
+    world.texts.done(named)
+    assert hottest(world) == text.tolist()
+
+
+def test_a_text_that_is_exact_elsewhere_is_not_exact_in_its_place(world):
+    """The next turn needs what stands at its own front."""
+    text = world.session(1)
+    world.add(text[300:], generation=0)
+    assert hottest(world) == text.tolist()
+
+
+def test_of_a_text_whose_beginning_is_not_known_the_text_alone_is_named(world):
+    text = world.session(1, copied=600)
+    late = Texts(clock=world.clock)
+    longer = np.concatenate([text, tokens(5, 100)])
+    world.events.clear()
+    world.compute(longer, len(text))
+    late.apply("engine", world.events)
+    named = late.hottest()
+    assert (named.prompt.tolist(), named.is_in_place) == (longer[len(text) :].tolist(), False)
+    late.check()
+
+
+def test_of_a_session_of_a_tenant_nothing_is_sent(world):
+    text = np.concatenate([tokens(1, 300), tokens(2)])
+    world.compute(text, 300, namespace=Namespace("model", "", "salt"))
+    assert world.texts.hottest() is None
+    assert world.texts.counts().private == 1
+    assert not any(str(key).startswith("before:") for event in world.events for key in event.extra_keys[0])
+
+
+def test_beginnings_that_do_not_fit_are_forgotten():
+    """The text alone is computed then, as without them."""
+    world = World(max_tokens=1_024)
+    world.session(1, copied=1_500)
+    named = world.texts.hottest()
+    assert (len(named.prompt), named.is_in_place) == (100, False)
+    world.texts.check()
+
+
 class Machine(RuleBasedStateMachine):
     """What is named is held, approximate and of nobody in particular; what is left over is exact or done."""
 
@@ -189,6 +304,13 @@ class Machine(RuleBasedStateMachine):
         held = [d for d in self.world.catalogue if (d.namespace, d.generation) == (namespace, generation)]
         if not any(np.array_equal(donor.token_ids, tokens(seed)) for donor in held):
             self.world.add(tokens(seed), generation, namespace)
+
+    @rule(seed=st.integers(0, 2), turns=st.integers(1, 3), generation=st.integers(0, 2))
+    def go_on(self, seed, turns, generation):
+        text = np.concatenate([tokens(50 + seed, 300 if seed else 30), *(tokens(60 + turn) for turn in range(turns))])
+        held = [d for d in self.world.catalogue if (d.namespace, d.generation) == (MODEL, generation)]
+        if not any(np.array_equal(donor.token_ids, text[-100:]) for donor in held):
+            self.world.compute(text, len(text) - 100, generation)
 
     @precondition(lambda self: len(self.world.catalogue) > 0)
     @rule(data=st.data())
@@ -211,6 +333,9 @@ class Machine(RuleBasedStateMachine):
             assert left <= exact | set(self.done)
             return
         raw = text.token_ids.tobytes()
+        if text.is_in_place:  # what is exact elsewhere is no prefix of the session
+            front = front_digest(MODEL.key, text.prompt[: -len(text.token_ids)])
+            exact = {d.token_ids.tobytes() for d in mine if not d.generation and d.front == front}
         assert raw not in exact
         assert raw in {donor.token_ids.tobytes() for donor in mine if donor.generation == text.generation}
         self.done.append(raw)

@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 
 from kvgraft.donors import DonorCatalogue
+from kvgraft.donors.front import front_digest
 from kvgraft.prefix import BlockRemoved, BlockStored, EventLog, RadixCache, RadixKey
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.reuse.donor_events import (
     DONOR_PARENT,
+    DonorPlace,
     donor_generation,
+    donor_place,
     donor_removed,
     donor_scope,
     donor_stored,
     is_donor,
     scope_of,
+    tokens_before,
 )
 from kvgraft.types import Namespace
 
@@ -68,7 +72,7 @@ def test_the_generation_is_told_and_hides_nothing_else(catalogue, as_arrays, gen
 
 def test_what_is_no_generation_counts_as_none(catalogue):
     stored = donor_stored(donor_of(catalogue))
-    assert len(stored.extra_keys[0]) == 2, "as it was before there were generations on the wire"
+    assert not any(isinstance(key, int) for key in stored.extra_keys[0]), "as before there were generations on the wire"
     for extra_keys in (None, (), (None,), (("key", "scope"),), (("key", True),), (("key", -3),), (("key", "2"),)):
         assert donor_generation(replace(stored, extra_keys=extra_keys)) == 0
 
@@ -107,9 +111,9 @@ def test_pages_are_no_donors_and_never_hang_below_one(catalogue):
 
 def test_a_donor_without_a_namespace_is_nobodys(catalogue):
     stored = donor_stored(donor_of(catalogue))
-    for extra_keys in (None, (), (None,), ((),), ((b"bytes",),), (("one",), ("two",))):
+    for extra_keys in (None, (), (None,), ((),), ((b"bytes",),), (("one",), ("two",)), (("key",),)):
         assert donor_scope(replace(stored, extra_keys=extra_keys)) is None
-    assert donor_scope(replace(stored, extra_keys=(("key",),))).scope is None
+    assert donor_scope(replace(stored, extra_keys=((ALICE.key.hex(),),))).scope is None
     assert is_donor(BlockStored((1,), DONOR_PARENT, (1,), 1)), "also where a reader leaves out what it does not know"
 
 
@@ -136,8 +140,8 @@ def test_an_engine_may_call_salts_otherwise_than_clients_do(catalogue):
     events = []
     announcer = DonorAnnouncer(events.append, ALICE, lambda namespace: scope_of(None, namespace.tenant_salt[-5:]))
     donor = donor_of(catalogue)
-    announcer.donor_added(donor)
-    announcer.donor_added(replace(donor, namespace=KeyAlone(ALICE.key)))
+    announcer.donor_added(donor, None)
+    announcer.donor_added(replace(donor, namespace=KeyAlone(ALICE.key)), None)
     assert [donor_scope(event).scope for event in events] == [scope_of(None, "alice")] * 2
 
 
@@ -147,5 +151,79 @@ def test_a_donor_that_is_known_by_its_key_is_everyones_only_if_the_key_says_so(c
     announcer = DonorAnnouncer(events.append, common)
     donor = donor_of(catalogue)
     for key in (common.key, ALICE.key):
-        announcer.donor_added(replace(donor, namespace=KeyAlone(key)))
+        announcer.donor_added(replace(donor, namespace=KeyAlone(key)), None)
     assert [donor_scope(event).scope for event in events] == [scope_of(), None]
+
+
+BEFORE = np.arange(5_000, 5_300, dtype=np.int32)
+
+
+def announced_in_its_place(catalogue, namespace, generation=1, before=BEFORE, **options):
+    """The events of a text that was computed after `before`."""
+    events = []
+    catalogue.watch(DonorAnnouncer(events.append, **options))
+    front = front_digest(namespace.key, BEFORE)
+    place = {"generation": generation, "start_position": len(BEFORE), "front": front}
+    catalogue.add(namespace, TEXT, None, before=before, **place)
+    return events
+
+
+@pytest.mark.parametrize("as_arrays", [False, True])
+def test_an_event_says_where_a_text_stands_and_what_stood_before_it(catalogue, as_arrays):
+    common = Namespace("model")
+    sent = announced_in_its_place(catalogue, common, sends_fronts=True)
+    (stored,) = decode_batch(encode_batch(EventBatch(1.0, tuple(sent)), as_arrays=as_arrays)).events
+    assert donor_place(stored) == DonorPlace(300, front_digest(common.key, BEFORE), goes_on=True)
+    before = tokens_before(stored)
+    assert (before.base, before.token_ids.tolist()) == (b"", BEFORE.tolist())
+    assert (donor_generation(stored), donor_scope(stored).scope) == (1, scope_of())
+    assert donor_scope(stored).namespace.key == common.key
+
+
+@pytest.mark.parametrize(
+    ("namespace", "options", "goes_on"),
+    [
+        (Namespace("model"), {}, True),
+        (ALICE, {"sends_fronts": True}, True),
+        (Namespace("model"), {"sends_fronts": True, "generation": 0}, False),
+        (Namespace("model"), {"sends_fronts": True, "before": None}, False),
+    ],
+)
+def test_tokens_before_are_sent_of_what_can_be_computed_again_alone(catalogue, namespace, options, goes_on):
+    (stored,) = announced_in_its_place(catalogue, namespace, **options)
+    assert tokens_before(stored) is None
+    assert donor_place(stored) == DonorPlace(300, front_digest(namespace.key, BEFORE), goes_on)
+
+
+def test_what_stands_at_the_beginning_says_so(catalogue):
+    assert donor_place(donor_stored(donor_of(catalogue))) == DonorPlace(0, b"")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "at:", "at:3", "at:-3:", "at:x:", "at:3:ff", "at:3:" + "g" * 64, "at:" + "9" * 30 + ":", "before:",
+        "at:²:", "before::AAA", "before::AAA=", "before:ff:AAAAAA==", "before::\u00e9", "place:3:",
+    ],
+)  # fmt: skip
+def test_what_is_no_place_and_no_text_counts_as_none(catalogue, text):
+    stored = donor_stored(donor_of(catalogue))
+    stored = replace(stored, extra_keys=((*stored.extra_keys[0][:2], text),))
+    place, before = donor_place(stored), tokens_before(stored)
+    assert place in (None, DonorPlace(3, b""))
+    assert before is None or not len(before.token_ids)
+    assert donor_scope(stored).scope == scope_of("adapter", "salt of alice")
+
+
+def test_an_event_of_a_sender_that_says_nothing_of_places_is_read_as_ever(catalogue):
+    stored = donor_stored(donor_of(catalogue))
+    stored = replace(stored, extra_keys=(stored.extra_keys[0][:2],))
+    assert (donor_place(stored), tokens_before(stored), donor_generation(stored)) == (None, None, 0)
+    assert donor_scope(stored).scope == scope_of("adapter", "salt of alice")
+
+
+def test_readers_of_digests_alone_pass_the_place_over(catalogue):
+    """What such a reader does: the first two texts are the namespace and the scope."""
+    (stored,) = announced_in_its_place(catalogue, Namespace("model"), sends_fronts=True)
+    texts = [key for key in stored.extra_keys[0] if isinstance(key, str)]
+    assert texts[:2] == [Namespace("model").key.hex(), scope_of()]

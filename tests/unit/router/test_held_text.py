@@ -203,7 +203,7 @@ TEXT = list(range(40))
 def test_pages_that_tokens_alone_do_not_name_are_left_out(fields):
     index = HeldText(grafts=True, max_tokens=1_000)
     index.apply([event_of(TEXT, **fields)])
-    assert index.held(scope(), ids(TEXT)) == (0, 0)
+    assert index.held(scope(), ids(TEXT)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_salts_are_kept_apart_however_an_engine_writes_them(fields, salt):
     index = HeldText(grafts=True, max_tokens=1_000)
     index.apply([event_of(TEXT, **fields)])
     for asked in ("", "alice", "bob"):
-        expected = (36, 0) if asked == salt else (0, 0)
+        expected = (36, 0, 0) if asked == salt else (0, 0, 0)
         assert index.held(scope(asked), ids(TEXT)) == expected
         assert index.held(scope(asked), ids([9, 9, *TEXT])).shifted == (39 if asked == salt else 0)
 
@@ -247,7 +247,7 @@ def test_an_adapter_called_as_a_salt_is_another_owner(owner):
     behind = ("tuned",) if adapter else None
     index.apply([event_of(TEXT, lora_name=adapter or None, extra_keys=(("tuned",), *[behind] * 9))])
     assert index.held(scope_of(adapter, salt), ids(TEXT)).exact == 36
-    assert index.held(scope_of(salt, adapter), ids([9, 9, *TEXT])) == index.held(scope_of(), ids(TEXT)) == (0, 0)
+    assert index.held(scope_of(salt, adapter), ids([9, 9, *TEXT])) == index.held(scope_of(), ids(TEXT)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("as_arrays", [False, True])
@@ -293,11 +293,11 @@ def test_whoever_announces_donors_is_believed_about_these_alone(catalogue):
     other = list(range(500, 560))
     donor = add(catalogue, other)
     index.apply([donor_stored(donor)])
-    assert index.held(scope(), ids([9, *TEXT])) == (0, 0), "its pages may lie where grafts do not read"
+    assert index.held(scope(), ids([9, *TEXT])) == (0, 0, 0), "its pages may lie where grafts do not read"
     assert index.held(scope(), ids(TEXT)).exact == 36
     assert index.held(scope(), ids([9, *other])).shifted == 59
     index.apply([donor_removed(donor)])
-    assert index.held(scope(), ids([9, *other])) == (0, 0)
+    assert index.held(scope(), ids([9, *other])) == (0, 0, 0)
     index.check()
 
 
@@ -310,13 +310,13 @@ def test_announcing_donors_is_enough_to_count_as_grafting(catalogue):
 def test_a_donor_is_no_prefix_even_where_it_stands_in_front(catalogue):
     index = HeldText(grafts=False, max_tokens=10_000)
     index.apply([donor_stored(add(catalogue, TEXT))])
-    assert index.held(scope(), ids(TEXT)) == (0, 39)
+    assert index.held(scope(), ids(TEXT)) == (0, 39, 0)
 
 
 def test_donors_of_other_tenants_are_not_seen(catalogue):
     index = HeldText(grafts=False, max_tokens=10_000)
     index.apply([donor_stored(add(catalogue, TEXT, "alice"))])
-    assert index.held(scope(), ids([9, *TEXT])) == (0, 0)
+    assert index.held(scope(), ids([9, *TEXT])) == (0, 0, 0)
     assert index.held(scope("alice"), ids([9, *TEXT])).shifted == 39
 
 
@@ -342,13 +342,13 @@ def test_donors_within_the_limit_of_memory(catalogue):
     assert index.num_shifted_tokens <= 200
     index.apply([donor_removed(donor) for donor in donors])
     assert index.num_shifted_tokens == 0
-    assert index.held(scope(), ids([9, *donors[-1].token_ids])) == (0, 0)
+    assert index.held(scope(), ids([9, *donors[-1].token_ids])) == (0, 0, 0)
 
 
 def test_a_reset_forgets_pages_and_donors(catalogue):
     index = HeldText(grafts=True, max_tokens=1_000)
     index.apply([event_of(TEXT), donor_stored(add(catalogue, TEXT)), AllBlocksCleared()])
-    assert index.held(scope(), ids([9, *TEXT])) == index.held(scope(), ids(TEXT)) == (0, 0)
+    assert index.held(scope(), ids([9, *TEXT])) == index.held(scope(), ids(TEXT)) == (0, 0, 0)
     assert index.num_exact_tokens == index.num_shifted_tokens == 0
 
 
@@ -374,10 +374,10 @@ def test_pages_of_a_namespace_are_its_tenants_as_soon_as_donors_say_whose_it_is(
     index = HeldText(grafts=True, max_tokens=10_000)
     index.apply([event_of(TEXT, cache_salt=NAMESPACE_SALT + donor.namespace.key.hex())])
     for salt in ("", "alice"):
-        assert index.held(scope(salt), ids(TEXT)) == (0, 0)
+        assert index.held(scope(salt), ids(TEXT)) == (0, 0, 0)
     index.apply([donor_stored(donor)])
     assert index.held(scope("alice"), ids(TEXT)).exact == 36
-    assert index.held(scope(), ids(TEXT)) == index.held(scope("bob"), ids(TEXT)) == (0, 0)
+    assert index.held(scope(), ids(TEXT)) == index.held(scope("bob"), ids(TEXT)) == (0, 0, 0)
 
 
 def test_a_worker_is_full_when_what_comes_displaces_what_is_there(catalogue):

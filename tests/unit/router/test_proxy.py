@@ -338,6 +338,7 @@ def test_scores_are_told():
                 "url": one.url,
                 "up": True,
                 "exact_tokens": 0,
+                "continued_tokens": 0,
                 "shifted_tokens": 0,
                 "seconds_saved": None,
             }

@@ -312,6 +312,7 @@ class KVSpace(Soundness):
                 generation=text.generation,
                 start_position=text.start_position,
                 front=text.front,
+                before=text.before,
             )
         except CapacityError as error:
             logger.debug("text does not become a donor: %s", error)

@@ -89,7 +89,7 @@ class DocumentNames:
             if inside is not None:
                 yield replace(inside, start=inside.start + offset)
 
-    def donor_added(self, donor: Donor) -> None:
+    def donor_added(self, donor: Donor, before: object) -> None:
         """It has no names yet."""
 
     def donor_removed(self, donor: Donor) -> None:

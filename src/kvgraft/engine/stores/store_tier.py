@@ -253,7 +253,7 @@ class StoreTier:
 
     # `DonorWatcher`.
 
-    def donor_added(self, donor: Donor) -> None:
+    def donor_added(self, donor: Donor, before: object) -> None:
         """Do nothing: its parts are noted by `writes`."""
 
     def donor_removed(self, donor: Donor) -> None:

@@ -28,7 +28,7 @@ class DonorEvents:
         """Announce all donors that come and go from now on."""
         self._events: list[dict[str, Any]] = []
         common = request_namespace(fingerprint, None, None, None)
-        catalogue.watch(DonorAnnouncer(self._keep, common, client_scope))
+        catalogue.watch(DonorAnnouncer(self._keep, common, client_scope, sends_fronts=True))
 
     def take(self) -> list[dict[str, Any]]:
         """Return events since the last call, in order."""

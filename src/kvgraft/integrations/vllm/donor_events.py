@@ -35,7 +35,7 @@ def announce(
             "announce_donors announces donors among vLLM's KV events; start it with "
             '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq"}\''
         )
-    catalogue.watch(DonorAnnouncer(lambda event: publish(as_vllms(event)), Namespace(fingerprint)))
+    catalogue.watch(DonorAnnouncer(lambda event: publish(as_vllms(event)), Namespace(fingerprint), sends_fronts=True))
 
 
 def as_vllms(event: KVEvent) -> KVCacheEvent:

@@ -205,7 +205,7 @@ def test_text_whose_registration_broke_off_has_no_block_of_another(make_world, m
     world, first, second = make_world(), make_tokens(100), make_tokens(100)
     nodes = [world.publish("first", first), world.publish("second", second)]
     added = world.keeper.stored.donor_added
-    monkeypatch.setattr(world.keeper.stored, "donor_added", lambda donor: 1 / 0)
+    monkeypatch.setattr(world.keeper.stored, "donor_added", lambda *_: 1 / 0)
     world.tree.evict(nodes[0], 0)
     monkeypatch.setattr(world.keeper.stored, "donor_added", added)
     world.tree.evict(nodes[1], 0)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvgraft.donors import DonorCatalogue, new_secret
+from kvgraft.donors.front import front_digest
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.integrations.sglang.donors.kv_buffers import Export
 from kvgraft.integrations.sglang.donors.slot_texts import SlotTexts, TextPart
@@ -26,6 +27,7 @@ from kvgraft.types import Match, Namespace
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Collection, Iterable, Sequence
+    from typing import Self
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -51,6 +53,15 @@ class _DonorText(NamedTuple):
     generation: int
     start_position: int
     front: bytes
+    before: TokenArray | None = None
+    """All tokens before it, where they are known; no donor keeps them."""
+
+    @classmethod
+    def in_tree(cls, text: TreeText, start: int, stop: int) -> Self:
+        """Take tokens `[start, stop)` of a path."""
+        tokens, before = np.frombuffer(text.tokens[start:stop], np.int64), text.before_at(start)
+        front = front_digest(text.namespace.key, before)
+        return cls(text.namespace, tokens, text.generation, text.base + start, front, before)
 
 
 class _Published(NamedTuple):
@@ -184,8 +195,7 @@ class DonorKeeper:
         self._slot_texts.claim(text, start, slots)
         if self.rules.is_known(text.namespace, tokens, text.generation):
             return
-        own = _DonorText(text.namespace, tokens, text.generation, text.base + start, text.front_at(start))
-        self._add(own, TreeKV(text, start))
+        self._add(_DonorText.in_tree(text, start, stop), TreeKV(text, start))
 
     def capture(self, freed: Sequence[Tensor]) -> None:
         """Keep what lies in slots that the tree has given up; called before anything is written there."""
@@ -379,6 +389,7 @@ class DonorKeeper:
                 generation=text.generation,
                 start_position=text.start_position,
                 front=text.front,
+                before=text.before,
             )
         except CapacityError as error:
             logger.debug("a text of %d tokens does not become a donor: %s", len(text.tokens), error)
@@ -410,8 +421,7 @@ class DonorKeeper:
         tokens = np.frombuffer(text.tokens[part.start : stop], np.int64)
         if self.rules.is_known(text.namespace, tokens, text.generation):
             return
-        position, front = text.base + part.start, text.front_at(part.start)
-        kept = _DonorText(text.namespace, tokens, text.generation, position, front)
+        kept = _DonorText.in_tree(text, part.start, stop)
         self._keep(kept, text.origin, partial(self._buffers.export, slots[part.first : part.first + part.length]))
 
     def _keep(self, text: _DonorText, origin: Origin, block: Callable[[], KVBlock]) -> bool:

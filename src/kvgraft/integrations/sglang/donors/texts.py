@@ -12,6 +12,8 @@ import numpy as np
 from kvgraft.donors.front import front_digest
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvgraft.types import Namespace
 
 
@@ -59,10 +61,13 @@ class TreeText:
     before: array[int] = field(default_factory=partial(array, "q"))
     is_shared: bool = False
 
+    def before_at(self, index: int) -> NDArray[np.int64]:
+        """Return all tokens before the part that begins with token `index`, `(base + index,)`."""
+        return np.array(self.before + self.tokens[:index], np.int64)
+
     def front_at(self, index: int) -> bytes:
         """`front` (see `Donor`) of the part that begins with token `index`. O(tokens before it)."""
-        before = self.before + self.tokens[:index]
-        return front_digest(self.namespace.key, np.frombuffer(before, np.int64)) if before else b""
+        return front_digest(self.namespace.key, self.before_at(index))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -131,7 +131,7 @@ class DonorRegistry:
         """
         self._release(text)
         self._discards.append(text.text_id)  # taken back once it is a donor
-        tokens = token_ids[text.start : text.next]
+        tokens, before = token_ids[text.start : text.next], token_ids[: text.start]
         replaced = self.rules.replaced(namespace, tokens, text.generation)
         try:
             added = self.catalogue.add(
@@ -140,7 +140,8 @@ class DonorRegistry:
                 None,
                 generation=text.generation,
                 start_position=text.start,
-                front=front_digest(namespace.key, token_ids[: text.start]),
+                front=front_digest(namespace.key, before),
+                before=before,
             )
         except KVGraftError:
             return None
