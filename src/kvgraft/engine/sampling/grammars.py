@@ -49,8 +49,8 @@ _STACK_LOCK = Lock()
 _WHITESPACE = " "
 """White space that may stand between the tokens of JSON, once in each place.
 
-llguidance's own default has no bound, and a model that likes blanks would never end. Where there was room for a line break and
-an indentation of 16 blanks, small models took all of it in nearly every place. Outlines' default is one blank, too.
+llguidance's own default has no bound, and a model that likes blanks would never end. Where there was room for a line break
+and an indentation of 16 blanks, small models took all of it in nearly every place. Outlines' default is one blank, too.
 """
 _EBNF_RULE = re.compile(r"^[^\S\n]*[\w-]+[^\S\n]*::=", re.MULTILINE)
 _PLACE = re.compile(r"^at 1\(8\): (failed to compile JSON schema: )?")
