@@ -31,6 +31,11 @@ def shielded(tokenizer: PreTrainedTokenizerBase, given: Value) -> Value:
     return raised
 
 
+def spells_special_tokens(tokenizer: PreTrainedTokenizerBase, given: object) -> bool:
+    """Return whether a special token stands in a text of what a template is given."""
+    return _mapped(given, shield_of(tokenizer).raised) != given
+
+
 def literal(tokenizer: PreTrainedTokenizerBase, rendered: str) -> str:
     """Return what a template made of shielded texts as it is to be read, and to be tokenised."""
     text = shield_of(tokenizer).lowered(rendered)

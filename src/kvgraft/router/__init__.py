@@ -1,6 +1,7 @@
 """Texts by worker, and the choice of a worker for a request: `kvgraft router` as a library. Needs the extra `router`.
 
-Public modules: `app`, `context`, `forward`, `gateway`, `load`, `policy`, `prompts`, `sequence`, `subscriber`, `worker`.
+Public modules: `app`, `context`, `forward`, `gateway`, `load`, `parity`, `policy`, `prompts`, `sequence`, `subscriber`,
+`worker`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from kvgraft.http.errors import APIError, BadRequestError, as_api_error, unavail
 from kvgraft.http.json_io import json_response, parse_object
 from kvgraft.router.context import MAX_BODY_BYTES, RouterContext, context_of
 from kvgraft.router.forward import ForwardedResponse
-from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH
+from kvgraft.router.prompts import CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH, RESPONSES_PATH
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 ENDPOINTS = {
     "POST /v1/completions": "continue text or token ids, at the worker that is chosen",
     "POST /v1/chat/completions": "answer a conversation, at the worker that is chosen",
-    "POST /v1/responses, /v1/messages and others": "passed on to the worker with least to do",
+    "POST /v1/responses, /v1/messages": "the same in other forms; by least to do, where workers render these otherwise",
+    "POST /tokenize and others": "passed on to the worker with least to do",
     "GET /v1/models": "what the workers serve",
     "POST /v1/score": "what each worker holds of a prompt",
     "GET /health": "which workers answer",
     "GET /metrics": "metrics in the Prometheus format",
 }
 PASSED_ON = (
-    "/v1/responses",
-    "/v1/messages",
+    "/v1/responses/input_tokens",
     "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/rerank",
@@ -65,7 +65,10 @@ def create_app(context: RouterContext) -> Starlette:
             Route("/v1/models/{id:path}", _list_models),
             Route("/v1/score", _score, methods=["POST"]),
             Route(COMPLETION_PATH, _forward, methods=["POST"]),
-            *(Route(path, _forward, methods=["POST"]) for path in (CHAT_PATH, *PASSED_ON)),
+            *(
+                Route(path, _forward, methods=["POST"])
+                for path in (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, *PASSED_ON)
+            ),
         ],
         middleware=[Middleware(AccessLog, None), Middleware(OneLength)],
         exception_handlers={APIError: _answer_error, KVGraftError: _answer_error, HTTPException: _answer_error},

@@ -12,6 +12,7 @@ import aiohttp
 
 from kvgraft.router.metrics import RouterMetrics
 from kvgraft.router.monitor import Monitor
+from kvgraft.router.parity import Parity
 from kvgraft.router.policy import Prompt
 from kvgraft.router.prompts import UnreadPromptError, UnreadReason, accepts_copies
 from kvgraft.tokenising import TextLanes
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 _KEEPALIVE_S = 30
+_SAID_ELSEWHERE = (UnreadReason.NO_TOKENIZER, UnreadReason.PATH, UnreadReason.DIFFERS)
+"""Reasons that the start of the router or of a worker has named."""
 
 
 class RouterContext:
@@ -79,7 +82,7 @@ class RouterContext:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         )
-        self.monitor = Monitor(self.router.loads.values(), self.session)
+        self.monitor = Monitor(self.router.loads.values(), self.session, Parity(self.prompts, self.metrics))
         await self.monitor.start()
 
     async def close(self, grace_s: float) -> None:
@@ -102,7 +105,7 @@ class RouterContext:
     def unread(self, reason: UnreadReason, detail: str) -> None:
         """Count a prompt that is not read here, and name the first of each reason in the log."""
         self.metrics.unread(reason)
-        if reason not in self._unread and reason not in (UnreadReason.NO_TOKENIZER, UnreadReason.PATH):
+        if reason not in self._unread and reason not in _SAID_ELSEWHERE:
             logger.warning("a prompt is not read, so it goes to the least loaded worker; said once: %s", detail)
         self._unread.add(reason)
 

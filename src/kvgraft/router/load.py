@@ -64,6 +64,7 @@ class WorkerLoad:
         foreign_waiting: Requests of others that wait there, when it was asked last.
         foreign_running: Requests of others that ran there then.
         adapters: Names of models that it serves as adapters of another.
+        model: Name of the model itself; empty as long as it has not said it.
         num_sent: Requests sent there so far.
         num_asked: How often it has said that it is well.
         down_since: When it was found to be down, by `time.monotonic`.
@@ -75,6 +76,7 @@ class WorkerLoad:
     foreign_waiting: int = 0
     foreign_running: int = 0
     adapters: frozenset[str] = frozenset()
+    model: str = ""
     num_sent: int = 0
     num_asked: int = 0
     down_since: float = 0.0

@@ -32,6 +32,9 @@ class RouterMetrics:
         self._unread = self._counter(
             "unread_prompts", "Requests that were sent without a look at their tokens", "reason"
         )
+        self._mismatches = self._counter(
+            "render_mismatches", "Kinds of prompts that a worker was found to render otherwise", "worker", "kind"
+        )
         self._refused = self._counter("refused_requests", "Requests that no worker got", "reason")
         self._score_time = self._histogram("score_seconds", "Tokenising a prompt and scoring all workers")
         self._ttfb = self._histogram(
@@ -59,6 +62,10 @@ class RouterMetrics:
     def unread(self, reason: str) -> None:
         """Count a request with tokens that are not known here."""
         self._unread.labels(reason).inc()
+
+    def renders_otherwise(self, worker: str, kind: str) -> None:
+        """Count a kind of prompts that a worker renders otherwise than the router."""
+        self._mismatches.labels(worker, kind).inc()
 
     def refused(self, reason: str) -> None:
         """Count a request that no worker got."""

@@ -1,4 +1,4 @@
-"""Asks workers whether they are well, how busy they are, and which adapters they serve."""
+"""Asks workers whether they are well, how busy they are, which adapters they serve, and how they render prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvgraft.router.load import WorkerLoad
+    from kvgraft.router.parity import Parity
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +34,11 @@ _OK = 200
 class Monitor:
     """Asks each worker once in a while, and at once when a request to it has failed."""
 
-    def __init__(self, loads: Iterable[WorkerLoad], session: aiohttp.ClientSession) -> None:
+    def __init__(self, loads: Iterable[WorkerLoad], session: aiohttp.ClientSession, parity: Parity) -> None:
         self._loads = tuple(loads)
         self._session = session
+        self._parity = parity
+        self._unchecked: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._doubts: dict[str, asyncio.Event] = {}
 
@@ -78,7 +82,9 @@ class Monitor:
             load.give_up_silent(GONE_S)
             return
         if not load.is_up or not load.num_asked:
-            await self._learn_adapters(load)
+            await self._learn_models(load)
+            self._unchecked.add(load.spec.name)
+        await self._check_rendering(load)
         load.num_asked += 1
         if not load.is_up:
             logger.info("worker %s answers", load.spec.name)
@@ -94,9 +100,21 @@ class Monitor:
             # Asked again in a second, and a server without metrics says so every time.
             logger.debug("metrics of worker %s are passed over: %s", load.spec.name, one_line(error))
 
-    async def _learn_adapters(self, load: WorkerLoad) -> None:
+    async def _check_rendering(self, load: WorkerLoad) -> None:
+        """Ask a worker that has begun to answer how it renders prompts; again in a second, as long as it says nothing."""
+        name = load.spec.name
+        if name not in self._unchecked:
+            return
         try:
-            load.adapters = _adapters(await self._get(load, "/v1/models"))
+            async with asyncio.timeout(PATIENCE_S):
+                await self._parity.check(name, load.model, partial(self._post, load))
+            self._unchecked.discard(name)
+        except Exception as error:  # noqa: BLE001 - what a worker answers may be anything
+            logger.debug("worker %s does not say how it renders prompts: %s", name, one_line(error))
+
+    async def _learn_models(self, load: WorkerLoad) -> None:
+        try:
+            load.model, load.adapters = _models(await self._get(load, "/v1/models"))
         except Exception as error:  # noqa: BLE001 - what a worker answers may be anything
             logger.warning(
                 "worker %s does not say which adapters it serves, they are learned from its events: %s",
@@ -112,6 +130,12 @@ class Monitor:
                 raise ValueError(f"{path} answers {response.status}")
             return await response.text(errors="replace")
 
+    async def _post(self, load: WorkerLoad, path: str, body: dict[str, object]) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        url = load.spec.url + path
+        async with self._session.post(url, json=body, timeout=timeout, allow_redirects=False) as response:
+            return response.status, await response.text(errors="replace")
+
     def _down(self, load: WorkerLoad, reason: str) -> None:
         if load.is_up:
             logger.warning("worker %s is down: %s", load.spec.name, reason)
@@ -120,7 +144,8 @@ class Monitor:
         load.report("")
 
 
-def _adapters(answer: str) -> frozenset[str]:
-    """Return the names of models that have a parent, as vLLM lists adapters."""
+def _models(answer: str) -> tuple[str, frozenset[str]]:
+    """Return the name of the model, and of those that have a parent, as vLLM lists adapters."""
     models = json.loads(answer).get("data", [])
-    return frozenset(str(model["id"]) for model in models if model.get("parent"))
+    names = [str(model["id"]) for model in models if not model.get("parent")]
+    return names[0] if names else "", frozenset(str(model["id"]) for model in models if model.get("parent"))

@@ -2,7 +2,7 @@
 
 `create_app` is loaded when it is used: the names of the package are asked for before torch is there.
 
-Public modules: `context`.
+Public modules: `aliases`, `body_fields`, `context`, `given_prompts`, `rendering`, `truncation`.
 """
 
 from __future__ import annotations

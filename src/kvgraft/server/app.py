@@ -27,7 +27,7 @@ from kvgraft.server.chat import create_chat_completion
 from kvgraft.server.completions import create_completion
 from kvgraft.server.context import ServerContext, context_of
 from kvgraft.server.messages import count_tokens, create_message
-from kvgraft.server.responses import create_response
+from kvgraft.server.responses import count_input_tokens, create_response
 from kvgraft.server.reuse_summary import REPORT_HEADER
 from kvgraft.server.sessions import close_session, open_session
 
@@ -83,6 +83,7 @@ def create_app(
             Route("/v1/completions", create_completion, methods=["POST"]),
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
             Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
             Route("/v1/messages", create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             *([] if source is None else _inspector(source, config)),

@@ -10,24 +10,20 @@ from typing import TYPE_CHECKING
 
 from kvgraft.http.access_log import access_of
 from kvgraft.http.body import read_object
-from kvgraft.http.chat_template import template_of
 from kvgraft.http.fields import Fields
-from kvgraft.http.messages import parse_messages
-from kvgraft.http.template_fields import parse_template_fields
 from kvgraft.server.aliases import with_our_names
 from kvgraft.server.arguments import body_error
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat_form import ChatForm
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
-from kvgraft.server.conversation import Conversation, prepare_chat
+from kvgraft.server.conversation import prepare_chat
 from kvgraft.server.document_fields import chat_documents
 from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.sampling_fields import MAX_LOGPROBS
-from kvgraft.server.served_fields import served_body
+from kvgraft.server.served_fields import served_conversation
 from kvgraft.server.sessions import parse_session
-from kvgraft.server.tools import parse_tool_use
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -42,12 +38,8 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
     context = context_of(request)
     fields = with_our_names(Fields(await read_object(request, context.config.max_body_bytes)))
     check_model(fields, context.model_id)
-    body = served_body(context, fields, Endpoint.CHAT)
-    fields = body.fields
-    tokenizer = context.engine.loaded.tokenizer
-    tools = parse_tool_use(fields)
-    template = template_of(tokenizer, with_tools=bool(tools.shown))
-    conversation = Conversation(parse_messages(fields), tools, parse_template_fields(fields, template))
+    read = served_conversation(context, fields, Endpoint.CHAT)
+    fields, tokenizer = read.fields, context.engine.loaded.tokenizer
     options = parse_options(
         fields,
         max_tokens=_max_tokens(fields),
@@ -55,9 +47,9 @@ async def create_chat_completion(request: Request) -> GenerationResponse:
         default_reuse=context.config.reuse,
         tokenizer=tokenizer,
     )
-    options = replace(options, left_out=body.left_out)
+    options = replace(options, left_out=read.left_out)
     session = parse_session(fields, request, append=False, num_choices=options.n)
-    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
+    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, read.conversation, options)
     documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
     form = ChatForm(chat.reading)
     answer_id = access_of(request.scope).answer_id = form.id_prefix + uuid.uuid4().hex

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvgraft.http.access_log import access_of
 from kvgraft.http.body import read_object
 from kvgraft.http.errors import BadRequestError
-from kvgraft.http.fields import Fields, kind_of, whole_numbers
+from kvgraft.http.fields import Fields
 from kvgraft.server.aliases import AS_MANY_AS_FIT, with_our_names
 from kvgraft.server.arguments import body_error
 from kvgraft.server.body_fields import Endpoint
@@ -19,7 +19,8 @@ from kvgraft.server.completion_form import CompletionForm
 from kvgraft.server.context import context_of
 from kvgraft.server.document_fields import prompt_documents
 from kvgraft.server.field_table import check_fields
-from kvgraft.server.options import MAX_CHOICES, check_model, parse_options
+from kvgraft.server.given_prompts import MAX_CHOICES, parse_prompts
+from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.sampling_fields import MAX_LOGPROBS
 from kvgraft.server.sessions import parse_session
@@ -84,33 +85,3 @@ def _options(fields: Fields, context: ServerContext) -> AnswerOptions:
     if echo and sampling.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
     return replace(options.with_sampling(sampling), echo=echo, no_output=max_tokens == 0)
-
-
-def parse_prompts(fields: Fields, vocab_size: int) -> list[str | list[int]]:
-    """Return the prompts of `prompt`: a string, a list of strings, token ids, or a list of token id lists."""
-    prompt = fields.values.get("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        problem = "is missing" if prompt is None else "is empty" if prompt == [] else f"must not be {kind_of(prompt)}"
-        raise fields.error("prompt", f"{problem}; give a string, a list of strings, token ids or a list of those")
-    if isinstance(prompt[0], int | float):
-        return [parse_token_ids(fields, "prompt", prompt, vocab_size)]
-    if len(prompt) > MAX_CHOICES:
-        raise fields.error("prompt", f"must hold at most {MAX_CHOICES} prompts; send several requests")
-    return [
-        item if isinstance(item, str) else parse_token_ids(fields, f"prompt[{number}]", item, vocab_size)
-        for number, item in enumerate(prompt)
-    ]
-
-
-def parse_token_ids(fields: Fields, key: str, value: object, vocab_size: int) -> list[int]:
-    """Return token ids of the vocabulary, at least one; `key` names them in errors."""
-    if not isinstance(value, list) or not value:
-        raise fields.error(key, "must be text or token ids, at least one")
-    token_ids = whole_numbers(value)
-    if token_ids is None:
-        raise fields.error(key, "must hold whole numbers only, or strings only")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise fields.error(key, f"has token ids outside [0, {vocab_size}); was it tokenised for another model?")
-    return token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,8 @@ CHECK_INTERVAL_S = 1.0
 """Checks walk all caches; more often would cost steps."""
 _PATIENCE_S = 2.0
 """Seconds that an answer waits for a check; it runs between two steps, and a step can be long."""
+_KEPT_S = 10.0
+"""Seconds for which a check that found nothing answers by itself, while the next one waits for the end of a step."""
 _STUCK_S = 60.0
 """A check that waits longer means that the engine no longer makes steps."""
 
@@ -40,12 +43,16 @@ class Monitored(Protocol):
 
 
 class HealthMonitor:
-    """Runs `AsyncLLM.check` at most once a second, however often it is asked."""
+    """Runs `AsyncLLM.check` at most once a second, however often it is asked.
+
+    Answers say what the check before has found, if that is nothing and was just now; else they wait for the next one.
+    """
 
     def __init__(self, context: Monitored) -> None:
         self._context = context
         self._check: asyncio.Task[None] | None = None
         self._started = 0.0
+        self._well_at = -math.inf
         self._problem: str | None = None
 
     async def report(self) -> dict[str, object]:
@@ -91,18 +98,18 @@ class HealthMonitor:
         if self._check is None and time.monotonic() - self._started >= CHECK_INTERVAL_S:
             self._started = time.monotonic()
             self._check = asyncio.create_task(self._run())
-        if self._check is not None:
+        if self._check is not None and time.monotonic() - self._well_at > _KEPT_S:
             await asyncio.wait({self._check}, timeout=_PATIENCE_S)
 
     async def _run(self) -> None:
         try:
             await self._context.engine.check()
-            self._problem = None
+            self._problem, self._well_at = None, time.monotonic()
         except KVGraftError as error:
-            self._problem = str(error)
+            self._problem, self._well_at = str(error), -math.inf
             logger.error("the cache's invariant is broken: %s", error)  # noqa: TRY400 - the message says it all
         except Exception as error:  # a cache may be another package's, and what is broken may be what is looked at
-            self._problem = f"it cannot be checked: {one_line(error)}"
+            self._problem, self._well_at = f"it cannot be checked: {one_line(error)}", -math.inf
             logger.exception("the cache's invariant cannot be checked")
         finally:
             self._check = None

@@ -8,28 +8,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.http.access_log import access_of
 from kvgraft.http.body import read_object
-from kvgraft.http.chat_template import template_of
 from kvgraft.http.fields import Fields
 from kvgraft.http.json_io import json_response
-from kvgraft.http.template_fields import parse_template_fields
 from kvgraft.server.arguments import body_error
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat import DEFAULT_CHAT_TOKENS
 from kvgraft.server.chat_form import ChatForm
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
-from kvgraft.server.conversation import Conversation, prepare_chat
+from kvgraft.server.conversation import num_tokens, prepare_chat
 from kvgraft.server.document_fields import chat_documents
 from kvgraft.server.messages_answer import MessagesWriter
-from kvgraft.server.messages_input import as_chat, parse_conversation
 from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.sampling_fields import MAX_STOP_CHARS, MAX_STOPS
-from kvgraft.server.served_fields import served_body
-from kvgraft.server.tools import parse_tool_use
+from kvgraft.server.served_fields import served_conversation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,9 +56,7 @@ async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a conversation has; nothing is computed."""
     context = context_of(request)
     _, chat = await _prepared(request, context)
-    special = chat.options.request.add_special_tokens
-    built = await context.engine.build(chat.prompt, RequestOptions(reuse="off", add_special_tokens=special))
-    return json_response({"input_tokens": len(built.token_ids)})
+    return json_response({"input_tokens": await num_tokens(context, chat)})
 
 
 class MessagesResponse(GenerationResponse):
@@ -88,14 +81,9 @@ async def _prepared(request: Request, context: ServerContext) -> tuple[Fields, P
     """Read a body and render its conversation; returns the body as it is served, too."""
     fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
-    body = served_body(context, fields, Endpoint.MESSAGES)
-    fields, tokenizer = body.fields, context.engine.loaded.tokenizer
+    read = served_conversation(context, fields, Endpoint.MESSAGES)
+    fields, chat, tokenizer = read.fields, read.chat, context.engine.loaded.tokenizer
     fields.texts("stop_sequences", max_items=MAX_STOPS, max_chars=MAX_STOP_CHARS)
-    messages = parse_conversation(fields)
-    chat = as_chat(fields)
-    tools = parse_tool_use(chat)
-    template = template_of(tokenizer, with_tools=bool(tools.shown))
-    conversation = Conversation(messages, tools, parse_template_fields(chat, template))
     options = parse_options(
         chat,
         max_tokens=chat.integer("max_tokens", DEFAULT_CHAT_TOKENS, 1, MAX_TOKENS),
@@ -105,5 +93,5 @@ async def _prepared(request: Request, context: ServerContext) -> tuple[Fields, P
     )
     if options.request.provisional:
         raise fields.section("kvgraft").error("provisional", "has no events in /v1/messages; use /v1/chat/completions")
-    options = replace(options, left_out=body.left_out)
-    return fields, await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
+    options = replace(options, left_out=read.left_out)
+    return fields, await asyncio.to_thread(prepare_chat, tokenizer, context.config, read.conversation, options)

@@ -10,6 +10,7 @@ from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.sampling.sampling_params import SamplingParams
 from kvgraft.http.errors import APIError
 from kvgraft.reuse.policy import selection_names
+from kvgraft.server.given_prompts import MAX_CHOICES
 from kvgraft.server.sampling_fields import sampling_fields
 from kvgraft.server.structure_fields import structure_of
 from kvgraft.server.truncation import parse_truncation
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from kvgraft.http.fields import Fields
     from kvgraft.server.truncation import Truncation
 
-MAX_CHOICES = 128
-"""Prompts times `n` of one HTTP request; each is a request of the engine."""
 MAX_SALT_CHARS = 256
 _PRIORITY_LIMIT = 2**31
 SELECTIONS = EngineConfig.rules()["selection"].choices

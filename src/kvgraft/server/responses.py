@@ -10,26 +10,27 @@ from typing import TYPE_CHECKING
 
 from kvgraft.http.access_log import access_of
 from kvgraft.http.body import read_object
-from kvgraft.http.chat_template import template_of
 from kvgraft.http.fields import Fields
-from kvgraft.http.json_io import json_bytes
+from kvgraft.http.json_io import json_bytes, json_response
 from kvgraft.server.arguments import body_error
 from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat_form import ChatForm
+from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
-from kvgraft.server.conversation import Conversation, prepare_chat
+from kvgraft.server.conversation import num_tokens, prepare_chat
 from kvgraft.server.document_fields import chat_documents
-from kvgraft.server.options import check_model
+from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
 from kvgraft.server.responses_answer import ResponsesWriter
-from kvgraft.server.responses_input import parse_input, parse_rendering, parse_response_options
-from kvgraft.server.served_fields import served_body
-from kvgraft.server.tools import parse_tool_use
+from kvgraft.server.served_fields import served_conversation
+from kvgraft.server.structure_fields import structure_of_format
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
+    from transformers import PreTrainedTokenizerBase
 
     from kvgraft.server.answer import JSONObject
     from kvgraft.server.context import ServerContext
@@ -37,8 +38,12 @@ if TYPE_CHECKING:
     from kvgraft.server.echo import PromptEcho
     from kvgraft.server.generation import ChoiceRequest
     from kvgraft.server.logprobs import TokenTexts
+    from kvgraft.server.options import AnswerOptions
 
 _ID_PREFIX = "resp_"
+_DEFAULT_TOKENS = 2048
+"""`max_output_tokens` of a body that says nothing, if so many fit."""
+_TEXT_KEYS = frozenset({"format", "verbosity"})
 _REPEATED = ("metadata", "reasoning", "text", "tool_choice", "tools")
 """Fields with values of any depth that stand in responses."""
 
@@ -46,20 +51,18 @@ _REPEATED = ("metadata", "reasoning", "text", "tool_choice", "tools")
 async def create_response(request: Request) -> GenerationResponse:
     """Answer a conversation of items, whole or in typed events."""
     context = context_of(request)
-    fields = Fields(await read_object(request, context.config.max_body_bytes))
-    check_model(fields, context.model_id)
-    body = served_body(context, fields, Endpoint.RESPONSES)
-    fields = body.fields
-    tokenizer = context.engine.loaded.tokenizer
-    tools = parse_tool_use(fields, is_flat=True)
-    template = template_of(tokenizer, with_tools=bool(tools.shown))
-    conversation = Conversation(parse_input(fields), tools, parse_rendering(fields, template))
-    options = replace(parse_response_options(fields, context.config.reuse, tokenizer), left_out=body.left_out)
-    chat = await asyncio.to_thread(prepare_chat, tokenizer, context.config, conversation, options)
+    fields, chat = await _prepared(request, context)
     documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
     chat = replace(chat, options=chat.options.with_fields(documents=documents))
     answer_id = access_of(request.scope).answer_id = _ID_PREFIX + uuid.uuid4().hex
     return ResponsesResponse(context, answer_id, chat, fields)
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Return how many tokens the prompt of a conversation has; nothing is computed."""
+    context = context_of(request)
+    _, chat = await _prepared(request, context)
+    return json_response({"object": "response.input_tokens", "input_tokens": await num_tokens(context, chat)})
 
 
 class ResponsesResponse(GenerationResponse):
@@ -78,6 +81,37 @@ class ResponsesResponse(GenerationResponse):
         del echoes  # this endpoint has none
         reader = None if self._reading is None else self._reading.reader()
         return ResponsesWriter(head, self._form, choices, texts, self._options, said=self._said, reader=reader)
+
+
+async def _prepared(request: Request, context: ServerContext) -> tuple[Fields, PreparedChat]:
+    """Read a body and render its conversation; returns the body as it is served, too."""
+    fields = Fields(await read_object(request, context.config.max_body_bytes))
+    check_model(fields, context.model_id)
+    read = served_conversation(context, fields, Endpoint.RESPONSES)
+    tokenizer = context.engine.loaded.tokenizer
+    options = replace(_options(read.fields, context.config.reuse, tokenizer), left_out=read.left_out)
+    return read.fields, await asyncio.to_thread(prepare_chat, tokenizer, context.config, read.conversation, options)
+
+
+def _options(fields: Fields, default_reuse: str, tokenizer: PreTrainedTokenizerBase | None) -> AnswerOptions:
+    """Read how to answer; raises `APIError` naming the field that is wrong."""
+    options = parse_options(
+        fields,
+        max_tokens=fields.integer("max_output_tokens", _DEFAULT_TOKENS, 1, MAX_TOKENS),
+        logprobs=None,
+        default_reuse=default_reuse,
+        tokenizer=tokenizer,
+    )
+    if options.request.provisional:
+        raise fields.section("kvgraft").error("provisional", "has no events in /v1/responses; use /v1/chat/completions")
+    text = fields.section("text", known=_TEXT_KEYS)
+    text.text("verbosity")
+    structure = structure_of_format(text.section("format")) if text.has("format") else None
+    if structure is None:
+        return options
+    if options.sampling.structure is not None:
+        raise text.error("format", "says what structured_outputs says, too; leave out one of them")
+    return options.with_sampling(replace(options.sampling, structure=structure))
 
 
 def _said(fields: Fields) -> JSONObject:

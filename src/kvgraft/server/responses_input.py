@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`: the conversation and how it is answered, in the terms of a chat."""
+"""Bodies of `/v1/responses`: the conversation and how it is rendered, in the terms of a chat."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ from typing import TYPE_CHECKING
 
 from kvgraft.http.messages import MAX_MESSAGES, parsed_arguments
 from kvgraft.http.template_fields import parse_template_fields
-from kvgraft.server.completions import MAX_TOKENS
-from kvgraft.server.options import parse_options
-from kvgraft.server.structure_fields import structure_of_format
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvgraft.http.fields import Fields
     from kvgraft.http.messages import Message
     from kvgraft.http.template_fields import TemplateFields
-    from kvgraft.server.options import AnswerOptions
 
-DEFAULT_OUTPUT_TOKENS = 2048
-"""`max_output_tokens` of a body that says nothing, if so many fit."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_TEXT_KEYS = frozenset({"format", "verbosity"})
 _LOCAL_SHELL = "local_shell"
 
 
@@ -48,29 +39,6 @@ def parse_input(fields: Fields) -> list[Message]:
     for item in items:
         _add_item(messages, item)
     return messages
-
-
-def parse_response_options(
-    fields: Fields, default_reuse: str, tokenizer: PreTrainedTokenizerBase | None
-) -> AnswerOptions:
-    """Read how to answer; raises `APIError` naming the field that is wrong."""
-    options = parse_options(
-        fields,
-        max_tokens=fields.integer("max_output_tokens", DEFAULT_OUTPUT_TOKENS, 1, MAX_TOKENS),
-        logprobs=None,
-        default_reuse=default_reuse,
-        tokenizer=tokenizer,
-    )
-    if options.request.provisional:
-        raise fields.section("kvgraft").error("provisional", "has no events in /v1/responses; use /v1/chat/completions")
-    text = fields.section("text", known=_TEXT_KEYS)
-    text.text("verbosity")
-    structure = structure_of_format(text.section("format")) if text.has("format") else None
-    if structure is None:
-        return options
-    if options.sampling.structure is not None:
-        raise text.error("format", "says what structured_outputs says, too; leave out one of them")
-    return options.with_sampling(replace(options.sampling, structure=structure))
 
 
 def parse_rendering(fields: Fields, template: str) -> TemplateFields:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvgraft.http.fields import Fields
-    from kvgraft.types import TokenArray
+
+Kind = TypeVar("Kind", bound="np.generic")
 
 _SIDES = ("left", "right")
 _WITHOUT = ("session_id", "echo")
@@ -26,8 +30,8 @@ class Truncation:
     num_tokens: int
     keeps_end: bool = True
 
-    def cut(self, token_ids: TokenArray, most: int) -> TokenArray:
-        """Return what is kept of int64 tokens, of which `most` fit."""
+    def cut(self, token_ids: NDArray[Kind], most: int) -> NDArray[Kind]:
+        """Return what is kept of tokens `(n,)`, of which `most` fit."""
         count = most if self.num_tokens < 0 else self.num_tokens
         if len(token_ids) <= count:
             return token_ids

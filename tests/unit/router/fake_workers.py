@@ -27,6 +27,7 @@ class Worker:
         behaviour: `stream`, `whole`, `open` (a stream that waits to be released), `cut` (one that breaks off in the middle
             of an event), `hang` (no answer until it is released), `die` (closes the connection without a word), `busy` (503).
         seen: Bodies of the requests.
+        tokens_of: What `/tokenize` makes of a body with a prompt or messages: tokens, or None for 404.
         left: Set when a client has left a request that hangs.
     """
 
@@ -36,6 +37,7 @@ class Worker:
         self.healthy = True
         self.metrics = ""
         self.models = [{"id": "model"}]
+        self.tokens_of = None
         self.seen, self.headers = [], []
         self.arrived, self.left = asyncio.Event(), asyncio.Event()
         self.release = asyncio.Event()
@@ -49,7 +51,7 @@ class Worker:
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/responses", self._answer)
-        app.router.add_post("/tokenize", self._answer)
+        app.router.add_post("/tokenize", self._tokenize)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -71,6 +73,13 @@ class Worker:
 
     async def _models(self, _request):
         return web.json_response({"object": "list", "data": self.models})
+
+    async def _tokenize(self, request):
+        body = await request.json()
+        if "prompt" not in body and "messages" not in body:
+            return await self._answer(request)
+        tokens = None if self.tokens_of is None else self.tokens_of(body)
+        return web.json_response({"tokens": tokens}, status=404 if tokens is None else 200)
 
     async def _answer(self, request):
         self.seen.append(await request.read())

@@ -77,7 +77,7 @@ def test_token_ids_are_taken_as_they_are(prompt):
             "unsupported",
         ),
         (CHAT_PATH, {"messages": [{"role": "nobody", "content": ""}]}, "unsupported"),
-        ("/v1/responses", {"input": "hello"}, "path"),
+        ("/tokenize", {"prompt": "hello"}, "path"),
     ],
 )
 def test_what_cannot_be_read_has_a_reason(reader, path, body, reason):

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvgraft.http import body as body_module
-from kvgraft.server import completions
+from kvgraft.server import given_prompts
 
 JSON = (b"content-type", b"application/json")
 
@@ -71,7 +71,7 @@ def test_what_takes_long_to_read_is_read_beside_the_event_loop(server, monkeypat
         return call
 
     monkeypatch.setattr(body_module, "parse_object", noted(body_module.parse_object))
-    monkeypatch.setattr(completions, "parse_token_ids", noted(completions.parse_token_ids))
+    monkeypatch.setattr(given_prompts, "parse_token_ids", noted(given_prompts.parse_token_ids))
     assert server.complete(prompt).error["code"] == "context_length_exceeded"
     assert len(threads) == (1 if isinstance(prompt, str) else 2)
     assert threading.main_thread() not in threads

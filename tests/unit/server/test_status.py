@@ -162,6 +162,23 @@ def test_slow_check_does_not_hold_the_answer(server, monkeypatch):
     assert server.get("/health").json["status"] == "ok"
 
 
+def test_an_answer_does_not_wait_for_a_step_if_the_check_before_was_well(server, monkeypatch):
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(health, "_PATIENCE_S", 3_600.0)
+    monkeypatch.setattr(health, "_KEPT_S", 3_600.0)
+    assert server.get("/health").status == 200
+    server.engine.check = asyncio.Event().wait
+    assert server.get("/health").json["status"] == "ok"
+
+
+def test_an_answer_waits_for_a_check_if_the_one_before_is_long_ago(server, monkeypatch):
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(health, "_KEPT_S", 0.0)
+    assert server.get("/health").status == 200
+    server.engine.check_error = CorruptCacheError("a slot is lost")
+    assert server.get("/health").status == 503
+
+
 def test_refusal_of_graft_is_told(server):
     server.engine.graft_refusal = "learned positions"
     assert server.get("/health").json["graft"] == "refused: learned positions"
