@@ -34,7 +34,7 @@ from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -366,10 +366,20 @@ class RequestReuse:
         if state is not None and not self.is_stale:
             self.repairs.loaded(state, req, slots)
 
-    @_guarded("repair", list)
-    def repairs_due(self, reqs: Iterable[Any]) -> list[Any]:
-        """See `Repairs.due`."""
-        return self.repairs.due(reqs)
+    def repairs_due(self, reqs: Sequence[Any]) -> list[Any]:
+        """See `Repairs.due`.
+
+        Where that fails they are not repaired: in a later step it would be for another token than the reports say.
+        """
+        try:
+            return self.repairs.due(reqs)
+        except Exception as error:
+            if self.ranks.size > 1:
+                raise
+            self.log.failed("repair", "-", error)
+            for req in reqs:
+                self.repairs.drop(req)
+            return []
 
     @_guarded("repair", _nothing, is_agreed=True)
     def repair(self, req: Any, row: Tensor) -> None:  # noqa: ANN401
