@@ -27,7 +27,7 @@ import numpy as np
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
 from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
-from kvgraft.integrations.sglang.request_state import SGLangRequest
+from kvgraft.integrations.sglang.request_state import ReadPhase, SGLangRequest, StoreWait
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.continuation import may_go_on
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
@@ -168,6 +168,9 @@ class RequestReuse:
                 state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
                 state.refuse(miss)
                 state.is_kept = False
+                if state.reads is not None:  # it waits once
+                    state.reads.cancel()
+                    state.wait = StoreWait(ReadPhase.OVER, miss=miss)
             return 0
 
     def _matched(
