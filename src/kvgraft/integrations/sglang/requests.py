@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
 from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
@@ -97,6 +98,11 @@ def _guarded(
 
 def _nothing() -> None:
     """Return None."""
+
+
+def _wait_for_load() -> None:
+    """Begin nothing anew: the tree may evict in the middle of a load."""
+    raise CorruptCacheError("what is evicted is not known any more, and not kept")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -566,9 +572,8 @@ class RequestReuse:
             self.log.books.condemn()  # it is not known what lies where
 
     def _evicted(self, freed: list[Tensor]) -> None:
-        if self.log.books.is_doubtful:  # maybe in the middle of a load, which has what it copies
-            self.log.books.condemn()
-            return
+        if self.log.books.is_doubtful:
+            self.log.books.settle(self.check, _wait_for_load)
         self.settle()
         for what, take in (("capture", self.keeper.capture), ("origins", self.continuations.forget)):
             try:
