@@ -24,17 +24,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kvgraft.errors import CorruptCacheError
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
 from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
-from kvgraft.integrations.sglang.request_state import SGLangRequest
+from kvgraft.integrations.sglang.request_state import ReadPhase, SGLangRequest, StoreWait
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.continuation import may_go_on
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -97,6 +98,11 @@ def _guarded(
 
 def _nothing() -> None:
     """Return None."""
+
+
+def _wait_for_load() -> None:
+    """Begin nothing anew: the tree may evict in the middle of a load."""
+    raise CorruptCacheError("what is evicted is not known any more, and not kept")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -168,6 +174,9 @@ class RequestReuse:
                 state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
                 state.refuse(miss)
                 state.is_kept = False
+                if state.reads is not None:  # it waits once
+                    state.reads.cancel()
+                    state.wait = StoreWait(ReadPhase.OVER, miss=miss)
             return 0
 
     def _matched(
@@ -367,10 +376,20 @@ class RequestReuse:
         if state is not None and not self.is_stale:
             self.repairs.loaded(state, req, slots)
 
-    @_guarded("repair", list)
-    def repairs_due(self, reqs: Iterable[Any]) -> list[Any]:
-        """See `Repairs.due`."""
-        return self.repairs.due(reqs)
+    def repairs_due(self, reqs: Sequence[Any]) -> list[Any]:
+        """See `Repairs.due`.
+
+        Where that fails they are not repaired: in a later step it would be for another token than the reports say.
+        """
+        try:
+            return self.repairs.due(reqs)
+        except Exception as error:
+            if self.ranks.size > 1:
+                raise
+            self.log.failed("repair", "-", error)
+            for req in reqs:
+                self.repairs.drop(req)
+            return []
 
     @_guarded("repair", _nothing, is_agreed=True)
     def repair(self, req: Any, row: Tensor) -> None:  # noqa: ANN401
@@ -554,9 +573,8 @@ class RequestReuse:
             self.log.books.condemn()  # it is not known what lies where
 
     def _evicted(self, freed: list[Tensor]) -> None:
-        if self.log.books.is_doubtful:  # maybe in the middle of a load, which has what it copies
-            self.log.books.condemn()
-            return
+        if self.log.books.is_doubtful:
+            self.log.books.settle(self.check, _wait_for_load)
         self.settle()
         for what, take in (("capture", self.keeper.capture), ("origins", self.continuations.forget)):
             try:
