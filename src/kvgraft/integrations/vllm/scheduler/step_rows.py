@@ -24,8 +24,8 @@ class StepRows:
 
     Rows of grafts for which requests wait do not count: workers compute them piece by piece, with what a step leaves.
 
-    What reads a store is admitted at once, since no other request waits for its read. It goes on when its K/V are there and its repair
-    has room (`loaded`).
+    What reads a store is admitted at once, since no other request waits for its read. It goes on when its K/V are there and
+    its repair has room (`loaded`).
     """
 
     def __init__(self, max_rows: int) -> None:
