@@ -9,7 +9,7 @@ Public modules: `asked`, `classes`, `continuation`, `decision`, `donor_events`, 
 
 from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.reuse.donor_rules import DonorRules
-from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.failures import Soundness, miss_of
 from kvgraft.reuse.lineage import ComputedRun, Lineage, computed_runs, copied_generation, reused_span
 from kvgraft.reuse.lookup import DonorFinder, Found, Lookup, ProposalCounters, Proposer, ResidentDonors
 from kvgraft.reuse.metrics import Metric, Sample, samples, token_kinds, token_outcome
@@ -38,6 +38,7 @@ __all__ = [
     "Proposer",
     "ResidentDonors",
     "Sample",
+    "Soundness",
     "Substitute",
     "Substitutes",
     "available_policies",

@@ -283,7 +283,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             return self._stats()
         except Exception as error:
             self.scheduler.counts.failed(error)
-            logger.exception("counts of a step are told with those of the next one")
+            logger.exception("counts of a step are reported with those of the next one")
             return None
 
     def _stats(self) -> GraftStats | None:

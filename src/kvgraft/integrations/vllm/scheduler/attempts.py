@@ -207,7 +207,7 @@ class Attempts:
     def give_up(self, request_id: str, outcome: GraftOutcome) -> None:
         """Take the outcome of a graft or a repair as far as it must be known, where taking all of it has failed.
 
-        What was copied counts as copied, whatever has become of it, and nothing of the request is kept for others.
+        What was copied counts as copied, even if it was computed since, and nothing of the request is kept for others.
         """
         state = self.ended.pop(request_id, None) or self.running.get(request_id)
         if state is None:

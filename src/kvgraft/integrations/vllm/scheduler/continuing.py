@@ -89,7 +89,7 @@ class Continuing:
         return False
 
     def hide(self, request: Request) -> None:
-        """Have the blocks of a request that are not exact found by nobody any more, the request itself included."""
+        """Have no request find the blocks of one that are not exact any more, itself included."""
         if isinstance(request.block_hashes, PrivateBlockHashes):
             request.block_hashes.renew()
 

@@ -197,7 +197,7 @@ class DonorRegistry:
             self._gone(self.catalogue.remove(donor_id))
 
     def forget_all(self) -> None:
-        """Forget everything, whatever it has come to; workers are to forget it too. What stores keep is found again."""
+        """Forget everything, in any state that it is in; workers are to forget it too. What stores keep is found again."""
         sealed = [seal.text_id for seal in self._seals]
         donors = self.catalogue.reset()
         self._drops += [donor.donor_id for donor in donors if not is_stored(donor) or donor.donor_id in self._promoting]

@@ -498,7 +498,7 @@ class GraftScheduler:
             Exception: They cannot begin anew yet; the next call tries again.
         """
         if self.counts.books.is_doubtful:
-            self._continuing.forget()  # names may be of K/V that have become others: nobody can verify them
+            self._continuing.forget()  # names may be of K/V that have become others, which cannot be verified
             self.counts.books.settle(self.check, self._begin_anew)
 
     def _begin_anew(self) -> None:

@@ -147,7 +147,7 @@ class PendingBlocks:
         owed = self._owed.get(request_id)
         if failed and owed and self._manager is not None:
             self._manager.evict_blocks({block for _, block in owed})
-        self._owed.pop(request_id, None)  # not before: where that fails, nobody may have the blocks
+        self._owed.pop(request_id, None)  # not before: where that fails, no request may have the blocks
 
     def end(self, request_id: str) -> None:
         """Forget a request that gives its blocks back; those of a load that is not through go. A graft still owes its own."""
