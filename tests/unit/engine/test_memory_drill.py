@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 
 import pytest
+from tests.support.failing_calls import drawn, points_at
 from tests.support.memory_drill import KINDS, Drill
 
 _FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
@@ -50,13 +50,7 @@ def quick_looks():
 
 @pytest.mark.parametrize(("callee", "caller", "what"), KNOWN, ids=[callee for callee, *_ in KNOWN])
 def test_a_call_that_fails_leaves_a_sound_engine(plain, plain_places, callee, caller, what):
-    points = [
-        (place, number)
-        for place, number in plain_places
-        if place.callee == callee and place.caller.startswith(f"{caller}:")
-    ]
-    assert points, "the script does not come by it any more; name a function that it comes by"
-    for place, number in random.Random(1).sample(points, min(2, len(points))):
+    for place, number in points_at(plain_places, callee, caller):
         assert not plain.failures(place, number), (place, number, what)
 
 
@@ -64,7 +58,5 @@ def test_a_call_that_fails_leaves_a_sound_engine(plain, plain_places, callee, ca
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_call_that_fails_leaves_a_sound_engine(kind):
     drill = Drill(kind)
-    points = drill.places()
-    points = random.Random(48).sample(points, min(_FEW, len(points)))
-    found = {point: wrong for point in points if (wrong := drill.failures(*point))}
+    found = {point: wrong for point in drawn(drill.places(), _FEW) if (wrong := drill.failures(*point))}
     assert not found
