@@ -76,7 +76,7 @@ def test_vllm_reads_our_donors():
     stored, removed = msgspec.msgpack.Decoder(KVEventBatch).decode(encode_batch(batch)).events
     assert (stored.block_hashes, stored.token_ids, stored.block_size) == (removed.block_hashes, list(range(40)), 40)
     assert (stored.medium, stored.ownership, stored.parent_block_hash) == ("CPU", "kvgraft", DONOR_PARENT)
-    assert stored.extra_keys == [(donor.namespace.key.hex(), scope_of(salt="salt"))]
+    assert stored.extra_keys == [(donor.namespace.key.hex(), scope_of(salt="salt"), "at:0:")]
     assert removed.ownership == "kvgraft"
 
 
