@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from kvgraft.graft.select import says_much_twice
 from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, planned_repair
 from kvgraft.types import Fidelity, RepairTime
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvgraft.integrations.sglang.copies import Copies
@@ -64,11 +65,16 @@ class Repairs:
 
         return planned_repair(asked, reason_to_wait)
 
-    def planned_for(self, state: SGLangRequest, token_ids: NDArray[np.int64]) -> RepairReport:
+    def planned_for(self, state: SGLangRequest, tokens: array[int]) -> RepairReport:
         """Return when a decided request is repaired: what it copies may be a reason to wait. The same on all ranks."""
-        due = [(span.start, span.length) for span in state.due if span.fidelity is Fidelity.SHIFTED]
-        reason = REPEATS if self.copies.recomputer is not None and says_much_twice(token_ids, due) else ""
-        return state.repair if state.repair.reason else planned_repair(state.repair.time, lambda: reason)
+
+        def reason_to_wait() -> str:
+            due = [(span.start, span.length) for span in state.due if span.fidelity is Fidelity.SHIFTED]
+            if self.copies.recomputer is None or not due:
+                return ""
+            return REPEATS if says_much_twice(np.frombuffer(tokens[:], np.int64), due) else ""
+
+        return state.repair if state.repair.reason else planned_repair(state.repair.time, reason_to_wait)
 
     def rows(self, state: SGLangRequest) -> int:
         """Return about how many rows the repair of a request takes; the same on all ranks."""

@@ -230,7 +230,7 @@ class RequestReuse:
         if self.stores is not None and self.stores.is_reading(state):
             return 0
         self._agree(state, self._decide(state, req, mode, tokens, state.end))
-        state.repair = self.repairs.planned_for(state, np.frombuffer(tokens[:], np.int64))
+        state.repair = self.repairs.planned_for(state, tokens)
         if self.stores is not None and self.stores.begin(state):
             return 0
         return sum(span.length for span in state.adjoining(state.lineage.prefix_len))
@@ -416,8 +416,7 @@ class RequestReuse:
         """Give up the regions that do not touch the exact prefix."""
         state = self._states.get(req)
         if state is not None:
-            state.due, due = [], state.adjoining(req.prefix_len)
-            state.due = due
+            state.due = state.adjoining(req.prefix_len)
 
     @_guarded("repair", lambda: False)
     def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
