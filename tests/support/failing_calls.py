@@ -11,14 +11,18 @@ import hashlib
 import random
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import kvgraft
 from kvgraft.donors.secret import SECRET_BYTES, process_secret, set_process_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 _ROOT = str(Path(kvgraft.__file__).parent)
 _PATCHED = (
@@ -82,6 +86,8 @@ class FailingCalls:
             for name in _PATCHED:
                 self._originals[name] = getattr(np, name)
                 setattr(np, name, self._watched(name, self._originals[name]))
+            self._unraisable_hook = sys.unraisablehook
+            sys.unraisablehook = self._dropped
             sys.setprofile(self._profile)
         return self
 
@@ -92,7 +98,14 @@ class FailingCalls:
         sys.setprofile(None)
         for name, original in self._originals.items():
             setattr(np, name, original)
+        if self._originals:
+            sys.unraisablehook = self._unraisable_hook
         self._originals.clear()
+
+    def _dropped(self, unraisable) -> None:
+        """Pass over our own failure where Python drops it: the call was the end of a generator that is not needed."""
+        if not (self.has_failed and isinstance(unraisable.exc_value, MemoryError)):
+            self._unraisable_hook(unraisable)
 
     def _watched(self, name, original):
         def call(*arguments, **options):
@@ -134,14 +147,58 @@ def same_secret():
         set_process_secret(before)
 
 
-def points(seen: Counter[Place]) -> list[tuple[Place, int]]:
-    """Return of every place the first call, one in the middle and the last one; nobody guards what tests call."""
-    return [
-        (place, number)
-        for place, count in sorted(seen.items())
-        if place.caller.startswith("/")
-        for number in sorted({1, (count + 1) // 2, count})
-    ]
+class EscapedError(Exception):
+    """An exception went into the engine's own scheduler: the server would have ended."""
+
+
+class Watched:
+    """An object of ours, of which the engine makes some calls; these are watched as long as `calls` are."""
+
+    def __init__(self, watched: object, names: Container[str], calls: contextlib.AbstractContextManager) -> None:
+        self._watched, self._names, self.calls = watched, names, calls
+
+    def __getattr__(self, name):
+        method = getattr(self._watched, name)
+        if name not in self._names:
+            return method
+
+        def call(*given, **named):
+            try:
+                with self.calls:
+                    return method(*given, **named)
+            except Exception as error:
+                raise EscapedError from error
+
+        return call
+
+
+class CallDrill(ABC):
+    """A script in which one call fails. Subclasses play it."""
+
+    @abstractmethod
+    def run(self, calls: FailingCalls) -> list[str]:
+        """Play the script; returns what is wrong afterwards."""
+
+    def is_guarded(self, place: Place) -> bool:
+        """Whether a failure there is to be caught: nobody guards what tests call."""
+        return place.caller.startswith("/")
+
+    def places(self) -> list[tuple[Place, int]]:
+        """Calls that a whole run comes by: of every place the first one, one in the middle and the last one."""
+        calls = FailingCalls()
+        assert self.run(calls) == []
+        return [
+            (place, number)
+            for place, count in sorted(calls.seen.items())
+            if self.is_guarded(place)
+            for number in sorted({1, (count + 1) // 2, count})
+        ]
+
+    def failures(self, place: Place, number: int) -> list[str] | None:
+        """What is wrong after the call has failed: nothing, as it should be; None if the run did not come by it."""
+        calls = FailingCalls(place, number)
+        found = self.run(calls)
+        return found if calls.has_failed else None
 
 
 def points_at(found: list[tuple[Place, int]], callee: str, caller: str) -> list[tuple[Place, int]]:
@@ -152,8 +209,17 @@ def points_at(found: list[tuple[Place, int]], callee: str, caller: str) -> list[
 
 
 def drawn(found: list[tuple[Place, int]], count: int) -> list[tuple[Place, int]]:
-    """Draw points, alike in every process: by a digest of each, so that a list with one more gives nearly the same."""
-    return sorted(found, key=lambda point: hashlib.blake2b(repr(point).encode(), digest_size=8).digest())[:count]
+    """Draw points, alike in every process: by a digest of each, so that a list with one more gives nearly the same.
+
+    Lines do not count, so that a new one above draws no others.
+    """
+
+    def digest(point: tuple[Place, int]) -> bytes:
+        place, number = point
+        named = (place.kind, place.callee, place.caller.partition(":")[0], number)
+        return hashlib.blake2b(repr(named).encode(), digest_size=8).digest()
+
+    return sorted(found, key=digest)[:count]
 
 
 def _is_ours(frame) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 
 import numpy as np
-from tests.support.failing_calls import FailingCalls, Place, same_secret
+from tests.support.failing_calls import CallDrill, FailingCalls, Place, same_secret
 
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
@@ -42,7 +42,7 @@ class Answer:
 
 
 @dataclass
-class Drill:
+class Drill(CallDrill):
     """One model, an engine per run, and the right answers."""
 
     kind: str
@@ -61,25 +61,12 @@ class Drill:
         with same_secret():
             return Engine(self.loaded, engine_config(None, own | self.settings))
 
-    def places(self) -> list[tuple[Place, int]]:
-        """Calls that a whole run comes by: of every place the first one, one in the middle, and the last one."""
-        calls = FailingCalls()
-        assert self.run(self.engine(), calls) == []
-        return [
-            (place, number)
-            for place, count in sorted(calls.seen.items())
-            if not place.caller.startswith("memory_drill")  # an `AsyncLLM` guards what its thread calls
-            for number in sorted({1, (count + 1) // 2, count})
-        ]
+    def is_guarded(self, place: Place) -> bool:
+        """An `AsyncLLM` guards what its thread calls."""
+        return not place.caller.startswith("memory_drill")
 
-    def failures(self, place: Place, number: int) -> list[str] | None:
-        """What is wrong after the call has failed: nothing, as it should be; None if the run did not come by it."""
-        calls = FailingCalls(place, number)
-        found = self.run(self.engine(), calls)
-        return found if calls.has_failed else None
-
-    def run(self, engine: Engine, calls: FailingCalls) -> list[str]:
-        run = _Run(self, engine, calls)
+    def run(self, calls: FailingCalls) -> list[str]:
+        run = _Run(self, self.engine(), calls)
         try:
             run.script()
         except EngineDiedError as error:

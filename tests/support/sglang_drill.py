@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from tests.support.failing_calls import FailingCalls, Place, points
+from tests.support.failing_calls import CallDrill, EscapedError, FailingCalls, Watched
 from tests.unit.integrations.sglang.scheduler import Scheduler
 from tests.unit.integrations.sglang.shelf import Shelf
 
@@ -24,59 +24,24 @@ _CALLS = {name for name, value in vars(RequestReuse).items() if callable(value) 
 _MOST_ROUNDS = 200
 
 
-class EscapedError(Exception):
-    """An exception went into SGLang's scheduler: the server would have ended."""
-
-
 @dataclass
-class Drill:
+class Drill(CallDrill):
     """A kind of scheduler."""
 
     kind: str
 
-    def places(self) -> list[tuple[Place, int]]:
-        """Calls that a whole run comes by."""
-        calls = FailingCalls()
-        assert _Run(self.kind, calls).failures() == []
-        return points(calls.seen)
-
-    def failures(self, place: Place, number: int) -> list[str] | None:
-        """What is wrong after the call has failed: nothing, as it should be; None if the run did not come by it."""
-        calls = FailingCalls(place, number)
-        found = _Run(self.kind, calls).failures()
-        return found if calls.has_failed else None
-
-
-class _Watched:
-    """The calls that SGLang makes, watched as long as `run.calls` are."""
-
-    def __init__(self, watched, run) -> None:
-        self._watched, self._run = watched, run
-
-    def __getattr__(self, name):
-        method = getattr(self._watched, name)
-        if name not in _CALLS:
-            return method
-
-        def call(*given, **named):
-            try:
-                with self._run.calls:
-                    return method(*given, **named)
-            except Exception as error:
-                raise EscapedError from error
-
-        return call
+    def run(self, calls: FailingCalls) -> list[str]:
+        return _Run(self.kind, calls).failures()
 
 
 class _Run:
     def __init__(self, kind: str, calls: FailingCalls) -> None:
-        self.calls: contextlib.AbstractContextManager = calls
         self.shelf = Shelf() if kind == "store" else None
         settings = {"first_k": 4, "max_generation": 2, **KINDS[kind]}
         self.scheduler = Scheduler(shelf=self.shelf, **settings)
         self.scheduler.may_lack_reports = calls.is_to_fail
         self.reuse = self.scheduler.reuse
-        self.scheduler.reuse = _Watched(self.reuse, self)
+        self.scheduler.reuse = self.watched = Watched(self.reuse, _CALLS, calls)
         self.scheduler.tree.on_evicted = self.scheduler.reuse.evicted
         self.names = iter(range(10**6))
 
@@ -86,7 +51,7 @@ class _Run:
             try:
                 self.script()
             finally:
-                self.calls = contextlib.nullcontext()
+                self.watched.calls = contextlib.nullcontext()
             self.aftermath()
         except EscapedError as error:
             wrong.append(f"a: {error.__cause__!r}")

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from tests.support.failing_calls import FailingCalls, Place, points, same_secret
+from tests.support.failing_calls import CallDrill, EscapedError, FailingCalls, Watched, same_secret
 from tests.unit.integrations.vllm.stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
 
 from kvgraft.config import VLLMConfig
@@ -21,60 +21,23 @@ _MOST_STEPS = 300
 _CALLS = ("match", "admit", "commands", "receive", "finish", "reset", "sources", "step_ended")
 
 
-class EscapedError(Exception):
-    """An exception went into vLLM's scheduler: the server would have ended."""
-
-
 @dataclass
-class Drill:
+class Drill(CallDrill):
     """A kind of engine."""
 
     kind: str
 
-    def places(self) -> list[tuple[Place, int]]:
-        """Calls that a whole run comes by."""
-        calls = FailingCalls()
-        assert self._run(calls) == []
-        return points(calls.seen)
-
-    def failures(self, place: Place, number: int) -> list[str] | None:
-        """What is wrong after the call has failed: nothing, as it should be; None if the run did not come by it."""
-        calls = FailingCalls(place, number)
-        found = self._run(calls)
-        return found if calls.has_failed else None
-
-    def _run(self, calls: FailingCalls) -> list[str]:
+    def run(self, calls: FailingCalls) -> list[str]:
         with same_secret(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{_SCHEDULER}.stores.StoreFeed", ShelfFeed)
             return _Run(self.kind, calls, patch).failures()
-
-
-class _Watched:
-    """A scheduler's half whose calls are watched, as long as `calls` are."""
-
-    def __init__(self, graft: GraftScheduler, calls: contextlib.AbstractContextManager) -> None:
-        self._graft, self.calls = graft, calls
-
-    def __getattr__(self, name):
-        method = getattr(self._graft, name)
-        if name not in _CALLS:
-            return method
-
-        def call(*given, **named):
-            try:
-                with self.calls:
-                    return method(*given, **named)
-            except Exception as error:
-                raise EscapedError from error
-
-        return call
 
 
 class _Run:
     def __init__(self, kind: str, calls: FailingCalls, patch: pytest.MonkeyPatch) -> None:
         self.kind = kind
         shelf = Shelf() if kind == "store" else None
-        self.graft = _Watched(self._scheduler(shelf, patch), calls)
+        self.graft = Watched(self._scheduler(shelf, patch), _CALLS, calls)
         self.engine = Engine(self.graft, shelf)
         self.names = iter(range(10**6))
 
