@@ -8,6 +8,8 @@ from kvgraft.config.reuse import REUSE, AdapterSettings, mode_setting
 from kvgraft.config.setting import overridden, setting
 
 _SCHEDULING = "scheduling"
+_ROW_COST = 2
+"""Tokens of a prefill that take as long as a row of a repair (docs/results.md, T8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +45,13 @@ class VLLMConfig(AdapterSettings):
     min_saved_tokens: int = setting(
         64, "least tokens that a graft must save on balance; a graft costs a further forward pass", REUSE, low=0
     )
+
+    def rows_together(self, max_num_batched_tokens: int | None) -> int:
+        """Return how many rows of several grafts and repairs may share a step.
+
+        They take no longer than the longest step that vLLM makes by itself, of `max_num_batched_tokens`. One graft may have
+        more, up to `max_recompute_tokens_per_step`, and has a step alone then.
+        """
+        if max_num_batched_tokens is None:
+            return self.max_recompute_tokens_per_step
+        return min(self.max_recompute_tokens_per_step, max(1, max_num_batched_tokens // _ROW_COST))

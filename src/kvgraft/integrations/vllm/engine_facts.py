@@ -48,6 +48,7 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         steps_under_way=vllm_config.max_concurrent_batches,
         takes_running_back=takes_running_back(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
+        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 

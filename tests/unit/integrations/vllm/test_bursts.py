@@ -16,8 +16,8 @@ DOCUMENTS = [random.Random(seed).choices(range(1000), k=70) for seed in range(30
 class Burst:
     """Requests about known documents that come at once; notes the rows of every step."""
 
-    def __init__(self, load, number, limit=LIMIT):
-        self.engine = Engine(make_graft(load, selection="first_k", max_recompute_tokens_per_step=limit))
+    def __init__(self, load, number, limit=LIMIT, **options):
+        self.engine = Engine(make_graft(load, selection="first_k", max_recompute_tokens_per_step=limit, **options))
         self.graft = self.engine.graft
         for document in range(3):
             self.engine.add(Request(f"donor {document}", DOCUMENTS[document] + [1, 2], {"kvgraft": "exact"}, 1))
@@ -67,6 +67,14 @@ def test_no_step_has_more_rows_than_its_limit(load, number, chunk):
         alone.add(int(name))
         alone.run_until_idle()
         assert untimed(report) == untimed(alone.reports[name]), "what is reused depends on what runs beside it"
+    assert all(report["kvgraft"]["shifted_tokens"] for report in burst.reports.values())
+
+
+@pytest.mark.parametrize("load", ["auto", "sync", "async"])
+def test_rows_of_several_requests_take_no_longer_than_the_longest_step_of_vllm(load):
+    burst = Burst(load, 24, limit=100 * LIMIT, max_num_batched_tokens=2 * LIMIT)
+    burst.run_until_idle()
+    assert LIMIT / 2 < max(gaps + repairs for gaps, repairs in burst.rows) <= LIMIT
     assert all(report["kvgraft"]["shifted_tokens"] for report in burst.reports.values())
 
 

@@ -23,7 +23,7 @@ DOCUMENTS = [random.Random(seed).choices(range(1000), k=70) for seed in range(3)
 CAPACITY, HOST_TOKENS = 1200, 400
 
 
-def make_graft(load, shelf=None, host_tokens=None, **options):
+def make_graft(load, shelf=None, host_tokens=None, max_num_batched_tokens=None, **options):
     fixed = {"min_run": 16, "min_saved_tokens": 0, "max_generation": 2, "lookup_deadline_ms": 1e9}
     config = VLLMConfig(load=load, **{"selection": "none", **fixed, **options})
     facts = EngineFacts(
@@ -36,6 +36,7 @@ def make_graft(load, shelf=None, host_tokens=None, **options):
         output_chunk=8,
         refusal="",
         host_tokens=host_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{SCHEDULER}.graft_scheduler.open_stores", lambda _: () if shelf is None else (shelf,))

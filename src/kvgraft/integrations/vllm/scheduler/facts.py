@@ -22,6 +22,7 @@ class EngineFacts:
         steps_under_way: Steps that vLLM schedules at most before it knows the result of the first.
         takes_running_back: Whether vLLM computes itself what could not be made for a request that runs (`runner.py`).
         max_model_len: Tokens of prompt and answer at which vLLM ends a request; None for no end.
+        max_num_batched_tokens: Tokens that vLLM computes at most in one step; None for no bound.
     """
 
     fingerprint: str
@@ -38,6 +39,7 @@ class EngineFacts:
     steps_under_way: int = 1
     takes_running_back: bool = True
     max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
 
     @property
     def keeps_no_repair(self) -> str:

@@ -80,7 +80,7 @@ class GraftScheduler:
             block_sizes=facts.block_sizes,
             deadline_s=self._decisions.deadline_s,
         )
-        self._rows = StepRows(config.max_recompute_tokens_per_step)
+        self._rows = StepRows(config.rows_together(facts.max_num_batched_tokens))
         self._continuing = Continuing(facts)
         self._attempts = Attempts(
             self._decisions,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepRows:
-    """Keeps rows of steps within `max_recompute_tokens_per_step`. Not thread-safe.
+    """Keeps rows of steps within `VLLMConfig.rows_together`. Not thread-safe.
 
     vLLM runs what it has admitted in every step, so that a repair cannot be put off: it comes with the second token. What
     can be put off is the admission. A request is admitted when its gaps have room beside those of the step and the repairs

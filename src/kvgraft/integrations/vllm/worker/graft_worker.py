@@ -169,7 +169,8 @@ class GraftWorker:
             self._reads.drop(donor_id)
         self._take_arrivals(is_idle=commands.is_idle)
         # Repairs first, which no step can put off: grafts that wait take what they leave of the step.
-        self._work(self._config.max_recompute_tokens_per_step - sum(map(self._repair, commands.repairs)))
+        rows = self._config.rows_together(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        self._work(rows - sum(map(self._repair, commands.repairs)))
 
     def _cancel(self, request_id: str) -> None:
         self._reads.give_up(request_id)
