@@ -38,7 +38,7 @@ class VLLMConfig(AdapterSettings):
     max_recompute_tokens_per_step: int = setting(
         2048,
         "tokens that grafts and their repairs may compute in one engine step, all requests together, so that running streams "
-        "are not stalled; requests wait for a step that has room",
+        "are not stalled; requests wait for a step that has room, several together half of max_num_batched_tokens at most",
         _SCHEDULING,
         low=1,
     )
@@ -49,8 +49,8 @@ class VLLMConfig(AdapterSettings):
     def rows_together(self, max_num_batched_tokens: int | None) -> int:
         """Return how many rows of several grafts and repairs may share a step.
 
-        They take no longer than the longest step that vLLM makes by itself, of `max_num_batched_tokens`. One graft may have
-        more, up to `max_recompute_tokens_per_step`, and has a step alone then.
+        They take about as long as vLLM's own longest step, of `max_num_batched_tokens`; what vLLM computes beside them comes
+        on top. One graft may have more, up to `max_recompute_tokens_per_step`, and has a step alone then.
         """
         if max_num_batched_tokens is None:
             return self.max_recompute_tokens_per_step

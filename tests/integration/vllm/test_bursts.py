@@ -14,7 +14,10 @@ PROMPTS = [text(60 + number, 90 + number) + DOCUMENTS[number % 2] + text(80 + nu
 
 
 @pytest.mark.parametrize("load", ["auto", "async"])
-def test_no_step_computes_more_rows_than_its_limit(load, model_folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("limit", "step_tokens"), [(LIMIT, 2_048), (2_048, 2 * LIMIT)], ids=["setting", "step of vLLM"]
+)
+def test_no_step_computes_more_rows_than_its_limit(load, limit, step_tokens, model_folder, monkeypatch):
     rows = []
     begin, advance = GraftWorker.load, GraftJob.step
 
@@ -28,8 +31,8 @@ def test_no_step_computes_more_rows_than_its_limit(load, model_folder, monkeypat
 
     monkeypatch.setattr(GraftWorker, "load", begins)
     monkeypatch.setattr(GraftJob, "step", advances)
-    options = {"load": load, "max_generation": 0, "max_recompute_tokens_per_step": LIMIT, "min_saved_tokens": 0}
-    with engine(model_folder, "llama", options=options) as one:
+    options = {"load": load, "max_generation": 0, "max_recompute_tokens_per_step": limit, "min_saved_tokens": 0}
+    with engine(model_folder, "llama", options=options, max_num_batched_tokens=step_tokens) as one:
         one.ask(text(9, 20), "off", max_tokens=1)
         one.donate(*DOCUMENTS)
         burst = one.ask_many(PROMPTS, [None] * len(PROMPTS))
