@@ -183,7 +183,7 @@ class GhostEngine:
             self._carry_out()
         output = self.scheduler.schedule()
         self._follow_texts()
-        self._under_way.append((output, self._rows(output)))
+        self._under_way.append((output, self._rows(output), self._holders(output)))
 
     def finish(self, max_steps=5000):
         """Serve everyone that is there."""
@@ -206,11 +206,11 @@ class GhostEngine:
 
     def _carry_out(self):
         """Take the oldest step through workers and back."""
-        output, rows = self._under_way.popleft()
+        output, rows, holders = self._under_way.popleft()
         self._follow_texts()
         commands = output.kv_connector_metadata.commands
         outcomes, invalid, loaded = self._load(commands)
-        repairs = {repair.request_id: self._repair(repair) for repair in commands.repairs}
+        repairs = {repair.request_id: self._repair(repair, holders) for repair in commands.repairs}
         for each in rows:
             self._forward(each)
         for capture in commands.captures:
@@ -271,6 +271,12 @@ class GhostEngine:
         exact = request.block_hashes.first_private * BLOCK
         found = 0 if state is None else state.prompt.cached_len
         return min(exact, found), found
+
+    def _holders(self, output):
+        """Blocks of all that run when a step is scheduled that repairs; one that is admitted later reads what is repaired."""
+        if not output.kv_connector_metadata.commands.repairs:
+            return {}
+        return {other.request_id: self.manager.get_block_ids(other.request_id)[0] for other in self.scheduler.running}
 
     def _follow_texts(self):
         for name, request in self.scheduler.requests.items():
@@ -355,7 +361,7 @@ class GhostEngine:
         for text_id, start, stop in graft.captures:
             self._keep(text_id, ids, start, stop)
 
-    def _repair(self, repair):
+    def _repair(self, repair, holders):
         """Compute the first tokens of each run again, in blocks that nobody else may find or hold."""
         graft, ids = self._unrepaired.pop(repair.request_id, None), repair.block_ids[0]
         if graft is None:
@@ -363,10 +369,9 @@ class GhostEngine:
         self.num_repairs += 1
         runs = tuple((span.target_start, min(16, span.length)) for span in graft.plan.spans if span.is_shifted)
         written = {ids[position // BLOCK] for start, count in runs for position in range(start, start + count)}
-        for other in self.scheduler.running:
-            held = self.manager.get_block_ids(other.request_id)[0]
-            if other.request_id != repair.request_id and not written.isdisjoint(held):
-                raise WrongKVError(f"the repair of {repair.request_id} writes into blocks of {other.request_id}")
+        for other, held in holders.items():
+            if other != repair.request_id and not written.isdisjoint(held):
+                raise WrongKVError(f"the repair of {repair.request_id} writes into blocks of {other}")
         for block in written:
             block_hash = self.manager.block_pool.blocks[block].block_hash
             if block_hash is not None and bytes(block_hash)[:32] in self._public:
