@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.donors.cover import cover
 from kvgraft.donors.fingerprint import GRAM_TOKENS, WINDOW_GRAMS, Anchors, Positions
 from kvgraft.donors.runs import Runs
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 _MERGE_GAP = 4 * WINDOW_GRAMS
 """Anchors of one diagonal no farther apart are verified as one interval."""
+
+_DRIFT = np.arange(-3, 4)
+"""Tokens by which a donor's text is looked for beside where it would go on after an edit; most edits are as short."""
+
+_REACH = GRAM_TOKENS + 8
+"""Tokens beside a run that are compared: a run that begins within them and is as short as any shows."""
+
+_MOST_EDITS = 8
+"""Edits in a row, with less than a guaranteed run between them, after which a text counts as another."""
 
 _WORK_PER_TOKEN = 4
 """Token pairs per prompt token up to which everything that anchors propose is verified at once."""
@@ -40,7 +50,54 @@ class Passages:
 
 
 def find_runs(anchors: Anchors, hits: Hits, passages: Passages, arena: TokenArena, verifier: Verifier) -> Runs:
-    """Verify what the indexes propose: what anchors lead to, and where that leaves passages out, what these lead to.
+    """Verify what the indexes propose, and what stands beside it in the same donor.
+
+    Between two edits of a text there may be runs too short to have a common anchor. The diagonals beside those of known
+    runs are compared where no run is, and beside what that finds again.
+
+    Args:
+        anchors: Of the prompt.
+        hits: Entries of the index for these, of donors that may be used.
+        passages: Of the prompt.
+        arena: Donor tokens.
+        verifier: Compares for this prompt.
+
+    Returns:
+        Runs of at least a k-gram, in no order; one run may appear more than once.
+
+    Complexity: besides `_indexed_runs`, O(r) for r runs that cover what is found.
+    """
+    runs, num_old = _indexed_runs(anchors, hits, passages, arena, verifier), 0
+    for _ in range(_MOST_EDITS):
+        beside = _beside(runs, num_old, verifier.num_tokens)
+        if not beside.num_runs or beside.num_tokens > _WORK_PER_TOKEN * verifier.num_tokens:
+            break
+        num_old = runs.num_runs
+        runs = runs.joined(verifier.runs_in(beside))
+    return runs
+
+
+def _beside(runs: Runs, num_old: int, num_tokens: int) -> Runs:
+    """Propose the diagonals beside those of runs, next to where these border on text that is in none.
+
+    Of few runs that cover the same as all, and only of those from index `num_old` on: the others were asked before.
+    """
+    chosen = cover(runs.starts, runs.ends)
+    starts, ends = runs.starts[chosen], runs.ends[chosen]
+    free_before = np.append(starts[:1], starts[1:] - ends[:-1])
+    free_after = np.append(starts[1:], num_tokens)[: len(ends)] - ends
+    left = np.flatnonzero((chosen >= num_old) & (free_before >= GRAM_TOKENS))
+    right = np.flatnonzero((chosen >= num_old) & (free_after >= GRAM_TOKENS))
+    begins = np.append(starts[left] - np.minimum(free_before[left], _REACH), ends[right])
+    stops = np.append(starts[left], ends[right] + np.minimum(free_after[right], _REACH))
+    beside = runs.take(chosen[np.append(left, right)])
+    shifted = (beside.diagonals[:, None] + _DRIFT).ravel()
+    begins, stops, rows = (np.repeat(each, len(_DRIFT)) for each in (begins, stops, beside.rows))
+    return Runs(begins, stops, shifted, rows)
+
+
+def _indexed_runs(anchors: Anchors, hits: Hits, passages: Passages, arena: TokenArena, verifier: Verifier) -> Runs:
+    """Verify what anchors lead to, and where that leaves passages out, what these lead to.
 
     An anchor that a prompt repeats proposes every occurrence with every place, quadratically many diagonals for text
     that is periodic, and one that is common proposes more than it is worth. Where that would be too much work, one

@@ -55,6 +55,9 @@ class Verifier:
         """
         lower, upper = self._bounds(proposals)
         inside = proposals._replace(starts=np.maximum(proposals.starts, lower), ends=np.minimum(proposals.ends, upper))
+        is_long = inside.ends - inside.starts >= GRAM_TOKENS
+        if not is_long.all():
+            inside, lower, upper = inside.take(is_long), lower[is_long], upper[is_long]
         runs, origin = self._equal_parts(inside)
         open_left = (runs.starts == inside.starts[origin]) & (runs.starts > lower[origin])
         open_right = (runs.ends == inside.ends[origin]) & (runs.ends < upper[origin])

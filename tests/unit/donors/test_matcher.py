@@ -71,6 +71,35 @@ def test_run_does_not_reach_into_the_next_donor():
     assert match([text[:200], text[200:]], text)[0] == [(0, 200, 0, 0), (200, 400, 1, 0)]
 
 
+def edited(document, cuts, lengths):
+    """The document with the token before each cut gone, and so many new ones in its place."""
+    pieces, begin = [], 0
+    for cut, length in zip(cuts, lengths, strict=True):
+        pieces += [document[begin : cut - 1], 40_000 + np.arange(cut, cut + length)]
+        begin = cut
+    return join(*pieces, document[begin:])
+
+
+@pytest.mark.parametrize("lengths", [[1] * 6, [0] * 6, [2] * 6, [4, 0, 1, 0, 3, 2]], ids=str)
+@pytest.mark.parametrize("side", ["after", "before"])
+def test_short_runs_between_edits_are_found_from_a_long_one(lengths, side):
+    """An answer that a client tokenises anew differs by a token here and there, and half of what is between is short."""
+    gap = 18
+    cuts = 60 + (gap + 1) * np.arange(1, 7)
+    document = make_text(60 + (gap + 1) * 6 + gap)
+    if side == "before":
+        document, cuts = document[::-1].copy(), np.sort(len(document) - cuts + 1)
+    prompt = edited(document, cuts.tolist(), lengths)
+    found, _ = match([document], join(make_text(50, seed=1), prompt, make_text(50, seed=2)))
+    assert coverage(found) == len(document) - len(cuts)
+
+
+def test_text_beside_a_run_that_is_another_is_not_taken_for_it():
+    document = make_text(200)
+    prompt = join(document[:100], make_text(400, seed=1))
+    assert match([document], prompt)[0] == [(0, 100, 0, 0)]
+
+
 def test_edited_token_splits_a_run():
     document = make_text(600)
     prompt = document.copy()
