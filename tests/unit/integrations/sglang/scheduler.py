@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.ranges import subtract
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
-from kvgraft.integrations.sglang.donors.texts import HostBlockKV
+from kvgraft.integrations.sglang.donors.texts import UNKNOWN, HostBlockKV
 from kvgraft.integrations.sglang.donors.tree import Resident
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
 from kvgraft.integrations.sglang.planning.ranks import Ranks
@@ -41,7 +41,7 @@ from kvgraft.integrations.sglang.store_use import StoreUse
 from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.stored import is_stored
-from kvgraft.types import RepairTime
+from kvgraft.types import Fidelity, RepairTime
 
 SLOTS = 900
 STEP = 1 / 128
@@ -258,8 +258,9 @@ class Scheduler:
         self.tree.on_evicted = self.reuse.evicted
         self.is_stale, self.number, self.may_lack_reports = False, 0, False
         self.waiting, self.running, self.copied_tokens, self.recomputed_tokens = [], [], 0, 0
-        self.repaired_after = self.continued_tokens = 0
+        self.repaired_after = self.continued_tokens = self.named_sources = 0
         self.finished = deque(maxlen=4)  # the last ones, as (tokens, tenant)
+        self.had = defaultdict(list)  # contents by position of all that ended, by id and attempt: ids may come again
 
     # What SGLang does
 
@@ -309,6 +310,7 @@ class Scheduler:
                 self.take_copies(entry, slots)
             req.prefix_len = len(entry.row)
             assert len(entry.row) == entry.prefix_len + loaded
+            self.check_sources(entry)
             self.recompute(entry)
         self.compute_chunk(entry, chunk)
         return True
@@ -501,6 +503,7 @@ class Scheduler:
 
     def release(self, entry):
         req = entry.req
+        self.had[req.rid, len(entry.attempts)].append([self.content(slot) for slot in entry.row])
         ranges = subtract([(req.kv.cache_protected_len, len(entry.row))], self.reuse.adopted(req))
         for start, stop in ranges:
             self.tree.free(entry.row[start:stop])
@@ -516,6 +519,22 @@ class Scheduler:
         return self.contents[int(self.values[slot, 0, 0])]
 
     # What must hold
+
+    def check_sources(self, entry):
+        """A request that is named as the source of what another goes on from had the same K/V."""
+        state = self.reuse._states[entry.req]
+        for span, source in zip(state.lineage.spans, state.sources, strict=True):
+            if span.fidelity is not Fidelity.CONTINUED or source["request"] == UNKNOWN:
+                continue
+            self.named_sources += 1
+            start = source["position"]
+            own = [self.content(entry.row[span.target_start + at]) for at in range(span.length)]
+            known = self.had[source["request"], source["attempt"]]
+            assert any(
+                all(a is b for a, b in zip(own, had[start : start + span.length], strict=True))
+                for had in known
+                if len(had) >= start + span.length
+            ), f"{source['request']} did not have {span.length} tokens at {span.target_start} with these K/V"
 
     def check(self):
         self.check_tree()

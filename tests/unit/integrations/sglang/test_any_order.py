@@ -187,7 +187,8 @@ class Walk:
             tokens, tenant = self.rng.choice(self.scheduler.finished)
             if len(tokens) < 250:
                 kept = len(tokens) - self.rng.choice([0, 0, self.rng.randrange(50)])
-                self.scheduler.submit([*tokens[:kept], *self.new(30), next(self.fresh)], tenant, "next turn", "after")
+                name = f"turn {next(self.fresh)}"
+                self.scheduler.submit([*tokens[:kept], *self.new(30), next(self.fresh)], tenant, name, "after")
                 return
         tokens = self.new(12) if self.rng.random() < 0.5 else []
         for _ in range(self.rng.randrange(1, 4)):
@@ -295,6 +296,7 @@ def test_long_walk_reaches_everything_and_breaks_nothing(page_size, recomputes, 
     wanted += ["copied at admission", "generation 2"] if selection == "none" else []
     assert all(walk.seen[name] >= 3 for name in wanted), walk.seen
     assert walk.scheduler.continued_tokens > 100
+    assert walk.scheduler.named_sources
     assert (walk.scheduler.recomputed_tokens > 50) == recomputes
     assert (walk.scheduler.repaired_after >= 3) == recomputes
 

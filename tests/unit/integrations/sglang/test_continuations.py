@@ -212,6 +212,39 @@ def test_a_request_that_copied_for_itself_is_no_source_of_what_the_tree_had(sess
         assert known in (["one"], ["after one", "other"])
 
 
+def test_a_request_that_went_on_from_another_generation_is_no_source(session):
+    """Of one text the tree has a path for each generation, and each may have been computed by another request."""
+    session.ask(DOCUMENT)
+    said, middle = session.new(30), session.new(20)
+    session.ask(session.new(7) + DOCUMENT + said)  # a donor of generation 1
+    session.ask(HEAD + DOCUMENT + middle + session.new(9), rid="first")
+    find, session.scheduler.reuse.continuations.find = session.scheduler.reuse.continuations.find, lambda *_: None
+    other, _ = session.ask(HEAD + DOCUMENT + middle + said, rid="other")
+    session.scheduler.reuse.continuations.find = find
+    _, told = session.ask(HEAD + DOCUMENT + middle + session.new(9) + said, rid="branch")
+    assert [source for _, source, _ in sources(told)][0] == "first"
+    _, told = session.ask(other + session.new(11))
+    assert told["spans"][0]["generation"] == 2
+    assert sources(told) == [(len(HEAD), "other", len(HEAD))]
+
+
+def test_a_request_whose_text_was_evicted_is_no_source_of_what_is_given_in_its_place():
+    session = Session(host_bytes=0)
+    middle = session.new(20)
+    session.ask(DOCUMENT)
+    tokens, _ = session.ask(HEAD + DOCUMENT + middle, rid="first")
+    branch = session.begin(tokens + session.new(11), rid="branch")
+    session.scheduler.tree.evict(session.scheduler.tree.total)
+    session.ask(DOCUMENT)
+    other, told = session.ask(HEAD + DOCUMENT + middle + session.new(9), rid="other")
+    assert told["continued_tokens"] == 0
+    branched, _ = session.end(branch)
+    _, told = session.ask(other + session.new(11))
+    assert [source for _, source, _ in sources(told)] == ["other"]
+    _, told = session.ask(branched + session.new(11), rid="last")
+    assert told["continued_tokens"] > 90
+
+
 def test_sources_that_could_not_be_noted_are_unknown(session, monkeypatch):
     tokens, _ = session.first(rid="first")
 
@@ -224,7 +257,7 @@ def test_sources_that_could_not_be_noted_are_unknown(session, monkeypatch):
     tokens, told = session.ask(tokens + session.new(11), rid="one")
     assert [source for _, source, _ in sources(told)] == ["unknown"]
     _, told = session.ask(tokens + session.new(11))
-    assert [source for _, source, _ in sources(told)] == ["one"]
+    assert [source for _, source, _ in sources(told)] == ["unknown", "one"], "who had it is not known from then on either"
 
 
 def test_two_that_continue_one_session_at_once_leave_its_text_once(session):

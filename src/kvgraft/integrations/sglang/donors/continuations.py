@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from kvgraft.integrations.sglang.donors.slot_texts import TextPart
@@ -42,6 +43,23 @@ class _Front(NamedTuple):
     namespace_key: bytes
     start: int
     digest: bytes
+
+
+class HeldPart(NamedTuple):
+    """Positions `[start, stop)` of a request that went on from what `origin` had there."""
+
+    start: int
+    stop: int
+    origin: Origin
+
+
+class _Noted(NamedTuple):
+    """A call of `Continuations.note`."""
+
+    text: TreeText
+    known: int
+    slots: Tensor
+    held: Sequence[HeldPart]
 
 
 @dataclass(eq=False)
@@ -63,7 +81,7 @@ class Continuations:
     version: int = field(default=0, init=False)
     _begun: OrderedDict[_Front, set[int]] = field(default_factory=OrderedDict, init=False)
     _holders: SlotTexts = field(init=False)
-    _noted: deque[tuple[TreeText, int, Tensor]] = field(default_factory=deque, init=False)
+    _noted: deque[_Noted] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         """Nothing lies in any slot yet."""
@@ -113,13 +131,16 @@ class Continuations:
         digest = Fronts(namespace.key, np.frombuffer(tokens[:], np.int64)).up_to(first)
         return self._named(namespace, tokens, _Front(namespace.key, first, digest), generation, origin)
 
-    def note(self, text: TreeText, start: int, slots: Tensor) -> None:
-        """Have a text found that the tree was given.
+    def note(self, text: TreeText, known: int, slots: Tensor, held: Sequence[HeldPart]) -> None:
+        """Have a text found that the tree was given. The device is not waited for.
 
-        Its request held the same K/V as the tree has in `slots` (int64) of `text.tokens[start:]`, others before them perhaps.
-        The device is not waited for.
+        Args:
+            text: With its request as the origin.
+            known: Tokens of it that the tree had already, of others: they may have had other K/V.
+            slots: int64, of all of it.
+            held: What its request went on from.
         """
-        self._noted.append((text, start, slots))
+        self._noted.append(_Noted(text, known, slots, held))
         front = _Front(text.namespace.key, text.base, text.front_at(0))
         self._begun.setdefault(front, set()).add(text.generation)
         self._begun.move_to_end(front)
@@ -157,8 +178,28 @@ class Continuations:
 
     def _settle(self) -> None:
         while self._noted:
-            text, start, slots = self._noted.popleft()
-            self._holders.claim(text, start, slots.cpu().numpy())
+            text, known, slots, held = self._noted.popleft()
+            host = slots.cpu().numpy()
+            start = self._shared_from(text.base, host[:known], held)
+            self._holders.claim(text, start, host[start:])
+
+    def _shared_from(self, base: int, known: NDArray[np.int64], held: Sequence[HeldPart]) -> int:
+        """Return from which of the slots `known` on a request had the K/V that lie there: those that it went on from.
+
+        They may have been evicted since, and given anew by another, or be those of a path of another generation. An origin
+        gives its K/V to one path, once.
+        """
+        start = len(known)
+        for part in reversed(list(self._holders.in_slots(known))):
+            if part.first + part.length < start:
+                break
+            had = [each for each in held if each.origin == part.text.origin and each.start < base + start <= each.stop]
+            if not had:
+                break
+            start = max(part.first, had[0].start - base)
+            if start > part.first:
+                break
+        return start
 
     def _texts(
         self, namespace: Namespace, tokens: array[int], prefix_len: int, generation: int | None = None

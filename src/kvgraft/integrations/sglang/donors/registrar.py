@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvgraft.integrations.sglang.donors.continuations import HeldPart
 from kvgraft.integrations.sglang.donors.texts import Origin, TreeText
 from kvgraft.types import Fidelity
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.request_state import SGLangRequest
-    from kvgraft.reuse.lineage import ComputedRun, Lineage
+    from kvgraft.reuse.lineage import ComputedRun
 
 
 class GivenPiece(NamedTuple):
@@ -143,9 +144,8 @@ class DonorRegistrar:
                 if taken > known:
                     state.held.adopted.append((text.base + known, text.base + taken))
             if text.generation:
-                start = min(known, _shared_from(state.lineage, text, known))
                 path = self._tree.slots(self._tree.resident(text, len(slots)).node)
-                self._continuations.note(text, start, path[start : len(slots)])
+                self._continuations.note(text, known, path[: len(slots)], _gone_on_from(state))
             self._publish(text, slots, known, runs)
 
     def touch_front(self, req: Any, state: SGLangRequest) -> None:  # noqa: ANN401 - SGLang's Req
@@ -175,12 +175,17 @@ class DonorRegistrar:
         return self._continuations.names.are_of(cache_salt)
 
 
-def _shared_from(lineage: Lineage, text: TreeText, known: int) -> int:
-    """Return from which token of `text` on a request, which goes on from the first `known`, has the K/V that the tree has."""
-    spans = [span for span in lineage.spans if span.fidelity is Fidelity.CONTINUED]
-    if not spans or spans[-1].target_start + spans[-1].length < text.base + known:
-        return known
-    return max(0, spans[0].target_start - text.base)
+def _gone_on_from(state: SGLangRequest) -> list[HeldPart]:
+    """Return what a request goes on from, by the requests that had it; `UNKNOWN` for some."""
+    return [
+        HeldPart(
+            span.target_start,
+            span.target_start + span.length,
+            Origin(str(source["request"]), int(str(source["attempt"]))),
+        )
+        for span, source in zip(state.lineage.spans, state.sources, strict=True)
+        if span.fidelity is Fidelity.CONTINUED
+    ]
 
 
 def _origin(state: SGLangRequest) -> Origin:
