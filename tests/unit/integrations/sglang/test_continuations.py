@@ -222,7 +222,7 @@ def test_a_request_that_went_on_from_another_generation_is_no_source(session):
     other, _ = session.ask(HEAD + DOCUMENT + middle + said, rid="other")
     session.scheduler.reuse.continuations.find = find
     _, told = session.ask(HEAD + DOCUMENT + middle + session.new(9) + said, rid="branch")
-    assert [source for _, source, _ in sources(told)][0] == "first"
+    assert next(source for _, source, _ in sources(told)) == "first"
     _, told = session.ask(other + session.new(11))
     assert told["spans"][0]["generation"] == 2
     assert sources(told) == [(len(HEAD), "other", len(HEAD))]
@@ -257,7 +257,9 @@ def test_sources_that_could_not_be_noted_are_unknown(session, monkeypatch):
     tokens, told = session.ask(tokens + session.new(11), rid="one")
     assert [source for _, source, _ in sources(told)] == ["unknown"]
     _, told = session.ask(tokens + session.new(11))
-    assert [source for _, source, _ in sources(told)] == ["unknown", "one"], "who had it is not known from then on either"
+    assert [source for _, source, _ in sources(told)] == ["unknown", "one"], (
+        "who had it is not known from then on either"
+    )
 
 
 def test_two_that_continue_one_session_at_once_leave_its_text_once(session):
