@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, UnannouncedKey
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvgraft.prefix import UnannouncedKey
 
 
 class PageIndex:

@@ -14,7 +14,8 @@ import time
 
 import numpy as np
 
-from kvgraft.prefix import EventLog, RadixCache, RadixKey
+from kvgraft.events import EventLog
+from kvgraft.prefix import RadixCache, RadixKey
 
 REPEATS = 3
 

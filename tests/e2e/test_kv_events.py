@@ -26,13 +26,7 @@ from kvgraft.engine.async_llm import AsyncLLM  # noqa: E402
 from kvgraft.engine.event_feed import EventFeed  # noqa: E402
 from kvgraft.engine.model.loading import adopt_model  # noqa: E402
 from kvgraft.errors import ConfigError, IntegrationError  # noqa: E402
-from kvgraft.prefix import (  # noqa: E402
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    ZmqEventSubscriber,
-)
-from kvgraft.prefix.events import wire  # noqa: E402
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored, ZmqEventSubscriber, wire  # noqa: E402
 from kvgraft.reuse.donor_events import donor_scope, is_donor, scope_of  # noqa: E402
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model  # noqa: E402
 

@@ -602,7 +602,7 @@ def test_full_server_refuses_with_429_and_a_second_signal_ends_it_at_once():
 
 def test_settings_of_the_prefix_cache_reach_a_served_model(tmp_path):
     """Whole pages are found again, prefixes of higher priority outlive others, and a reader hears of what is stored."""
-    events = pytest.importorskip("kvgraft.prefix.events.publisher")
+    events = pytest.importorskip("kvgraft.events.publisher")
     pytest.importorskip("msgspec")
     pytest.importorskip("zmq")
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"

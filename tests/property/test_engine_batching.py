@@ -22,7 +22,8 @@ from kvgraft.engine.event_feed import EventFeed
 from kvgraft.engine.model import slot_plan
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
-from kvgraft.prefix import EVICTION_POLICIES, EventLog
+from kvgraft.events import EventLog
+from kvgraft.prefix import EVICTION_POLICIES
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from kvgraft.prefix import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.substitution import SemanticPrefixProvider, SemanticPrefixResult
 
 FOLDER = "SCRIPTED_PROVIDER"
 """Environment variable with the folder of `answer.json` and `calls.jsonl`."""

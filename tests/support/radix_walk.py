@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tests.support.swa_walk import random_tokens
 
-from kvgraft.prefix import AllBlocksCleared, BlockStored, EventLog, RadixCache, RadixKey
+from kvgraft.events import AllBlocksCleared, BlockStored, EventLog
+from kvgraft.prefix import RadixCache, RadixKey
 from kvgraft.testing.slots import CheckedSlots
 
 if TYPE_CHECKING:

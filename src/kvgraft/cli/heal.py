@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens_per_minute < 1:
         raise ConfigError(f"--max-tokens-per-minute must be at least 1, not {args.max_tokens_per_minute}")
     try:
+        from kvgraft.events.publisher import load_zmq
+        from kvgraft.events.wire import require_msgpack
         from kvgraft.heal.healer import HealSettings
         from kvgraft.observability import log_format
-        from kvgraft.prefix.events.publisher import load_zmq
-        from kvgraft.prefix.events.wire import require_msgpack
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:

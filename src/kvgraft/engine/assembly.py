@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.layers import ModelLayers
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.risk import HeldRisk
+    from kvgraft.events import EventLog
     from kvgraft.memory import StatePool
-    from kvgraft.prefix import EventLog, TreeCacheBuildContext
+    from kvgraft.prefix import TreeCacheBuildContext
 
 
 def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:

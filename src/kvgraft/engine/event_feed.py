@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from kvgraft.config import quoted
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import EventLog, PublisherConfig, ZmqEventPublisher
+from kvgraft.events import EventLog, PublisherConfig, ZmqEventPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.events.publisher import load_zmq
+from kvgraft.events.publisher import load_zmq
 
 PATIENCE_S = 5.0
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import Fronts
 from kvgraft.errors import CapacityError
-from kvgraft.prefix import AllBlocksCleared, BlockStored
+from kvgraft.events import AllBlocksCleared, BlockStored
 from kvgraft.reuse.donor_events import donor_generation, donor_place, donor_scope, is_donor, scope_of, tokens_before
 from kvgraft.reuse.sent_fronts import ReceivedFronts
 from kvgraft.types import Fidelity
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvgraft.prefix import KVEvent
+    from kvgraft.events import KVEvent
     from kvgraft.reuse.donor_events import DonorPlace, DonorScope
     from kvgraft.reuse.sent_fronts import Beginning
     from kvgraft.types import DonorId, KeyedNamespace

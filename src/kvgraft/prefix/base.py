@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from kvgraft.prefix import lifecycle
+from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.results import EvictResult, StoredLength
-from kvgraft.prefix.standalone import lifecycle
-from kvgraft.prefix.standalone.lifecycle import StoredRow
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.key import RadixKey
+    from kvgraft.prefix.request import RequestRow
     from kvgraft.prefix.results import (
         InsertResult,
         MatchPrefixParams,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         PrefixHandle,
         SlotArray,
     )
-    from kvgraft.prefix.standalone.request import RequestRow
+    from kvgraft.token_key import RadixKey
 
 
 class PrefixCache(ABC):

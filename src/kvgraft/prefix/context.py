@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvgraft.prefix.events.log import EventLog
+    from kvgraft.events.log import EventLog
     from kvgraft.prefix.hierarchical.transfer import TierTransfer
 
 

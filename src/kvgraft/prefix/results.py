@@ -14,7 +14,7 @@ from kvgraft.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvgraft.prefix.key import RadixKey
+    from kvgraft.token_key import RadixKey
     from kvgraft.types import Fidelity
 
 SlotArray = NDArray[np.int64]

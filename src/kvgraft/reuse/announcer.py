@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
-    from kvgraft.prefix import KVEvent
+    from kvgraft.events import KVEvent
 
 
 class DonorAnnouncer:

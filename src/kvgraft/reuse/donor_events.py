@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvgraft.donors.front import FRONT_BYTES
-from kvgraft.prefix.events.event import BlockRemoved, BlockStored
+from kvgraft.events.event import BlockRemoved, BlockStored
 from kvgraft.types import KeyedNamespace, Namespace
 
 if TYPE_CHECKING:

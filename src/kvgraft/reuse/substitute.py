@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import GuardedProvider, RadixKey, load_provider, provider_class
+from kvgraft.substitution import GuardedProvider, load_provider, provider_class
+from kvgraft.token_key import RadixKey
 from kvgraft.types import Substitution
 
 if TYPE_CHECKING:
     from kvgraft.config.reuse import ReuseSettings
-    from kvgraft.prefix import SemanticCounters, SemanticPrefixResult
     from kvgraft.reuse.lineage import Lineage
+    from kvgraft.substitution import SemanticCounters, SemanticPrefixResult
     from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)

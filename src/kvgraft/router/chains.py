@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix.events.log import NAMESPACE_SALT
+from kvgraft.events.log import NAMESPACE_SALT
 from kvgraft.reuse.donor_events import scope_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvgraft.prefix import BlockHash, BlockRemoved, BlockStored
+    from kvgraft.events import BlockHash, BlockRemoved, BlockStored
 
     Tokens = NDArray[np.int32]
 

@@ -15,7 +15,7 @@ from kvgraft.router.held_text import Held, HeldText
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvgraft.prefix import KVEvent
+    from kvgraft.events import KVEvent
     from kvgraft.router.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)

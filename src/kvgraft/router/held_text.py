@@ -9,8 +9,8 @@ import numpy as np
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import CapacityError
-from kvgraft.prefix import AllBlocksCleared, BlockStored
-from kvgraft.prefix.events.log import NAMESPACE_SALT
+from kvgraft.events import AllBlocksCleared, BlockStored
+from kvgraft.events.log import NAMESPACE_SALT
 from kvgraft.reuse.donor_events import donor_generation, donor_place, donor_scope, is_donor
 from kvgraft.router.chains import BlockChains, BlockRun
 from kvgraft.router.turnover import Turnover
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from kvgraft.donors import Donor
-    from kvgraft.prefix import BlockHash, BlockRemoved, KVEvent
+    from kvgraft.events import BlockHash, BlockRemoved, KVEvent
     from kvgraft.reuse.donor_events import DonorPlace
     from kvgraft.types import DonorId, Match, Namespace
 

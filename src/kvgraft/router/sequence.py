@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvgraft.prefix import EventBatch, KVEvent
+    from kvgraft.events import EventBatch, KVEvent
 
 _MAX_HELD_BACK = 10_000
 """Batches that wait for older ones; as many as publishers keep for a replay."""

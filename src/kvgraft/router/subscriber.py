@@ -13,15 +13,15 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.prefix import decode_batch
-from kvgraft.prefix.events.publisher import END_OF_REPLAY, load_zmq
-from kvgraft.prefix.events.wire import SEQUENCE_BYTES, require_msgpack
+from kvgraft.events import decode_batch
+from kvgraft.events.publisher import END_OF_REPLAY, load_zmq
+from kvgraft.events.wire import SEQUENCE_BYTES, require_msgpack
 from kvgraft.router.sequence import BatchSequence, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvgraft.prefix import KVEvent
+    from kvgraft.events import KVEvent
     from kvgraft.router.worker import WorkerSpec
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.semantic.decoder import decoder_of
 from kvgraft.semantic.discovery import Discovery
 from kvgraft.semantic.ready import content_digests
 from kvgraft.semantic.registry import create_embedder
+from kvgraft.substitution import SemanticPrefixProvider, SemanticPrefixResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import EvictResult, PrefixCache, RadixKey, RequestRow, StateRadixCache
+from kvgraft.prefix import EvictResult, PrefixCache, RequestRow, StateRadixCache
 from kvgraft.testing.slots import CheckedSlots
+from kvgraft.token_key import RadixKey
 
 
 class PrefixCacheTests(ABC):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvgraft.donors import DonorCatalogue
-from kvgraft.prefix import EventLog, PublisherConfig, RadixCache, RadixKey, ZmqEventPublisher
+from kvgraft.events import EventLog, PublisherConfig, ZmqEventPublisher
+from kvgraft.prefix import RadixCache, RadixKey
 from kvgraft.reuse.donor_events import donor_removed, donor_stored
 from kvgraft.types import Namespace
 

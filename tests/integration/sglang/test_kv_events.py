@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
-from kvgraft.prefix.events.wire import EventBatch, encode_batch
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvgraft.events.wire import EventBatch, encode_batch
 
 
 def test_sglang_reads_what_we_write():

@@ -20,12 +20,12 @@ pytest.importorskip("msgspec")
 from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
 from kvgraft.errors import ConfigError
+from kvgraft.events import PublisherConfig, ZmqEventPublisher
+from kvgraft.events.publisher import load_zmq
 from kvgraft.heal.healer import HealSettings
 from kvgraft.heal.probe import require_publisher
 from kvgraft.heal.process import heal
 from kvgraft.heal.server import RefusedError, Server, ServerError
-from kvgraft.prefix import PublisherConfig, ZmqEventPublisher
-from kvgraft.prefix.events.publisher import load_zmq
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.router import WorkerSpec
 from kvgraft.types import Namespace

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.heal import Texts
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.types import Namespace
 

@@ -16,9 +16,10 @@ import pytest
 import zmq
 
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, RadixCache, RadixKey, SWARadixCache
-from kvgraft.prefix.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber
-from kvgraft.prefix.events.wire import EventBatch, decode_batch, encode_batch
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
+from kvgraft.events.publisher import PublisherConfig, ZmqEventPublisher, ZmqEventSubscriber
+from kvgraft.events.wire import EventBatch, decode_batch, encode_batch
+from kvgraft.prefix import RadixCache, RadixKey, SWARadixCache
 
 
 def make_cache(page_size=1, **options):
@@ -156,7 +157,7 @@ def test_eviction_writes_each_hash_into_an_event_once(monkeypatch, hybrid):
         def __post_init__(self):
             written.append(len(self.block_hashes))
 
-    monkeypatch.setattr("kvgraft.prefix.events.log.BlockRemoved", Counted)
+    monkeypatch.setattr("kvgraft.events.log.BlockRemoved", Counted)
     log = EventLog()
     cache = SWARadixCache(1, sliding_window_size=4, events=log) if hybrid else RadixCache(1, events=log)
     for first in range(300):

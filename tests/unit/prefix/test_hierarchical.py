@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import EventLog, HierarchicalRadixCache, RadixKey
+from kvgraft.events import EventLog
+from kvgraft.prefix import HierarchicalRadixCache, RadixKey
 from kvgraft.testing.slots import CheckedSlots
 
 HOST = 10_000

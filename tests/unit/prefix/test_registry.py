@@ -8,9 +8,9 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from kvgraft.errors import ConfigError, IntegrationError
+from kvgraft.events import EventLog
 from kvgraft.prefix import (
     ChunkCache,
-    EventLog,
     HierarchicalRadixCache,
     HierarchicalStateCache,
     RadixCache,

@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import (
-    GuardedProvider,
-    MatchPrefixParams,
-    RadixCache,
-    RadixKey,
-    RequestRow,
-    SemanticPrefixProvider,
-    SemanticPrefixResult,
-)
+from kvgraft.prefix import MatchPrefixParams, RadixCache, RadixKey, RequestRow
+from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.testing.slots import CheckedSlots
 from kvgraft.types import Fidelity
 
@@ -190,7 +183,7 @@ def test_18_exceptions_reach_the_caller_without_a_deadline():
 @pytest.mark.parametrize(("source_id", "expected"), [("doc-7", 1), ("", 0)])
 def test_19_20_a_named_source_is_logged_an_unnamed_one_is_not(caplog, source_id, expected):
     cache = make_cache(Provider(propose(source_id=source_id)))
-    with caplog.at_level(logging.DEBUG, "kvgraft.prefix.semantic.fallback"):
+    with caplog.at_level(logging.DEBUG, "kvgraft.prefix.semantic_fallback"):
         ask(cache)
     records = [record for record in caplog.records if "semantic hit" in record.message]
     assert len(records) == expected
@@ -540,7 +533,7 @@ def test_an_answer_of_another_type_is_a_counted_miss():
 def test_a_stuck_provider_keeps_no_process_from_ending():
     program = """
 import threading
-from kvgraft.prefix import GuardedProvider, SemanticPrefixProvider
+from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider
 
 class Stuck(SemanticPrefixProvider):
     def on_prefix_miss(self, rid, token_ids):

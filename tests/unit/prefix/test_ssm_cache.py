@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import BlockRemoved, BlockStored, EventLog, RadixKey, RequestRow, StateRadixCache, StreamingSession
+from kvgraft.events import BlockRemoved, BlockStored, EventLog
+from kvgraft.prefix import RadixKey, RequestRow, StateRadixCache, StreamingSession
 from kvgraft.prefix.eviction.policies import LRU
 from kvgraft.testing.slots import CheckedSlots
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import EventLog, RadixKey, RequestRow, SWARadixCache
+from kvgraft.events import EventLog
+from kvgraft.prefix import RadixKey, RequestRow, SWARadixCache
 from kvgraft.testing.slots import CheckedSlots
 from kvgraft.windows import SlidingWindow
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix import EventLog, HierarchicalStateCache, RadixKey, RequestRow, StreamingSession
+from kvgraft.events import EventLog
+from kvgraft.prefix import HierarchicalStateCache, RadixKey, RequestRow, StreamingSession
 from kvgraft.testing.slots import CheckedSlots
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
-from kvgraft.prefix import BlockRemoved, BlockStored, EventLog, RadixCache, RadixKey
+from kvgraft.events import BlockRemoved, BlockStored, EventLog
+from kvgraft.prefix import RadixCache, RadixKey
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.reuse.donor_events import (
     DONOR_PARENT,
@@ -28,7 +29,7 @@ from kvgraft.types import Namespace
 
 pytest.importorskip("msgspec")
 
-from kvgraft.prefix import EventBatch, decode_batch, encode_batch
+from kvgraft.events import EventBatch, decode_batch, encode_batch
 
 TEXT = np.arange(40, dtype=np.int32)
 ALICE = Namespace("model", "adapter", "salt of alice")

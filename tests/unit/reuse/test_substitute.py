@@ -9,9 +9,9 @@ from kvgraft.config import EngineConfig
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.config.vllm import VLLMConfig
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.reuse import Substitutes
 from kvgraft.reuse.substitute import Substitute
+from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 
 PATIENCE_S = 60.0
 PROMPT = np.arange(100)

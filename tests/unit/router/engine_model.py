@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from itertools import groupby
 
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.reuse.donor_events import scope_of
 
 

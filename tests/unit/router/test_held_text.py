@@ -10,18 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.router.engine_model import EngineModel, covered, page_hash, scope
 
 from kvgraft.donors import DonorCatalogue
-from kvgraft.prefix import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    EventLog,
-    RadixCache,
-    RadixKey,
-    decode_batch,
-    encode_batch,
-)
-from kvgraft.prefix.events.log import NAMESPACE_SALT
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventLog, decode_batch, encode_batch
+from kvgraft.events.log import NAMESPACE_SALT
+from kvgraft.prefix import RadixCache, RadixKey
 from kvgraft.reuse.donor_events import donor_removed, donor_stored, scope_of
 from kvgraft.router.chains import BlockChains, BlockRun
 from kvgraft.router.held_text import HeldText

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvgraft.prefix import BlockRemoved, EventBatch
+from kvgraft.events import BlockRemoved, EventBatch
 from kvgraft.router.sequence import BatchSequence
 
 

@@ -11,7 +11,7 @@ zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
 
 from kvgraft.errors import ConfigError  # noqa: E402
-from kvgraft.prefix import EventBatch, PublisherConfig, ZmqEventPublisher, encode_batch  # noqa: E402
+from kvgraft.events import EventBatch, PublisherConfig, ZmqEventPublisher, encode_batch  # noqa: E402
 from kvgraft.router import subscriber  # noqa: E402
 from kvgraft.router.directory import Directory  # noqa: E402
 from kvgraft.router.subscriber import EventReader  # noqa: E402

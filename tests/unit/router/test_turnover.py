@@ -7,7 +7,7 @@ import pytest
 from tests.unit.router.engine_model import EngineModel
 
 from kvgraft.donors import Donor
-from kvgraft.prefix import BlockRemoved
+from kvgraft.events import BlockRemoved
 from kvgraft.reuse.donor_events import donor_removed, donor_stored, scope_of
 from kvgraft.router.directory import Directory
 from kvgraft.router.held_text import HeldText

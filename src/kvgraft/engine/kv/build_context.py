@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.layers import ModelLayers
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.model.slot_plan import SlotPlan
-    from kvgraft.prefix import EventLog
+    from kvgraft.events import EventLog
 
 
 def tree_cache_context(

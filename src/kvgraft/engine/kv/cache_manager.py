@@ -18,11 +18,12 @@ from kvgraft.graft.select import NoRecompute
 from kvgraft.graft.sparse_prefill import AnswerFirst, SparsePrefill
 from kvgraft.graft.steps import GraftSteps, Scope
 from kvgraft.memory import Owner
-from kvgraft.prefix import RadixKey, StoredLength, UnannouncedKey
+from kvgraft.prefix import StoredLength
 from kvgraft.reuse.continuation import continuation_key
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.reads import store_miss
+from kvgraft.token_key import RadixKey, UnannouncedKey
 from kvgraft.types import Miss, MissReason, ReuseMode
 
 if TYPE_CHECKING:

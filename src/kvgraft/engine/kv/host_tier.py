@@ -21,7 +21,8 @@ from kvgraft.prefix import EvictResult
 if TYPE_CHECKING:
     from kvgraft.engine.model.slot_plan import SlotPlan
     from kvgraft.memory import BaseHostSlots, SlotArray, SlotPool, StatePool
-    from kvgraft.prefix import HierarchicalRadixCache, HierarchicalStateCache, MatchResult, RadixKey
+    from kvgraft.prefix import HierarchicalRadixCache, HierarchicalStateCache, MatchResult
+    from kvgraft.token_key import RadixKey
 
 logger = logging.getLogger(__name__)
 

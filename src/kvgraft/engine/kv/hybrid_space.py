@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.memory import SlotUsage, StoreKey
-    from kvgraft.prefix import EvictResult, MatchResult, RadixKey, SWARadixCache
+    from kvgraft.prefix import EvictResult, MatchResult, SWARadixCache
+    from kvgraft.token_key import RadixKey
     from kvgraft.types import DonorId
     from kvgraft.windows import WindowKind
 

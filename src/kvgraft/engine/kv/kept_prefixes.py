@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix import RadixKey
+from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, KeysView

@@ -20,9 +20,10 @@ from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
-from kvgraft.prefix import EvictResult, RadixKey
+from kvgraft.prefix import EvictResult
 from kvgraft.reuse import Soundness
 from kvgraft.reuse.stored import StoredKV
+from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable

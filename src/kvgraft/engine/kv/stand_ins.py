@@ -10,8 +10,8 @@ import numpy as np
 from kvgraft.donors import Donor
 from kvgraft.engine.kv.kv_space import PrefixKV
 from kvgraft.graft.select import NoRecompute
-from kvgraft.prefix import RadixKey
 from kvgraft.reuse.decision import Decision
+from kvgraft.token_key import RadixKey
 from kvgraft.types import STAND_IN, GraftPlan, Match
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.memory import SlotPool, SlotUsage, StatePool
-    from kvgraft.prefix import EvictResult, RadixKey, StateRadixCache
+    from kvgraft.prefix import EvictResult, StateRadixCache
+    from kvgraft.token_key import RadixKey
 
 
 class StateKVSpace(KVSpace):

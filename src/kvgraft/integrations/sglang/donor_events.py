@@ -10,14 +10,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError
+from kvgraft.events import as_map
 from kvgraft.integrations.sglang.planning.planner import request_namespace
-from kvgraft.prefix import as_map
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.reuse.donor_events import scope_of
 
 if TYPE_CHECKING:
     from kvgraft.donors import DonorCatalogue
-    from kvgraft.prefix import KVEvent
+    from kvgraft.events import KVEvent
     from kvgraft.types import Namespace
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import kv_events
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix import BlockStored
+from kvgraft.events import BlockStored
 from kvgraft.reuse import DonorAnnouncer
 from kvgraft.types import Namespace
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
     from kvgraft.donors import DonorCatalogue
-    from kvgraft.prefix import KVEvent
+    from kvgraft.events import KVEvent
 
 
 def announce(

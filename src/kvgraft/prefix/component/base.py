@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.prefix.component.parts import TreeComponents
-    from kvgraft.prefix.key import RadixKey
     from kvgraft.prefix.results import EvictResult, PrefixHandle, SlotArray
+    from kvgraft.token_key import RadixKey
 
 Node = TypeVar("Node", bound=ComponentNode[Any])
 Lock = TypeVar("Lock", bound=ComponentLock)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from kvgraft.prefix.key import RadixKey
     from kvgraft.prefix.radix.base import TreeOptions
+    from kvgraft.token_key import RadixKey
 
 logger = logging.getLogger(__name__)
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Unpack
 
-    from kvgraft.prefix.key import RadixKey
     from kvgraft.prefix.radix.base import TreeOptions
     from kvgraft.prefix.radix.tree import RadixTree
     from kvgraft.prefix.results import MatchResult, PrefixHandle, SlotArray
     from kvgraft.prefix.ssm.node import StateLock
     from kvgraft.prefix.ssm.results import StateInsertResult
+    from kvgraft.token_key import RadixKey
 
 
 class HierarchicalStateCache(StateRadixCache, BaseLoadBackCache[TieredStateNode]):

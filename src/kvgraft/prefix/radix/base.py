@@ -11,7 +11,6 @@ from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.eviction.policies import EvictionPolicy, make_eviction_policy
 from kvgraft.prefix.eviction.queue import EvictionQueue
-from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.radix.invariants import check_tree
 from kvgraft.prefix.radix.node import RadixNode
 from kvgraft.prefix.radix.tree import RadixTree
@@ -29,11 +28,12 @@ from kvgraft.prefix.results import (
     as_slots,
     join_slots,
 )
+from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.events.log import EventLog
-    from kvgraft.prefix.standalone.lifecycle import StoredRow
-    from kvgraft.prefix.standalone.request import RequestRow
+    from kvgraft.events.log import EventLog
+    from kvgraft.prefix.lifecycle import StoredRow
+    from kvgraft.prefix.request import RequestRow
 
 Node = TypeVar("Node", bound=RadixNode)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.node import RadixNode
-from kvgraft.prefix.semantic import GuardedProvider, SemanticFallback, SemanticPrefixProvider, SlotCopier
+from kvgraft.prefix.semantic_fallback import SemanticFallback, SlotCopier
+from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider
+from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
+    from kvgraft.prefix.request import RequestRow
     from kvgraft.prefix.results import EvictResult, MatchPrefixParams, MatchResult
-    from kvgraft.prefix.standalone.request import RequestRow
 
 Node = TypeVar("Node", bound=RadixNode)
 

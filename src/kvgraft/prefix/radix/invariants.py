@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix.key import TOKEN_BYTES
 from kvgraft.prefix.radix.node import RadixNode
+from kvgraft.token_key import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
-    from kvgraft.prefix.key import KeyNamespace
     from kvgraft.prefix.results import SlotArray
+    from kvgraft.token_key import KeyNamespace
 
 Node = TypeVar("Node", bound=RadixNode)
 

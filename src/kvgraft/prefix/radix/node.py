@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvgraft.prefix.eviction.queue import NOT_QUEUED, Queueable
-from kvgraft.prefix.key import TOKEN_BYTES
 from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
+from kvgraft.token_key import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from kvgraft.prefix.key import KeyNamespace
+    from kvgraft.token_key import KeyNamespace
     from kvgraft.types import TokenArray
 
 

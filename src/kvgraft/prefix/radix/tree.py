@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.key import TOKEN_BYTES, common_prefix_len
 from kvgraft.prefix.radix.node import RadixNode, frozen_copy
 from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
+from kvgraft.token_key import TOKEN_BYTES, common_prefix_len
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from kvgraft.prefix.key import RadixKey
+    from kvgraft.token_key import RadixKey
 
 Node = TypeVar("Node", bound=RadixNode)
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.component.base import BaseComponentCache
-from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.results import (
     EvictResult,
     MatchPrefixParams,
@@ -22,6 +21,7 @@ from kvgraft.prefix.ssm.invariants import check_states
 from kvgraft.prefix.ssm.node import State, StateLock, StateNode
 from kvgraft.prefix.ssm.results import StateMatchResult
 from kvgraft.prefix.ssm.states import TreeStates
+from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import ConfigError
+from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray
 from kvgraft.prefix.ssm.base import BaseStateCache
 from kvgraft.prefix.ssm.results import StateInsertResult
-from kvgraft.prefix.standalone.lifecycle import StoredRow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.semantic import SemanticPrefixProvider, SlotCopier
+    from kvgraft.prefix.request import RequestRow
+    from kvgraft.prefix.semantic_fallback import SlotCopier
     from kvgraft.prefix.ssm.node import StateLock, StateNode
-    from kvgraft.prefix.standalone.request import RequestRow
+    from kvgraft.substitution import SemanticPrefixProvider
+    from kvgraft.token_key import RadixKey
 
 NO_STATES: Mapping[int, int] = MappingProxyType({})
 

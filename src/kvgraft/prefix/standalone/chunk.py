@@ -19,8 +19,8 @@ from kvgraft.prefix.results import (
 from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.standalone.request import RequestRow
+    from kvgraft.prefix.request import RequestRow
+    from kvgraft.token_key import RadixKey
 
 
 class _EmptyPrefix(PrefixHandle):

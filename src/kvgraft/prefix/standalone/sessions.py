@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvgraft.errors import ConfigError
 from kvgraft.prefix.base import PrefixCache
-from kvgraft.prefix.key import RadixKey, common_prefix_len
+from kvgraft.prefix.request import RequestRow
 from kvgraft.prefix.results import (
     NO_SLOTS,
     NOTHING_FREED,
@@ -26,8 +26,8 @@ from kvgraft.prefix.results import (
     join_results,
 )
 from kvgraft.prefix.ssm.cache import StateRadixCache
-from kvgraft.prefix.standalone.request import RequestRow
 from kvgraft.prefix.swa.cache import SWARadixCache
+from kvgraft.token_key import RadixKey, common_prefix_len
 
 
 class SessionHandle(PrefixHandle):

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvgraft.errors import CorruptCacheError
 from kvgraft.prefix.component.base import BaseComponentCache
-from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.results import (
     NO_SLOTS,
     EvictResult,
@@ -22,6 +21,7 @@ from kvgraft.prefix.swa.invariants import check_windows
 from kvgraft.prefix.swa.node import SWALock, SWANode, Window
 from kvgraft.prefix.swa.results import SWAMatchResult
 from kvgraft.prefix.swa.windows import TreeWindows
+from kvgraft.token_key import RadixKey
 from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:

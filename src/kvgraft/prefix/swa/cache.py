@@ -14,16 +14,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray, join_slots
-from kvgraft.prefix.standalone.lifecycle import StoredRow
 from kvgraft.prefix.swa.base import BaseSWACache
 from kvgraft.prefix.swa.node import SWALock, SWANode
 from kvgraft.prefix.swa.results import SWAInsertResult
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.key import RadixKey
-    from kvgraft.prefix.semantic import SemanticPrefixProvider, SlotCopier
-    from kvgraft.prefix.standalone.request import RequestRow
+    from kvgraft.prefix.request import RequestRow
+    from kvgraft.prefix.semantic_fallback import SlotCopier
+    from kvgraft.substitution import SemanticPrefixProvider
+    from kvgraft.token_key import RadixKey
 
 
 class SWARadixCache(BaseSWACache):

@@ -14,9 +14,9 @@ from vllm.distributed.kv_events import KVEventBatch
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import ConfigError
+from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
+from kvgraft.events.wire import EventBatch, encode_batch
 from kvgraft.integrations.vllm.donor_events import announce, as_vllms
-from kvgraft.prefix import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
-from kvgraft.prefix.events.wire import EventBatch, encode_batch
 from kvgraft.reuse.donor_events import DONOR_PARENT, donor_removed, donor_stored, is_donor, scope_of
 from kvgraft.router.chains import scope_of_pages
 from kvgraft.types import Namespace

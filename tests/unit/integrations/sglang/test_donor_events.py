@@ -6,9 +6,9 @@ import pytest
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import ConfigError
+from kvgraft.events import decode_batch
 from kvgraft.integrations.sglang.donor_events import DonorEvents, require_events
 from kvgraft.integrations.sglang.planning.planner import request_namespace
-from kvgraft.prefix import decode_batch
 from kvgraft.reuse.donor_events import donor_generation, donor_scope, is_donor, scope_of
 
 msgspec = pytest.importorskip("msgspec")

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.integrations.sglang.conftest import FakeRequest
 
 from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
-from kvgraft.prefix import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.reuse import Substitutes
+from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.types import MissReason
 
 MIN_GAIN = 16

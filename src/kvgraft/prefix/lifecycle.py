@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvgraft.prefix.results import NO_SLOTS, NOTHING_FREED, EvictResult, PrefixHandle, join_results
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.standalone.request import RequestRow
+    from kvgraft.prefix.request import RequestRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

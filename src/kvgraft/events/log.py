@@ -11,14 +11,14 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored
-from kvgraft.prefix.key import TOKEN_BYTES, UnannouncedKey
+from kvgraft.events.event import AllBlocksCleared, BlockRemoved, BlockStored
+from kvgraft.token_key import TOKEN_BYTES, UnannouncedKey
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from kvgraft.prefix.events.event import BlockHash, KVEvent
-    from kvgraft.prefix.key import KeyNamespace
+    from kvgraft.events.event import BlockHash, KVEvent
+    from kvgraft.token_key import KeyNamespace
     from kvgraft.types import TokenArray
 
 DIGEST_BYTES = 32

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.prefix.events.event import AllBlocksCleared
-from kvgraft.prefix.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch, require_msgpack
+from kvgraft.events.event import AllBlocksCleared
+from kvgraft.events.wire import SEQUENCE_BYTES, EventBatch, decode_batch, encode_batch, require_msgpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-    from kvgraft.prefix.events.event import KVEvent
+    from kvgraft.events.event import KVEvent
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError, IntegrationError, one_line
 from kvgraft.factories import imported
-from kvgraft.prefix.semantic.provider import SemanticPrefixProvider
+from kvgraft.substitution.provider import SemanticPrefixProvider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

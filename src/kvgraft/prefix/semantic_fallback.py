@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.key import RadixKey, common_prefix_len
 from kvgraft.prefix.results import FidelitySpan, MatchResult, PrefixHandle, SlotArray
+from kvgraft.token_key import RadixKey, common_prefix_len
 from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.prefix.results import EvictResult
-    from kvgraft.prefix.semantic.guard import GuardedProvider
-    from kvgraft.prefix.semantic.provider import SemanticPrefixResult
+    from kvgraft.substitution.guard import GuardedProvider
+    from kvgraft.substitution.provider import SemanticPrefixResult
     from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)

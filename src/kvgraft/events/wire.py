@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvgraft.errors import IntegrationError, one_line
-from kvgraft.prefix.events.event import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvgraft.events.event import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.semantic.provider import SemanticPrefixResult
+from kvgraft.substitution.provider import SemanticPrefixResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvgraft.prefix.semantic.provider import SemanticPrefixProvider
+    from kvgraft.substitution.provider import SemanticPrefixProvider
     from kvgraft.types import TokenArray
 
 logger = logging.getLogger(__name__)

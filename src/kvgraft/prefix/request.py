@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.errors import ConfigError
-from kvgraft.prefix.key import RadixKey
 from kvgraft.prefix.results import NO_SLOTS, EvictResult, MatchResult, PrefixHandle, SlotArray
+from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -7,20 +7,15 @@ a hit is a copy or a locked read-only reference, is marked as substituted and is
 
 from __future__ import annotations
 
-from kvgraft.prefix.semantic.fallback import DonorCache, SemanticFallback, SlotCopier, SubstitutedMatchResult
-from kvgraft.prefix.semantic.guard import GuardedProvider, SemanticCounters
-from kvgraft.prefix.semantic.loading import load_provider, provider_class
-from kvgraft.prefix.semantic.provider import SemanticPrefixProvider, SemanticPrefixResult
+from kvgraft.substitution.guard import GuardedProvider, SemanticCounters
+from kvgraft.substitution.loading import load_provider, provider_class
+from kvgraft.substitution.provider import SemanticPrefixProvider, SemanticPrefixResult
 
 __all__ = [
-    "DonorCache",
     "GuardedProvider",
     "SemanticCounters",
-    "SemanticFallback",
     "SemanticPrefixProvider",
     "SemanticPrefixResult",
-    "SlotCopier",
-    "SubstitutedMatchResult",
     "load_provider",
     "provider_class",
 ]

@@ -1,1 +1,0 @@
-"""KV events: what is stored and removed, on the wire and over ZMQ as vLLM and SGLang send it."""
