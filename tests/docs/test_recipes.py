@@ -26,8 +26,12 @@ from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.graft.rope import RopePairing, RopeSpec
 from kvgraft.memory.store import register_store
 from kvgraft.prefix import RadixCache, RadixKey
-from kvgraft.reuse import DonorRules, Lineage, Lookup, configured_policy, report_as_dict, request_report, samples
-from kvgraft.reuse.lineage import reused_span
+from kvgraft.reuse.donor_rules import DonorRules
+from kvgraft.reuse.lineage import Lineage, reused_span
+from kvgraft.reuse.lookup import Lookup
+from kvgraft.reuse.metrics import samples
+from kvgraft.reuse.policy import configured_policy
+from kvgraft.reuse.report import report_as_dict, request_report
 from kvgraft.semantic import Embedder, EmbeddingProvider, register_embedder, unit_rows
 from kvgraft.testing import tiny_models
 from kvgraft.testing.memory_store import MemoryStore

@@ -45,7 +45,7 @@ from kvgraft.memory import Owner
 from kvgraft.memory.store.registry import require_stores
 from kvgraft.observability import NullRecorder
 from kvgraft.observability.stages import stage
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.semantic.registry import require_embedder
 from kvgraft.types import Namespace
 

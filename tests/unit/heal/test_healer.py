@@ -15,7 +15,7 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.heal import Texts
 from kvgraft.heal.healer import Healer, HealSettings
 from kvgraft.heal.server import ServerError
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.types import Namespace
 
 WAIT_S = 60.0

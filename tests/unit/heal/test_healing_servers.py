@@ -26,7 +26,7 @@ from kvgraft.heal.healer import HealSettings
 from kvgraft.heal.probe import require_publisher
 from kvgraft.heal.process import heal
 from kvgraft.heal.server import RefusedError, Server, ServerError
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.router import WorkerSpec
 from kvgraft.types import Namespace
 

@@ -12,7 +12,7 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
 from kvgraft.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvgraft.heal import Texts
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.types import Namespace
 
 MODEL = Namespace("model")

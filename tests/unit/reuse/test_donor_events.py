@@ -12,7 +12,7 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
 from kvgraft.events import BlockRemoved, BlockStored, EventLog
 from kvgraft.prefix import RadixCache, RadixKey
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.reuse.donor_events import (
     DONOR_PARENT,
     DonorPlace,

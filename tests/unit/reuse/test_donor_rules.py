@@ -5,7 +5,9 @@ import pytest
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.graft.select import FirstK, KVDeviation, NoRecompute, Observable, QuerySeam
-from kvgraft.reuse import DonorRules, Lineage, available_policies, configured_policy
+from kvgraft.reuse.donor_rules import DonorRules
+from kvgraft.reuse.lineage import Lineage
+from kvgraft.reuse.policy import available_policies, configured_policy
 from kvgraft.types import DonorId, Fidelity, Namespace, SpanReport
 
 NAMESPACE = Namespace("model")

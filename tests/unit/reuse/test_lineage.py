@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.reuse import Lineage, computed_runs, request_report
+from kvgraft.reuse.lineage import Lineage, computed_runs
+from kvgraft.reuse.report import request_report
 from kvgraft.types import DonorId, Fidelity, SpanReport
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraft.donors import CostModel, DonorCatalogue
-from kvgraft.reuse import Lookup
-from kvgraft.reuse.lookup import ResidentDonors
+from kvgraft.reuse.lookup import Lookup, ResidentDonors
 from kvgraft.types import GraftPlan, Match, MissReason, Namespace
 
 NAMESPACE = Namespace("model")

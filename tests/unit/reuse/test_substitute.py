@@ -9,8 +9,7 @@ from kvgraft.config import EngineConfig
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.config.vllm import VLLMConfig
 from kvgraft.errors import ConfigError
-from kvgraft.reuse import Substitutes
-from kvgraft.reuse.substitute import Substitute
+from kvgraft.reuse.substitute import Substitute, Substitutes
 from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 
 PATIENCE_S = 60.0

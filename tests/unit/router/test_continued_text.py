@@ -9,7 +9,7 @@ import pytest
 
 from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.reuse.donor_events import donor_place, scope_of
 from kvgraft.router import Prompt, WorkerSpec
 from kvgraft.router.directory import Directory

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.requests.request import Request
     from kvgraft.errors import PolicyError
     from kvgraft.prefix import MatchResult
-    from kvgraft.reuse import ProposalCounters
+    from kvgraft.reuse.lookup import ProposalCounters
     from kvgraft.types import DonorId, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from kvgraft.graft.executor import BlockSource
 from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
 from kvgraft.prefix import EvictResult
-from kvgraft.reuse import Soundness
+from kvgraft.reuse.failures import Soundness
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.token_key import RadixKey
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvgraft.errors import ConfigError
 from kvgraft.events import as_map
 from kvgraft.integrations.sglang.planning.planner import request_namespace
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.reuse.donor_events import scope_of
 
 if TYPE_CHECKING:

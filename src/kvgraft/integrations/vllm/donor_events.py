@@ -8,7 +8,7 @@ from vllm.distributed import kv_events
 
 from kvgraft.errors import ConfigError
 from kvgraft.events import BlockStored
-from kvgraft.reuse import DonorAnnouncer
+from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:

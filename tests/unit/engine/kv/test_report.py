@@ -9,8 +9,8 @@ import numpy as np
 from kvgraft.engine.kv.report import prompt_report
 from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.graft.steps import GraftWork
-from kvgraft.reuse import Lineage, reused_span
 from kvgraft.reuse.decision import Decision
+from kvgraft.reuse.lineage import Lineage, reused_span
 from kvgraft.types import GraftPlan, Match
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.integrations.sglang.conftest import FakeRequest
 
 from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
-from kvgraft.reuse import Substitutes
+from kvgraft.reuse.substitute import Substitutes
 from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.types import MissReason
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from kvgraft.reuse import Soundness, miss_of
+from kvgraft.reuse.failures import Soundness, miss_of
 from kvgraft.reuse.metrics import (
     GRAFT_ERRORS,
     Sample,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvgraft.reuse import Soundness
+from kvgraft.reuse.failures import Soundness
 from kvgraft.reuse.metrics import (
     DONOR_HOST_LIMIT_BYTES,
     GRAFT_ERRORS,
