@@ -8,7 +8,7 @@ from tests.loaded_lines import loaded_lines
 _GRAFT = """
 from kvgraft import LLM, SamplingParams
 
-document = " ".join(f"Clause {number}: item {number * 7919 % 1013} is kept in hall {number * 31 % 17}." for number in range(30))
+document = " ".join(f"Clause {each}: item {each * 7919 % 1013} is kept in hall {each * 31 % 17}." for each in range(30))
 llm = LLM("graft-tiny")
 for head in ("Read this. ", "You are patient. Sum up what follows in a line. "):
     (answer,) = llm.generate([head + document], SamplingParams(4))

@@ -17,8 +17,8 @@ _HEAD = """\
 # Python API
 
 What a program begins with; docstrings have arguments, shapes, units and errors (`help(LLM.generate)`). Other public
-packages: `kvgraft.prefix` ([prefix.md](../prefix.md)), `kvgraft.events` (KV events), `kvgraft.substitution` (the hook for other texts),
-`kvgraft.token_key`, `kvgraft.donors` ([donors.md](../donors.md)), `kvgraft.semantic` ([semantic.md](../semantic.md)),
+packages: `kvgraft.prefix` ([prefix.md](../prefix.md)), `kvgraft.events` (KV events), `kvgraft.substitution` (the hook for
+other texts), `kvgraft.donors` ([donors.md](../donors.md)), `kvgraft.semantic` ([semantic.md](../semantic.md)),
 `kvgraft.graft.select` (policies), `kvgraft.memory.store` (stores), `kvgraft.testing` (suites for plug-ins).
 
 """
