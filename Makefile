@@ -183,7 +183,7 @@ bench: venv
 # Ten minutes on a GPU (`make TORCH=system bench-gpu` with a CUDA build of torch), no network; the record is for benchmarks/results.
 bench-gpu: venv
 	mkdir -p runs
-	$(BIN)/python benchmarks/record.py gpu -- kvgraft bench gpu --json --out runs/bench-gpu.json
+	$(BIN)/python benchmarks/record.py gpu -- python -m benchmarks.gpu --json --out runs/bench-gpu.json
 
 # 10,000 requests against a server that is killed and restarted, then the prefix caches.
 soak: venv soak-prefix

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from kvgraft import __version__
 from kvgraft.cli import (
     bench_fidelity,
-    bench_gpu,
     bench_pack,
     bench_reuse,
     bench_serve,
@@ -96,7 +95,6 @@ def build_parser() -> Parser:
     bench_fidelity.register(benchmarks)
     bench_ttft.register(benchmarks)
     bench_serve.register(benchmarks)
-    bench_gpu.register(benchmarks)
     parser.epilog = f"{_command_list(commands)}\n{_EXAMPLES}"
     return parser
 

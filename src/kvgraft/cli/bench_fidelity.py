@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvgraft.bench.journal import Journal
     from kvgraft.engine import LLM
 
-_DATA = "../shared/data/dev"
+_DATA = "packs"
 _SPLITS = ("dev", "test", "all")
 
 

@@ -248,8 +248,6 @@ class TestNumbers:
         [
             (("demo", "--documents", "0"), "--documents between 1 and 24"),
             (("demo", "--documents", "25"), "--documents between 1 and 24"),
-            (("bench", "gpu", "--minutes", "nan"), "--minutes must be a number above 0"),
-            (("bench", "gpu", "--minutes", "inf"), "--minutes must be a number above 0"),
         ],
     )
     def test_numbers_that_mean_nothing(self, refused, monkeypatch, tmp_path, argv, words):

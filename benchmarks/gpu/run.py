@@ -11,24 +11,26 @@ import torch
 
 from kvgraft.bench.deadline import Deadline
 from kvgraft.bench.fidelity.meta import environment
-from kvgraft.bench.gpu.capture import measure_capture
-from kvgraft.bench.gpu.card import Card
-from kvgraft.bench.gpu.copies import measure_copies
-from kvgraft.bench.gpu.decode_step import measure_decode_step
-from kvgraft.bench.gpu.exactness import ExactnessSizes, measure_exactness
-from kvgraft.bench.gpu.first_token import measure_first_token, slots_for
-from kvgraft.bench.gpu.record import PartName, Record, failure, verdict
-from kvgraft.bench.gpu.subject import bytes_per_token, load_subject
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM
 from kvgraft.errors import ConfigError, one_line
+
+from .capture import measure_capture
+from .card import Card
+from .copies import measure_copies
+from .decode_step import measure_decode_step
+from .exactness import ExactnessSizes, measure_exactness
+from .first_token import measure_first_token, slots_for
+from .record import PartName, Record, failure, verdict
+from .subject import bytes_per_token, load_subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvgraft.bench.gpu.capture import Reader
     from kvgraft.engine.model.loading import LoadedModel
+
+    from .capture import Reader
 
 WEIGHTS = {"exactness": 1.0, "decode_step": 1.0, "first_token": 4.0, "copies": 0.5, "capture": 0.5}
 """Parts, in their order, and their shares of the time that is left."""

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgraft.bench.gpu.card import gb_per_s
-from kvgraft.bench.gpu.subject import weight_bytes
 from kvgraft.bench.ttft import Draws
 from kvgraft.graft.model import SequenceRows
+
+from .card import gb_per_s
+from .subject import weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvgraft.bench.deadline import Deadline
-    from kvgraft.bench.gpu.card import Card
     from kvgraft.engine import LLM
+
+    from .card import Card
 
 REPAIR_ROWS = (0, 16, 64, 256)
 _FREE = 1.05

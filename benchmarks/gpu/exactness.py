@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvgraft.bench.gpu.subject import one_layer
 from kvgraft.bench.ttft import ONE_TOKEN, Draws
 from kvgraft.engine import LLM
 from kvgraft.fidelity import divergence, stock_answer, stock_logits
 from kvgraft.graft.rope_proof import TOLERANCE, relative_error
 from kvgraft.graft.select import NoRecompute, Recompute, SelectionPolicy
+
+from .subject import one_layer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from kvgraft.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from kvgraft.bench.gpu.card import Card
+    from .card import Card
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvgraft.bench.gpu.card import gb_per_s
 from kvgraft.bench.ttft import Draws
 from kvgraft.errors import ConfigError
 from kvgraft.graft.model import SequenceRows
 from kvgraft.memory import SlotPool
 from kvgraft.memory.packed import RowShape
+
+from .card import gb_per_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.bench.deadline import Deadline
-    from kvgraft.bench.gpu.card import Card
     from kvgraft.engine import LLM
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.pool import KVPlace
+
+    from .card import Card
 
 _PIECE = 2048
 """Rows of a pass, as many as vLLM computes of a prompt in a step by default."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgraft.bench.gpu.card import gb_per_s
 from kvgraft.errors import ConfigError
 from kvgraft.graft.executor import BlockSource, RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory.block import KVBlock
@@ -14,13 +13,16 @@ from kvgraft.memory.host_memory import HOST_MEMORY, page_locked_memory
 from kvgraft.memory.packed import packed
 from kvgraft.memory.page_lock import CudaPages
 
+from .card import gb_per_s
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvgraft.bench.deadline import Deadline
-    from kvgraft.bench.gpu.card import Card
     from kvgraft.engine import LLM
     from kvgraft.graft.executor import KVSource
+
+    from .card import Card
 
 _MOST_TOKENS = 8192
 _SHIFT = 200

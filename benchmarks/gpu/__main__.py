@@ -1,4 +1,4 @@
-"""`kvgraft bench gpu`: all that one wants to know of a card, in one command, without a network."""
+"""All that one wants to know of a card, in one command, without a network: `python -m benchmarks.gpu` (`make bench-gpu`)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from kvgraft.cli import run_command
 from kvgraft.cli.lists import whole_numbers
 from kvgraft.cli.model_options import silence_libraries
 from kvgraft.cli.output_files import check_output
-from kvgraft.cli.parser import show_first
+from kvgraft.cli.parser import Parser
 from kvgraft.errors import ConfigError
+from kvgraft.integrations.vllm.worker.text_reader import text_reader
+
+from . import run as parts
+from .exactness import ExactnessSizes
+from .run import GpuSettings
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
-
-    import torch
+    from collections.abc import Iterator, Sequence
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser(
-        "gpu",
-        help="exactness and speed of the engine on a GPU, in ten minutes",
+def build_parser() -> Parser:
+    """Return the parser."""
+    parser = Parser(
+        prog="python -m benchmarks.gpu",
         description="Self-check and exactness against the model's own forward pass, first tokens by length, decode steps "
         "beside repair, copies and captures, for FlexAttention and SDPA. Needs no network. Random weights of Llama 8B's "
         "shape, and SmolLM2 where it is installed. The file is written as it goes; what there is no time or memory for is "
@@ -44,8 +49,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--device", default="cuda", help="cuda, cuda:N, or cpu to try the command itself (default cuda)")
     add("--seed", type=int, default=0, metavar="N")
     add("--json", action="store_true", help="print the JSON instead of tables")
-    show_first(parser, "--out", "--minutes", "--lengths", "--models", "--rounds", "--device", "--json")
     parser.set_defaults(run=run)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.minutes < math.inf or args.rounds < 1:
         raise ConfigError("--minutes must be a number above 0, and --rounds at least 1")
     check_output("out", args.out)
-    from kvgraft.bench.gpu.exactness import ExactnessSizes
-    from kvgraft.bench.gpu.run import GpuSettings, measure_gpu
-    from kvgraft.integrations.vllm.worker.text_reader import text_reader
-
     settings = GpuSettings(
         minutes=args.minutes,
         rounds=args.rounds,
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device)
     silence_libraries()
     logging.getLogger("kvgraft").setLevel(logging.ERROR)
-    found = measure_gpu(
+    found = parts.measure_gpu(
         settings, device, text_reader, file=args.out, show=lambda part: print(_line(part), file=sys.stderr, flush=True)
     )
     print(json.dumps(found, indent=1) if args.json else "\n".join(_report(found, args.out)))
@@ -87,8 +88,6 @@ def _device(name: str) -> torch.device:
     Raises:
         ConfigError: It is not there.
     """
-    import torch
-
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -170,3 +169,12 @@ _TABLES = {
     "copies": _copies,
     "capture": _capture,
 }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    return run_command(build_parser, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`kvgraft bench gpu` at toy size on a processor: every path that a card takes, and what goes wrong on the way."""
+"""`python -m benchmarks.gpu` at toy size on a processor: every path that a card takes, and what goes wrong on the way."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.gpu import decode_step, run
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.card import Card
+from benchmarks.gpu.exactness import ExactnessSizes
+from benchmarks.gpu.record import verdict
+from benchmarks.gpu.run import GpuSettings, measure_gpu
+from benchmarks.gpu.subject import SHAPES
 
 from kvgraft.bench.deadline import Deadline
-from kvgraft.bench.gpu import decode_step, run
-from kvgraft.bench.gpu.card import Card
-from kvgraft.bench.gpu.exactness import ExactnessSizes
-from kvgraft.bench.gpu.record import verdict
-from kvgraft.bench.gpu.run import GpuSettings, measure_gpu
-from kvgraft.bench.gpu.subject import SHAPES
-from kvgraft.cli import main
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.vllm.worker.text_reader import text_reader
 
@@ -194,7 +194,7 @@ def test_the_verdict_takes_the_faster_attention_of_the_first_model():
 
 
 def test_a_wrong_answer_is_seen_and_ends_with_1(monkeypatch, tmp_path, capsys):
-    from kvgraft.bench.gpu import exactness
+    from benchmarks.gpu import exactness
 
     own = exactness.stock_answer
 
@@ -205,7 +205,7 @@ def test_a_wrong_answer_is_seen_and_ends_with_1(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(exactness, "stock_answer", off_by_a_little)
     monkeypatch.setattr(exactness, "_FLOOR_FACTOR", 0.0)
     monkeypatch.setattr(run, "WEIGHTS", {"exactness": 1.0})
-    argv = ["bench", "gpu", "--device", "cpu", "--models", "llama-toy", "--lengths", "256", "--decode-lengths", "520"]
+    argv = ["--device", "cpu", "--models", "llama-toy", "--lengths", "256", "--decode-lengths", "520"]
     argv += ["--prompt", "256", "--rounds", "1", "--out", str(tmp_path / "gpu.json"), "--json"]
     assert main(argv) == 1
     out, err = capsys.readouterr()
@@ -216,7 +216,7 @@ def test_a_wrong_answer_is_seen_and_ends_with_1(monkeypatch, tmp_path, capsys):
 def test_tables_can_be_read(everything, tmp_path, monkeypatch, capsys):
     found, _, _ = everything
     monkeypatch.setattr(run, "measure_gpu", lambda *_, **__: json.loads(json.dumps(found)))
-    assert main(["bench", "gpu", "--device", "cpu", "--out", str(tmp_path / "gpu.json")]) == 0
+    assert main(["--device", "cpu", "--out", str(tmp_path / "gpu.json")]) == 0
     out, _ = capsys.readouterr()
     assert "exact: yes; rows of repair that cost nothing:" in out
     assert "llama-toy bfloat16 flex first_token: done in" in out
@@ -226,10 +226,17 @@ def test_tables_can_be_read(everything, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_card_that_is_not_there_is_refused(tmp_path, capsys):
-    assert main(["bench", "gpu", "--out", str(tmp_path / "gpu.json")]) == 2
+    assert main(["--out", str(tmp_path / "gpu.json")]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err
-    for option in (["--lengths", "100"], ["--rounds", "0"], ["--minutes", "0"], ["--out", "/no/folder/gpu.json"]):
-        assert main(["bench", "gpu", "--device", "cpu", *option]) == 2
+    for option in (
+        ["--lengths", "100"],
+        ["--rounds", "0"],
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
+        ["--minutes", "inf"],
+        ["--out", "/no/folder/gpu.json"],
+    ):
+        assert main(["--device", "cpu", *option]) == 2
 
 
 def test_time_that_is_left():
@@ -239,7 +246,7 @@ def test_time_that_is_left():
 
 
 def test_an_unknown_device_is_refused():
-    from kvgraft.cli.bench_gpu import _device
+    from benchmarks.gpu.__main__ import _device
 
     with pytest.raises(ConfigError, match="is no device"):
         _device("moon")
