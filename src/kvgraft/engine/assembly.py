@@ -42,7 +42,6 @@ from kvgraft.prefix import (
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.lookup import Lookup, ResidentDonors
 from kvgraft.reuse.substitute import Substitutes
-from kvgraft.semantic import Discovery, DonorProposer, create_embedder, decoder_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from kvgraft.events import EventLog
     from kvgraft.memory import StatePool
     from kvgraft.prefix import TreeCacheBuildContext
+    from kvgraft.semantic import DonorProposer
 
 
 def engine_config(config: EngineConfig | None, settings: Mapping[str, object]) -> EngineConfig:
@@ -201,6 +201,8 @@ def donor_proposer(config: EngineConfig, tokenizer: object) -> DonorProposer | N
     """
     if config.embedder == "none":
         return None
+    from kvgraft.semantic import Discovery, DonorProposer, create_embedder, decoder_of  # loaded where it is asked for
+
     return DonorProposer(Discovery(create_embedder(config.embedder, decoder_of(tokenizer))))
 
 

@@ -46,7 +46,6 @@ from kvgraft.memory.store.registry import require_stores
 from kvgraft.observability import NullRecorder
 from kvgraft.observability.stages import stage
 from kvgraft.reuse.announcer import DonorAnnouncer
-from kvgraft.semantic.registry import require_embedder
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
@@ -132,7 +131,10 @@ class Engine:
         # Refused before a model is loaded.
         eviction_parameters(config)
         require_stores(config.store)
-        require_embedder(config.embedder)
+        if config.embedder != "none":
+            from kvgraft.semantic.registry import require_embedder  # loaded where it is asked for
+
+            require_embedder(config.embedder)
         self.config = config
         self._events = EventFeed(config.kv_events)
         self.stores: StoreTier | None = None
