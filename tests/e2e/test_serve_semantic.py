@@ -240,7 +240,7 @@ def test_insert_that_exactness_forbids_is_refused_by_name(server, script, stored
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("absent:Class", "cannot be loaded"), ("json:JSONDecoder", "is no kvgraft.prefix"), ("x", "module:Class")],
+    [("absent:Class", "cannot be loaded"), ("json:JSONDecoder", "is no kvgraft.substitution"), ("x", "module:Class")],
 )
 def test_a_wrong_name_is_one_line_at_start(tmp_path, name, problem):
     command = [sys.executable, "-m", "kvgraft", "serve", "--port", "0", "--semantic-provider", name]

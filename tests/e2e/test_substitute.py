@@ -246,8 +246,8 @@ def test_it_starts_and_ends_with_the_engine(script, rng):
     [
         ("absent_module:Class", "cannot be loaded: ModuleNotFoundError"),
         ("scripted_provider:Absent", "cannot be loaded: AttributeError"),
-        ("collections:OrderedDict", "is no kvgraft.prefix.SemanticPrefixProvider"),
-        ("kvgraft.prefix:SemanticPrefixProvider", "does not start: TypeError"),
+        ("collections:OrderedDict", "is no kvgraft.substitution.SemanticPrefixProvider"),
+        ("kvgraft.substitution:SemanticPrefixProvider", "does not start: TypeError"),
         ("words", "choose module:Class"),
     ],
 )

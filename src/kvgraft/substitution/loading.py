@@ -23,7 +23,7 @@ def provider_class(name: str) -> type[SemanticPrefixProvider]:
     except IntegrationError as error:
         raise ConfigError(str(error)) from error
     if not (isinstance(kind, type) and issubclass(kind, SemanticPrefixProvider)):
-        raise ConfigError(f"semantic_provider {name!r} is no kvgraft.prefix.SemanticPrefixProvider")
+        raise ConfigError(f"semantic_provider {name!r} is no kvgraft.substitution.SemanticPrefixProvider")
     return kind
 
 
