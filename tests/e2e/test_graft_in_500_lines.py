@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 
 import numpy as np
 import pytest
@@ -19,11 +19,9 @@ POLICY = {"selection": "first_k", "correction": "none", "repair": "before"}
 
 @pytest.fixture(scope="module")
 def twin():
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        import graft_in_500_lines
-    finally:
-        sys.path.pop(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        graft_in_500_lines = importlib.import_module("graft_in_500_lines")
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32).eval()
     return graft_in_500_lines.Reader(model)
 
