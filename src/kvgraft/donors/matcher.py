@@ -103,15 +103,7 @@ def _indexed_runs(anchors: Anchors, hits: Hits, passages: Passages, arena: Token
     that is periodic, and one that is common proposes more than it is worth. Where that would be too much work, one
     place of the first occurrence goes first, and the others only where passages are still in no run.
 
-    Args:
-        anchors: Of the prompt.
-        hits: Entries of the index for these, of donors that may be used.
-        passages: Of the prompt.
-        arena: Donor tokens.
-        verifier: Compares for this prompt.
-
-    Returns:
-        Runs of at least a k-gram, in no order; one run may appear more than once.
+    Arguments and result are those of `find_runs`.
     """
     targets = anchors.positions[hits.query]
     proposals = _proposals(targets, hits, arena)
