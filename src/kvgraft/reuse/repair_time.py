@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvgraft.types import RepairReport, RepairTime
@@ -15,7 +16,24 @@ REPEATS = "the prompt says much of what is copied twice"
 """Reason to wait of a prompt that `graft.select.says_much_twice`: its first token would be the one that is off."""
 
 
-def planned_repair(asked: RepairTime, reason_to_wait: Callable[[], str]) -> RepairReport:
+@dataclass(frozen=True, slots=True)
+class RepairPlan:
+    """When the choice is to be computed. What became of that is a `RepairReport`.
+
+    Attributes:
+        time: Before the first token, or after it.
+        reason: Why it is not the time that was asked for; empty if it is.
+    """
+
+    time: RepairTime
+    reason: str = ""
+
+    def report(self, from_token: int | None = None) -> RepairReport:
+        """Return the report of it, before anything else is known; `from_token` is drawn from what is repaired."""
+        return RepairReport(self.time, self.reason, from_token)
+
+
+def planned_repair(asked: RepairTime, reason_to_wait: Callable[[], str]) -> RepairPlan:
     """Return when the choice is computed of a request that `asked` for a time.
 
     Args:
@@ -24,4 +42,4 @@ def planned_repair(asked: RepairTime, reason_to_wait: Callable[[], str]) -> Repa
             text.
     """
     reason = reason_to_wait() if asked is RepairTime.AFTER else ""
-    return RepairReport(RepairTime.BEFORE if reason else asked, reason)
+    return RepairPlan(RepairTime.BEFORE if reason else asked, reason)

@@ -26,8 +26,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from engines import OURS, PATIENT, ours
 from kvgraft.integrations.vllm.connector import WorkerMetadata
-from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
+from kvgraft.reuse.outcome import GraftOutcome
 
 BLOCK = 32
 STOP = 1000

@@ -18,9 +18,10 @@ from vllm.v1.request import Request
 from engines import text
 from kvgraft.config import VLLMConfig
 from kvgraft.donors import GUARANTEED_RUN
-from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler import EngineFacts, GraftScheduler
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
+from kvgraft.reuse.outcome import GraftOutcome
 
 DOCUMENT, PREFIX = text(5, 600), text(6, 128)
 NAMES = count()

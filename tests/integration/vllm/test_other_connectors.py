@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from engines import BLOCK, TOKEN_STORE, answer_of, beside, engine, multi, parameters, text
 from kvgraft.integrations.vllm import GraftConnector
-from kvgraft.integrations.vllm.scheduler.requests import Decided
+from kvgraft.integrations.vllm.scheduler.decisions import Decided
 from kvgraft.types import Miss, MissReason
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)

@@ -127,7 +127,7 @@ def test_a_graft_under_way_is_given_up(served, steps):
     add(served, "grafted", prompt, max_tokens=20)
     for _ in range(steps):
         served.llm.llm_engine.step()
-    waits = any(state.waits_for_graft for state in served.scheduler._attempts.running.values())
+    waits = any(state.attempt.is_copying for state in served.scheduler._attempts.running.values())
     errors = served.scheduler.counts.num_errors
     served.vllm_scheduler.reset_prefix_cache(reset_connector=True)
     answer = finish(served)["grafted"]
@@ -151,7 +151,7 @@ def test_weights_that_change_under_a_graft_are_noticed(served, steps):
     add(served, "grafted", prompt, max_tokens=20)
     for _ in range(steps):
         served.llm.llm_engine.step()
-    waits = any(state.waits_for_graft for state in served.scheduler._attempts.running.values())
+    waits = any(state.attempt.is_copying for state in served.scheduler._attempts.running.values())
     train(served)
     answer = finish(served)["grafted"]
     served.ask(text(8, 20), "off", max_tokens=1)  # a further step brings what was decided behind the last

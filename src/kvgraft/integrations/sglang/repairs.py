@@ -63,7 +63,7 @@ class Repairs:
         def reason_to_wait() -> str:
             return self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else "") or (BEGUN if num_drawn else "")
 
-        return planned_repair(asked, reason_to_wait)
+        return planned_repair(asked, reason_to_wait).report()
 
     def planned_for(self, state: SGLangRequest, tokens: array[int]) -> RepairReport:
         """Return when a decided request is repaired: what it copies may be a reason to wait. The same on all ranks."""
@@ -74,7 +74,8 @@ class Repairs:
                 return ""
             return REPEATS if says_much_twice(np.frombuffer(tokens[:], np.int64), due) else ""
 
-        return state.repair if state.repair.reason else planned_repair(state.repair.time, reason_to_wait)
+        repair = state.repair
+        return repair if repair.reason else planned_repair(repair.time, reason_to_wait).report(repair.from_token)
 
     def rows(self, state: SGLangRequest) -> int:
         """Return about how many rows the repair of a request takes; the same on all ranks."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.memory.store.record import DonorRecord
+    from kvgraft.reuse.outcome import GraftOutcome
     from kvgraft.types import DonorId, GraftPlan, Match
 
 TextId = int
@@ -144,50 +145,6 @@ class StepCommands:
     is_idle: bool = False
     known_changes: int = 0
     is_report_due: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GraftOutcome:
-    """Outcome of one graft on one rank.
-
-    Attributes:
-        recomputed_runs: Ascending `(start, length)` of reused tokens that the policy had computed again.
-        inject_ms: Milliseconds of copying and rotating.
-        compute_ms: Milliseconds of forward passes.
-        fell_back: Why the reused tokens were computed instead, in one line; empty where they were not.
-        failed: Nothing was made; vLLM computes the positions.
-        corrected_tokens: Reused tokens that were not computed again, and were corrected by the drift of those that were.
-        read_ms: Milliseconds until stores had given what is read of them.
-        is_store_miss: It failed because a store did not give what was to be read from it, or not in time.
-        is_policy_error: It failed, or fell back, because the selection policy did.
-        is_gone: It failed because what was to be worked on had been forgotten, which is no error.
-    """
-
-    recomputed_runs: tuple[tuple[int, int], ...]
-    inject_ms: float
-    compute_ms: float
-    fell_back: str = ""
-    failed: bool = False
-    corrected_tokens: int = 0
-    read_ms: float = 0.0
-    is_store_miss: bool = False
-    is_policy_error: bool = False
-    is_gone: bool = False
-
-    def worst(self, other: GraftOutcome) -> GraftOutcome:
-        """Join two ranks' outcomes: a failure of one is a failure of all, times are those of the slowest."""
-        return GraftOutcome(
-            self.recomputed_runs or other.recomputed_runs,  # the same on all ranks, but for one that failed
-            max(self.inject_ms, other.inject_ms),
-            max(self.compute_ms, other.compute_ms),
-            self.fell_back or other.fell_back,
-            self.failed or other.failed,
-            max(self.corrected_tokens, other.corrected_tokens),
-            max(self.read_ms, other.read_ms),
-            self.is_store_miss or other.is_store_miss,
-            self.is_policy_error or other.is_policy_error,
-            self.is_gone or other.is_gone,
-        )
 
 
 @dataclass(frozen=True, slots=True)

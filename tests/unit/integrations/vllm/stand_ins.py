@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from kvgraft.integrations.vllm.messages import GraftOutcome, ReadCost, StoreReport, WorkerReport
+from kvgraft.integrations.vllm.messages import ReadCost, StoreReport, WorkerReport
 from kvgraft.integrations.vllm.scheduler.private_hashes import is_private
 from kvgraft.memory.store.record import StoreNews
+from kvgraft.reuse.outcome import GraftOutcome
 
 BLOCK = 48
 """Longer than the shortest reused run, so that a graft may begin in a prompt's last, partial block."""

@@ -12,12 +12,14 @@ from kvgraft.config import VLLMConfig
 from kvgraft.donors import DonorCatalogue, plan_graft
 from kvgraft.errors import PolicyError
 from kvgraft.graft.select import FirstK, KVDeviation, NoRecompute, QuerySeam
-from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.scheduler import EngineFacts
-from kvgraft.integrations.vllm.scheduler.claims import Claim, Claims
+from kvgraft.integrations.vllm.scheduler.claims import Claims
 from kvgraft.integrations.vllm.scheduler.decisions import costs_of
+from kvgraft.reuse.claim import Claim
 from kvgraft.reuse.failures import miss_of
-from kvgraft.types import Fidelity, GraftPlan, MissReason, Namespace, RepairReport, RepairTime
+from kvgraft.reuse.outcome import GraftOutcome
+from kvgraft.reuse.repair_time import RepairPlan
+from kvgraft.types import Fidelity, GraftPlan, MissReason, Namespace, RepairTime
 
 NAMESPACE = Namespace("model")
 DOCUMENT = random.Random(1).choices(range(1000), k=200)
@@ -95,29 +97,29 @@ def test_a_repair_that_fits_into_a_step_comes_after_the_first_token(policy, num_
         claim = claims.of(plan, PROMPT, matches, repair=repair)
         assert isinstance(claim, Claim)
         if limit == num_rows:
-            assert repair == RepairReport(RepairTime.AFTER)
+            assert repair == RepairPlan(RepairTime.AFTER)
             assert claim.repairs_after
             assert not claim.asynchronous, "before the first token 30 rows are computed"
         else:
             reason = f"it takes {num_rows} rows in one step, more than max_recompute_tokens_per_step={limit}"
-            assert repair == RepairReport(RepairTime.BEFORE, reason, from_token=1)
+            assert repair == RepairPlan(RepairTime.BEFORE, reason)
 
 
 @pytest.mark.parametrize(
-    ("asked", "engine", "reason", "from_token"),
+    ("asked", "engine", "reason"),
     [
-        ({"max_tokens": 1}, {}, "one token was asked for", 1),
-        ({"generated": 3}, {}, "vLLM began the request again after its first token", 4),
-        ({}, {"window": 128}, "vLLM has given blocks of sliding windows back by then", 1),
-        ({}, {"block_sizes": (16, 16)}, "of a model with several KV cache groups vLLM takes no failed repair back", 1),
+        ({"max_tokens": 1}, {}, "one token was asked for"),
+        ({"generated": 3}, {}, "vLLM began the request again after its first token"),
+        ({}, {"window": 128}, "vLLM has given blocks of sliding windows back by then"),
+        ({}, {"block_sizes": (16, 16)}, "of a model with several KV cache groups vLLM takes no failed repair back"),
     ],
 )
-def test_what_forbids_a_repair_after_the_first_token_is_named(asked, engine, reason, from_token):
+def test_what_forbids_a_repair_after_the_first_token_is_named(asked, engine, reason):
     claims, plan, _ = planned(FirstK(16), **engine)
     repair = time_of(claims, plan, RepairTime.AFTER, **asked)
-    assert repair == RepairReport(RepairTime.BEFORE, reason, from_token=from_token)
+    assert repair == RepairPlan(RepairTime.BEFORE, reason)
     as_asked = time_of(claims, plan, RepairTime.BEFORE, **asked)
-    assert as_asked == RepairReport(RepairTime.BEFORE, from_token=from_token), "what was asked for needs no reason"
+    assert as_asked == RepairPlan(RepairTime.BEFORE), "what was asked for needs no reason"
 
 
 def test_a_long_tail_is_not_run_twice_by_a_repair_after_the_first_token():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 from stand_ins import Engine, Request
 from test_graft_scheduler import DOCUMENTS, assert_nothing_is_left, fails_once, make_graft, served
 
-from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
-from kvgraft.integrations.vllm.scheduler.claims import Claim
+from kvgraft.integrations.vllm.messages import WorkerReport
 from kvgraft.integrations.vllm.scheduler.counts import Counts
-from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
-from kvgraft.types import Miss, MissReason
+from kvgraft.reuse.attempt import Attempt
+from kvgraft.reuse.outcome import GraftOutcome
 
 HEAD = 30
 PROMPT = list(range(5000, 5000 + HEAD)) + DOCUMENTS[0] + [7000, 7001]
@@ -109,20 +106,8 @@ def test_a_late_outcome_of_an_earlier_attempt_takes_no_promise_back():
     graft.check()
 
 
-def test_what_was_decided_is_replaced_whole():
-    engine = knows_the_document("sync")
-    engine.graft.match(Request("one", PROMPT, None, 4), 0)
-    (state,) = engine.graft._attempts.running.values()
-    decided = state.decided
-    state.miss(Miss(MissReason.NO_ROOM))
-    assert isinstance(decided.graft, Claim)
-    assert (state.claim, state.decided.lookup_ms) == (None, decided.lookup_ms)
-    with pytest.raises(FrozenInstanceError):
-        decided.graft = state.decided.graft
-
-
 @pytest.mark.parametrize("load", ["sync", "async"])
-@pytest.mark.parametrize(("owner", "name"), [(VLLMRequest, "report"), (Counts, "request")], ids=["written", "counted"])
+@pytest.mark.parametrize(("owner", "name"), [(Attempt, "report"), (Counts, "request")], ids=["written", "counted"])
 def test_a_report_that_fails_costs_nothing_but_itself(load, owner, name, monkeypatch):
     """The answer is complete by then; memory may be short for a moment."""
     engine = served(load)

@@ -8,7 +8,8 @@ import pytest
 from stand_ins import Engine, Request
 from test_graft_scheduler import DOCUMENTS, make_graft
 
-from kvgraft.integrations.vllm.messages import GraftOutcome, WorkerReport
+from kvgraft.integrations.vllm.messages import WorkerReport
+from kvgraft.reuse.outcome import GraftOutcome
 from kvgraft.types import RepairTime
 
 HEAD = 30
@@ -247,5 +248,5 @@ def test_an_answer_that_the_context_ends_at_its_first_token_waits_for_the_repair
         monkeypatch.setattr(attempts, "_facts", replace(attempts._facts, max_model_len=len(PROMPT) + room))
         served.add(max_tokens=9)
         served.step()
-        repair = attempts.running["one"].repair
+        repair = attempts.running["one"].attempt.repair
         assert (repair.time, repair.reason or None) == (RepairTime.BEFORE if reason else RepairTime.AFTER, reason)

@@ -1,26 +1,24 @@
-"""Attempts at requests: from their lookup to the outcome of their graft, or to the end of the request."""
+"""The attempts of all requests: what vLLM and workers did becomes events of theirs, and their commands are carried out."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.integrations.vllm.messages import GraftRepair
 from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes, is_tainted
 from kvgraft.integrations.vllm.scheduler.refused import is_session
-from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt, AttemptPhase, RepairPhase, VLLMRequest
+from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
 from kvgraft.integrations.vllm.scheduler.scheduled import num_known
 from kvgraft.integrations.vllm.scheduler.usage import count_as_computed, first_prefill
-from kvgraft.reuse.lineage import Lineage
+from kvgraft.reuse.attempt import AskedPrompt, Attempt, Phase, commands, drive, events
+from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.report import report_as_dict
-from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
@@ -28,32 +26,59 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvgraft.integrations.vllm.messages import Capture, GraftOutcome
+    from kvgraft.integrations.vllm.messages import Capture, GraftRepair
     from kvgraft.integrations.vllm.scheduler.captures import Captures
-    from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.continuing import Continuing
     from kvgraft.integrations.vllm.scheduler.counts import Counts
     from kvgraft.integrations.vllm.scheduler.decisions import Decisions
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
+    from kvgraft.integrations.vllm.scheduler.grafts import Grafts
+    from kvgraft.integrations.vllm.scheduler.pending_blocks import PendingBlocks
+    from kvgraft.integrations.vllm.scheduler.step_rows import StepRows
     from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
+    from kvgraft.reuse.claim import Claim
+    from kvgraft.reuse.outcome import GraftOutcome
+    from kvgraft.types import Miss
 
 logger = logging.getLogger(__name__)
 
 
-_SECOND = 2
-"""Number of the token that a repair after the first one comes with."""
-
-
 class ScheduledRows(NamedTuple):
-    """An attempt, and the positions `[start, stop)` that a step computes of it, without drafts."""
+    """A request, and the positions `[start, stop)` that a step computes of it, without drafts."""
 
     state: VLLMRequest
     start: int
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What attempts need of the scheduler's half; nothing of it decides what becomes of a request.
+
+    Attributes:
+        decisions: Answers lookups.
+        captures: Keeps text.
+        grafts: Writes commands to workers.
+        rows: Counts the rows of steps.
+        continuing: Names blocks that requests go on from.
+        pending: Knows blocks without K/V.
+        counts: Of metrics.
+    """
+
+    decisions: Decisions
+    captures: Captures
+    grafts: Grafts
+    rows: StepRows
+    continuing: Continuing
+    pending: PendingBlocks
+    counts: Counts
+
+
 class Attempts:
-    """The attempts of all requests. Not thread-safe.
+    """Follows requests, and carries out what their attempts command. Not thread-safe.
+
+    A command that fails is logged and counted, and the attempt says how to go on. Commands of a step (`repairs_of`,
+    `captures_of`) are not guarded: workers get all of a step's or none.
 
     Attributes:
         running: The present attempt of every request that has not ended.
@@ -61,25 +86,18 @@ class Attempts:
         policy: Name of the selection policy, for reports.
     """
 
-    def __init__(
-        self,
-        decisions: Decisions,
-        captures: Captures,
-        continuing: Continuing,
-        counts: Counts,
-        *,
-        facts: EngineFacts,
-        policy: str,
-    ) -> None:
+    def __init__(self, ports: Ports, *, facts: EngineFacts, policy: str) -> None:
         self.running: dict[str, VLLMRequest] = {}
         self.ended: dict[str, VLLMRequest] = {}
-        self._decisions, self._captures, self._counts = decisions, captures, counts
-        self._continuing = continuing
-        self._registry = captures.registry
+        self._decisions, self._captures, self._grafts = ports.decisions, ports.captures, ports.grafts
+        self._rows, self._continuing, self._pending = ports.rows, ports.continuing, ports.pending
+        self._counts, self._registry = ports.counts, ports.captures.registry
         self._facts, self.policy = facts, policy
 
     def __len__(self) -> int:
         return len(self.running) + len(self.ended)
+
+    # ---- lookups
 
     def begin(self, request: Request, cached_len: int, stored: StoredPrefix, refusal: str) -> None:
         """Begin an attempt: claim a graft, or begin to capture the text.
@@ -98,29 +116,35 @@ class Attempts:
             self._continuing.exact_len(request, cached_len),
             self._continuing.generation(request, cached_len),
         )
-        if known is None:
-            is_lost = bool(prompt.num_generated) and is_tainted(request)
-            held = RegistryHoldings(self._registry)
-            state = VLLMRequest(prompt, Lineage(prompt.exact_len), held, is_reported=not is_lost)
-            prompt.go_on(state.lineage)
-        else:
-            state = known.again(prompt, self.policy, self._facts.hash_block_size)
+        state = self._new(request, prompt) if known is None else self._again(known, prompt)
         self.running[request.request_id] = state
-        state.decided, matches = self._decisions.decide(
-            prompt, request, stored, refusal=refusal, failure=state.earlier.failure
+        decided, matches = self._decisions.decide(
+            prompt, request, stored, refusal=refusal, failure=state.attempt.earlier.failure
         )
-        claim = state.claim
+        state.attempt.decide(decided.graft, decided.lookup_ms)
+        state.keeps_text, state.stored = decided.keeps_text, decided.stored
         if isinstance(request.block_hashes, PrivateBlockHashes):
             state.hashes = request.block_hashes
+        claim = state.claim
         if claim is not None:
             state.hashes = self._named(request, state, claim)
             state.held.pin([donor.donor_id for donor in claim.donors])
             state.prefill = first_prefill(request)
             return
-        if state.decided.stored.num_tokens and state.earlier.report is None:
-            state.lineage = Lineage(state.prefix_len)
-        if state.decided.keeps_text:
+        if state.stored.num_tokens and state.attempt.earlier.report is None:
+            state.attempt.restore(state.prefix_len)
+        if state.keeps_text:
             self._captures.open_after_prefix(state, matches)
+
+    def _new(self, request: Request, prompt: AskedPrompt) -> VLLMRequest:
+        is_lost = bool(prompt.num_generated) and is_tainted(request)
+        return VLLMRequest(Attempt(prompt, prompt.lineage()), RegistryHoldings(self._registry), is_reported=not is_lost)
+
+    def _again(self, known: VLLMRequest, prompt: AskedPrompt) -> VLLMRequest:
+        attempt = known.attempt.again(prompt, self.policy, self._facts.hash_block_size)
+        self._take(known, events.Replaced())
+        held = RegistryHoldings(self._registry)
+        return VLLMRequest(attempt, held, hashes=known.hashes, is_reported=known.is_reported)
 
     def _named(self, request: Request, state: VLLMRequest, claim: Claim) -> PrivateBlockHashes:
         """Keep the blocks of a graft from exact requests; others may go on from them unless that could mislead them."""
@@ -131,25 +155,52 @@ class Attempts:
             return self._continuing.share(request, prompt.namespace, first, generation)
         return self._continuing.keep_private(request, first)
 
-    def unrepaired(self) -> Iterator[tuple[str, int]]:
-        """Yield the requests whose repair is due, and the positions from which on it may change K/V."""
-        for state in self.running.values():
-            if state.repair_phase is RepairPhase.DUE and state.claim is not None:
-                yield state.request_id, state.claim.first_approximate
-
     def compute(self, request_id: str, miss: Miss) -> None:
         """Let vLLM compute a request whose lookup failed half-way, and keep nothing of it."""
         state = self.running.get(request_id)
-        if state is None:
+        if state is not None:
+            self._take(state, events.Replaced(miss))  # one with blocks stands for what the request was before
+
+    def unrepaired(self) -> Iterator[tuple[str, int]]:
+        """Yield the requests whose repair is due, and the positions from which on it may change K/V."""
+        for state in self.running.values():
+            if state.attempt.owes_repair and state.claim is not None:
+                yield state.request_id, state.claim.first_approximate
+
+    # ---- steps
+
+    def admit(self, state: VLLMRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Take the blocks of a request, of which vLLM counts `num_tokens` as loaded."""
+        try:
+            event = self._admission(state, block_ids, num_tokens)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._failed(state, events.Admitted(num_tokens), error)
+            self.admit_in_vain(state, block_ids, num_tokens, miss_of(error).detail)
             return
-        state.held.release()
-        if state.is_admitted:
-            del self.running[request_id]  # it stands for what the request was before
-        else:
-            state.miss(miss)
+        self._take(state, event)
+
+    def _admission(self, state: VLLMRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> events.Admitted:
+        if not num_tokens or state.attempt.is_admitted:
+            return events.Admitted(num_tokens)
+        state.block_ids = [list(ids) for ids in block_ids]
+        donors = () if state.claim is None else state.claim.decision.donors
+        return events.Admitted(num_tokens, tuple(self._registry.stores.tier_of(donor.donor_id) for donor in donors))
+
+    def admit_in_vain(
+        self, state: VLLMRequest, block_ids: Sequence[Sequence[int]], num_tokens: int, reason: str
+    ) -> None:
+        """Let a load fail that vLLM may count on, of a request that could not be admitted as it should."""
+        if num_tokens and not state.attempt.is_admitted:
+            state.block_ids = [list(ids) for ids in block_ids]
+        self._take(state, events.Failed(events.Admitted(num_tokens), reason))
+
+    def preempt(self, state: VLLMRequest | None) -> None:
+        """Hide what a request leaves that vLLM takes the blocks of."""
+        if state is not None:
+            self._take(state, events.Preempted())
 
     def scheduled(self, output: SchedulerOutput) -> list[ScheduledRows]:
-        """Take the blocks of a step, and return what it computes of attempts."""
+        """Take the blocks of a step, and return what it computes of requests."""
         rows: list[ScheduledRows] = []
         for new in output.scheduled_new_reqs:
             state = self.running.get(new.req_id)
@@ -169,203 +220,164 @@ class Attempts:
 
     def repairs_of(self, rows: Sequence[ScheduledRows]) -> tuple[GraftRepair, ...]:
         """Return the repairs before a step: of requests with a whole prompt, whose second token it computes."""
-        repairs = []
-        for state, start, _ in rows:
-            claim = state.claim
-            if state.repair_phase is RepairPhase.DUE and claim is not None and start >= claim.plan.num_tokens:
-                state.repair_phase = RepairPhase.SENT
-                blocks = state.blocks_to(claim.plan.num_tokens, self._facts.block_sizes)
-                repairs.append(GraftRepair(state.request_id, blocks))
-        return tuple(repairs)
+        return tuple(
+            self._grafts.repair(state, command.claim)
+            for state, start, _ in rows
+            for command in state.attempt.receive(events.Ran(start))
+            if isinstance(command, commands.Repair)
+        )
 
     def captures_of(self, rows: Sequence[ScheduledRows]) -> tuple[Capture, ...]:
         """Return the captures of what a step computes, and of what was to be repaired before it."""
         captures: list[Capture] = []
         for state, _, stop in rows:
             known = len(captures)
-            with self._keeping(state):
-                try:
-                    self._captures.due(state, stop, captures)
-                except BaseException:
-                    for capture in captures[known:]:  # all of one attempt, or none
-                        if capture.donor_id is not None:
-                            self._registry.forget(capture.donor_id)
-                    del captures[known:]
-                    raise
+            try:
+                self._captures.due(state, stop, captures)
+            except Exception as error:
+                self._counts.failed(error)
+                logger.exception("text of request %s is not kept for others", state.request_id)
+                for capture in captures[known:]:  # all of one request, or none
+                    if capture.donor_id is not None:
+                        self._registry.forget(capture.donor_id)
+                del captures[known:]
+                state.held.give_up_texts()
         return tuple(captures)
 
-    @contextmanager
-    def _keeping(self, state: VLLMRequest) -> Iterator[None]:
-        """Give up all texts of a request if the block fails, which keeps some of them."""
-        try:
-            yield
-        except Exception as error:
-            self._counts.failed(error)
-            logger.exception("text of request %s is not kept for others", state.request_id)
-            state.held.give_up_texts()
+    # ---- outcomes
 
-    def give_up(self, request_id: str, outcome: GraftOutcome) -> None:
-        """Take the outcome of a graft or a repair as far as it must be known, where taking all of it has failed.
-
-        What was copied counts as copied, even if it was computed since, and nothing of the request is kept for others.
-        """
-        state = self.ended.pop(request_id, None) or self.running.get(request_id)
-        if state is None:
-            return
-        if state.waits_for_graft:  # a repair that is due is sent, if for nothing where the graft was not made
-            state.outcome, state.phase = outcome, AttemptPhase.RUNNING
-        elif state.repair_phase is RepairPhase.SENT:
-            state.repair_phase = RepairPhase.NONE
-        state.held.release()
-
-    def begin_anew(self) -> None:
-        """Keep of attempts what reports and vLLM need; the books that they go by are empty, and workers forget all."""
-        self.forget_donors()
-        for state in self.running.values():
-            state.repair_phase = RepairPhase.NONE
-        for request_id, state in [*self.running.items(), *self.ended.items()]:
-            try:
-                state.lineage.check()
-            except CorruptCacheError:
-                if not state.is_admitted:
-                    state.lineage = Lineage(state.prompt.exact_len)
-                    state.prompt.go_on(state.lineage)
-                    continue
-                self.running.pop(request_id, None)  # it ends without a report
-                self.ended.pop(request_id, None)
-
-    def complete(self, request_id: str, outcome: GraftOutcome) -> None:
+    def copied(self, request_id: str, outcome: GraftOutcome) -> None:
         """Take the outcome of a graft; its request may have ended in the same step."""
-        ended = self.ended.pop(request_id, None)
-        state = ended or self.running.get(request_id)
+        state = self.ended.get(request_id) or self.running.get(request_id)
         if state is not None:
-            self._complete(state, outcome)
-        if ended is not None:
-            self._report(ended)
+            self._take(state, events.Copied(outcome))
 
     def repaired(self, request_id: str, outcome: GraftOutcome) -> None:
         """Take the outcome of a repair; its request may have ended, or begun again, in the same step."""
         state = self.ended.get(request_id) or self.running.get(request_id)
-        if state is None or state.repair_phase is not RepairPhase.SENT or state.waits_for_graft:
-            return
-        self._repaired(state, outcome)
-        if self.ended.pop(request_id, None) is not None:
-            self._report(state)
-
-    def _repaired(self, state: VLLMRequest, outcome: GraftOutcome) -> None:
-        """Take over what a repair changed: the first token was drawn before it, so that its graft is still reported."""
-        state.repair_phase = RepairPhase.NONE
-        assert state.repair is not None
-        assert state.outcome is not None
-        assert state.claim is not None
-        plan = state.claim.plan
-        if outcome.failed:
-            if not outcome.is_gone:
-                self._counts.error()
-            state.repair = replace(state.repair, reason=outcome.fell_back)
-            return
-        if outcome.fell_back:
-            self._counts.error()
-            is_exact = state.prompt.exact_len == state.prompt.prefix_len
-            exact_from = _SECOND if is_exact else None
-            healed = plan.num_tokens - plan.spans[0].target_start
-            state.repair = replace(
-                state.repair, reason=outcome.fell_back, exact_from_token=exact_from, healed_tokens=healed
-            )
-        state.repair = replace(state.repair, from_token=_SECOND)
-        state.outcome = replace(outcome, read_ms=state.outcome.read_ms)
-        state.lineage.recompute(outcome.recomputed_runs)
-
-    def _complete(self, state: VLLMRequest, outcome: GraftOutcome) -> None:
-        """Take over whether a graft was made."""
-        miss = Miss(_reason(outcome), outcome.fell_back)
-        is_error = bool(outcome.fell_back) and not (outcome.is_store_miss or outcome.is_gone)
-        if is_error:
-            self._counts.error()
-        if outcome.failed and not outcome.is_gone and state.earlier.failure is None:
-            state.earlier = replace(state.earlier, failure=miss)
-        claim = state.claim
-        if claim is None or not state.waits_for_graft:
-            return  # vLLM has begun the request again: what it was promised since stays
-        state.held.unpin()
-        state.outcome, state.phase = outcome, AttemptPhase.RUNNING
-        if outcome.fell_back:
-            state.lineage.withdraw(claim.plan.prefix_len)
-            state.miss(miss)
-            count_as_computed(state.prefill, claim.num_tokens)
-            state.repair, state.repair_phase = None, RepairPhase.NONE
-        else:
-            state.lineage.recompute(outcome.recomputed_runs)
-        with self._keeping(state):
-            self._captures.graft_ended(state, failed=outcome.failed)
+        if state is not None:
+            self._take(state, events.Repaired(outcome))
 
     def lose_texts(self, text_ids: Container[int]) -> None:
         """Give up texts that workers have lost."""
         for state in (*self.running.values(), *self.ended.values()):
             state.held.give_up_texts(text_ids)
 
-    def forget_donors(self) -> None:
-        """Give up all that depends on donors, and all text that may become one."""
+    def forget_donors(self, *, is_lost: bool = False) -> None:
+        """Give up all that depends on donors, and all text that may become one; `is_lost` where workers forget all, too."""
         for state in (*self.running.values(), *self.ended.values()):
-            state.held.give_up_texts()
+            for command in state.attempt.receive(events.Reset(is_lost)):
+                self._do(state, command)  # not guarded: what cannot be forgotten is not to be read
             if state.hashes is not None:
                 state.hashes.renew()
-            state.decided = replace(state.decided, keeps_text=False)
-            state.leave_unrepaired("donors were forgotten before the second token")
-            if not state.is_admitted:
-                state.held.unpin()
-                state.phase = AttemptPhase.STALE
+            state.keeps_text = False
+            self._drop_if_over(state)
+
+    # ---- the end
 
     def finish(self, state: VLLMRequest, request: Request) -> dict[str, object]:
         """Forget a request that ended for any reason, and return its report; see `GraftScheduler.finish`."""
         del self.running[state.request_id]
-        claim = state.claim if state.waits_for_graft else None
-        with self._keeping(state):
-            state.held.unpin()
-            self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
-            self._show_provider(state, request.all_token_ids[: request.num_computed_tokens])
+        self.ended[state.request_id] = state
         num_drawn = len(request.all_token_ids) - state.prompt.num_prompt_tokens
-        # Of an answer that ended with its first token, no later one was drawn from what a repair under way changes.
-        awaits_repair = state.repair_phase is RepairPhase.SENT and num_drawn > 1
-        if awaits_repair or (claim is not None and not claim.asynchronous):
-            self.ended[state.request_id] = state
-            self._report(state, is_counted=False)
-        else:
-            state.held.give_up_texts()
-            if claim is not None:
-                state.lineage.withdraw(claim.plan.prefix_len)
-                state.miss(Miss(MissReason.DEADLINE, "the request ended before its graft"))
-            self._report(state)
+        self._take(state, events.Finished(num_drawn), request)
         return state.sent
 
-    def _show_provider(self, state: VLLMRequest, token_ids: list[int]) -> None:
-        """Show a semantic provider the text of a request whose prompt is complete: donors are left of all of it then."""
-        if (
-            self._decisions.stand_ins is not None
-            and state.decided.keeps_text
-            and len(token_ids) >= state.prompt.num_prompt_tokens
-        ):
-            self._decisions.stand_ins.substitutes.heard(
-                state.request_id, np.asarray(token_ids, np.int64), state.lineage
-            )
+    def drop(self, request_id: str) -> None:
+        """Forget a request that could not be ended."""
+        self._grafts.cancels.append(request_id)  # one that workers have nothing of is ignored
+        self.running.pop(request_id, None)
+        self.ended.pop(request_id, None)
 
-    def _report(self, state: VLLMRequest, *, is_counted: bool = True) -> None:
+    def _close(self, state: VLLMRequest, request: Request) -> None:
+        """Keep the text of a request that has ended, and show it to a semantic provider if its prompt is complete."""
+        self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
+        token_ids, stand_ins = request.all_token_ids[: request.num_computed_tokens], self._decisions.stand_ins
+        if stand_ins is not None and state.keeps_text and len(token_ids) >= state.prompt.num_prompt_tokens:
+            heard = np.asarray(token_ids, np.int64)
+            stand_ins.substitutes.heard(state.request_id, heard, state.attempt.lineage)
+
+    def _tell(self, state: VLLMRequest, *, is_final: bool) -> None:
         """Write the report that the client gets, over what may have been written before; count it unless it may change.
 
         A request has none where that fails: its answer is complete by then.
         """
         if not state.is_reported:
             return
-        try:
-            report = state.report(self.policy)
-            written = report_as_dict(report)
-            state.sent.clear()
-            state.sent.update(written)
-            if is_counted:
-                self._counts.request(report)
-        except Exception as error:
-            self._counts.failed(error)
-            logger.exception("the report of request %s is not complete", state.request_id)
+        report = state.attempt.report(self.policy)
+        written = report_as_dict(report)
+        state.sent.clear()
+        state.sent.update(written)
+        if is_final:
+            self._counts.request(report)
+
+    # ---- commands
+
+    def _take(self, state: VLLMRequest, event: events.Event, request: Request | None = None) -> None:
+        """Have an attempt take an event, and carry out what follows; `request` is vLLM's, where it has ended."""
+        drive(
+            state.attempt,
+            event,
+            lambda command: self._do(state, command, request),
+            lambda what, error: self._failed(state, what, error),
+        )
+        self._drop_if_over(state)
+
+    def _failed(self, state: VLLMRequest, what: events.Event | commands.Command, error: Exception) -> None:
+        self._counts.books.doubt(error)  # counted where the attempt says so
+        logger.error("request %s: %s failed", state.request_id, type(what).__name__, exc_info=error)
+
+    def _do(self, state: VLLMRequest, command: commands.Command, request: Request | None = None) -> None:  # noqa: C901, PLR0912 - a row per command
+        match command:
+            case commands.Open(claim):
+                self._captures.open_after_graft(state, claim)
+            case commands.Copy(claim):
+                self._rows.admit(claim)
+                self._grafts.copy(state, claim)
+            case commands.Credit(claim):
+                self._grafts.credit(claim)
+            case commands.Void(claim, reason, is_gone):
+                self._grafts.void(state, claim, reason, is_gone=is_gone)
+            case commands.Cancel():
+                self._grafts.cancels.append(state.request_id)
+            case commands.Hide(is_settled):
+                self._hide(state, is_settled=is_settled)
+            case commands.Unpin():
+                state.held.unpin()
+            case commands.Keep(is_made):
+                self._captures.graft_ended(state, failed=not is_made)
+            case commands.Close():
+                assert request is not None
+                self._close(state, request)
+            case commands.Discard():
+                state.held.give_up_texts()
+            case commands.Release():
+                state.held.release()
+            case commands.Recount(num_tokens):
+                count_as_computed(state.prefill, num_tokens)
+            case commands.Count():
+                self._counts.error()
+            case commands.Tell(is_final):
+                self._tell(state, is_final=is_final)
+
+    def _hide(self, state: VLLMRequest, *, is_settled: bool) -> None:
+        """Hide the blocks of a request: of a settled one those without names, of others all, from itself, too."""
+        if state.hashes is None:
+            return
+        if is_settled:
+            state.hashes.rename()
+            return
+        size = self._facts.hash_block_size
+        first = max(state.prompt.cached_len // size, state.hashes.first_private)
+        self._pending.forget_hashes(state.hashes, first * size)
+        state.hashes.hide_from(first)
+
+    def _drop_if_over(self, state: VLLMRequest) -> None:
+        if state.attempt.phase is not Phase.OVER:
+            return
+        for states in (self.running, self.ended):
+            if states.get(state.request_id) is state:
+                del states[state.request_id]
 
     def check(self) -> None:
         """Verify pins, texts and lineages; see `GraftScheduler.check`."""
@@ -381,13 +393,4 @@ class Attempts:
                 f"donors {wrong} are pinned without a request, or not pinned for the one that needs them"
             )
         for state in states:
-            state.lineage.check()
-
-
-def _reason(outcome: GraftOutcome) -> MissReason:
-    """Return why nothing of a graft that fell back or failed is left."""
-    if outcome.is_policy_error:
-        return MissReason.POLICY_ERROR
-    if outcome.is_gone:
-        return MissReason.NO_DONORS
-    return MissReason.STORE if outcome.is_store_miss else MissReason.ERROR
+            state.attempt.lineage.check()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.messages import Capture
 from kvgraft.integrations.vllm.scheduler.claims import covered_to
-from kvgraft.integrations.vllm.scheduler.requests import RepairPhase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,10 +13,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.donor_registry import CapturedText, DonorRegistry
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
     from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
+    from kvgraft.reuse.claim import Claim
     from kvgraft.types import Match
 
 
@@ -39,7 +38,7 @@ class Captures:
         num_tokens, prefix_len = len(state.prompt.token_ids), state.prefix_len
         if prefix_len and not self.trusts_prefixes:
             return
-        runs = list(state.lineage.computed_runs(prefix_len, num_tokens))
+        runs = list(state.attempt.lineage.computed_runs(prefix_len, num_tokens))
         if not runs:  # all of it attends to other text
             return
         tail = runs[-1]
@@ -47,7 +46,7 @@ class Captures:
         if not self.registry.rules.admits(num_tokens - sum(match.length for match in known), tail.generation):
             return
         # What vLLM had cached is captured again only if no donor has it; of windows it is not there any more.
-        is_exact = state.lineage.exact_len(num_tokens) == num_tokens
+        is_exact = state.attempt.lineage.exact_len(num_tokens) == num_tokens
         start = 0 if is_exact and not self._facts.window and covered_to(known) < prefix_len else tail.start
         state.held.prompt = self.registry.open(start, num_tokens, tail.generation)
         if start == 0 and state.held.prompt is not None:
@@ -56,10 +55,10 @@ class Captures:
 
     def open_after_graft(self, state: VLLMRequest, claim: Claim) -> None:
         """Begin to capture what a grafted request computes: the gaps by its graft, the rest by the engine."""
-        if not state.decided.keeps_text or (state.prompt.cached_len and not self.trusts_prefixes):
+        if not state.keeps_text or (state.prompt.cached_len and not self.trusts_prefixes):
             return
         num_tokens = len(state.prompt.token_ids)
-        runs = list(state.lineage.computed_runs(claim.plan.prefix_len, num_tokens))
+        runs = list(state.attempt.lineage.computed_runs(claim.plan.prefix_len, num_tokens))
         if not runs:  # all of it attends to other text
             return
         *gaps, tail = runs
@@ -86,7 +85,7 @@ class Captures:
             else:
                 state.held.output = None
                 self.registry.abandon(output)
-        if prompt is not None and state.repair_phase is not RepairPhase.DUE and prompt.next < min(stop, prompt.stop):
+        if prompt is not None and not state.attempt.owes_repair and prompt.next < min(stop, prompt.stop):
             captures.append(self._capture(state, prompt, min(stop, prompt.stop)))
 
     def graft_ended(self, state: VLLMRequest, *, failed: bool) -> None:

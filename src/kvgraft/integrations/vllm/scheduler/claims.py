@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.scheduler.repair_time import RepairTimes
-from kvgraft.memory.store import HOST
+from kvgraft.reuse.claim import Claim
 from kvgraft.reuse.decision import Decision
-from kvgraft.reuse.lineage import copied_generation
 from kvgraft.reuse.stored import is_stored
-from kvgraft.types import Miss, MissReason, RepairTime
+from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,83 +20,8 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor, DonorCatalogue
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
-    from kvgraft.types import DonorId, GraftPlan, Match, RepairReport, Substitution
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Claim:
-    """A graft that is promised to vLLM.
-
-    Attributes:
-        decision: What is copied for the prompt, and from which donors.
-        end: Positions `[plan.prefix_len, end)` are made by the workers.
-        front: Spans of text that sliding windows reach back to; workers read them too.
-        front_donors: One per entry of `front`.
-        first_approximate: Positions before it are exact, and stay so if the load fails.
-        asynchronous: The request waits for it.
-        num_rows: Positions that workers compute for it before vLLM goes on at `end`, as far as is known now.
-        repair: When the policy's choice is computed; None if there is none.
-        num_repair_rows: Positions that are computed with the second token, as far as is known now.
-    """
-
-    decision: Decision
-    end: int
-    front: tuple[Match, ...]
-    front_donors: tuple[Donor, ...]
-    first_approximate: int
-    asynchronous: bool
-    num_rows: int
-    repair: RepairReport | None = None
-    num_repair_rows: int = 0
-
-    @property
-    def plan(self) -> GraftPlan:
-        """Spans and computed positions of the prompt."""
-        return self.decision.plan
-
-    @property
-    def spans(self) -> tuple[Match, ...]:
-        """Spans that workers read of donors."""
-        return (*self.front, *self.plan.spans)
-
-    @property
-    def donors(self) -> tuple[Donor, ...]:
-        """One per entry of `spans`."""
-        return (*self.front_donors, *self.decision.donors)
-
-    @property
-    def repairs_after(self) -> bool:
-        """Whether what the policy chooses is computed with the second token."""
-        return self.repair is not None and self.repair.time is RepairTime.AFTER
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are promised."""
-        return self.end - self.plan.prefix_len
-
-    @property
-    def generation(self) -> int:
-        """Highest generation of what it copies, and of what attends to that; 0 where all of that is exact."""
-        return max(self.front_generation, *map(copied_generation, self.plan.spans))
-
-    @property
-    def front_generation(self) -> int:
-        """Highest generation of windows that donors give before the prompt's prefix ends; 0 where none do."""
-        return max([1, *map(copied_generation, self.front)]) if self.front else 0
-
-    @property
-    def num_stored_tokens(self) -> int:
-        """Tokens of the plan that are read from stores."""
-        return sum(span.length for span, _, tier in self.decision.spans() if tier != HOST)
-
-    @property
-    def source_starts(self) -> tuple[int, ...]:
-        """Per entry of `spans` the position at which its first token was encoded."""
-        return tuple(d.start_position + s.donor_start for s, d in zip(self.spans, self.donors, strict=True))
-
-    def lying_in(self, tier_of: Callable[[DonorId], str]) -> Claim:
-        """Return the claim with the tiers in which its donors lie now."""
-        return replace(self, decision=replace(self.decision, tiers=_tiers(self.decision.donors, tier_of)))
+    from kvgraft.reuse.repair_time import RepairPlan
+    from kvgraft.types import DonorId, GraftPlan, Match, Substitution
 
 
 class Claims:
@@ -130,7 +53,7 @@ class Claims:
         token_ids: NDArray[np.integer],
         matches: Sequence[Match],
         substitution: Substitution | None = None,
-        repair: RepairReport | None = None,
+        repair: RepairPlan | None = None,
     ) -> Claim | Miss:
         """Promise everything up to the end of the last span; the engine computes the rest with its own prefill."""
         facts, end = self._facts, plan.spans[-1].target_end
@@ -149,7 +72,7 @@ class Claims:
         is_read = any(is_stored(donor) for donor in (*front_donors, *donors))
         asynchronous = asynchronous or is_read or len(facts.block_sizes) > 1 or not facts.takes_running_back
         policy = None if substitution is not None else self._policy
-        tiers = _tiers(donors, self._tier_of)
+        tiers = tuple(self._tier_of(donor.donor_id) for donor in donors)
         decision = Decision(plan, donors=donors, tiers=tiers, policy=policy, substitution=substitution)
         num_repair_rows = self.repair_times.num_rows_after(plan, token_ids, repair)
         return Claim(decision, end, front, front_donors, first, asynchronous, num_rows, repair, num_repair_rows)
@@ -157,10 +80,6 @@ class Claims:
     def _donors(self, spans: Iterable[Match]) -> tuple[Donor, ...]:
         """Return the donors of spans that are still there."""
         return tuple(donor for span in spans if (donor := self._catalogue.get(span.donor_id)) is not None)
-
-
-def _tiers(donors: Iterable[Donor], tier_of: Callable[[DonorId], str]) -> tuple[str, ...]:
-    return tuple(tier_of(donor.donor_id) for donor in donors)
 
 
 def covering(matches: Sequence[Match], start: int, stop: int) -> tuple[Match, ...] | None:

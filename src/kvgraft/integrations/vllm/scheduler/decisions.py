@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraft.donors import CostModel
 from kvgraft.graft.select import expected_share, looks_at_query
 from kvgraft.graft.steps import QUERY_ROWS
-from kvgraft.integrations.vllm.scheduler.claims import Claim, Claims
+from kvgraft.integrations.vllm.scheduler.claims import Claims
 from kvgraft.integrations.vllm.scheduler.refused import is_session, refused_request
-from kvgraft.integrations.vllm.scheduler.requests import Decided
 from kvgraft.integrations.vllm.scheduler.stand_ins import DonorStandIns
+from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED, StoredPrefix
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
+from kvgraft.reuse.claim import Claim
 from kvgraft.reuse.continuation import may_go_on
 from kvgraft.reuse.lookup import Lookup, ResidentDonors
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.scheduler.counts import Counts
     from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
-    from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt
-    from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
+    from kvgraft.reuse.attempt import AskedPrompt
     from kvgraft.reuse.lookup import Found
     from kvgraft.types import GraftPlan, Match
 
@@ -38,6 +38,23 @@ class _Asked(NamedTuple):
 
     mode: ReuseMode
     repair: RepairTime
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """The answer to a lookup.
+
+    Attributes:
+        graft: The graft that is promised, or why there is none.
+        lookup_ms: Duration of the lookup.
+        keeps_text: The request's text may become donors.
+        stored: Exact tokens that another connector's store loads; nothing where a graft is claimed.
+    """
+
+    graft: Claim | Miss
+    lookup_ms: float = 0.0
+    keeps_text: bool = False
+    stored: StoredPrefix = NOTHING_STORED
 
 
 class Decisions:

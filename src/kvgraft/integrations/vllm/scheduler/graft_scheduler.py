@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.messages import StepCommands
-from kvgraft.integrations.vllm.scheduler.attempts import Attempts
+from kvgraft.integrations.vllm.scheduler.attempts import Attempts, Ports
 from kvgraft.integrations.vllm.scheduler.captures import Captures
 from kvgraft.integrations.vllm.scheduler.continuing import Continuing
 from kvgraft.integrations.vllm.scheduler.counts import Counts
@@ -18,14 +18,12 @@ from kvgraft.integrations.vllm.scheduler.grafts import Grafts
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.pending_blocks import HitState, PendingBlocks
 from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
-from kvgraft.integrations.vllm.scheduler.requests import AttemptPhase, RepairPhase, VLLMRequest
 from kvgraft.integrations.vllm.scheduler.step_rows import StepRows
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED
 from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
 from kvgraft.memory.store import open_stores
 from kvgraft.reuse.asked import PARAMETER
 from kvgraft.reuse.failures import miss_of
-from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import Capture, GraftOutcome, GraftRepair, StoreReport, WorkerReport
-    from kvgraft.integrations.vllm.scheduler.claims import Claim
+    from kvgraft.integrations.vllm.messages import Capture, GraftRepair, StoreReport, WorkerReport
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
+    from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
     from kvgraft.integrations.vllm.scheduler.stored import StoredPrefix
 
 logger = logging.getLogger(__name__)
@@ -73,24 +71,14 @@ class GraftScheduler:
         self._captures = Captures(self.registry, facts)
         self._pending = PendingBlocks(facts.block_sizes, facts.hash_block_size, steps_under_way=facts.steps_under_way)
         self._grafts = Grafts(
-            self.registry,
-            self._captures,
-            self._pending,
-            self.counts,
-            block_sizes=facts.block_sizes,
-            deadline_s=self._decisions.deadline_s,
+            self.registry, self._pending, block_sizes=facts.block_sizes, deadline_s=self._decisions.deadline_s
         )
         self._rows = StepRows(config.rows_together(facts.max_num_batched_tokens))
         self._continuing = Continuing(facts)
-        self._attempts = Attempts(
-            self._decisions,
-            self._captures,
-            self._continuing,
-            self.counts,
-            facts=facts,
-            policy=policy.name,
+        ports = Ports(
+            self._decisions, self._captures, self._grafts, self._rows, self._continuing, self._pending, self.counts
         )
-        self._cancels: list[str] = []
+        self._attempts = Attempts(ports, facts=facts, policy=policy.name)
         self._is_reset = False
         self._known_changes = 0
 
@@ -133,7 +121,6 @@ class GraftScheduler:
         except Exception as error:
             self.counts.failed(error)
             logger.exception("lookup for request %s failed; it is computed", request.request_id)
-            self._cancel_repair(known)
             self._attempts.compute(request.request_id, miss_of(error))
             if is_tainted(request) and self._continuing.exact_len(request, cached_len) < cached_len:
                 self._continuing.hide(request)  # it may not be there for it any more
@@ -144,8 +131,8 @@ class GraftScheduler:
         self, request: Request, known: VLLMRequest | None, cached_len: int, stored: StoredPrefix
     ) -> tuple[int | None, bool]:
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
-        if known is not None and known.is_admitted:  # vLLM looks before `commands` hears of the preemption
-            self._hide_unsettled(known)
+        if known is not None and known.attempt.is_admitted:  # vLLM looks before `commands` hears of the preemption
+            self._attempts.preempt(known)
         if not self._continuing.is_found_rightly(request, cached_len):
             return None, False
         if not is_known and self._finds_more(request, cached_len, stored.num_tokens):
@@ -154,7 +141,6 @@ class GraftScheduler:
         unrepaired = self._attempts.unrepaired()
         hit = self._pending.hit_of(request, unrepaired) if cached_len else HitState.COMPUTED
         if not is_known:
-            self._cancel_repair(known)
             self._attempts.begin(request, cached_len, stored, self.refusal)
         state = self._attempts.running[request.request_id]
         waits = hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None)
@@ -186,53 +172,23 @@ class GraftScheduler:
             self._note_blocks(request, state)
         except Exception as error:  # noqa: BLE001 - logged there
             self._once_more(error, partial(self._note_blocks, request, state))
+        if state is None:
+            return
         try:
             self._require_sound()
-            self._admit(self._attempts.running.get(request.request_id), block_ids, num_tokens)
         except Exception as error:
             self.counts.failed(error)
             logger.exception("request %s was not admitted as it should be", request.request_id)
-            claim = None if state is None else state.claim
-            if state is not None and claim is not None and num_tokens and not state.waits_for_graft:
-                state.block_ids = [list(ids) for ids in block_ids]
-                self._grafts.send_void(state, claim, miss_of(error).detail)
-
-    def _admit(self, state: VLLMRequest | None, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        if state is None or (state.is_admitted and not num_tokens):
+            self._attempts.admit_in_vain(state, block_ids, num_tokens, miss_of(error).detail)
             return
-        claim, is_stale, state.phase = state.claim, state.phase is AttemptPhase.STALE, AttemptPhase.RUNNING
-        if claim is None:
-            return
-        if not num_tokens:
-            state.held.unpin()
-            state.miss(Miss(MissReason.NO_ROOM, "vLLM admitted the request without its graft"))
-            return
-        state.block_ids = [list(ids) for ids in block_ids]
-        if is_stale:
-            self._grafts.send_void(state, claim, "donors were forgotten before the request was admitted", is_gone=True)
-        elif claim.num_tokens != num_tokens:
-            self._grafts.send_void(state, claim, "vLLM cut the graft")
-        else:
-            self._rows.admit(claim)
-            self._send(state, claim)
-
-    def _send(self, state: VLLMRequest, claim: Claim) -> None:
-        """Have a claim carried out. If that fails before its command is on its way, the load fails at once."""
-        try:
-            self._grafts.send(state, claim)
-        except Exception as error:
-            logger.exception("graft of request %s was not sent as it should be", state.request_id)
-            self.counts.books.doubt(error)
-            if state.waits_for_graft:
-                self.counts.error()
-            else:
-                self._grafts.send_void(state, claim, miss_of(error).detail)  # counted with its outcome
+        if self._attempts.running.get(request.request_id) is state:  # not where the books had to begin anew
+            self._attempts.admit(state, block_ids, num_tokens)
 
     def _note_blocks(self, request: Request, state: VLLMRequest | None) -> None:
         """Note which of a request's blocks this step is to fill."""
         found = 0 if state is None else state.prompt.cached_len
         # Of a request that is admitted a second time a load is through: vLLM counts its tokens as computed.
-        loads = state is not None and not state.is_admitted and bool(state.decided.stored.num_tokens)
+        loads = state is not None and not state.attempt.is_admitted and bool(state.stored.num_tokens)
         self._pending.admit(request, request.num_computed_tokens or found, loads=loads)
 
     def sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
@@ -277,7 +233,7 @@ class GraftScheduler:
         with self._following_stores():
             self.registry.follow_stores()
         for req_id in output.preempted_req_ids or ():
-            self._hide_unsettled(self._attempts.running.get(req_id))
+            self._attempts.preempt(self._attempts.running.get(req_id))
         rows = self._attempts.scheduled(output)
         self._rows.step_scheduled(rows)
         repairs = self._attempts.repairs_of(rows)
@@ -287,7 +243,7 @@ class GraftScheduler:
             if state is not None and not graft.asynchronous:
                 state.held.unpin()
         num_tokens = sum(output.num_scheduled_tokens.values())
-        is_prefill_alone = not any(state.waits_for_graft for state in self._attempts.running.values())
+        is_prefill_alone = not any(state.attempt.is_copying for state in self._attempts.running.values())
         with self._following_stores():
             self.registry.stores.speed.step_begins(num_tokens, is_prefill_alone=is_prefill_alone)
         return self._sent(output, repairs, captures)
@@ -299,7 +255,7 @@ class GraftScheduler:
         seals, discards, drops = self.registry.news
         commands = StepCommands(
             self._is_reset,
-            tuple(self._cancels),
+            tuple(self._grafts.cancels),
             seals,
             tuple(self._grafts.unsent),
             discards,
@@ -313,21 +269,9 @@ class GraftScheduler:
         )
         self.registry.news_were_sent()
         self._is_reset = False
-        self._cancels.clear()
+        self._grafts.cancels.clear()
         self._grafts.unsent.clear()
         return commands
-
-    def _hide_unsettled(self, preempted: VLLMRequest | None) -> None:
-        """Hide the blocks of a preempted request that was not repaired yet, and from itself those without names."""
-        if preempted is None or preempted.hashes is None:
-            return
-        if preempted.phase is AttemptPhase.RUNNING and preempted.repair_phase is RepairPhase.NONE:
-            preempted.hashes.rename()
-            return
-        size = self._facts.hash_block_size
-        first = max(preempted.prompt.cached_len // size, preempted.hashes.first_private)
-        self._pending.forget_hashes(preempted.hashes, first * size)
-        preempted.hashes.hide_from(first)
 
     def step_ended(self) -> None:
         """Note that the result of a step has come back."""
@@ -351,27 +295,15 @@ class GraftScheduler:
                 self._pending.settle(request_id, failed=outcome.failed)
             except Exception as error:  # noqa: BLE001 - logged there
                 self._once_more(error, partial(self._pending.settle, request_id, failed=outcome.failed))
-            try:
-                self._attempts.complete(request_id, outcome)
-            except Exception as error:  # noqa: BLE001 - logged there
-                self._give_up(error, request_id, outcome)
+            self._attempts.copied(request_id, outcome)
         for request_id, outcome in report.repairs.items():
-            try:
-                self._attempts.repaired(request_id, outcome)
-            except Exception as error:  # noqa: BLE001 - logged there
-                self._give_up(error, request_id, outcome)
+            self._attempts.repaired(request_id, outcome)
         try:
             self._follow_stores(report.store)
         except Exception as error:
             self.counts.failed(error)
             logger.exception("what workers have read of stores is not known; all donors are forgotten")
             self.counts.books.condemn()
-
-    def _give_up(self, error: Exception, request_id: str, outcome: GraftOutcome) -> None:
-        """Let a request go on with what it has, and keep nothing of it: the outcome of its graft could not be taken."""
-        self.counts.failed(error)
-        logger.error("the outcome of the graft of request %s could not be taken", request_id, exc_info=error)
-        self._attempts.give_up(request_id, outcome)
 
     def _receive(self, report: WorkerReport) -> None:
         """Take what is not about single requests."""
@@ -431,26 +363,15 @@ class GraftScheduler:
         except Exception as error:
             self.counts.failed(error)
             logger.exception("request %s was not ended as it should be", request.request_id)
-            self._cancels.append(request.request_id)  # one that workers have nothing of is ignored
-            self._attempts.running.pop(request.request_id, None)
+            self._attempts.drop(request.request_id)
             return None
 
     def _finish(self, request: Request) -> dict[str, object] | None:
         state = self._attempts.running.get(request.request_id)
         if state is None:
             return None
-        if state.waits_for_graft and state.claim is not None and state.claim.asynchronous:
-            self._cancels.append(state.request_id)  # first of all: vLLM waits for it to free the blocks
-        self._cancel_repair(state)
-        if state.repair_phase is RepairPhase.DUE:  # it never comes: none is to go on from what it would have changed
-            self._hide_unsettled(state)
         report = self._attempts.finish(state, request)
         return {PARAMETER: report} if report else None
-
-    def _cancel_repair(self, state: VLLMRequest | None) -> None:
-        """Have workers forget what they keep for the repair of an attempt that is over."""
-        if state is not None and state.repair_phase is RepairPhase.DUE:
-            self._cancels.append(state.request_id)
 
     def reset(self, *, prefixes_are_gone: bool) -> None:
         """Forget everything that was ever computed: the model may be another one from now on.
@@ -486,10 +407,10 @@ class GraftScheduler:
         """
         self._attempts.check()
 
-    def _forget_everything(self) -> None:
+    def _forget_everything(self, *, is_lost: bool = False) -> None:
         self._continuing.forget()
         self.registry.forget_all()
-        self._attempts.forget_donors()
+        self._attempts.forget_donors(is_lost=is_lost)
 
     def _require_sound(self) -> None:
         """Verify the books if an error may have interrupted a change of them, and begin anew where they do not hold.
@@ -505,8 +426,7 @@ class GraftScheduler:
         """Empty all books, and have workers do so with the next step; grafts that vLLM counts on fail there, or fall back."""
         self._is_reset = True
         self._rows.begin_anew()
-        self._forget_everything()
-        self._attempts.begin_anew()
+        self._forget_everything(is_lost=True)
 
     def _once_more(self, error: Exception, note: Callable[[], None]) -> None:
         """Note once more, after a failure, which blocks hold no K/V yet: nothing may be answered without."""

@@ -1,82 +1,63 @@
-"""Grafts on their way to workers: commands that carry claims out, once vLLM has given a request its blocks."""
+"""Commands to workers about grafts, as claims become them once vLLM has given a request its blocks."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvgraft.integrations.vllm.messages import DonorToRead, Graft
-from kvgraft.integrations.vllm.scheduler.requests import AttemptPhase, RepairPhase
-from kvgraft.reuse.lineage import reused_span
+from kvgraft.integrations.vllm.messages import DonorToRead, Graft, GraftRepair
 from kvgraft.reuse.stored import StoredKV, is_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvgraft.integrations.vllm.scheduler.captures import Captures
-    from kvgraft.integrations.vllm.scheduler.claims import Claim
-    from kvgraft.integrations.vllm.scheduler.counts import Counts
     from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
     from kvgraft.integrations.vllm.scheduler.pending_blocks import PendingBlocks
     from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
+    from kvgraft.reuse.claim import Claim
     from kvgraft.types import DonorId
-
-logger = logging.getLogger(__name__)
 
 _WHOLE_SHARE = 0.5
 """A stored donor is read whole and promoted if a graft needs at least this share of it: the rest costs little more then."""
 
 
 class Grafts:
-    """Sends grafts, and notes what follows from that for lineage, text and blocks.
+    """Writes the commands that make grafts.
 
     Attributes:
-        unsent: Grafts that no command has carried yet. vLLM counts on every one of them.
+        unsent: Grafts that no step has carried yet. vLLM counts on every one of them.
+        cancels: Requests of which workers are to forget grafts and repairs, by the next step.
     """
 
     def __init__(
         self,
         registry: DonorRegistry,
-        captures: Captures,
         pending: PendingBlocks,
-        counts: Counts,
         *,
         block_sizes: tuple[int, ...],
         deadline_s: Callable[[Claim], float],
     ) -> None:
-        self._registry, self._captures, self._pending, self._counts = registry, captures, pending, counts
+        self._registry, self._pending = registry, pending
         self._block_sizes, self._deadline_s = block_sizes, deadline_s
         self.unsent: list[Graft] = []
+        self.cancels: list[str] = []
 
-    def send(self, state: VLLMRequest, claim: Claim) -> None:
+    def copy(self, state: VLLMRequest, claim: Claim) -> None:
         """Have a claim carried out."""
-        claim = claim.lying_in(self._registry.stores.tier_of)
-        state.decided = replace(state.decided, graft=claim)
-        state.repair = claim.repair
-        state.repair_phase = RepairPhase.DUE if claim.repairs_after else RepairPhase.NONE
-        is_substituted = claim.decision.substitution is not None
-        state.lineage.copy(
-            reused_span(span, donor, tier=tier, is_substituted=is_substituted)
-            for span, donor, tier in claim.decision.spans()
-        )
-        if claim.front:
-            state.lineage.expose(claim.plan.prefix_len, claim.front_generation - 1)
-        try:
-            self._captures.open_after_graft(state, claim)
-        except Exception as error:
-            # The graft itself must go out: vLLM counts its tokens as computed.
-            self._counts.failed(error)
-            logger.exception("text of request %s is not kept for others", state.request_id)
         self._queue(state, claim, deadline_s=self._deadline_s(claim), stored=self._stored_donors(claim))
+
+    def void(self, state: VLLMRequest, claim: Claim, reason: str, *, is_gone: bool) -> None:
+        """Let a load fail that vLLM waits for; no error where what it was to be made of `is_gone`."""
+        self._queue(state, claim, void=reason, is_gone=is_gone)
+
+    def repair(self, state: VLLMRequest, claim: Claim) -> GraftRepair:
+        """Return the command that repairs a graft, of a prompt that is computed."""
+        return GraftRepair(state.request_id, state.blocks_to(claim.plan.num_tokens, self._block_sizes))
+
+    def credit(self, claim: Claim) -> None:
+        """Note the use of a claim's donors, here and in stores."""
         for span in claim.plan.spans:
             self._registry.catalogue.record_hit(span.donor_id, span.length)
         self._registry.stores.touch(donor.donor_id for donor in claim.donors)
-
-    def send_void(self, state: VLLMRequest, claim: Claim, reason: str, *, is_gone: bool = False) -> None:
-        """Let a load fail that vLLM waits for; no error where what it was to be made of `is_gone`."""
-        state.held.unpin()
-        self._queue(state, claim, void=reason, is_gone=is_gone)
 
     def _queue(
         self,
@@ -107,10 +88,8 @@ class Grafts:
             is_gone=is_gone,
         )
         if not claim.asynchronous:  # vLLM publishes the blocks of an asynchronous one when it is through
-            blocks = state.blocks_to(claim.end, self._block_sizes)
-            self._pending.owe(state.request_id, blocks, claim.plan.prefix_len, claim.end)
+            self._pending.owe(state.request_id, graft.block_ids, claim.plan.prefix_len, claim.end)
         self.unsent.append(graft)
-        state.phase = AttemptPhase.GRAFTING
 
     def _stored_donors(self, claim: Claim) -> dict[DonorId, DonorToRead]:
         """Return those of a claim's donors that must be read, as they lie now: one may have come nearer meanwhile."""

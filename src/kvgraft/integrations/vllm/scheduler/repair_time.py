@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
-    from kvgraft.types import GraftPlan, RepairReport
+    from kvgraft.reuse.repair_time import RepairPlan
+    from kvgraft.types import GraftPlan
 
 
 class RepairTimes:
@@ -44,7 +44,7 @@ class RepairTimes:
         *,
         max_tokens: int | None,
         num_generated: int,
-    ) -> RepairReport | None:
+    ) -> RepairPlan | None:
         """Return when what the policy chooses of a plan is computed; None if it chooses from nothing.
 
         Args:
@@ -56,12 +56,11 @@ class RepairTimes:
         """
         if isinstance(self._policy, NoRecompute) or not plan.has_shifted:
             return None
-        repair = planned_repair(
+        return planned_repair(
             asked, lambda: self._reason_to_wait(plan, token_ids, max_tokens=max_tokens, num_generated=num_generated)
         )
-        return repair if repair.time is RepairTime.AFTER else replace(repair, from_token=num_generated + 1)
 
-    def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], end: int, repair: RepairReport | None) -> int:
+    def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], end: int, repair: RepairPlan | None) -> int:
         """Return how many positions workers compute before vLLM computes those from `end` on, as far as is known now."""
         num_gap_rows = int(np.searchsorted(plan.compute, end))
         if repair is None or repair.time is RepairTime.AFTER:
@@ -72,7 +71,7 @@ class RepairTimes:
         num_looking = plan.num_tokens - end if Observable.QUERY_ATTENTION in self._policy.observes else 0
         return num_gap_rows + num_looking + self._num_chosen(plan, token_ids)
 
-    def num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairReport | None) -> int:
+    def num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairPlan | None) -> int:
         """Return how many positions workers compute in the step of the second token, as far as is known now."""
         return 0 if repair is None or repair.time is RepairTime.BEFORE else self._num_rows_after(plan, token_ids)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvgraft.config.vllm import VLLMConfig
     from kvgraft.donors import DonorCatalogue
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
-    from kvgraft.integrations.vllm.scheduler.requests import AskedPrompt
+    from kvgraft.reuse.attempt import AskedPrompt
     from kvgraft.types import Miss, Substitution
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraft.integrations.vllm.scheduler.requests import RepairPhase
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvgraft.integrations.vllm.scheduler.attempts import ScheduledRows
-    from kvgraft.integrations.vllm.scheduler.claims import Claim
     from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
+    from kvgraft.reuse.claim import Claim
 
 
 class StepRows:
@@ -86,7 +84,7 @@ class StepRows:
         claim = state.claim
         if claim is None:
             return True
-        if self._is_full and not state.is_promised and state.earlier.report is None:
+        if self._is_full and not state.is_promised and state.attempt.earlier.report is None:
             return False
         has_room = self._fits(claim, [other for other in states if other is not state])
         self._is_full = self._is_full or not has_room
@@ -127,14 +125,14 @@ class StepRows:
 
 def _draws_later(state: VLLMRequest) -> bool:
     """Return whether a request that runs has its whole prompt, and with it its repair, still before it."""
-    return state.is_admitted and not state.is_whole and _repair_is_to_come(state)
+    return state.attempt.is_admitted and not state.is_whole and _repair_is_to_come(state)
 
 
 def _rows_after_read(state: VLLMRequest | None) -> int:
     """Return the repair rows of a request that has read a store; 0 of others, which had room when they were admitted."""
     if state is None or state.claim is None or not state.claim.num_stored_tokens:
         return 0
-    return state.claim.num_repair_rows if state.repair_phase is RepairPhase.DUE else 0
+    return state.claim.num_repair_rows if state.attempt.owes_repair else 0
 
 
 def _repair_is_to_come(state: VLLMRequest) -> bool:
@@ -142,9 +140,9 @@ def _repair_is_to_come(state: VLLMRequest) -> bool:
 
     Not while it reads a store, which may take seconds: others do not wait for that.
     """
-    claim = state.claim
+    claim, attempt = state.claim, state.attempt
     if claim is None or not claim.repairs_after:
         return False
-    if claim.num_stored_tokens and (state.waits_for_graft or not state.is_admitted):
+    if claim.num_stored_tokens and (attempt.is_copying or not attempt.is_admitted):
         return False
-    return state.repair_phase is RepairPhase.DUE if state.is_admitted else state.is_promised
+    return attempt.owes_repair if attempt.is_admitted else state.is_promised

@@ -13,7 +13,6 @@ from kvgraft.errors import IntegrationError, PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
 from kvgraft.graft.select import NoRecompute, Observation
 from kvgraft.graft.steps import GraftSteps, PlannedPass, Scope
-from kvgraft.integrations.vllm.messages import GraftOutcome
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import (
     AllLayersPass,
@@ -27,6 +26,7 @@ from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks,
 from kvgraft.integrations.vllm.worker.spans import DonorSpans
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
 from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.outcome import GraftOutcome
 from kvgraft.types import MissReason
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.select import Observable
-from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, GraftOutcome, StoreReport, WorkerReport
+from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, StoreReport, WorkerReport
 from kvgraft.integrations.vllm.refusals import refused_engine
 from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
@@ -34,6 +34,7 @@ from kvgraft.memory import HostKVStore
 from kvgraft.memory.page_lock import CudaPages
 from kvgraft.memory.store import open_stores
 from kvgraft.reuse.failures import miss_of
+from kvgraft.reuse.outcome import GraftOutcome
 from kvgraft.types import MissReason
 
 if TYPE_CHECKING:
