@@ -3,7 +3,7 @@
 Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An engine adapter says what its engine did
 (admitted, copied, computed again, started the request anew) and asks what follows from it.
 
-Public modules: `announcer`, `asked`, `attempt`, `claim`, `classes`, `continuation`, `decision`, `donor_events`, `donor_rules`,
-`failures`, `families`, `lineage`, `lookup`, `metrics`, `outcome`, `policy`, `reads`, `repair_time`, `report`, `sent_fronts`,
-`stored`, `substitute`.
+Public modules: `announcer`, `asked`, `attempt`, `claim`, `classes`, `continuation`, `decision`, `donor_events`,
+`donor_rules`, `failures`, `families`, `lineage`, `lookup`, `metrics`, `outcome`, `policy`, `reads`, `repair_time`, `report`,
+`sent_fronts`, `stored`, `substitute`.
 """
