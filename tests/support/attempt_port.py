@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvgraft.reuse.attempt import AskedPrompt, Attempt, Phase, drive
+from kvgraft.reuse.attempt import AskedPrompt, Attempt, AttemptPhase, drive
 from kvgraft.reuse.attempt import commands as to_do
 from kvgraft.reuse.attempt import events as done
 from kvgraft.reuse.claim import Claim
@@ -117,7 +117,7 @@ class Port:
     def fail_lookup(self):
         self._settle()
         self.send(done.Replaced(Miss(MissReason.ERROR, "the lookup failed")))
-        if self.attempt.phase is Phase.OVER:
+        if self.attempt.phase is AttemptPhase.OVER:
             self.attempt = None
 
     def admit(self, num_tokens, *, fails_at=None):
@@ -125,7 +125,7 @@ class Port:
         self.counts_on = self.cached = num_tokens
         claim = self.attempt.claim
         is_cut = claim is not None and num_tokens not in (0, claim.num_tokens)
-        self.num_expected += is_cut and self.attempt.phase is Phase.WAITING
+        self.num_expected += is_cut and self.attempt.phase is AttemptPhase.WAITING
         self.send(done.Admitted(num_tokens, () if claim is None else claim.decision.tiers), fails_at=fails_at)
         if num_tokens and self.job is None:
             raise BrokenError("promise: the engine counts on a graft that nobody makes")
@@ -135,7 +135,7 @@ class Port:
         self._settle()
         what, claim = self.job
         self.job = None
-        if self.attempt.phase is Phase.OVER:
+        if self.attempt.phase is AttemptPhase.OVER:
             return  # it could not be cancelled, and nobody waits for it
         if what != "copy":
             outcome = GraftOutcome((), 0.0, 0.0, "void", failed=True, is_gone=what == "gone")
@@ -213,7 +213,7 @@ class Port:
         self.repairing = None
         is_gone, failed = kind == "gone", kind in ("gone", "failed")
         outcome = GraftOutcome((), 1.0, 1.0, "" if kind == "made" else kind, failed=failed, is_gone=is_gone)
-        self.num_expected += kind in ("failed", "fell back") and self.attempt.phase is Phase.REPAIRING
+        self.num_expected += kind in ("failed", "fell back") and self.attempt.phase is AttemptPhase.REPAIRING
         self.send(done.Repaired(outcome), fails_at=fails_at)
 
     def preempt(self):
@@ -237,7 +237,7 @@ class Port:
         self.send(done.Finished(self.num_drawn), fails_at=fails_at)
         if awaits and not self.is_hidden and not self.num_failed:
             raise BrokenError("hidden: others go on from what was to be repaired")
-        if self.attempt.phase is not Phase.OVER and self.job is None and self.repairing is None:
+        if self.attempt.phase is not AttemptPhase.OVER and self.job is None and self.repairing is None:
             raise BrokenError("end: an outcome is awaited that nobody will tell")
 
     # ---- commands
@@ -257,7 +257,7 @@ class Port:
                 self._send_job("copy", claim)
             case to_do.Void(claim, _, is_gone):
                 self._send_job("gone" if is_gone else "void", claim)
-            case to_do.Repair(claim):
+            case to_do.RepairNow(claim):
                 if self.unrepaired is not claim and self.job is None:
                     raise BrokenError("repair: workers have nothing of what they are to repair")
                 self.unrepaired, self.repairing = None, claim
@@ -329,7 +329,7 @@ class Port:
             self._check_books()
         self._check_truth()
         phase = self.attempt.phase
-        if phase is Phase.OVER and not self.num_failed and (self.unrepaired is not None or self.job is not None):
+        if phase is AttemptPhase.OVER and not self.num_failed and (self.unrepaired is not None or self.job is not None):
             raise BrokenError("end: workers keep what belongs to nobody")
         if self.num_errors > self.num_failed + self.num_expected:
             raise BrokenError("counts: an error is counted where nothing failed")
@@ -337,7 +337,7 @@ class Port:
             raise BrokenError("counts: a failure is not counted")
         if self.num_final > 1:
             raise BrokenError("end: a request is counted twice")
-        if phase is Phase.OVER and self.has_ended and not self.num_failed and self.num_final != 1:
+        if phase is AttemptPhase.OVER and self.has_ended and not self.num_failed and self.num_final != 1:
             raise BrokenError("end: a request that has ended is not counted")
 
     def _check_books(self):
@@ -346,9 +346,9 @@ class Port:
         needs_pins = needs_pins and not (self.job is not None and self.job[0] != "copy")
         if self.pins and not needs_pins:
             raise BrokenError("pins: donors are pinned for nothing")
-        if not self.pins and needs_pins and attempt.phase is Phase.WAITING:
+        if not self.pins and needs_pins and attempt.phase is AttemptPhase.WAITING:
             raise BrokenError("pins: donors of a promise are not pinned")
-        if attempt.phase is Phase.OVER and (self.texts or self.gaps):
+        if attempt.phase is AttemptPhase.OVER and (self.texts or self.gaps):
             raise BrokenError("texts: room is kept for nothing")
         if self.gaps and not attempt.is_copying:
             raise BrokenError("texts: gaps are kept open after their graft")

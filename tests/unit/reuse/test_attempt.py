@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.attempt_port import SPANS, BrokenError, Port, Truth, make_claim
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.reuse.attempt import AskedPrompt, Attempt, Phase, commands, events
+from kvgraft.reuse.attempt import AskedPrompt, Attempt, AttemptPhase, commands, events
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.outcome import GraftOutcome
 from kvgraft.types import RepairTime
@@ -38,12 +38,14 @@ class AttemptMachine(RuleBasedStateMachine):
     @property
     def runs(self):
         port = self.port
-        if not self.is_live or not port.attempt.is_admitted or port.attempt.phase is Phase.OVER:
+        if not self.is_live or not port.attempt.is_admitted or port.attempt.phase is AttemptPhase.OVER:
             return False
         claim = port.attempt.claim
         return port.job is None or (claim is not None and not claim.asynchronous and port.job[0] == "copy")
 
-    @precondition(lambda self: self.port.attempt is None or (self._phase() is Phase.OVER and self.port.has_ended))
+    @precondition(
+        lambda self: self.port.attempt is None or (self._phase() is AttemptPhase.OVER and self.port.has_ended)
+    )
     @rule(prefix=st.sampled_from(PREFIXES), asynchronous=st.booleans(), generation=st.integers(0, 1), repair=REPAIRS)
     def comes(self, prefix, asynchronous, generation, repair):
         self.port.check()
@@ -54,7 +56,7 @@ class AttemptMachine(RuleBasedStateMachine):
         claim = make_claim(prefix_len=prefix, asynchronous=asynchronous, generation=generation, repair=repair)
         self.port.look_up(claim, prefix)
 
-    @precondition(lambda self: self._phase() in (Phase.WAITING, Phase.STALE))
+    @precondition(lambda self: self._phase() in (AttemptPhase.WAITING, AttemptPhase.STALE))
     @rule(fails=FAILS, how=st.sampled_from(["as promised", "as promised", "as promised", "without", "cut"]))
     def is_admitted(self, fails, how):
         claim = self.port.attempt.claim
@@ -63,12 +65,12 @@ class AttemptMachine(RuleBasedStateMachine):
             return
         self.port.admit({"as promised": claim.num_tokens, "without": 0, "cut": 3}[how], fails_at=fails)
 
-    @precondition(lambda self: self.is_live and self._phase() is not Phase.OVER)
+    @precondition(lambda self: self.is_live and self._phase() is not AttemptPhase.OVER)
     @rule(count=st.integers(1, 4))
     def goes_on(self, count):
         """What comes next where nothing happens."""
         for _ in range(count):
-            if self._phase() in (Phase.WAITING, Phase.STALE):
+            if self._phase() in (AttemptPhase.WAITING, AttemptPhase.STALE):
                 claim = self.port.attempt.claim
                 self.port.admit(0 if claim is None else claim.num_tokens)
             elif self.port.job is not None:
@@ -108,12 +110,14 @@ class AttemptMachine(RuleBasedStateMachine):
         claim = make_claim(prefix_len=kept, asynchronous=asynchronous, repair=repair)
         port.look_up(claim, kept, fails_at=fails)
 
-    @precondition(lambda self: self._phase() in (Phase.WAITING, Phase.STALE) and self.port.was_begun_again)
+    @precondition(
+        lambda self: self._phase() in (AttemptPhase.WAITING, AttemptPhase.STALE) and self.port.was_begun_again
+    )
     @rule()
     def hears_of_an_earlier_attempt(self):
         self.port.copied_late()
 
-    @precondition(lambda self: self._phase() in (Phase.WAITING, Phase.STALE))
+    @precondition(lambda self: self._phase() in (AttemptPhase.WAITING, AttemptPhase.STALE))
     @rule()
     def is_looked_up_in_vain(self):
         self.port.fail_lookup()
@@ -124,7 +128,7 @@ class AttemptMachine(RuleBasedStateMachine):
         if not is_rare:
             self.port.reset()
 
-    @precondition(lambda self: self.is_live and self._phase() is not Phase.OVER)
+    @precondition(lambda self: self.is_live and self._phase() is not AttemptPhase.OVER)
     @rule(fails=FAILS)
     def ends(self, fails):
         self.port.finish(fails_at=fails)
@@ -188,12 +192,12 @@ def _patched(owner, name, value):
 
 def _still_due(attempt, before):
     if attempt.claim is None and before["_is_due"]:
-        attempt._phase, attempt._is_due, attempt.graft = Phase.UNREPAIRED, True, before["graft"]
+        attempt._phase, attempt._is_due, attempt.graft = AttemptPhase.UNREPAIRED, True, before["graft"]
 
 
 def _keep_waiting(attempt, before):
-    if before["_phase"] is Phase.COPYING:
-        attempt._phase, attempt.outcome = Phase.COPYING, None
+    if before["_phase"] is AttemptPhase.COPYING:
+        attempt._phase, attempt.outcome = AttemptPhase.COPYING, None
 
 
 TAKEN_BACK = {
@@ -224,7 +228,7 @@ TAKEN_BACK = {
     ),
     "6b93ac2 a failure is not counted": (_without(commands.Count, events.Failed), "counts"),
     "6b93ac2 a repair that failed is not counted": (_without(commands.Count, events.Repaired), "counts"),
-    "05d6c29 a token is drawn before its repair": (_without(commands.Repair, events.Ran), "repair"),
+    "05d6c29 a token is drawn before its repair": (_without(commands.RepairNow, events.Ran), "repair"),
     "2228715 a graft that failed is repaired": (_after(events.Copied, _still_due), "repair"),
     "7e0af5e gaps of a graft that failed stay open": (_without(commands.Keep, events.Copied), "texts"),
     "64b328c donors stay pinned after their copy": (_without(commands.Unpin, events.Copied), "pins"),

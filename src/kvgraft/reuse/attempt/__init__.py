@@ -12,7 +12,7 @@ Public modules: `commands`, `events`.
 """
 
 from kvgraft.reuse.attempt.driver import drive
-from kvgraft.reuse.attempt.machine import Attempt, Earlier, Phase
+from kvgraft.reuse.attempt.machine import Attempt, AttemptPhase, Earlier
 from kvgraft.reuse.attempt.prompt import AskedPrompt
 
-__all__ = ["AskedPrompt", "Attempt", "Earlier", "Phase", "drive"]
+__all__ = ["AskedPrompt", "Attempt", "AttemptPhase", "Earlier", "drive"]

@@ -40,7 +40,7 @@ class Void:
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
+class RepairNow:
     """Have the policy's choice computed before the next token is drawn. Its outcome comes as `Repaired`."""
 
     claim: Claim
@@ -109,7 +109,7 @@ Command = (
     | Copy
     | Credit
     | Void
-    | Repair
+    | RepairNow
     | Cancel
     | Hide
     | Unpin

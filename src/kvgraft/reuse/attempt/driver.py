@@ -1,4 +1,4 @@
-"""Carries out what attempts command, and tells them what failed."""
+"""Carries out what attempts command, and reports what failed to them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kvgraft.reuse.attempt.commands import (
     Open,
     Recount,
     Release,
-    Repair,
+    RepairNow,
     Tell,
     Unpin,
     Void,
@@ -51,7 +51,7 @@ _SECOND = 2
 """Number of the token that a repair after the first one comes with."""
 
 
-class Phase(Enum):
+class AttemptPhase(Enum):
     """Progress of an attempt. Nothing but `Attempt.receive` changes it."""
 
     WAITING = "waiting"
@@ -70,7 +70,7 @@ class Phase(Enum):
     """Ended, and no outcome is awaited."""
 
 
-_WITHOUT_PLACES = (Phase.WAITING, Phase.STALE)
+_WITHOUT_PLACES = (AttemptPhase.WAITING, AttemptPhase.STALE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,11 +109,11 @@ class Attempt:
         self.lookup_ms = 0.0
         self.outcome: GraftOutcome | None = None
         self.repair: RepairReport | None = None
-        self._phase = Phase.WAITING
+        self._phase = AttemptPhase.WAITING
         self._is_due = self._is_void = self._is_void_again = self._has_ended = False
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> AttemptPhase:
         """How far it is."""
         return self._phase
 
@@ -125,7 +125,7 @@ class Attempt:
     @property
     def is_waiting(self) -> bool:
         """Whether what was decided holds, and the engine has not given it places."""
-        return self._phase is Phase.WAITING
+        return self._phase is AttemptPhase.WAITING
 
     @property
     def is_admitted(self) -> bool:
@@ -135,12 +135,12 @@ class Attempt:
     @property
     def is_copying(self) -> bool:
         """Whether the graft was sent and its outcome is not known."""
-        return self._phase is Phase.COPYING or (self._phase is Phase.REPAIRING and self.outcome is None)
+        return self._phase is AttemptPhase.COPYING or (self._phase is AttemptPhase.REPAIRING and self.outcome is None)
 
     @property
     def owes_repair(self) -> bool:
         """Whether a repair comes with the second token, and has not been sent: positions of the graft may still change."""
-        return self._is_due and self._phase in (Phase.COPYING, Phase.UNREPAIRED)
+        return self._is_due and self._phase in (AttemptPhase.COPYING, AttemptPhase.UNREPAIRED)
 
     def decide(self, graft: Claim | Miss, lookup_ms: float) -> None:
         """Take what was decided after the lookup."""
@@ -168,7 +168,7 @@ class Attempt:
             case Repaired(outcome):
                 return self._repaired(outcome)
             case Preempted():
-                return (Hide(is_settled=self._phase is Phase.SETTLED),)
+                return (Hide(is_settled=self._phase is AttemptPhase.SETTLED),)
             case Replaced(miss):
                 return self._replaced(miss)
             case Reset(is_lost):
@@ -183,13 +183,13 @@ class Attempt:
         if self.is_admitted:
             return ()
         if claim is None:
-            self._phase = Phase.SETTLED
+            self._phase = AttemptPhase.SETTLED
             return ()
         if not event.num_tokens:
             self.graft = Miss(MissReason.NO_ROOM, "the engine admitted the request without its graft")
-            self._phase = Phase.SETTLED
+            self._phase = AttemptPhase.SETTLED
             return (Unpin(),)
-        if self._phase is Phase.STALE:
+        if self._phase is AttemptPhase.STALE:
             return self._void(claim, "donors were forgotten before the request was admitted", is_gone=True)
         if claim.num_tokens != event.num_tokens:
             return self._void(claim, "the engine cut the graft")
@@ -203,7 +203,7 @@ class Attempt:
         self.lineage.copy(spans)
         if claim.front:
             self.lineage.expose(claim.plan.prefix_len, claim.front_generation - 1)
-        self.graft, self.repair, self._is_due, self._phase = claim, repair, claim.repairs_after, Phase.COPYING
+        self.graft, self.repair, self._is_due, self._phase = claim, repair, claim.repairs_after, AttemptPhase.COPYING
         return commands
 
     def _planned(self, claim: Claim) -> RepairReport | None:
@@ -215,7 +215,7 @@ class Attempt:
     def _void(self, claim: Claim, reason: str, *, is_gone: bool = False) -> tuple[Command, ...]:
         """Have the copy fail: the engine waits for it, or takes its tokens for computed."""
         commands = (*(() if is_gone else (Count(),)), Unpin(), Void(claim, reason, is_gone))
-        self.repair, self._is_due, self._is_void, self._phase = None, False, True, Phase.COPYING
+        self.repair, self._is_due, self._is_void, self._phase = None, False, True, AttemptPhase.COPYING
         return commands
 
     def _copied(self, outcome: GraftOutcome) -> tuple[Command, ...]:
@@ -227,18 +227,18 @@ class Attempt:
         claim = self.claim
         if claim is None or not self.is_copying:  # the request has begun again: what it was promised since stays
             commands = (*errors, *self._outcome_taken())
-            self.earlier, self._phase = earlier, Phase.OVER if self._has_ended else self._phase
+            self.earlier, self._phase = earlier, AttemptPhase.OVER if self._has_ended else self._phase
             return commands
         if outcome.fell_back:
             commands = (*errors, Unpin(), Recount(claim.num_tokens), Keep(not outcome.failed), *self._outcome_taken())
             self.lineage.withdraw(claim.plan.prefix_len)
-            self.graft, self.repair, self._is_due, phase = miss, None, False, Phase.SETTLED
+            self.graft, self.repair, self._is_due, phase = miss, None, False, AttemptPhase.SETTLED
         else:
             commands = (*errors, Unpin(), Keep(not outcome.failed), *self._outcome_taken())
             self.lineage.recompute(outcome.recomputed_runs)
-            phase = Phase.UNREPAIRED if self._is_due else Phase.SETTLED
-            phase = Phase.REPAIRING if self._phase is Phase.REPAIRING else phase
-        self.earlier, self.outcome, self._phase = earlier, outcome, Phase.OVER if self._has_ended else phase
+            phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED
+            phase = AttemptPhase.REPAIRING if self._phase is AttemptPhase.REPAIRING else phase
+        self.earlier, self.outcome, self._phase = earlier, outcome, AttemptPhase.OVER if self._has_ended else phase
         return commands
 
     def _errors(self, outcome: GraftOutcome) -> tuple[Command, ...]:
@@ -253,13 +253,13 @@ class Attempt:
         claim = self.claim
         if not self.owes_repair or claim is None or start < claim.plan.num_tokens:
             return ()
-        commands = (Repair(claim),)
-        self._is_due, self._phase = False, Phase.REPAIRING
+        commands = (RepairNow(claim),)
+        self._is_due, self._phase = False, AttemptPhase.REPAIRING
         return commands
 
     def _repaired(self, outcome: GraftOutcome) -> tuple[Command, ...]:
         """Take over what a repair changed: the first token was drawn before it, so that its graft is still reported."""
-        if self._phase is not Phase.REPAIRING or self.is_copying:
+        if self._phase is not AttemptPhase.REPAIRING or self.is_copying:
             return ()
         assert self.repair is not None
         assert self.outcome is not None
@@ -282,13 +282,13 @@ class Attempt:
         if not outcome.failed:
             self.lineage.recompute(outcome.recomputed_runs)
         self.repair, self.outcome = repair, known
-        self._phase = Phase.OVER if self._has_ended else Phase.SETTLED
+        self._phase = AttemptPhase.OVER if self._has_ended else AttemptPhase.SETTLED
         return commands
 
     def _replaced(self, miss: Miss | None) -> tuple[Command, ...]:
         commands = (*((Cancel(),) if self.owes_repair else ()), Release())
         if self.is_admitted:
-            self._phase = Phase.OVER
+            self._phase = AttemptPhase.OVER
         elif miss is not None:
             self.graft = miss
         return commands
@@ -300,11 +300,11 @@ class Attempt:
             self.repair = replace(self.repair, reason="donors were forgotten before the second token")
         self._is_due = False
         if is_waiting:
-            self._phase = Phase.STALE
-        elif self._phase is Phase.UNREPAIRED:
-            self._phase = Phase.SETTLED
-        elif is_lost and not self._has_ended and self._phase is Phase.REPAIRING:
-            self._phase = Phase.COPYING if self.is_copying else Phase.SETTLED
+            self._phase = AttemptPhase.STALE
+        elif self._phase is AttemptPhase.UNREPAIRED:
+            self._phase = AttemptPhase.SETTLED
+        elif is_lost and not self._has_ended and self._phase is AttemptPhase.REPAIRING:
+            self._phase = AttemptPhase.COPYING if self.is_copying else AttemptPhase.SETTLED
         if is_lost:
             self._recover()
         return commands
@@ -315,7 +315,7 @@ class Attempt:
             self.lineage.check()
         except CorruptCacheError:
             if self.is_admitted:
-                self._phase = Phase.OVER
+                self._phase = AttemptPhase.OVER
             else:
                 self.lineage = self.prompt.lineage()
 
@@ -326,7 +326,7 @@ class Attempt:
         unrepaired = (Cancel(), Hide()) if self.owes_repair else ()
         closed = (*cancelled, *unrepaired, Unpin(), Close())
         # Of an answer that ended with its first token, no later one was drawn from what a repair under way changes.
-        awaits_repair = self._phase is Phase.REPAIRING and num_drawn > 1
+        awaits_repair = self._phase is AttemptPhase.REPAIRING and num_drawn > 1
         if awaits_repair or (claim is not None and not claim.asynchronous):
             commands = (*closed, Tell(is_final=False))
             self._has_ended, self._is_due = True, False
@@ -336,7 +336,7 @@ class Attempt:
             miss = Miss(MissReason.DEADLINE, "the request ended before its graft")
             self.lineage.withdraw(claim.plan.prefix_len)
             self.graft = miss
-        self._is_due, self._phase = False, Phase.OVER
+        self._is_due, self._phase = False, AttemptPhase.OVER
         return commands
 
     def _failed(self, what: Event | Command, reason: str) -> tuple[Command, ...]:  # noqa: PLR0911 - a row each
@@ -352,7 +352,7 @@ class Attempt:
             case Copied(outcome) | Repaired(outcome):
                 return (Count(), *self._errors(outcome), *self._gave_up(what, outcome))
             case Replaced() | Finished():
-                self._phase = Phase.OVER if isinstance(what, Finished) or self.is_admitted else self._phase
+                self._phase = AttemptPhase.OVER if isinstance(what, Finished) or self.is_admitted else self._phase
                 return (Count(), Cancel(), Hide(), Release())
             case Keep() | Close():
                 return (Count(), Discard())
@@ -365,12 +365,12 @@ class Attempt:
         commands = (Release(),)
         if isinstance(what, Copied) and self.is_copying:
             self.outcome = outcome
-            if self._phase is Phase.COPYING:
-                self._phase = Phase.UNREPAIRED if self._is_due else Phase.SETTLED
-        elif self._phase is Phase.REPAIRING:
-            self._phase = Phase.SETTLED
+            if self._phase is AttemptPhase.COPYING:
+                self._phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED
+        elif self._phase is AttemptPhase.REPAIRING:
+            self._phase = AttemptPhase.SETTLED
         if self._has_ended:
-            self._phase = Phase.OVER
+            self._phase = AttemptPhase.OVER
         return commands
 
     def report(self, policy: str) -> GraftReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from kvgraft.integrations.vllm.scheduler.holdings import RegistryHoldings
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 from kvgraft.integrations.vllm.scheduler.private_hashes import PrivateBlockHashes, is_tainted
 from kvgraft.integrations.vllm.scheduler.refused import is_session
-from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
+from kvgraft.integrations.vllm.scheduler.requests import ScheduledRows, VLLMRequest
 from kvgraft.integrations.vllm.scheduler.scheduled import num_known
 from kvgraft.integrations.vllm.scheduler.usage import count_as_computed, first_prefill
-from kvgraft.reuse.attempt import AskedPrompt, Attempt, Phase, commands, drive, events
+from kvgraft.reuse.attempt import AskedPrompt, Attempt, AttemptPhase, commands, drive, events
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.report import report_as_dict
 
@@ -41,14 +41,6 @@ if TYPE_CHECKING:
     from kvgraft.types import Miss
 
 logger = logging.getLogger(__name__)
-
-
-class ScheduledRows(NamedTuple):
-    """A request, and the positions `[start, stop)` that a step computes of it, without drafts."""
-
-    state: VLLMRequest
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +216,7 @@ class Attempts:
             self._grafts.repair(state, command.claim)
             for state, start, _ in rows
             for command in state.attempt.receive(events.Ran(start))
-            if isinstance(command, commands.Repair)
+            if isinstance(command, commands.RepairNow)
         )
 
     def captures_of(self, rows: Sequence[ScheduledRows]) -> tuple[Capture, ...]:
@@ -373,7 +365,7 @@ class Attempts:
         state.hashes.hide_from(first)
 
     def _drop_if_over(self, state: VLLMRequest) -> None:
-        if state.attempt.phase is not Phase.OVER:
+        if state.attempt.phase is not AttemptPhase.OVER:
             return
         for states in (self.running, self.ended):
             if states.get(state.request_id) is state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED, StoredPrefix
 
@@ -83,3 +83,11 @@ class VLLMRequest:
         elif blocks is not None:
             for known, more in zip(self.block_ids, blocks, strict=True):
                 known.extend(more)
+
+
+class ScheduledRows(NamedTuple):
+    """A request, and the positions `[start, stop)` that a step computes of it, without drafts."""
+
+    state: VLLMRequest
+    start: int
+    stop: int

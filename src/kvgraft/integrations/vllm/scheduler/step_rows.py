@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kvgraft.integrations.vllm.scheduler.attempts import ScheduledRows
-    from kvgraft.integrations.vllm.scheduler.requests import VLLMRequest
+    from kvgraft.integrations.vllm.scheduler.requests import ScheduledRows, VLLMRequest
     from kvgraft.reuse.claim import Claim
 
 
