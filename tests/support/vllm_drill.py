@@ -29,7 +29,7 @@ class Drill(CallDrill):
 
     def run(self, calls: FailingCalls) -> list[str]:
         with same_secret(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{_SCHEDULER}.stores.StoreFeed", ShelfFeed)
+            patch.setattr("kvgraft.memory.store.tier.StoreFeed", ShelfFeed)
             return _Run(self.kind, calls, patch).failures()
 
 

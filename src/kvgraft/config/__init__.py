@@ -4,16 +4,22 @@
 `resolve` merges flags, environment, file and defaults. Public modules: `setting`, `sglang`.
 """
 
-from kvgraft.config.engine import EngineConfig
-from kvgraft.config.environment import ignored_variables, variables
-from kvgraft.config.machine import available_memory, check_host_memory, physical_memory
-from kvgraft.config.reuse import ReuseSettings
-from kvgraft.config.server import ServerConfig, page_key
-from kvgraft.config.setting import is_text, quoted, rule_of
-from kvgraft.config.sglang import SGLangConfig
-from kvgraft.config.sources import Resolved, file_errors, resolve
-from kvgraft.config.table import default_text, grouped_settings, settings_table
-from kvgraft.config.vllm import VLLMConfig
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvgraft.config.engine import EngineConfig
+    from kvgraft.config.environment import ignored_variables, variables
+    from kvgraft.config.machine import available_memory, check_host_memory, physical_memory
+    from kvgraft.config.reuse import ReuseSettings
+    from kvgraft.config.server import ServerConfig, page_key
+    from kvgraft.config.setting import is_text, quoted, rule_of
+    from kvgraft.config.sglang import SGLangConfig
+    from kvgraft.config.sources import Resolved, file_errors, resolve
+    from kvgraft.config.table import default_text, grouped_settings, settings_table
+    from kvgraft.config.vllm import VLLMConfig
 
 __all__ = [
     "EngineConfig",
@@ -37,3 +43,33 @@ __all__ = [
     "settings_table",
     "variables",
 ]
+
+_MODULES = {
+    "EngineConfig": "kvgraft.config.engine",
+    "Resolved": "kvgraft.config.sources",
+    "ReuseSettings": "kvgraft.config.reuse",
+    "SGLangConfig": "kvgraft.config.sglang",
+    "ServerConfig": "kvgraft.config.server",
+    "VLLMConfig": "kvgraft.config.vllm",
+    "available_memory": "kvgraft.config.machine",
+    "check_host_memory": "kvgraft.config.machine",
+    "default_text": "kvgraft.config.table",
+    "file_errors": "kvgraft.config.sources",
+    "grouped_settings": "kvgraft.config.table",
+    "ignored_variables": "kvgraft.config.environment",
+    "is_text": "kvgraft.config.setting",
+    "page_key": "kvgraft.config.server",
+    "physical_memory": "kvgraft.config.machine",
+    "quoted": "kvgraft.config.setting",
+    "resolve": "kvgraft.config.sources",
+    "rule_of": "kvgraft.config.setting",
+    "settings_table": "kvgraft.config.table",
+    "variables": "kvgraft.config.environment",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is first asked for: an engine's process needs no settings of others."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

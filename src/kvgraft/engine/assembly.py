@@ -41,7 +41,6 @@ from kvgraft.prefix import (
 )
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.lookup import Lookup, ResidentDonors
-from kvgraft.reuse.substitute import Substitutes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from kvgraft.events import EventLog
     from kvgraft.memory import StatePool
     from kvgraft.prefix import TreeCacheBuildContext
+    from kvgraft.reuse.substitute import Substitutes
     from kvgraft.semantic import DonorProposer
 
 
@@ -268,9 +268,18 @@ def cache_manager(
     flops = ModelFlops.of_model(adapter.model, adapter.layers)
     if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):
         raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
-    substitutes = Substitutes.configured(config, loaded)
+    substitutes = _substitutes(config, loaded)
     planner = Planner(space, flops, lookup, risk, refusal=refusal, substitutes=substitutes)
     return CacheManager(adapter, space, slots, request_donors, planner)
+
+
+def _substitutes(config: EngineConfig, loaded: LoadedModel) -> Substitutes | None:
+    """Return the provider of other texts that settings name; nothing of it is imported where they name none."""
+    if not config.semantic_provider:
+        return None
+    from kvgraft.reuse.substitute import Substitutes
+
+    return Substitutes.configured(config, loaded)
 
 
 def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KVSpace:

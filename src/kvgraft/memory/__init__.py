@@ -8,11 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvgraft.memory.allocator import Owner, SlotAllocator, SlotUsage
-from kvgraft.memory.extents import SlotArray
-
 if TYPE_CHECKING:
+    from kvgraft.memory.allocator import Owner, SlotAllocator, SlotUsage
     from kvgraft.memory.block import KVBlock
+    from kvgraft.memory.extents import SlotArray
     from kvgraft.memory.host_slots import BaseHostSlots, HostSlots
     from kvgraft.memory.host_states import HostStates
     from kvgraft.memory.host_store import HostKVStore, StoreKey
@@ -49,7 +48,7 @@ __all__ = [
     "register_store",
 ]
 
-_NEEDS_TORCH = {
+_MODULES = {
     "BaseHostSlots": "kvgraft.memory.host_slots",
     "HostKVStore": "kvgraft.memory.host_store",
     "HostSlots": "kvgraft.memory.host_slots",
@@ -60,9 +59,13 @@ _NEEDS_TORCH = {
     "KVPool": "kvgraft.memory.pool",
     "KVStore": "kvgraft.memory.store",
     "LayerShape": "kvgraft.memory.pool",
+    "Owner": "kvgraft.memory.allocator",
+    "SlotAllocator": "kvgraft.memory.allocator",
+    "SlotArray": "kvgraft.memory.extents",
     "SlotIndex": "kvgraft.memory.pool",
     "SlotPlace": "kvgraft.memory.pool",
     "SlotPool": "kvgraft.memory.pool",
+    "SlotUsage": "kvgraft.memory.allocator",
     "StateBlock": "kvgraft.memory.state_pool",
     "StatePart": "kvgraft.memory.state_pool",
     "StatePool": "kvgraft.memory.state_pool",
@@ -75,11 +78,11 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch when it is first asked for."""
-    if name not in _NEEDS_TORCH:
+    """Import a class when it is first asked for: most users need few of them, and some need torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(_NEEDS_TORCH[name])
+        module = import_module(_MODULES[name])
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

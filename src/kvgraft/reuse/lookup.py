@@ -114,7 +114,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class ProposalCounters:
+class ProposerCounters:
     """Counters of a proposer."""
 
     donors: int = 0
@@ -166,7 +166,7 @@ class Lookup:
             clock: Seconds.
         """
         self.num_errors = 0
-        self.proposals = ProposalCounters()
+        self.proposals = ProposerCounters()
         self._proposer = proposer
         self._donors = donors
         self._min_run = min_run

@@ -12,6 +12,7 @@ from kvgraft.errors import CapacityError
 from kvgraft.integrations.vllm.messages import DonorToRead, StepCommands, StoreReport, Write
 from kvgraft.integrations.vllm.worker import graft_reads
 from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
+from kvgraft.memory.store.tier import TaskThreads
 
 DONOR = 7
 
@@ -95,7 +96,7 @@ def test_a_donor_that_no_thread_copies_is_promoted_on_no_rank(monkeypatch):
     told = []
     monkeypatch.setattr(graft_reads, "lowest", lambda values: told.append(values) or list(values))
     reads = graft_reads.GraftReads(SimpleNamespace(read=lambda *_: Read()), SimpleNamespace())
-    monkeypatch.setattr(reads._copies, "submit", no_thread)
+    monkeypatch.setattr(TaskThreads, "submit", no_thread)
     reads.begin(GRAFT)
     arrived, failed = reads.poll()
     assert (arrived, failed) == ({"one": [(0, (0, 5)), (1, (0, 4))]}, {})

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.requests.request import Request
     from kvgraft.errors import PolicyError
     from kvgraft.prefix import MatchResult
-    from kvgraft.reuse.lookup import ProposalCounters
+    from kvgraft.reuse.lookup import ProposerCounters
     from kvgraft.types import DonorId, Namespace, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class CacheManager:
         self._substitutes = planner.substitutes
 
     @property
-    def proposals(self) -> ProposalCounters:
+    def proposals(self) -> ProposerCounters:
         """Donors that a proposer named, and what they added."""
         return self._planner.lookup.proposals
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvgraft.donors import CostModel
-from kvgraft.engine.kv.stand_ins import PrefixStandIns
 from kvgraft.errors import PolicyError
 from kvgraft.graft.select import expected_share, looks_at_query, says_much_twice
 from kvgraft.graft.steps import QUERY_ROWS
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor
     from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.substitutes import PrefixSubstitutes
     from kvgraft.engine.model.flops import ModelFlops
     from kvgraft.engine.requests.request import Request
     from kvgraft.engine.requests.risk import HeldRisk
@@ -65,7 +65,7 @@ class Planner:
         self.flops = flops
         self._risk = risk
         self.refusal = refusal
-        self._stand_ins = None if substitutes is None else PrefixStandIns(space, substitutes)
+        self._substitutes = None if substitutes is None else _prefixes(space, substitutes)
 
     @property
     def num_errors(self) -> int:
@@ -137,10 +137,10 @@ class Planner:
         self, request: Request, namespace: Namespace, prefix_len: int, planned: GraftPlan | Miss
     ) -> Decision | None:
         """Let another text stand in if that gains more; a failure is logged and counted, and gains nothing."""
-        if self._stand_ins is None:
+        if self._substitutes is None:
             return None
         try:
-            return self._stand_ins.decide(request, namespace, prefix_len, planned, self._risk.stated(request))
+            return self._substitutes.decide(request, namespace, prefix_len, planned, self._risk.stated(request))
         except Exception as error:
             self._space.doubt(error)
             self._num_errors += 1
@@ -192,3 +192,10 @@ class Planner:
             )
         except PolicyError as error:
             return self.policy_failed(request, error)
+
+
+def _prefixes(space: KVSpace, provider: Substitutes) -> PrefixSubstitutes:
+    """Return what finds other texts among prefixes; imported where a provider names some."""
+    from kvgraft.engine.kv.substitutes import PrefixSubstitutes
+
+    return PrefixSubstitutes(space, provider)

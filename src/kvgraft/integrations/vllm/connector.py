@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvgraft.config import VLLMConfig, ignored_variables
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.contract import drift
-from kvgraft.integrations.vllm.donor_events import announce
 from kvgraft.integrations.vllm.engine_facts import read_facts
 from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
 from kvgraft.integrations.vllm.scheduler import GraftScheduler
@@ -106,6 +105,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
         scheduler = GraftScheduler(config, facts)
         if config.announce_donors and not facts.refusal:
+            from kvgraft.integrations.vllm.donor_events import announce
+
             announce(scheduler.registry.catalogue, facts.fingerprint, vllm_config, self._publish)
         return scheduler
 

@@ -312,7 +312,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(f"{SCHEDULER}.stores.StoreFeed", ShelfFeed)
+        self.patch.setattr("kvgraft.memory.store.tier.StoreFeed", ShelfFeed)
         shelf = Shelf() if self.has_store else None
         self.engine = Engine(self.make_graft(shelf), shelf)
         self.names = iter(range(10**6))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from stand_ins import BLOCK, Engine, Request, Shelf, ShelfFeed
-from test_graft_scheduler import DOCUMENTS, SCHEDULER, make_graft
+from test_graft_scheduler import DOCUMENTS, make_graft
 
 from kvgraft.integrations.vllm.messages import ReadCost, StoreReport, WorkerReport
 from kvgraft.integrations.vllm.scheduler.stores import PrefillSteps
@@ -29,7 +29,7 @@ NOTHING = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch):
-    monkeypatch.setattr(f"{SCHEDULER}.stores.StoreFeed", ShelfFeed)
+    monkeypatch.setattr("kvgraft.memory.store.tier.StoreFeed", ShelfFeed)
 
 
 @pytest.fixture

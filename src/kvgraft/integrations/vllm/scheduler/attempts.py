@@ -284,10 +284,10 @@ class Attempts:
     def _close(self, state: VLLMRequest, request: Request) -> None:
         """Keep the text of a request that has ended, and show it to a semantic provider if its prompt is complete."""
         self._captures.end(state, np.asarray(request.all_token_ids, np.int32))
-        token_ids, stand_ins = request.all_token_ids[: request.num_computed_tokens], self._decisions.stand_ins
-        if stand_ins is not None and state.keeps_text and len(token_ids) >= state.prompt.num_prompt_tokens:
+        token_ids, substitutes = request.all_token_ids[: request.num_computed_tokens], self._decisions.substitutes
+        if substitutes is not None and state.keeps_text and len(token_ids) >= state.prompt.num_prompt_tokens:
             heard = np.asarray(token_ids, np.int64)
-            stand_ins.substitutes.heard(state.request_id, heard, state.attempt.lineage)
+            substitutes.provider.heard(state.request_id, heard, state.attempt.lineage)
 
     def _tell(self, state: VLLMRequest, *, is_final: bool) -> None:
         """Write the report that the client gets, over what may have been written before; count it unless it may change.

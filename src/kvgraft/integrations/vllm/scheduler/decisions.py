@@ -10,7 +10,6 @@ from kvgraft.graft.select import expected_share, looks_at_query
 from kvgraft.graft.steps import QUERY_ROWS
 from kvgraft.integrations.vllm.scheduler.claims import Claims
 from kvgraft.integrations.vllm.scheduler.refused import is_session, refused_request
-from kvgraft.integrations.vllm.scheduler.stand_ins import DonorStandIns
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED, StoredPrefix
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.claim import Claim
@@ -24,10 +23,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvgraft.config.vllm import VLLMConfig
+    from kvgraft.donors import DonorCatalogue
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.counts import Counts
     from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
+    from kvgraft.integrations.vllm.scheduler.substitutes import DonorSubstitutes
     from kvgraft.reuse.attempt import AskedPrompt
     from kvgraft.reuse.lookup import Found
     from kvgraft.types import GraftPlan, Match
@@ -71,7 +72,7 @@ class Decisions:
         lookup: Lookup,
     ) -> None:
         self._stores = registry.stores
-        self.stand_ins = DonorStandIns.configured(config, facts, registry.catalogue)
+        self.substitutes = _substitutes(config, facts, registry.catalogue)
         self._mode = config.mode
         self._min_saved_tokens = config.min_saved_tokens
         self._counts = counts
@@ -141,9 +142,9 @@ class Decisions:
         if failure is not None:
             is_policy_error = failure.reason is MissReason.POLICY_ERROR
             return failure if is_policy_error else Miss(MissReason.ERROR, "a graft of this request failed")
-        if asked.mode is ReuseMode.SUBSTITUTE and self.stand_ins is not None:
-            other = self.stand_ins.find(prompt, planned, num_stored=stored.num_tokens)
-            self._counts.semantic(self.stand_ins.substitutes.take_outcomes())
+        if asked.mode is ReuseMode.SUBSTITUTE and self.substitutes is not None:
+            other = self.substitutes.find(prompt, planned, num_stored=stored.num_tokens)
+            self._counts.semantic(self.substitutes.provider.take_outcomes())
             planned, substitution = other or (planned, None)
         if isinstance(planned, Miss):
             return planned
@@ -165,6 +166,15 @@ class Decisions:
         """Whether a store's exact tokens are preferred: a few more of them are not worth a graft."""
         saved = sum(span.length for span in plan.spans) - stored.num_tokens
         return stored.num_tokens > 0 and saved < max(1, self._min_saved_tokens)
+
+
+def _substitutes(config: VLLMConfig, facts: EngineFacts, catalogue: DonorCatalogue) -> DonorSubstitutes | None:
+    """Return what names other texts; nothing of that is imported where no provider is set."""
+    if not config.semantic_provider:
+        return None
+    from kvgraft.integrations.vllm.scheduler.substitutes import DonorSubstitutes
+
+    return DonorSubstitutes.configured(config, facts, catalogue)
 
 
 def costs_of(config: VLLMConfig, facts: EngineFacts, policy: SelectionPolicy) -> CostModel:

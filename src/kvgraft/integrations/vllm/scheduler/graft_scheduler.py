@@ -396,8 +396,8 @@ class GraftScheduler:
     def close(self) -> None:
         """Let stores and a semantic provider give back their resources."""
         self.registry.stores.close()
-        if self._decisions.stand_ins is not None:
-            self._decisions.stand_ins.substitutes.close()
+        if self._decisions.substitutes is not None:
+            self._decisions.substitutes.provider.close()
 
     def check(self) -> None:
         """Verify what must hold between two calls of vLLM; for tests.

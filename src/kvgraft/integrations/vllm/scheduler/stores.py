@@ -8,8 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.messages import ReadCost, Write
-from kvgraft.memory.store.record import DonorRecord
-from kvgraft.memory.store.tier import StoreFeed, Touches
 from kvgraft.reuse.reads import PrefillSpeed, ReadTerms
 from kvgraft.reuse.stored import StoredDonors, is_stored
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.messages import StoreReport
     from kvgraft.memory.store import KVStore
     from kvgraft.memory.store.record import StoreNews
+    from kvgraft.memory.store.tier import StoreFeed, Touches
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class Stores:
         self.terms = ReadTerms(self.donors, self._expected_s, lambda: self.speed.per_s)
         self.cost = _HOPEFUL
         self._stores = tuple(stores)
-        self._touches = tuple(Touches(store) for store in self._stores)
+        self._touches = _touches(self._stores)
         self._catalogue = catalogue
         self._num_ranks = num_ranks
         self._spaces: dict[int, str] = {}
@@ -115,6 +114,8 @@ class Stores:
         """Return the command that stores a new donor; None if stores hold it or there are none."""
         if not self._stores:
             return None
+        from kvgraft.memory.store.record import DonorRecord
+
         record = DonorRecord.of(donor)
         return Write(donor.donor_id, record) if self.donors.offer(donor.donor_id, record.key) else None
 
@@ -152,7 +153,9 @@ class Stores:
 
     def _open(self) -> None:
         self._close_feeds()
-        if self._is_proved:
+        if self._is_proved and self._stores:
+            from kvgraft.memory.store.tier import StoreFeed
+
             self._feeds = [StoreFeed(store, self.spaces) for store in self._stores]
             logger.info("donors are shared through %s", ", ".join(store.name for store in self._stores))
 
@@ -167,3 +170,12 @@ class Stores:
             self.donors.lost(key, number)
         for record in news.added:
             self.donors.join(record, number)
+
+
+def _touches(stores: Sequence[KVStore]) -> tuple[Touches, ...]:
+    """Return what reports uses to stores; where there are none, nothing of stores is imported."""
+    if not stores:
+        return ()
+    from kvgraft.memory.store.tier import Touches
+
+    return tuple(Touches(store) for store in stores)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvgraft.errors import StoreError, StoreMissError, one_line
 from kvgraft.integrations.vllm.worker.ranks import lowest
 from kvgraft.memory.block import KVBlock
-from kvgraft.memory.store.tier.tasks import TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.messages import Graft
     from kvgraft.integrations.vllm.worker.donor_store import DonorStore
     from kvgraft.integrations.vllm.worker.stores import DonorRead, RankStores
+    from kvgraft.memory.store.tier import TaskThreads
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class GraftReads:
         self._orders: dict[str, _Order] = {}
         self._waited_ms: dict[str, float] = {}
         self._promotions: dict[DonorId, _Promotion] = {}
-        self._copies = TaskThreads("kvgraft-promotion")
+        self._copies: TaskThreads | None = None
 
     def begin(self, command: Graft) -> None:
         """Begin to read what a graft needs; never waits and never raises: what cannot begin shows in `poll`, to all ranks."""
@@ -156,7 +156,8 @@ class GraftReads:
 
     def close(self) -> None:
         """End the thread."""
-        self._copies.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _progress(self, order: _Order) -> int:
         """Return how many first spans have arrived here; `_GIVEN_UP` if one will not."""
@@ -205,6 +206,7 @@ class GraftReads:
                 blocks.append(None)
 
         try:
+            self._copies = self._copies or _promotions()
             self._copies.submit(copy)
         except Exception:
             logger.exception("donor %d is not kept in host memory", donor_id)
@@ -227,3 +229,9 @@ def _state(promotion: _Promotion) -> int:
     if not promotion.blocks:
         return 0
     return 1 if promotion.blocks[0] is not None else _GIVEN_UP
+
+
+def _promotions() -> TaskThreads:
+    from kvgraft.memory.store.tier import TaskThreads
+
+    return TaskThreads("kvgraft-promotion")

@@ -12,8 +12,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from kvgraft.errors import StoreError
 from kvgraft.integrations.vllm.messages import ReadCost
 from kvgraft.integrations.vllm.worker.ranks import gathered
-from kvgraft.integrations.vllm.worker.space import row_layout, space_of, weights_of
-from kvgraft.memory.store.tier import StoreReader, StoreWriter
 from kvgraft.reuse.metrics import STORE_RESTING
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from kvgraft.memory.block import KVBlock
     from kvgraft.memory.store import KVStore
     from kvgraft.memory.store.record import DonorRecord
-    from kvgraft.memory.store.tier import Fetch
+    from kvgraft.memory.store.tier import Fetch, StoreReader, StoreWriter
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +112,9 @@ class RankStores:
         Raises:
             ImportError: The extra `store` is not installed.
         """
+        from kvgraft.integrations.vllm.worker.space import row_layout, space_of, weights_of
+        from kvgraft.memory.store.tier import StoreReader, StoreWriter
+
         self.forget_space()
         layout = row_layout(rank)
         space = space_of(rank, layout, gathered(weights_of(rank)), get_tp_group().rank_in_group)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixStandIns:
+class PrefixSubstitutes:
     """Lets stored prefixes of other texts stand in where a semantic provider names them. Not thread-safe."""
 
     space: KVSpace
-    substitutes: Substitutes
+    provider: Substitutes
 
     def decide(
         self,
@@ -46,12 +46,12 @@ class PrefixStandIns:
             risk: Statement of a request without a graft.
         """
         reused_len = planned.reused_len if isinstance(planned, GraftPlan) else 0
-        proposal = self.substitutes.propose(request.request_id, request.token_ids, prefix_len, reused_len)
+        proposal = self.provider.propose(request.request_id, request.token_ids, prefix_len, reused_len)
         if proposal is None:
             return None
         found = self.space.match(RadixKey(proposal.token_ids, namespace.key))
         length = found.prefix_len
-        if not self.substitutes.realised(proposal, length):
+        if not self.provider.realised(proposal, length):
             return None
         kv = PrefixKV(found.kv_indices, found.handle)
         donor = Donor(STAND_IN, namespace, proposal.token_ids[:length].astype(np.int32), kv)

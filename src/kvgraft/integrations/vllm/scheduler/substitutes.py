@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DonorStandIns:
+class DonorSubstitutes:
     """Lets donors of other text stand in where a provider names it. Not thread-safe."""
 
-    substitutes: Substitutes
+    provider: Substitutes
     catalogue: DonorCatalogue
     max_generation: int
 
     @classmethod
-    def configured(cls, config: VLLMConfig, facts: EngineFacts, catalogue: DonorCatalogue) -> DonorStandIns | None:
+    def configured(cls, config: VLLMConfig, facts: EngineFacts, catalogue: DonorCatalogue) -> DonorSubstitutes | None:
         """Build the provider that settings name; None if they name none.
 
         Raises:
@@ -37,8 +37,8 @@ class DonorStandIns:
         """
         if config.semantic_provider and facts.window:
             raise ConfigError("semantic_provider does not go with sliding windows; unset it")
-        substitutes = Substitutes.configured(config, facts.model_config)
-        return None if substitutes is None else cls(substitutes, catalogue, config.max_generation)
+        provider = Substitutes.configured(config, facts.model_config)
+        return None if provider is None else cls(provider, catalogue, config.max_generation)
 
     def find(
         self, prompt: AskedPrompt, planned: GraftPlan | Miss, *, num_stored: int
@@ -49,7 +49,7 @@ class DonorStandIns:
         """
         text, cached_len = prompt.text.astype(np.int64), prompt.prefix_len
         reused_len = max(planned.reused_len if isinstance(planned, GraftPlan) else 0, num_stored)
-        proposal = self.substitutes.propose(prompt.request_id, text, cached_len, reused_len)
+        proposal = self.provider.propose(prompt.request_id, text, cached_len, reused_len)
         if proposal is None:
             return None
         # K/V of other text are not worth waiting for a store.
@@ -57,7 +57,7 @@ class DonorStandIns:
             prompt.namespace, proposal.token_ids, max_generation=self.max_generation, with_stored=False
         )
         end = covered_to(matches, cached_len)
-        if not self.substitutes.realised(proposal, end):
+        if not self.provider.realised(proposal, end):
             return None
         spans = covering(matches, cached_len, end)
         assert spans is not None
