@@ -43,10 +43,19 @@ def public_classes(sources: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def state_of(sources: dict[str, str]) -> dict[str, object]:
-    """Return what does not keep to the glossary, as it is committed."""
+def sources_of_tests() -> dict[str, str]:
+    """Return the code of our tests by dotted name."""
+    root = COMMITTED.parent
+    return {
+        ".".join(("tests", *path.relative_to(root).with_suffix("").parts)): path.read_text()
+        for path in root.rglob("*.py")
+    }
+
+
+def state_of(sources: dict[str, str], tests: dict[str, str]) -> dict[str, object]:
+    """Return what does not keep to the glossary, as it is committed; of tests the words alone."""
     words: Counter[str] = Counter()
-    for module, code in sources.items():
+    for module, code in (sources | tests).items():
         words[".".join(module.split(".")[:2])] += vague_words(code)
     classes = public_classes(sources)
     return {
@@ -63,7 +72,7 @@ def sources():
 
 @pytest.fixture(scope="module")
 def state(sources):
-    return state_of(sources)
+    return state_of(sources, sources_of_tests())
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +105,9 @@ def test_prose_is_counted_and_code_is_not():
 
 def test_names_that_break_the_rules_are_found():
     sources = {"kvgraft.a.x": "class Span: ...\nclass ColdSpans: ...", "kvgraft.b": "class Span: ...\nclass _Span: ..."}
-    assert state_of(sources) == {"vague_words": {}, "defined_twice": ["Span"], "outdated_names": ["ColdSpans"]}
+    assert state_of(sources, {}) == {"vague_words": {}, "defined_twice": ["Span"], "outdated_names": ["ColdSpans"]}
 
 
 if __name__ == "__main__":
-    found = state_of({module: path.read_text() for module, path in modules().items()})
+    found = state_of({module: path.read_text() for module, path in modules().items()}, sources_of_tests())
     COMMITTED.write_text(json.dumps(found, indent=2) + "\n")
