@@ -12,6 +12,7 @@ from kvgraft.errors import CapacityError
 from kvgraft.integrations.vllm.messages import DonorToRead, StepCommands, StoreReport, Write
 from kvgraft.integrations.vllm.worker import graft_reads
 from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
+from kvgraft.integrations.vllm.worker.outbox import Outbox
 from kvgraft.memory.store.tier import TaskThreads
 
 DONOR = 7
@@ -108,8 +109,8 @@ def test_a_donor_that_no_thread_copies_is_promoted_on_no_rank(monkeypatch):
 def test_a_donor_that_cannot_be_written_is_counted():
     worker = object.__new__(GraftWorker)
     worker._rank = worker._handle = None
-    worker._refusal, worker._num_changes, worker._num_failed_copies = "", 0, 0
+    worker._refusal, worker._num_changes, worker.outbox = "", 0, Outbox()
     worker._donors = SimpleNamespace(later=lambda donor_id: lambda: None)
     worker._stores = SimpleNamespace(write=no_thread)
     worker.save(StepCommands(writes=(Write(1, None), Write(2, None))))
-    assert worker._num_failed_copies == 2
+    assert worker.outbox.num_failed_copies == 2

@@ -242,7 +242,7 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests that wait for a graft which has ended."""
         del finished_req_ids
-        loaded, _ = self.worker.take_loaded()
+        loaded, _ = self.worker.outbox.take_loaded()
         return None, loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401 - a type of vLLM 0.32 and later
@@ -250,12 +250,12 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         del finished_req_ids
-        loaded, failed = self.worker.take_loaded()
+        loaded, failed = self.worker.outbox.take_loaded()
         return KVConnectorTransferResults(set(), loaded, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that a failed graft left without K/V."""
-        return self.worker.take_failed_blocks()
+        return self.worker.outbox.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Return the rank's report."""

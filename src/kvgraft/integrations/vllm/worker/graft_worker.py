@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.select import Observable
-from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, StoreReport, WorkerReport
+from kvgraft.integrations.vllm.messages import NOTHING_OF_STORES, StoreReport
 from kvgraft.integrations.vllm.refusals import refused_engine
 from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
@@ -24,6 +24,7 @@ from kvgraft.integrations.vllm.worker.graft_reads import GraftReads
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.layers import layer_groups
 from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
+from kvgraft.integrations.vllm.worker.outbox import Outbox, RankState
 from kvgraft.integrations.vllm.worker.query_look import refused_look
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
 from kvgraft.integrations.vllm.worker.self_check import checked
@@ -45,7 +46,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvgraft.config.vllm import VLLMConfig
-    from kvgraft.integrations.vllm.messages import BlockIds, Capture, Graft, GraftRepair, StepCommands, TextId, Write
+    from kvgraft.integrations.vllm.messages import (
+        BlockIds,
+        Capture,
+        Graft,
+        GraftRepair,
+        StepCommands,
+        TextId,
+        WorkerReport,
+        Write,
+    )
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
     from kvgraft.types import DonorId
 
@@ -60,6 +70,9 @@ class GraftWorker:
 
     The next report names what fails; it costs a request nothing but time. Nothing is captured or grafted before the
     self-check has passed, which runs after the first forward pass.
+
+    Attributes:
+        outbox: What vLLM and the scheduler's half have not taken yet.
     """
 
     def __init__(
@@ -90,19 +103,11 @@ class GraftWorker:
         self._jobs: dict[str, GraftJob] = {}
         self._unrepaired: dict[str, GraftJob] = {}
         self._is_report_due = False
-        self._loaded: set[str] = set()
-        self._failed: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._outcomes: dict[str, GraftOutcome] = {}
-        self._repairs: dict[str, GraftOutcome] = {}
-        self._lost_texts: set[TextId] = set()
+        self.outbox = Outbox()
         self._dead_texts: set[TextId] = set()
-        self._lost_donors: set[DonorId] = set()
-        self._num_failed_copies = 0
         self._is_proved_anew = False
         self._witness: WeightsWitness | None = None
         self._num_changes = 0
-        self._reported = ("", False, 0, 0)  # refusal, whether it is proved, bytes of donors, changes of the weights
 
     @property
     def refusal(self) -> str:
@@ -177,7 +182,7 @@ class GraftWorker:
         self._reads.give_up(request_id)
         self._unrepaired.pop(request_id, None)
         if self._jobs.pop(request_id, None) is not None:
-            self._loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
+            self.outbox.loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
 
     def save(self, commands: StepCommands) -> None:
         """Capture K/V that the step's forward pass has computed."""
@@ -193,45 +198,12 @@ class GraftWorker:
         for write in commands.writes:
             self._write(write)
 
-    def take_loaded(self) -> tuple[set[str], set[str]]:
-        """Return asynchronous grafts that ended since the last call, and those among them that failed."""
-        loaded, self._loaded = self._loaded, set()
-        failed, self._failed = self._failed, set()
-        return loaded, failed
-
-    def take_failed_blocks(self) -> set[int]:
-        """Return blocks that failed grafts left without K/V since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
     def take_report(self) -> WorkerReport | None:
         """Return the events since the last call; None if there is nothing to report."""
-        state = (self._refusal, self._rank is not None, self._donors.used_bytes, self._num_changes)
+        state = RankState(self._refusal, self._rank is not None, self._donors.used_bytes, self._num_changes)
         stored = self._take_store_report()
-        lost = self._donors.take_lost()
-        self._lost_donors |= lost
-        self._num_failed_copies += len(lost)
-        is_news = self._is_report_due or self._outcomes or self._repairs or self._lost_texts or self._lost_donors
-        if not is_news and state == self._reported and stored == NOTHING_OF_STORES:
-            return None
-        refusal, is_proved, used_bytes, num_changes = state
-        report = WorkerReport(
-            self._outcomes,
-            frozenset(self._lost_texts),
-            frozenset(self._lost_donors),
-            refusal,
-            used_bytes,
-            num_changes,
-            stored,
-            is_proved and not self._reported[1],
-            self._repairs,
-            self._num_failed_copies,
-            self._fallback,
-        )
-        self._reported = state
-        self._outcomes, self._repairs, self._lost_texts, self._lost_donors = {}, {}, set(), set()
-        self._num_failed_copies = 0
-        return report
+        self.outbox.lose(self._donors.take_lost())
+        return self.outbox.take_report(state, stored, fallback=self._fallback, is_due=self._is_report_due)
 
     def _take_store_report(self) -> StoreReport:
         if not self._stores:
@@ -392,9 +364,9 @@ class GraftWorker:
         if job.waits_for_repair:
             self._unrepaired[job.command.request_id] = job
         read_ms = self._reads.take_waited_ms(job.command.request_id)
-        self._outcomes[job.command.request_id] = replace(outcome, read_ms=read_ms)
+        self.outbox.outcomes[job.command.request_id] = replace(outcome, read_ms=read_ms)
         if job.command.asynchronous:
-            self._loaded.add(job.command.request_id)
+            self.outbox.loaded.add(job.command.request_id)
 
     def _repair(self, command: GraftRepair) -> int:
         """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does.
@@ -404,7 +376,7 @@ class GraftWorker:
         job = self._unrepaired.pop(command.request_id, None)
         if job is None:
             gone = _not_made("what was grafted is of caches or weights that are gone")
-            self._repairs[command.request_id] = replace(gone, is_gone=True)
+            self.outbox.repairs[command.request_id] = replace(gone, is_gone=True)
             return 0
         num_rows, outcome = self._run(job, partial(job.repair, command.block_ids))
         if outcome.failed:
@@ -416,7 +388,7 @@ class GraftWorker:
             if takes_running_back(self._vllm_config):
                 self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
                 outcome = replace(outcome, failed=False)
-        self._repairs[command.request_id] = outcome
+        self.outbox.repairs[command.request_id] = outcome
         return num_rows
 
     def _run(self, job: GraftJob, begin: Callable[[], None]) -> tuple[int, GraftOutcome]:
@@ -429,25 +401,25 @@ class GraftWorker:
     def _fail(self, command: Graft, outcome: GraftOutcome) -> None:
         """Let vLLM compute the positions: by blocks where their numbers identify the request, by request otherwise."""
         self._reads.give_up(command.request_id)
-        self._outcomes[command.request_id] = outcome
+        self.outbox.outcomes[command.request_id] = outcome
         for text_id in (*(text_id for text_id, _, _ in command.captures), command.tail):
             if text_id is not None:
                 self._lose(text_id)
         if len(command.block_ids) == 1:
             self._hand_back(command.block_ids, command.plan.prefix_len)
         elif command.asynchronous:
-            self._failed.add(command.request_id)
+            self.outbox.failed.add(command.request_id)
         else:
             raise IntegrationError(
                 f"graft of request {command.request_id} failed and vLLM cannot take it back: {outcome.fell_back}"
             )
         if command.asynchronous:
-            self._loaded.add(command.request_id)
+            self.outbox.loaded.add(command.request_id)
 
     def _hand_back(self, block_ids: BlockIds, start: int) -> None:
         """Have vLLM compute what lies in a request's blocks from position `start` on."""
         size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._failed_blocks.update(block_ids[0][start // size :])
+        self.outbox.failed_blocks.update(block_ids[0][start // size :])
 
     def _seal(self, text_id: TextId, donor_id: DonorId) -> None:
         try:
@@ -455,13 +427,13 @@ class GraftWorker:
         except Exception as error:  # noqa: BLE001 - a donor less is no reason to end the engine
             if text_id not in self._dead_texts:
                 logger.warning("a donor is not kept: %s: %s", type(error).__name__, error)
-                self._num_failed_copies += 1
-            self._lost_donors.add(donor_id)
+                self.outbox.num_failed_copies += 1
+            self.outbox.lost_donors.add(donor_id)
             self._dead_texts.discard(text_id)
 
     def _lose(self, text_id: TextId) -> None:
         """Forget a text and refuse its captures until the scheduler has heard of it."""
-        self._lost_texts.add(text_id)
+        self.outbox.lost_texts.add(text_id)
         self._dead_texts.add(text_id)
         self._donors.discard(text_id)
 
@@ -474,7 +446,7 @@ class GraftWorker:
             self._donors.capture(capture.text_id, homes, np.arange(capture.start, capture.stop))
         except Exception:
             logger.exception("capture of computed text failed; it becomes no donor")
-            self._num_failed_copies += 1
+            self.outbox.num_failed_copies += 1
             self._lose(capture.text_id)
 
     def _write(self, write: Write) -> None:
@@ -484,7 +456,7 @@ class GraftWorker:
                 self._stores.write(write.record, read)
         except Exception:
             logger.exception("a donor cannot be written; it is not stored")
-            self._num_failed_copies += 1
+            self.outbox.num_failed_copies += 1
 
 
 def _not_made(reason: str, *, is_store_miss: bool = False) -> GraftOutcome:
