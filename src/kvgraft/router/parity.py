@@ -1,8 +1,9 @@
 """Whether workers make of bodies what the router makes of them: asked when a worker begins to answer.
 
 Engines have `/tokenize` (vLLM's form; SGLang and `kvgraft serve` take it, too), `/v1/messages/count_tokens` and, here,
-`/v1/responses/input_tokens`. A handful of bodies is sent there, a kind each. The router renders as most of the workers do;
-what some worker renders otherwise is not read, for its score would be that of another prompt.
+`/v1/responses/input_tokens`. A handful of bodies is sent there, a kind each. Tokens are compared; of engines that count
+alone, as vLLM's do at these two paths, how many there are. The router renders as most of the workers do; what some worker
+renders otherwise is not read, for its score would be that of another prompt.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvgraft.router.prompts import (
     EngineRendering,
     UnreadPromptError,
 )
+from kvgraft.server.body_fields import RETURN_TOKEN_IDS
 from kvgraft.server.rendering import TEMPLATE_ALONE, Rendering
 
 if TYPE_CHECKING:
@@ -42,11 +44,11 @@ RENDERINGS = tuple(
 """What engines do by default or by a setting; the first is what `kvgraft serve` does."""
 TOKENIZE_PATH = "/tokenize"
 _COUNTED = {MESSAGES_PATH: "/v1/messages/count_tokens", RESPONSES_PATH: "/v1/responses/input_tokens"}
-"""Where a worker says how many tokens it makes of a body, rather than which."""
+"""Where a worker says how many tokens it makes of a body, and ours which, if they are asked."""
 _OK, _MOST_SPECIAL = 200, 3
 
 Made = tuple[int, ...] | int | None
-"""Tokens of a probe, or how many there are; None if nothing is made of it."""
+"""Tokens of a probe, or how many there are, if that is all that is said; None if nothing is made of it."""
 _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _FUNCTION = {"name": "weather_of", "description": "Tell the weather.", "parameters": _PARAMETERS}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
@@ -75,14 +77,18 @@ class ProbeBody:
         """Return the path where workers say what they make of it."""
         return _COUNTED.get(self.path, TOKENIZE_PATH)
 
+    def asked_of(self, model: str) -> dict[str, object]:
+        """Return what is sent there; `model` is the name that a worker serves, or empty."""
+        named: dict[str, object] = {"model": model} if model else {}
+        return self.body | named | ({RETURN_TOKEN_IDS: True} if self.path in _COUNTED else {})
+
     def said(self, answer: str) -> Made:
         """Return what a worker says, or None if that is not to be understood."""
         try:
             read = json.loads(answer)
-            if self.path in _COUNTED:
-                return int(read["input_tokens"])
-            return tuple(int(token) for token in read["tokens"])
-        except (ValueError, TypeError, KeyError):
+            tokens = read.get("prompt_token_ids") if self.path in _COUNTED else read["tokens"]
+            return int(read["input_tokens"]) if tokens is None else tuple(int(token) for token in tokens)
+        except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
@@ -145,7 +151,7 @@ class Parity:
         self._said: dict[str, _Said] = {}
         self._differing: set[tuple[str, BodyKind]] = set()
         self._probes: tuple[ProbeBody, ...] = ()
-        self._made: dict[Rendering, tuple[Made, ...]] = {}
+        self._made: dict[Rendering, tuple[tuple[int, ...] | None, ...]] = {}
         if reader.tokenizer is not None:
             self._probes = probes(shield_of(reader.tokenizer).names[:_MOST_SPECIAL])
             self._made = {each: tuple(self._of_probe(each, probe) for probe in self._probes) for each in RENDERINGS}
@@ -164,7 +170,7 @@ class Parity:
         answers: list[tuple[int, str]] = []
         try:
             for probe in self._probes:
-                answers.append(await ask(probe.asked_at, probe.body | ({"model": model} if model else {})))  # noqa: PERF401
+                answers.append(await ask(probe.asked_at, probe.asked_of(model)))  # noqa: PERF401
         except BaseException:
             self._note(worker, _NOTHING_SAID)
             raise
@@ -183,12 +189,11 @@ class Parity:
             )
         self._note(worker, said if said.is_checked else _NOTHING_SAID)
 
-    def _of_probe(self, rendering: Rendering, probe: ProbeBody) -> Made:
+    def _of_probe(self, rendering: Rendering, probe: ProbeBody) -> tuple[int, ...] | None:
         try:
-            tokens = self._reader.tokens(probe.path, probe.body, EngineRendering(rendering)).tolist()
+            return tuple(self._reader.tokens(probe.path, probe.body, EngineRendering(rendering)).tolist())
         except UnreadPromptError:
             return None
-        return len(tokens) if probe.path in _COUNTED else tuple(tokens)
 
     def _note(self, worker: str, said: _Said) -> None:
         """Choose the rendering that most workers have, and say which of them render which kinds otherwise."""
@@ -210,12 +215,14 @@ class Parity:
 
     def _num_alike(self, rendering: Rendering, said: _Said) -> int:
         pairs = zip(self._made[rendering], said.made, strict=True)
-        return sum(ours == theirs is not None for ours, theirs in pairs)
+        return sum(theirs is not None and _is_alike(ours, theirs) for ours, theirs in pairs)
 
     def _differ(self, rendering: Rendering, said: _Said) -> set[BodyKind]:
         """Return the kinds of which a worker makes something else; paths that it does not have are none."""
         pairs = zip(self._probes, self._made[rendering], said.made, strict=True)
-        return {probe.kind for probe, ours, theirs in pairs if ours != theirs and not _is_absent(probe, theirs)}
+        return {
+            probe.kind for probe, ours, theirs in pairs if not (_is_alike(ours, theirs) or _is_absent(probe, theirs))
+        }
 
     def _unsaid(self, said: _Said) -> set[BodyKind]:
         """Return the kinds that cannot be read because a worker does not say what it makes of them."""
@@ -225,6 +232,12 @@ class Parity:
             }
         each = zip(self._probes, *self._made.values(), strict=True)
         return {probe.kind for probe, *made in each if _is_absent(probe, None) or len(set(made)) > 1}
+
+
+def _is_alike(ours: tuple[int, ...] | None, theirs: Made) -> bool:
+    if isinstance(theirs, int):
+        return ours is not None and len(ours) == theirs
+    return ours == theirs
 
 
 def _is_absent(probe: ProbeBody, theirs: Made) -> bool:

@@ -65,6 +65,8 @@ _LEAVE = "leave it out"
 
 SHOWN = frozenset({_C, _H, _R, _M, _T, _D, _S})
 """Endpoints that the server has."""
+RETURN_TOKEN_IDS = "return_token_ids"
+"""Bodies of responses and messages have it where their tokens are counted."""
 
 
 def _read(name: str, endpoints: tuple[Endpoint, ...], text: str, default: str = "none") -> BodyField:
@@ -237,8 +239,10 @@ _ANSWER = (
     ),
     _refused("prompt_logprobs", (_R,)),
     _refused("logprob_token_ids", (_C, _H), []),
-    _read("return_token_ids", (_C, _H), "`token_ids` in choices and chunks, and `prompt_token_ids`", "false"),
-    _refused("return_token_ids", (_R,), False),
+    _read(RETURN_TOKEN_IDS, (_C, _H), "`token_ids` in choices and chunks, and `prompt_token_ids`", "false"),
+    _refused(
+        RETURN_TOKEN_IDS, (_R, _M), False, instead="ask `/v1/responses/input_tokens` or `/v1/messages/count_tokens`"
+    ),
     _read("return_tokens_as_token_ids", (_C, _H), "log-probabilities name tokens `token_id:N`", "false"),
     _refused("return_token_offsets", (_C, _H), False),
     _read("return_token_strs", (_T,), "texts of the single tokens, too", "false"),

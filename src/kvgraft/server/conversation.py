@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.http.errors import BadRequestError
 from kvgraft.server.rendering import Rendering, show_conversation
 from kvgraft.server.tools import ToolReading
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
     from kvgraft.config import ServerConfig
     from kvgraft.http.chat_template import ChatPrompt
-    from kvgraft.server.context import ServerContext
     from kvgraft.server.options import AnswerOptions
     from kvgraft.server.rendering import Conversation
     from kvgraft.server.tools import ToolFormat
@@ -72,17 +70,6 @@ def prepare_chat(
     skips = options.sampling.skip_special_tokens and not _has_special_marks(tokenizer, shown.written)
     sampling = replace(options.sampling, structure=structure, skip_special_tokens=skips)
     return PreparedChat(shown.prompt.text, options.with_sampling(sampling), reading)
-
-
-async def num_tokens(context: ServerContext, chat: PreparedChat) -> int:
-    """Return how many tokens a prompt has; nothing is computed.
-
-    Raises:
-        ConfigError: It is too long.
-    """
-    special = chat.options.request.add_special_tokens
-    built = await context.engine.build(chat.prompt, RequestOptions(reuse="off", add_special_tokens=special))
-    return len(built.token_ids)
 
 
 def rendering_of(config: ServerConfig) -> Rendering:

@@ -18,7 +18,8 @@ from kvgraft.server.chat import DEFAULT_CHAT_TOKENS
 from kvgraft.server.chat_form import ChatForm
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
-from kvgraft.server.conversation import num_tokens, prepare_chat
+from kvgraft.server.conversation import prepare_chat
+from kvgraft.server.counting import counted
 from kvgraft.server.document_fields import chat_documents
 from kvgraft.server.messages_answer import MessagesWriter
 from kvgraft.server.options import check_model, parse_options
@@ -45,7 +46,7 @@ _ID_PREFIX = "msg_"
 async def create_message(request: Request) -> GenerationResponse:
     """Answer a conversation, whole or in Anthropic's events."""
     context = context_of(request)
-    fields, chat = await _prepared(request, context)
+    fields, chat = await _prepared(Fields(await read_object(request, context.config.max_body_bytes)), context)
     documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
     chat = replace(chat, options=chat.options.with_fields(documents=documents))
     answer_id = access_of(request.scope).answer_id = _ID_PREFIX + uuid.uuid4().hex
@@ -55,8 +56,11 @@ async def create_message(request: Request) -> GenerationResponse:
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a conversation has; nothing is computed."""
     context = context_of(request)
-    _, chat = await _prepared(request, context)
-    return json_response({"input_tokens": await num_tokens(context, chat)})
+
+    async def prepare(fields: Fields) -> PreparedChat:
+        return (await _prepared(fields, context))[1]
+
+    return json_response(await counted(request, context, prepare))
 
 
 class MessagesResponse(GenerationResponse):
@@ -77,9 +81,8 @@ class MessagesResponse(GenerationResponse):
         return MessagesWriter(head, self._form, choices, texts, self._options, stops=self._stops, reader=reader)
 
 
-async def _prepared(request: Request, context: ServerContext) -> tuple[Fields, PreparedChat]:
+async def _prepared(fields: Fields, context: ServerContext) -> tuple[Fields, PreparedChat]:
     """Read a body and render its conversation; returns the body as it is served, too."""
-    fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
     read = served_conversation(context, fields, Endpoint.MESSAGES)
     fields, chat, tokenizer = read.fields, read.chat, context.engine.loaded.tokenizer

@@ -17,7 +17,8 @@ from kvgraft.server.body_fields import Endpoint
 from kvgraft.server.chat_form import ChatForm
 from kvgraft.server.completions import MAX_TOKENS
 from kvgraft.server.context import context_of
-from kvgraft.server.conversation import num_tokens, prepare_chat
+from kvgraft.server.conversation import prepare_chat
+from kvgraft.server.counting import counted
 from kvgraft.server.document_fields import chat_documents
 from kvgraft.server.options import check_model, parse_options
 from kvgraft.server.response import GenerationResponse
@@ -51,7 +52,7 @@ _REPEATED = ("metadata", "reasoning", "text", "tool_choice", "tools")
 async def create_response(request: Request) -> GenerationResponse:
     """Answer a conversation of items, whole or in typed events."""
     context = context_of(request)
-    fields, chat = await _prepared(request, context)
+    fields, chat = await _prepared(Fields(await read_object(request, context.config.max_body_bytes)), context)
     documents = await asyncio.to_thread(chat_documents, fields, chat.prompt)
     chat = replace(chat, options=chat.options.with_fields(documents=documents))
     answer_id = access_of(request.scope).answer_id = _ID_PREFIX + uuid.uuid4().hex
@@ -61,8 +62,11 @@ async def create_response(request: Request) -> GenerationResponse:
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a conversation has; nothing is computed."""
     context = context_of(request)
-    _, chat = await _prepared(request, context)
-    return json_response({"object": "response.input_tokens", "input_tokens": await num_tokens(context, chat)})
+
+    async def prepare(fields: Fields) -> PreparedChat:
+        return (await _prepared(fields, context))[1]
+
+    return json_response({"object": "response.input_tokens", **await counted(request, context, prepare)})
 
 
 class ResponsesResponse(GenerationResponse):
@@ -83,9 +87,8 @@ class ResponsesResponse(GenerationResponse):
         return ResponsesWriter(head, self._form, choices, texts, self._options, said=self._said, reader=reader)
 
 
-async def _prepared(request: Request, context: ServerContext) -> tuple[Fields, PreparedChat]:
+async def _prepared(fields: Fields, context: ServerContext) -> tuple[Fields, PreparedChat]:
     """Read a body and render its conversation; returns the body as it is served, too."""
-    fields = Fields(await read_object(request, context.config.max_body_bytes))
     check_model(fields, context.model_id)
     read = served_conversation(context, fields, Endpoint.RESPONSES)
     tokenizer = context.engine.loaded.tokenizer

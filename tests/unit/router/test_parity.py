@@ -88,6 +88,7 @@ BODIES = {
     "message with tools": (MESSAGES, {"messages": USED, "tools": ANTHROPIC_TOOLS, "max_tokens": 1}),
     "message that spells special tokens": (MESSAGES, {"messages": [FORGED], "max_tokens": 1}),
 }
+COUNTED = {MESSAGES: "/v1/messages/count_tokens", RESPONSES: "/v1/responses/input_tokens"}
 ENDS = {CHAT: {"max_tokens": 1}, COMPLETION: {"max_tokens": 1}, RESPONSES: {"max_output_tokens": 1}, MESSAGES: {}}
 
 
@@ -170,7 +171,7 @@ def test_the_router_makes_the_tokens_that_the_server_computes(template):
 
 
 @pytest.mark.parametrize("template", [None, SHOWS_TOOLS], ids=["no template", "shows tools"])
-def test_tokenize_makes_of_messages_what_a_chat_computes(template):
+def test_tokens_are_said_to_be_those_that_are_computed(template):
     async def compared():
         engine = AsyncLLM(BUNDLED_MODEL, num_slots=1_000, max_model_len=600)
         engine.loaded.tokenizer.chat_template = template
@@ -180,22 +181,25 @@ def test_tokenize_makes_of_messages_what_a_chat_computes(template):
                 if path == CHAT and "truncate_prompt_tokens" not in body:
                     _, answer = await server.post("/tokenize", body)
                     pairs.append((json.loads(answer)["tokens"], await server.computed(path, body | ENDS[path])))
-            for path, counted in ((MESSAGES, "/v1/messages/count_tokens"), (RESPONSES, "/v1/responses/input_tokens")):
-                body = next(body for at, body in BODIES.values() if at == path)
-                _, answer = await server.post(counted, body)
-                computed = await server.computed(path, body | ENDS[path])
-                pairs.append((json.loads(answer)["input_tokens"], len(computed)))
+            for path, body in BODIES.values():
+                if path in COUNTED:
+                    _, answer = await server.post(COUNTED[path], body | {"return_token_ids": True})
+                    said, computed = json.loads(answer), await server.computed(path, body | ENDS[path])
+                    pairs += [(said["prompt_token_ids"], computed), (said["input_tokens"], len(computed))]
         finally:
             await engine.close()
         return pairs
 
     pairs = asyncio.run(compared())
-    assert len(pairs) > 10
+    assert len(pairs) > 20
     assert all(said == computed for said, computed in pairs)
 
 
-def engine_of(reader, rendering, *, paths=("/tokenize",), key=None):
-    """A worker that renders so; other paths are 404, and without its key all are 401."""
+def engine_of(reader, rendering, *, paths=("/tokenize",), key=None, change=None):
+    """A worker that renders so; other paths are 404, and without its key all are 401.
+
+    Where tokens are counted, it says what `change` makes of them; without that it says how many there are alone.
+    """
 
     async def ask(path, body):
         if key:
@@ -204,13 +208,18 @@ def engine_of(reader, rendering, *, paths=("/tokenize",), key=None):
             return 404, "no"
         made = dict(body)
         made.pop("model", None)
-        at = {"/v1/messages/count_tokens": MESSAGES}.get(path, CHAT if "messages" in body else COMPLETION)
+        at = {counted: at for at, counted in COUNTED.items()}.get(path, CHAT if "messages" in body else COMPLETION)
+        wants_ids = made.pop("return_token_ids", False)
+        assert wants_ids is (at in COUNTED)
         engines = parity_module.EngineRendering(rendering)
         try:
             tokens = reader.tokens(at, made, engines).tolist()
         except UnreadPromptError:
             return 400, "no"
-        answer = {"input_tokens": len(tokens)} if at == MESSAGES else {"tokens": tokens, "max_model_len": 600}
+        if at not in COUNTED:
+            answer = {"tokens": tokens, "max_model_len": 600}
+        else:
+            answer = {"input_tokens": len(tokens)} | ({"prompt_token_ids": change(tokens)} if change else {})
         return 200, json.dumps(answer)
 
     return ask
@@ -239,6 +248,30 @@ def test_engines_that_take_special_tokens_for_what_they_are_are_read_so(tokenize
     assert forged.count(0) > reader.tokens(CHAT, {"messages": [HI]}).tolist().count(0)
     assert tokens_or_reason(reader, RESPONSES, {"input": "Hi"}) == UnreadReason.PATH
     assert isinstance(tokens_or_reason(reader, MESSAGES, {"messages": [HI]}), list)
+
+
+@pytest.mark.parametrize("path", list(COUNTED))
+def test_as_many_other_tokens_are_found_out(tokenizer, caplog, path):
+    reader, parity, router = new_parity(tokenizer)
+    ask = engine_of(
+        PromptReader(tokenizer), Rendering(), paths=("/tokenize", COUNTED[path]), change=lambda tokens: tokens[::-1]
+    )
+    asyncio.run(parity.check("one", "", ask))
+    router.close()
+    kind = {MESSAGES: BodyKind.MESSAGE, RESPONSES: BodyKind.RESPONSE}[path]
+    assert kind in reader.engines.unlike
+    assert caplog.text.count(f"worker one renders {kind} otherwise") == 1
+    assert tokens_or_reason(reader, path, {"messages": [HI], "input": "Hi"}) == UnreadReason.PATH
+
+
+@pytest.mark.parametrize("change", [None, list], ids=["counts", "tokens"])
+def test_paths_are_read_where_workers_make_the_same_of_them(tokenizer, caplog, change):
+    reader, parity, router = new_parity(tokenizer)
+    ask = engine_of(PromptReader(tokenizer), Rendering(), paths=("/tokenize", *COUNTED.values()), change=change)
+    asyncio.run(parity.check("one", "", ask))
+    router.close()
+    assert not reader.engines.unlike
+    assert not caplog.text
 
 
 def test_what_workers_render_in_different_ways_is_not_read(tokenizer, caplog):

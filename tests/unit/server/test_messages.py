@@ -254,6 +254,18 @@ def test_tokens_are_counted(hermes):
     assert asked["kvgraft"]["num_tokens"] == reply.json["input_tokens"]
 
 
+def test_tokens_are_said_where_they_are_counted_alone(server):
+    counted = send(server, path="/v1/messages/count_tokens", return_token_ids=True).json
+    assert bytes(counted["prompt_token_ids"]).decode() == server.engine.prepared[-1]
+    assert len(counted["prompt_token_ids"]) == counted["input_tokens"]
+    assert send(server, return_token_ids=False).status == 200
+    refused = send(server, return_token_ids=True)
+    assert refused.status == 400
+    assert "ask `/v1/responses/input_tokens` or `/v1/messages/count_tokens`" in refused.error["message"]
+    wrong = send(server, path="/v1/messages/count_tokens", return_token_ids="yes")
+    assert "return_token_ids must be true or false" in wrong.error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
