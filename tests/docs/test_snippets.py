@@ -76,6 +76,8 @@ SHORTER = {
 
 OTHER_PROGRAMS = {
     "apt-get": "changes the system",
+    "claude": "Claude Code's; docs/clients.md says which one was tried",
+    "codex": "Codex's; docs/clients.md says which one was tried",
     "cp": "of the shell",
     "docker": "needs Docker; tests/deploy looks at what it is given",
     "export": "of the shell",
@@ -87,6 +89,7 @@ OTHER_PROGRAMS = {
     "make_venv.sh": "downloads gigabytes",
     "make": "targets exist: test_pages.py",
     "mooncake_master": "Mooncake's",
+    "npm": "installs",
     "pip": "installs; what it names is checked",
     "python": "scripts and their options exist: test_pages.py",
     "python3": "makes an environment",

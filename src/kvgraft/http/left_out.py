@@ -1,7 +1,8 @@
 """What clients send in general and this server does not serve: it is left out of a body, and named to the client.
 
 It is decided here alone. Refused, where it is read, is only what contradicts itself or would change what an answer means,
-such as a picture that a question is about.
+such as a picture that a question is about. A picture that a tool came back with is left out, and the model is told so: an
+agent that has read one sends it with all later turns, and would never be answered again.
 """
 
 from __future__ import annotations
@@ -25,16 +26,28 @@ _NOTHING: tuple[object, ...] = (None, [], {}, False, "")
 """Values that say nothing, which frameworks send with what they got back."""
 _MEDIA_KEYS = frozenset({"audio", "images", "videos", "files"})
 """Keys of messages that hold what is said in them: they stay, to be refused."""
+_RESULT_ROLES = ("tool", "function")
 _TEXT_KEYS = frozenset({"reasoning", "reasoning_content"})
 """Keys of messages that templates get as texts; other forms are left out."""
 _THOUGHT_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_text"})
 """Parts of messages with what a model thought, often of another and enciphered."""
 _OTHERS_RUNS = frozenset({"server_tool_use", "mcp_tool_use", "container_upload", "tool_reference"})
 """Parts of Anthropic's messages that report runs of tools on its servers; the results of such are `..._tool_result`."""
+_RESULT_PART = "tool_result"
+_MEDIA_PARTS = frozenset(
+    {
+        *("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url"),
+        *("document", "file", "input_file"),
+    }
+)
+"""Parts of messages that hold no text. They stay, to be refused, but in results of tools."""
+_TOLD = "[{} left out: the server reads text alone]"
+"""Stands in the result of a tool for a part of it: without a word the model would take it for empty."""
+_OUTPUT_ITEMS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
 _SERVED_ITEMS = frozenset(
     {
-        *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
-        *("local_shell_call", "local_shell_call_output"),
+        *("message", "function_call", "custom_tool_call", "local_shell_call"),
+        *_OUTPUT_ITEMS,
     }
 )
 _MEANT_ITEMS = frozenset({"compaction"})
@@ -111,16 +124,38 @@ def _message(message: Values, names: dict[str, None]) -> Values:
         is_known = key in MESSAGE_KEYS or key in OLDER_KEYS or key in _MEDIA_KEYS
         if not is_known or (key in _TEXT_KEYS and not isinstance(value, str)):
             _drop(message, key, f"messages.{key}", names)
-    _each(message, "content", lambda part: _part(part, names))
+    read = _result_part if _has_results(message) else _part
+    _each(message, "content", lambda part: read(part, "messages.content", names))
     return message
 
 
-def _part(part: Values, names: dict[str, None]) -> object:
-    return _without(part, _is_served_part, "messages.content", names)
+def _has_results(message: Values) -> bool:
+    """Return whether tools came back with what is said; files may stand beside their results (Claude Code: a PDF)."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return message.get("role") in _RESULT_ROLES or any(
+        isinstance(part, dict) and part.get("type") == _RESULT_PART for part in parts
+    )
+
+
+def _part(part: Values, field: str, names: dict[str, None]) -> object:
+    return _without(part, _is_served_part, field, names)
+
+
+def _result_part(part: Values, field: str, names: dict[str, None]) -> object:
+    """Return a part of what tools came back with, or what the model is told in its place."""
+    if part.get("type") == _RESULT_PART:
+        _each(part, "content", lambda inner: _result_part(inner, field, names))
+        return part
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
+        return _without(part, _is_served_part, field, names)
+    names[f"{field}.{kind}"] = None
+    return {"type": "text", "text": _TOLD.format(kind.removeprefix("input_").removesuffix("_url"))}
 
 
 def _is_served_part(kind: str) -> bool:
-    return not (kind in _THOUGHT_PARTS or kind in _OTHERS_RUNS or kind.endswith("_tool_result"))
+    return not (kind in _THOUGHT_PARTS or kind in _OTHERS_RUNS or kind.endswith(f"_{_RESULT_PART}"))
 
 
 def _tool(tool: Values, names: dict[str, None]) -> object:
@@ -128,6 +163,8 @@ def _tool(tool: Values, names: dict[str, None]) -> object:
 
 
 def _item(item: Values, names: dict[str, None]) -> object:
+    if str(item.get("type")) in _OUTPUT_ITEMS:
+        _each(item, "output", lambda part: _result_part(part, "input.output", names))
     return _without(item, lambda kind: kind in _SERVED_ITEMS or kind in _MEANT_ITEMS, "input", names)
 
 

@@ -77,8 +77,13 @@ def _message(item: Fields) -> Message:
 
 
 def _call_id(item: Fields) -> str:
-    """Return the call that an output is of; those of the local shell may name it by their own `id`."""
-    call_id = item.text("call_id") or (item.text("id") if item.text("type") == "local_shell_call_output" else "")
+    """Return the call that an output is of.
+
+    Those of the local shell may name it by their own `id`. What an agent says of itself names no call (Codex: the objective
+    of a goal): the tool that it names is the id, then, as in the older form of chats.
+    """
+    own = item.text("id") if item.text("type") == "local_shell_call_output" else ""
+    call_id = item.text("call_id") or own or item.text("name")
     if not call_id:
         raise item.error("call_id", "is missing; it says which call this is the result of")
     return call_id

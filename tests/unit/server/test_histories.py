@@ -150,10 +150,6 @@ def test_a_prefix_at_the_end_is_gone_on_with(templated):
         ({"role": "assistant", "content": [USE | {"name": ""}]}, "messages[1].content[0].name"),
         ({"role": "assistant", "content": [USE | {"id": 1}]}, "messages[1].content[0].id"),
         ({"role": "user", "content": [{"type": "tool_result", "content": "2"}]}, "messages[1].content[0].tool_use_id"),
-        (
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}]},
-            "messages[1].content[0].content[0].type",
-        ),
         ({"role": "function", "content": "2"}, "messages[1].name"),
         ({"role": "assistant", "function_call": {"arguments": "{}"}}, "messages[1].function_call.name"),
         ({"role": "user", "content": "a", "function_call": OLD_CALL}, "messages[1].function_call"),

@@ -26,6 +26,14 @@ ASKED = {"role": "user", "content": [{"type": "input_text", "text": "List the fi
 CALLED = {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": '{"command": "ls"}'}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "a.py"}
 LOCAL = {"type": "local_shell_call", "id": "l1", "call_id": "c2", "status": "completed"}
+GOAL = {
+    "type": "function_call_output",
+    "id": "fco_1",
+    "name": "goal_objective",
+    "namespace": "agent",
+    "output": "Done.",
+}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "high"}
 EXEC = {"type": "exec", "command": ["ls", "-l"], "env": {}}
 CODEX = {
     "one function": {"tools": [FUNCTION]},
@@ -62,6 +70,8 @@ CODEX = {
         "input": [ASKED, LOCAL | {"action": EXEC}, {"type": "local_shell_call_output", "id": "c2", "output": "a.py"}]
     },
     "reasoning": {"input": [ASKED, {"type": "reasoning", "summary": [], "encrypted_content": "x"}, CALLED, RESULT]},
+    "what an agent says of itself": {"input": [ASKED, CALLED, RESULT, GOAL]},
+    "a picture that a tool came back with": {"input": [ASKED, CALLED, RESULT | {"output": [PICTURE]}]},
     "how it is served": {"store": False, "prompt_cache_key": "1", "service_tier": "auto", "parallel_tool_calls": True},
 }
 
@@ -151,6 +161,31 @@ def test_calls_of_other_tools_stay_in_the_conversation(templated):
     assert (result["content"], result["tool_call_id"]) == ("a.py", "c2")
 
 
+def test_outputs_without_a_call_are_of_the_tool_that_they_name(templated):
+    assert respond(templated, **CODEX["what an agent says of itself"]).status == 200
+    said = rendered(templated)["messages"][-1]
+    assert said == {"role": "tool", "content": "Done.", "tool_call_id": "goal_objective"}
+
+
+def test_model_is_told_of_pictures_that_a_tool_came_back_with(templated):
+    part = {"type": "input_text", "text": "It is small."}
+    reply = respond(templated, input=[ASKED, CALLED, RESULT | {"output": [part, PICTURE]}])
+    assert reply.json["kvgraft"]["left_out"] == ["input.output.input_image"]
+    told = rendered(templated)["messages"][-1]["content"]
+    assert told == "It is small.\n[image left out: the server reads text alone]"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_results_of_chats_are_told_of_in_the_same_way(templated, kind):
+    call = {"id": "c1", "type": "function", "function": {"name": "shell", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": kind, kind: {}}]}
+    asked = [{"role": "user", "content": "Look."}, {"role": "assistant", "tool_calls": [call]}, result]
+    reply = templated.chat(*asked)
+    assert reply.json["kvgraft"]["left_out"] == [f"messages.content.{kind}"]
+    name = {"image_url": "image", "input_audio": "audio", "file": "file"}[kind]
+    assert rendered(templated)["messages"][-1]["content"] == f"[{name} left out: the server reads text alone]"
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_alone_are_called(templated, mode):
     tools = [FUNCTION, FUNCTION | {"name": "stop"}]
@@ -181,6 +216,9 @@ def test_allowed_tools_of_chats_stand_in_an_object_of_their_own(templated):
     ("fields", "param"),
     [
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"input": [{"role": "user", "content": [PICTURE]}]}, "input[0].content[0].type"),
+        ({"input": [ASKED, CALLED, RESULT | {"output": [{"type": []}]}]}, "input[2].output[0].type"),
+        ({"input": [{"type": []}]}, "input[0].type"),
         ({"input": [{"type": "compaction", "encrypted_content": "x"}, ASKED]}, "input[0].type"),
         ({"input": [{"type": "item_reference", "id": "a"}, {"role": "boss", "content": "a"}]}, "input[1].role"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "input": "a"}]}, "input[0].name"),

@@ -254,6 +254,24 @@ def test_tokens_are_counted(hermes):
     assert asked["kvgraft"]["num_tokens"] == reply.json["input_tokens"]
 
 
+def test_agents_go_on_after_a_tool_came_back_with_a_picture(hermes):
+    parts = [
+        {"type": "image", "source": {"type": "base64", "data": "aGk="}},
+        {"type": "tool_reference", "tool_name": "b"},
+    ]
+    used = {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "add", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": parts}
+    beside = {"type": "document", "source": {"type": "base64", "data": "aGk="}}
+    reply = send(hermes, USER, used, {"role": "user", "content": [result, beside]}, tools=[TOOL])
+    names = [f"messages.content.{kind}" for kind in ("image", "tool_reference", "document")]
+    assert reply.json["kvgraft"]["left_out"] == names
+    shown = [(said["role"], said["content"]) for said in json.loads(hermes.engine.prepared[-1])["messages"]]
+    assert shown[-2:] == [
+        ("tool", "[image left out: the server reads text alone]"),
+        ("user", "[document left out: the server reads text alone]"),
+    ]
+
+
 def test_tokens_are_said_where_they_are_counted_alone(server):
     counted = send(server, path="/v1/messages/count_tokens", return_token_ids=True).json
     assert bytes(counted["prompt_token_ids"]).decode() == server.engine.prepared[-1]
