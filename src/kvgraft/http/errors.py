@@ -33,6 +33,9 @@ _MESSAGES_KINDS = {
     503: "overloaded_error",
 }
 """Types of its errors; others are the request's fault, or `api_error`."""
+_CONTEXT_LENGTH = "context_length_exceeded"
+_TOO_LONG = "prompt is too long: "
+"""By these words clients of Anthropic's API, whose errors have no codes, know that a conversation is to be shortened."""
 RETRY_AFTER_S = 1
 """Seconds of `Retry-After` of an overloaded server; a request takes about that long to leave the queue."""
 
@@ -94,7 +97,8 @@ def messages_error(payload: dict[str, object], status: int = 500) -> dict[str, o
     error = payload["error"]
     assert isinstance(error, dict)
     kind = _MESSAGES_KINDS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+    begin = _TOO_LONG if error["code"] == _CONTEXT_LENGTH else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{begin}{error['message']}"}}
 
 
 def unavailable(message: str) -> APIError:
@@ -123,7 +127,7 @@ def as_api_error(error: Exception, *, closing: bool) -> APIError:  # noqa: PLR09
         case SessionInUseError():
             return APIError(409, str(error), code="session_in_use", param="session_id")
         case ContextLengthError():
-            return BadRequestError(str(error), error.argument, code="context_length_exceeded")
+            return BadRequestError(str(error), error.argument, code=_CONTEXT_LENGTH)
         case ConfigError() | UnservableError():
             return BadRequestError(str(error), error.argument)
         case OverloadedError() | RequestError() if closing:

@@ -325,6 +325,16 @@ def test_other_errors_have_it_too(make_server):
     assert last == {"type": "error", "error": {"type": "api_error", "message": "the engine failed"}}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_are_told_in_their_words_that_a_conversation_is_too_long(server, stream):
+    """Claude Code shortens it then, and asks again; the words are all it goes by."""
+    long = {"role": "user", "content": "a" * server.engine.max_model_len}
+    reply = send(server, long, stream=stream)
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+    assert reply.error["message"].startswith("prompt is too long: the prompt has")
+    assert "prompt is too long" not in server.chat(long).error["message"]
+
+
 def test_keys_are_taken_from_the_header_of_anthropic(make_server):
     server = make_server(api_key=("secret",))
     body = {"messages": [USER], "max_tokens": 9}
