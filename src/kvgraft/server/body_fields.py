@@ -163,7 +163,7 @@ _SAMPLING = (
     ),
     _read("n_predict", (_C, _H), "llama.cpp's name of `max_tokens`"),
     _read("max_completion_tokens", (_H,), "the newer name of `max_tokens`; both must be equal"),
-    _read("max_output_tokens", (_R,), "cut to what fits after the input", "2048"),
+    _read("max_output_tokens", (_R,), "cut to what fits after the input", "as many as fit"),
     _read("temperature", (*_GENERATE, _M), "0 to 2; below 0.001 is greedy", "1.0"),
     _read("top_p", (*_GENERATE, _M), "above 0, at most 1", "1.0"),
     _read("top_k", (*_GENERATE, _M), "not in OpenAI's API", "0 (all)"),

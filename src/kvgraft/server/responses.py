@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from kvgraft.server.options import AnswerOptions
 
 _ID_PREFIX = "resp_"
-_DEFAULT_TOKENS = 2048
-"""`max_output_tokens` of a body that says nothing, if so many fit."""
 _TEXT_KEYS = frozenset({"format", "verbosity"})
 _REPEATED = ("metadata", "reasoning", "text", "tool_choice", "tools")
 """Fields with values of any depth that stand in responses."""
@@ -100,7 +98,7 @@ def _options(fields: Fields, default_reuse: str, tokenizer: PreTrainedTokenizerB
     """Read how to answer; raises `APIError` naming the field that is wrong."""
     options = parse_options(
         fields,
-        max_tokens=fields.integer("max_output_tokens", _DEFAULT_TOKENS, 1, MAX_TOKENS),
+        max_tokens=fields.integer("max_output_tokens", MAX_TOKENS, 1, MAX_TOKENS),
         logprobs=None,
         default_reuse=default_reuse,
         tokenizer=tokenizer,

@@ -79,6 +79,12 @@ def test_response_has_the_shape_of_openai(server):
     assert server.engine.calls[0].prompt == "System: Be brief.\n\nUser: Hi\n\nAssistant:"
 
 
+def test_answers_are_as_long_as_fits_unless_it_is_said(server):
+    """Codex has no setting for it, and gives up on an answer that is cut off."""
+    assert respond(server).status == 200
+    assert server.engine.calls[-1].sampling.max_new_tokens > 1_000_000
+
+
 def test_cut_off_response_is_incomplete(server):
     response = Response.model_validate(respond(server, max_output_tokens=2).json)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
