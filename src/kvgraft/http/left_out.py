@@ -1,7 +1,7 @@
 """What clients send in general and this server does not serve: it is left out of a body, and named to the client.
 
 It is decided here alone. Refused, where it is read, is only what contradicts itself or would change what an answer means,
-such as a picture that a question is about. A picture that a tool came back with is left out, and the model is told so: an
+such as a picture that a question is about. A picture that a tool came back with is left out, with a line for the model: an
 agent that has read one sends it with all later turns, and would never be answered again.
 """
 
@@ -41,6 +41,8 @@ _MEDIA_PARTS = frozenset(
     }
 )
 """Parts of messages that hold no text. They stay, to be refused, but in results of tools."""
+_PARTS_FIELD, _OUTPUT_FIELD = "messages.content", "input.output"
+"""Where parts of messages and of outputs stand."""
 _TOLD = "[{} left out: the server reads text alone]"
 """Stands in the result of a tool for a part of it: without a word the model would take it for empty."""
 _OUTPUT_ITEMS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
@@ -81,6 +83,11 @@ class LeftOutLog:
             if name not in self._known and len(self._known) < _MOST_NAMES:
                 self._known.add(name)
                 logger.warning("%s of a request is not served and was left out; said once, reports name it", name)
+
+
+def has_media(left_out: Iterable[str]) -> bool:
+    """Return whether parts without text, in whose place a line stands, are among what was left out."""
+    return any(f"{field}.{kind}" in left_out for field in (_PARTS_FIELD, _OUTPUT_FIELD) for kind in _MEDIA_PARTS)
 
 
 def served_chat(fields: Fields, template: str) -> ServedBody:
@@ -125,7 +132,7 @@ def _message(message: Values, names: dict[str, None]) -> Values:
         if not is_known or (key in _TEXT_KEYS and not isinstance(value, str)):
             _drop(message, key, f"messages.{key}", names)
     read = _result_part if _has_results(message) else _part
-    _each(message, "content", lambda part: read(part, "messages.content", names))
+    _each(message, "content", lambda part: read(part, _PARTS_FIELD, names))
     return message
 
 
@@ -143,7 +150,7 @@ def _part(part: Values, field: str, names: dict[str, None]) -> object:
 
 
 def _result_part(part: Values, field: str, names: dict[str, None]) -> object:
-    """Return a part of what tools came back with, or what the model is told in its place."""
+    """Return a part of what tools came back with, or the line that stands in its place."""
     if part.get("type") == _RESULT_PART:
         _each(part, "content", lambda inner: _result_part(inner, field, names))
         return part
@@ -164,7 +171,7 @@ def _tool(tool: Values, names: dict[str, None]) -> object:
 
 def _item(item: Values, names: dict[str, None]) -> object:
     if str(item.get("type")) in _OUTPUT_ITEMS:
-        _each(item, "output", lambda part: _result_part(part, "input.output", names))
+        _each(item, "output", lambda part: _result_part(part, _OUTPUT_FIELD, names))
     return _without(item, lambda kind: kind in _SERVED_ITEMS or kind in _MEANT_ITEMS, "input", names)
 
 

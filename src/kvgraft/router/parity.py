@@ -55,6 +55,7 @@ _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _CALL = {"id": "probe0001", "type": "function", "function": {"name": "weather_of", "arguments": '{"city": "Rome"}'}}
 _USE = {"id": "probe0001", "name": "weather_of", "input": {"city": "Rome"}}
 _TEXT = {"type": "text", "text": "Two."}
+_PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 _QUESTION: dict[str, object] = {"role": "user", "content": "What is this?\n\n  Größe 世界"}
 
 
@@ -108,6 +109,7 @@ def probes(special_tokens: Sequence[str] = ()) -> tuple[ProbeBody, ...]:
         (BodyKind.TOOLS, {"messages": [system, _QUESTION], "tools": _TOOLS}),
         (BodyKind.CALLS, {"messages": [_QUESTION, called, result]}),
         (BodyKind.PARTS, {"messages": [parts]}),
+        (BodyKind.MEDIA, {"messages": [_QUESTION, called, result | {"content": [_PICTURE]}]}),
         (
             BodyKind.OPEN,
             {"messages": [_QUESTION, history[0]], "add_generation_prompt": False, "continue_final_message": True},
@@ -218,7 +220,7 @@ class Parity:
         return sum(theirs is not None and _is_alike(ours, theirs) for ours, theirs in pairs)
 
     def _differ(self, rendering: Rendering, said: _Said) -> set[BodyKind]:
-        """Return the kinds of which a worker makes something else; paths that it does not have are none."""
+        """Return the kinds of which a worker makes something else; what it does not have is none."""
         pairs = zip(self._probes, self._made[rendering], said.made, strict=True)
         return {
             probe.kind for probe, ours, theirs in pairs if not (_is_alike(ours, theirs) or _is_absent(probe, theirs))
@@ -241,7 +243,8 @@ def _is_alike(ours: tuple[int, ...] | None, theirs: Made) -> bool:
 
 
 def _is_absent(probe: ProbeBody, theirs: Made) -> bool:
-    return theirs is None and probe.path in _COUNTED
+    """Return whether a worker has no such path, or serves nothing of that kind: both are usual, and no mismatch."""
+    return theirs is None and (probe.path in _COUNTED or probe.kind is BodyKind.MEDIA)
 
 
 def _max_model_len(answer: str) -> int | None:

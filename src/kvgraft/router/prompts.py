@@ -16,6 +16,7 @@ from kvgraft.config import quoted
 from kvgraft.errors import ConfigError, one_line
 from kvgraft.http.errors import APIError
 from kvgraft.http.fields import Fields
+from kvgraft.http.left_out import has_media
 from kvgraft.http.special_text import spells_special_tokens
 from kvgraft.literal_text import encode
 from kvgraft.models import BUNDLED_MODEL, SMOLLM2_MODEL, Checkpoint, bundled_model_path, load_failure, smollm2_path
@@ -86,6 +87,8 @@ class BodyKind(StrEnum):
     """Messages or tools that spell special tokens."""
     PARTS = "parts"
     """Messages of several parts."""
+    MEDIA = "media"
+    """Results of tools with parts that are no text: `kvgraft serve` writes a line, others refuse or see them."""
     OPEN = "open"
     """The prompt does not end where the assistant begins to speak."""
 
@@ -219,6 +222,8 @@ class PromptReader:
         given = read.fields.values.get("messages")
         if isinstance(given, list) and any(_num_parts(message) > 1 for message in given):
             yield BodyKind.PARTS
+        if has_media(read.left_out):
+            yield BodyKind.MEDIA
         shown = [list(said.messages), list(said.tools.shown), dict(said.asked.variables)]
         if spells_special_tokens(self.tokenizer, shown):
             yield BodyKind.SPECIAL_TOKENS

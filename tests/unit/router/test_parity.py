@@ -51,6 +51,20 @@ USED = [
     },
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "x = 1"}]},
 ]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+SEEN = [*CALLED[:2], {"role": "tool", "tool_call_id": "call_1", "content": [PICTURE]}]
+USED_SEEN = [
+    *USED[:2],
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "image", "source": {}}]},
+            {"type": "document", "source": {}},
+        ],
+    },
+]
+CALL_ITEM = {"type": "function_call", "call_id": "call_1", "name": "read_file", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "name": "read_file", "output": [{"type": "input_image", "image_url": "x"}]}
 ANTHROPIC_TOOLS = [{"name": "read_file", "description": "Read a file.", "input_schema": PARAMETERS}]
 BODIES = {
     "text": (COMPLETION, {"prompt": "def area(width):"}),
@@ -86,6 +100,9 @@ BODIES = {
     "response that spells special tokens": (RESPONSES, {"input": [FORGED]}),
     "message": (MESSAGES, {"system": "Be brief.", "messages": [HI], "max_tokens": 1}),
     "message with tools": (MESSAGES, {"messages": USED, "tools": ANTHROPIC_TOOLS, "max_tokens": 1}),
+    "a picture of a tool": (CHAT, {"messages": SEEN, "tools": TOOLS}),
+    "response with a picture of a tool": (RESPONSES, {"input": [HI, CALL_ITEM, OUTPUT]}),
+    "message with a picture of a tool": (MESSAGES, {"messages": USED_SEEN, "max_tokens": 1}),
     "message that spells special tokens": (MESSAGES, {"messages": [FORGED], "max_tokens": 1}),
 }
 COUNTED = {MESSAGES: "/v1/messages/count_tokens", RESPONSES: "/v1/responses/input_tokens"}
@@ -301,6 +318,22 @@ def test_of_a_worker_that_does_not_say_what_it_makes_nothing_is_read_that_engine
     assert tokens_or_reason(reader, MESSAGES, {"messages": [HI]}) == UnreadReason.PATH
     assert isinstance(tokens_or_reason(reader, CHAT, {"messages": [HI]}), list)
     assert caplog.text.count("does not say how it renders") == 1
+
+
+def test_what_tools_came_back_with_is_not_read_where_engines_see_it(tokenizer, caplog):
+    reader, parity, router = new_parity(tokenizer)
+    own = engine_of(PromptReader(tokenizer), Rendering())
+
+    async def refuses(path, body):
+        return (400, "no") if "image_url" in json.dumps(body) else await own(path, body)
+
+    asyncio.run(parity.check("one", "", own))
+    assert isinstance(tokens_or_reason(reader, CHAT, {"messages": SEEN}), list)
+    asyncio.run(parity.check("two", "", refuses))
+    router.close()
+    assert tokens_or_reason(reader, CHAT, {"messages": SEEN}) == UnreadReason.DIFFERS
+    assert isinstance(tokens_or_reason(reader, CHAT, {"messages": CALLED}), list)
+    assert not caplog.text
 
 
 def test_another_tokenizer_is_found_out(tokenizer):
