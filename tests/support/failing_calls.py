@@ -75,6 +75,10 @@ class FailingCalls:
         self._depth = 0
         self._thread = threading.get_ident()
 
+    def watch_this_thread(self) -> None:
+        """Watch the thread that calls, in place of the one that made this."""
+        self._thread = threading.get_ident()
+
     @property
     def is_to_fail(self) -> bool:
         """Whether a call fails, or has failed."""

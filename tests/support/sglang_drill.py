@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from tests.support.failing_calls import CallDrill, EscapedError, FailingCalls, Watched
-from tests.unit.integrations.sglang.scheduler import Scheduler
+from tests.support.failing_calls import CallDrill, EscapedError, FailingCalls, Place, Watched
+from tests.unit.integrations.sglang.rank_threads import ThreadRanks, on_ranks
+from tests.unit.integrations.sglang.scheduler import Scheduler, order_of
 from tests.unit.integrations.sglang.shelf import Shelf
 
 from kvgraft.integrations.sglang.requests import RequestReuse
@@ -34,12 +35,44 @@ class Drill(CallDrill):
         return _Run(self.kind, calls).failures()
 
 
+@dataclass
+class RankDrill(CallDrill):
+    """Two ranks with a kind of scheduler, of which a call on one fails: the other is to notice, and to do the same."""
+
+    kind: str
+    rank: int
+
+    def is_guarded(self, place: Place) -> bool:
+        """Whether a failure there is to be caught: what ranks fail together by must not fail itself."""
+        return super().is_guarded(place) and not place.callee.startswith(("Together.", "FailedTogether", "_guarded."))
+
+    def run(self, calls: FailingCalls) -> list[str]:
+        shelf = Shelf() if self.kind == "store" else None
+
+        def program(ranks):
+            is_watched = ranks.rank == self.rank
+            if is_watched:
+                calls.watch_this_thread()
+            run = _Run(self.kind, calls if is_watched else contextlib.nullcontext(), ranks, shelf)
+            run.scheduler.may_lack_reports = calls.is_to_fail
+            run.play()
+            return run.scheduler.log.num_errors
+
+        try:
+            on_ranks(2, program)
+        except EscapedError as error:
+            return [f"a: {error.__cause__!r}"]
+        except Exception as error:  # noqa: BLE001 - a finding
+            return [f"b: {error!r}"]
+        return []
+
+
 class _Run:
-    def __init__(self, kind: str, calls: FailingCalls) -> None:
-        self.shelf = Shelf() if kind == "store" else None
+    def __init__(self, kind: str, calls, ranks: ThreadRanks | None = None, shelf: Shelf | None = None) -> None:
+        self.ranks, self.shelf = ranks, Shelf() if shelf is None and kind == "store" else shelf
         settings = {"first_k": 4, "max_generation": 2, **KINDS[kind]}
-        self.scheduler = Scheduler(shelf=self.shelf, **settings)
-        self.scheduler.may_lack_reports = calls.is_to_fail
+        self.scheduler = Scheduler(shelf=self.shelf, ranks=ranks, **settings)
+        self.scheduler.may_lack_reports = ranks is None and calls.is_to_fail
         self.reuse = self.scheduler.reuse
         self.scheduler.reuse = self.watched = Watched(self.reuse, _CALLS, calls)
         self.scheduler.tree.on_evicted = self.scheduler.reuse.evicted
@@ -48,19 +81,40 @@ class _Run:
     def failures(self) -> list[str]:
         wrong = []
         try:
+            self.play()
+        except EscapedError as error:
+            wrong.append(f"a: {error.__cause__!r}")
+        except Exception as error:  # noqa: BLE001 - a finding
+            wrong.append(f"b: {error!r}")
+        return wrong
+
+    def play(self) -> None:
+        """Play everything; raises what is wrong."""
+        try:
             try:
                 self.script()
             finally:
                 self.watched.calls = contextlib.nullcontext()
             self.aftermath()
-        except EscapedError as error:
-            wrong.append(f"a: {error.__cause__!r}")
-        except Exception as error:  # noqa: BLE001 - a finding
-            wrong.append(f"b: {error!r}")
         finally:
             if self.scheduler.link is not None:
                 self.scheduler.link.close(weights_change=True)
-        return wrong
+
+    def rest(self) -> None:
+        """Have stores written; ranks make as many calls."""
+        if self.ranks is None:
+            with contextlib.suppress(AssertionError):
+                self.scheduler.rest()
+            return
+        for _ in range(8):
+            self.scheduler.reuse.idle()
+
+    def compare(self) -> None:
+        """Ranks of which one has forgotten other texts evict others, and run apart."""
+        if self.ranks is not None:
+            self.reuse.settle()
+            mine, other = self.ranks.gathered(order_of(self.scheduler))
+            assert mine == other, "trees differ"
 
     def script(self) -> None:
         scheduler = self.scheduler
@@ -85,8 +139,7 @@ class _Run:
         self.finish(5)
         if scheduler.link is not None:
             scheduler.reuse.idle()
-            with contextlib.suppress(AssertionError):
-                scheduler.rest()
+            self.rest()
         scheduler.tree.evict(500)
         for document in (b, a):
             self.serve([*self.new(20), *document, *self.new(10)], 3)
@@ -102,6 +155,7 @@ class _Run:
         scheduler = self.scheduler
         self.finish(3)
         scheduler.check()
+        self.compare()
         a, b, c = _DOCUMENTS
         for document in (a, c, b):
             self.serve([*document, *self.new(3)], 2)
@@ -117,8 +171,9 @@ class _Run:
         self.serve([*self.new(20), *later, *self.new(20)], 9)
         assert scheduler.copied_tokens > before, "later requests are not grafted"
         scheduler.check()
+        self.compare()
         assert self.reuse.num_requests == 0, "requests are left"
-        assert not self.reuse.repairs._waiting
+        assert not self.reuse.repairs.waiting
         scheduler.tree.empty()
         scheduler.check()
         scheduler.flush()

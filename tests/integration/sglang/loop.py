@@ -186,7 +186,7 @@ class Loop:
         self.num_unfinished = self.num_recomputed = self.num_repaired = 0
         self._launched, self._unfinished = deque(), deque()
         self.reuse._states.clear()
-        self.reuse.repairs._waiting.clear()
+        self.reuse.repairs.waiting.clear()
         self.reuse.log.num_errors = 0
         scheduler.init_running_status()
         scheduler.chunked_req = scheduler._pending_chunked_abort_req = None

@@ -92,7 +92,7 @@ def test_thousands_of_aborted_requests_leave_nothing(loop, overlap):
         assert leavers.stages[stage] >= 5, leavers.stages
     assert loop.reuse.num_requests == 0
     assert loop.reuse.log.num_errors == 0
-    assert not loop.reuse.repairs._waiting
+    assert not loop.reuse.repairs.waiting
     assert loop.num_repaired > 0
     loop.evict(10_000)
     allocator = loop.scheduler.token_to_kv_pool_allocator

@@ -160,7 +160,7 @@ def test_request_that_goes_away_around_its_repair_leaves_nothing_behind(loop, ov
         assert (num_drawn, overlap) == (0, False), "without overlap nobody acts between a pass and its result"
         return
     assert loop.reuse.num_requests == 0
-    assert not loop.reuse.repairs._waiting
+    assert not loop.reuse.repairs.waiting
     if event == "abort":
         assert loop.num_repaired == done[0]
         return
@@ -181,7 +181,7 @@ def test_weights_that_change_after_the_first_token_leave_old_kv_alone(loop, over
 
     def and_then(loop):
         is_over = act(loop)
-        if not done and loop.reuse.repairs._waiting:
+        if not done and loop.reuse.repairs.waiting:
             done.append(True)
             loop.reuse.weights_change()
         return is_over

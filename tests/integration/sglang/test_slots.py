@@ -274,7 +274,7 @@ def test_in_any_order_everything_that_is_read_was_computed(loop, monkeypatch):
         seen["recomputed"] += sum(report["recomputed_tokens"] > 0 for report in reports)
         seen["behind a launch"] += loop.num_unfinished > 0
         seen["repaired after the first token"] += loop.num_repaired > 0
-        assert not loop.reuse.repairs._waiting
+        assert not loop.reuse.repairs.waiting
 
     run()
     wanted = [

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from kvgraft.integrations.vllm.worker import passes, ranks, sparse_pass
 from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
+from kvgraft.reuse.together import FailedTogetherError
 
 ROWS = np.arange(4)
 
@@ -23,9 +24,15 @@ class NoRoom(np.ndarray):
 
 @pytest.fixture
 def votes(monkeypatch):
-    """What this rank votes; the others agree until it does not."""
+    """How deep in work this rank is when it says that it has failed."""
     taken = []
-    monkeypatch.setattr(ranks, "all_ranks", lambda agree: taken.append(agree) or agree)
+
+    def lowest(numbers):
+        failed, here, *_ = numbers
+        taken.extend([failed] if failed == here >> 32 else [])
+        return numbers
+
+    monkeypatch.setattr(ranks.together, "_lowest", lowest)
     monkeypatch.setattr(sparse_pass, "virtual_batch", lambda *_: nullcontext())
     monkeypatch.setattr(sparse_pass, "caches_bound", lambda *_: nullcontext())
     from_numpy = torch.from_numpy
@@ -55,9 +62,9 @@ def home():
 
 def test_tokens_that_do_not_reach_the_device_fail_before_the_vote_on_a_pass(votes, rank):
     tokens = np.zeros(4, np.int32).view(NoRoom)
-    with pytest.raises(ranks.FailedTogetherError):
+    with pytest.raises(FailedTogetherError):
         ranks.together(lambda: rank.run(tokens, RowRuns.of(ROWS), [home()]))
-    assert votes == [False]
+    assert votes == [1]
 
 
 def test_tokens_whose_keys_are_compared_too(votes, rank):
@@ -65,6 +72,6 @@ def test_tokens_whose_keys_are_compared_too(votes, rank):
     body = SimpleNamespace(embed_input_ids=rank.model)
     prompt = passes.GraftedPrompt(rank, tokens, [home()], None)
     observed = passes.KeyDeviationPass(prompt, ROWS, sparse_pass.DecoderStack(body, None), reused=ROWS)
-    with pytest.raises(ranks.FailedTogetherError):
+    with pytest.raises(FailedTogetherError):
         ranks.together(lambda: observed._run(ROWS))
-    assert votes == [False]
+    assert votes == [1]

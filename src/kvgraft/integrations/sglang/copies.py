@@ -88,7 +88,7 @@ class Copies:
             return
         try:
             policy, looks = recomputer.agreed_policy(*state.extent())
-        except Exception as error:  # noqa: BLE001 - logged and counted; everything is computed
+        except PolicyError as error:
             state.take_loaded()
             self._compute_copied(recomputer, state, req, slots, error)
             return
@@ -99,12 +99,13 @@ class Copies:
             return
         started = time.perf_counter()
         try:
-            tokens, plan = recomputer.together(partial(_carried_out, state, req, spans), RuntimeError)
-            state.recomputed(policy.name, passes(tokens, plan, slots[: len(tokens)], policy))
+            tokens, plan = recomputer.in_step(partial(_carried_out, state, req, spans), RuntimeError)
+            work = passes(tokens, plan, slots[: len(tokens)], policy)
+            recomputer.in_step(partial(state.recomputed, policy.name, work), RuntimeError)
             state.repaired(_num_drawn(state))
         except PolicyError as error:
             self._compute_copied(recomputer, state, req, slots, error)
-        except Exception as error:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
+        except RuntimeError as error:  # a pass failed, on all ranks; what was copied is as approximate as before
             self.log.failed("recompute", state.rid, error)
             state.policy = NoRecompute.name
         state.recompute_ms += 1e3 * (time.perf_counter() - started)
@@ -127,7 +128,7 @@ class Copies:
         start = min(span.target_start for span in state.lineage.spans if span.fidelity is Fidelity.SHIFTED)
         try:
             recomputer.run_all(_tokens(req, state.num_tokens), slots, start)
-        except Exception as failure:  # noqa: BLE001 - logged and counted; what was copied is as approximate as before
+        except RuntimeError as failure:  # on all ranks, as well
             self.log.failed("recompute", state.rid, failure)
             state.policy = NoRecompute.name
             return

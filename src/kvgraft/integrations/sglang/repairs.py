@@ -44,12 +44,13 @@ class Repairs:
         copies: Computes them.
         refusal: Why this server makes no passes of its own after the first token; empty if it does.
         most_rows: See `MOST_ROWS`. A request whose repair alone takes more is repaired in a step of its own.
+        waiting: Requests that are not repaired yet; the same on all ranks.
     """
 
     copies: Copies
     refusal: str = ""
     most_rows: int = MOST_ROWS
-    _waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
+    waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
 
     def planned(self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0) -> RepairReport:
         """Return when a request that `asked` for a time is repaired.
@@ -91,26 +92,26 @@ class Repairs:
             num_rows: Rows of repairs that come before first tokens in this step.
         """
         rows = self.rows(state)
-        ahead = num_rows + sum(map(self.rows, self._waiting.values())) if rows else 0
-        return ahead > 0 and ahead + rows > self.most_rows and any(req not in self._waiting for req in running)
+        ahead = num_rows + sum(map(self.rows, self.waiting.values())) if rows else 0
+        return ahead > 0 and ahead + rows > self.most_rows and any(req not in self.waiting for req in running)
 
     def loaded(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """Compute the choice in what was loaded, before SGLang computes from `len(slots)` (int64) on, or have it wait."""
         if state.repair.time is RepairTime.BEFORE:
             self.copies.recompute(state, req, slots)
         elif self.copies.recomputer is not None and state.has_shifted:
-            self._waiting[req] = state
+            self.waiting[req] = state
 
     def due(self, reqs: Iterable[Any]) -> list[Any]:
         """Return those of `reqs`, whose next rows are those of tokens that were drawn, that are to be repaired first."""
-        return [req for req in reqs if req in self._waiting] if self._waiting else []
+        return [req for req in reqs if req in self.waiting] if self.waiting else []
 
     def run(self, req: Any, row: Tensor) -> None:  # noqa: ANN401
         """Repair a request that is due; `row` are its slots by position. One that was aborted since needs no repair."""
-        state = self._waiting.pop(req)
+        state = self.waiting.pop(req)
         if req.to_finish is None:
             self.copies.repair(state, req, row[: state.num_tokens].long())
 
     def drop(self, req: Any) -> None:  # noqa: ANN401
         """A request ended, begins anew, or has K/V of other weights: it waits for no repair."""
-        self._waiting.pop(req, None)
+        self.waiting.pop(req, None)

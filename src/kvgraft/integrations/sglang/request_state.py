@@ -192,6 +192,12 @@ class SGLangRequest:
         self.lineage.recompute_gap(sum(span.recomputed for span in spans))
         self.sources += sources
 
+    def unload(self, start: int) -> None:
+        """Note that what was last copied, from `start` on, has no slots after all; what was copied before is as it was."""
+        self.lineage.withdraw(start)
+        num_spans = len(self.lineage.spans)
+        self.num_taken, self.sources = min(self.num_taken, num_spans), self.sources[:num_spans]
+
     def withdraw(self, start: int) -> None:
         """Note that everything from `start`, the first shifted copy, on was computed since."""
         self.lineage.withdraw(start)

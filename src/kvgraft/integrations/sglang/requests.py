@@ -25,12 +25,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
+from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
 from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
 from kvgraft.integrations.sglang.request_state import ReadPhase, SGLangRequest, StoreWait
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.continuation import may_go_on
+from kvgraft.reuse.together import FailedTogetherError
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
@@ -67,14 +69,14 @@ def _guarded(
     stage: str,
     instead: Callable[[], Any],
     *,
-    is_agreed: bool = False,
+    is_read: bool = False,
 ) -> Callable[
     [Callable[Concatenate[RequestReuse, _Given], _Result]], Callable[Concatenate[RequestReuse, _Given], _Result]
 ]:
     """Return a decorator for what SGLang calls: a failure is counted, and the call returns `instead()`.
 
-    Books are verified before the next call reads them. What ranks agree on is not caught where there are several: one that
-    goes on alone would leave the others waiting for ever, and SGLang ends a server of which one rank fails.
+    Books are verified before the next call reads them. Ranks exchange nothing here. What schedulers of all ranks decide by
+    alike is read (`is_read`) once more where there are several: memory may be there again, and what else fails does on all.
     """
 
     def decorate(
@@ -82,16 +84,43 @@ def _guarded(
     ) -> Callable[Concatenate[RequestReuse, _Given], _Result]:
         @functools.wraps(method)
         def guarded(self: RequestReuse, /, *given: _Given.args, **named: _Given.kwargs) -> _Result:
+            for _ in range(1 + (is_read and self.ranks.size > 1)):
+                try:
+                    return method(self, *given, **named)
+                except Exception as error:  # noqa: BLE001 - logged and counted
+                    self.log.failed(stage, "-", error)
+            found: _Result = instead()
+            return found
+
+        return guarded
+
+    return decorate
+
+
+def _together(
+    stage: str, instead: Callable[[], Any]
+) -> Callable[
+    [Callable[Concatenate[RequestReuse, _Given], _Result]], Callable[Concatenate[RequestReuse, _Given], _Result]
+]:
+    """Return a decorator for what ranks do together: a failure is counted on all, and the call returns `instead()` there.
+
+    Trees of which one was used less would not evict the same: all forget their donors, and empty their trees.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[RequestReuse, _Given], _Result],
+    ) -> Callable[Concatenate[RequestReuse, _Given], _Result]:
+        @functools.wraps(method)
+        def done(self: RequestReuse, /, *given: _Given.args, **named: _Given.kwargs) -> _Result:
             try:
-                return method(self, *given, **named)
-            except Exception as error:
-                if is_agreed and self.ranks.size > 1:
-                    raise
-                self.log.failed(stage, "-", error)
+                return self.ranks.together(functools.partial(method, self, *given, **named))
+            except Exception as error:  # noqa: BLE001 - raised again where others cannot know
+                self._failed(stage, "-", error)
+                self._level()
                 found: _Result = instead()
                 return found
 
-        return guarded
+        return done
 
     return decorate
 
@@ -163,49 +192,75 @@ class RequestReuse:
         before anything is loaded.
         """
         self._is_empty = False
+        state = self._states.get(req)
+        is_kept = may_keep and state is not None and state.is_decided and state.reads is None
         try:
-            return self._matched(req, tokens, end, prefix_len, may_keep=may_keep)
-        except Exception as error:
-            if self.ranks.size > 1:
-                raise
-            miss = self.log.failed("lookup", req.rid, error)
-            state = self._states.get(req)
-            if state is not None:
-                state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
-                state.refuse(miss)
-                state.is_kept = False
-                if state.reads is not None:  # it waits once
-                    state.reads.cancel()
-                    state.wait = StoreWait(ReadPhase.OVER, miss=miss)
+            if not is_kept:
+                self.ranks.together(functools.partial(self._matched, req, tokens, end, prefix_len))
+            return self._promised(req, tokens, end, prefix_len, is_kept=is_kept)
+        except Exception as error:  # noqa: BLE001 - raised again where others cannot know
+            self._refuse(req, tokens, end, prefix_len, self._failed("lookup", req.rid, error))
             return 0
 
-    def _matched(
+    def _failed(self, stage: str, rid: str, error: Exception) -> Miss:
+        """Log and count what has failed on all ranks; see `RequestLog.failed`.
+
+        Raises:
+            Exception: `error`, if others cannot know: ranks have not failed together, but failed to be together.
+        """
+        if self.ranks.size > 1 and not isinstance(error, FailedTogetherError):
+            raise error
+        return self.log.failed(stage, rid, error)
+
+    @_guarded("lookup", _nothing, is_read=True)
+    def _refuse(self, req: Any, tokens: array[int], end: int, prefix_len: int, miss: Miss) -> None:  # noqa: ANN401
+        state = self._states.get(req)
+        if state is None:  # on one rank; the others have one by now
+            state = self._states[req] = self._new(req)
+        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
+        state.refuse(miss)
+        state.end, state.is_decided = end, True
+        if state.reads is not None:
+            state.reads.cancel()
+        if self.stores is not None:  # it waits once
+            state.wait = StoreWait(ReadPhase.OVER, miss=miss)
+
+    def _matched(self, req: Any, tokens: array[int], end: int, prefix_len: int) -> None:  # noqa: ANN401
+        self.settle()
+        self._require_sound()
+        state = self._states.get(req)
+        if state is None:
+            state = self._states[req] = self._new(req)
+            if self.stores is not None and not self.is_stale:
+                self.stores.look_after(req.rid, len(tokens))
+        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
+        state.end, state.is_decided = end, True
+        self._decide_together(state, req, tokens)
+
+    def _new(self, req: Any) -> SGLangRequest:  # noqa: ANN401
+        return SGLangRequest(req.rid, request_namespace(self.fingerprint, req.lora_id, req.extra_key, req.cache_salt))
+
+    @_guarded("lookup", lambda: 0, is_read=True)
+    def _promised(
         self,
         req: Any,  # noqa: ANN401
         tokens: array[int],
         end: int,
         prefix_len: int,
         *,
-        may_keep: bool,
+        is_kept: bool,
     ) -> int:
-        self.settle()
-        self._require_sound()
-        state = self._states.get(req)
-        if state is None:
-            namespace = request_namespace(self.fingerprint, req.lora_id, req.extra_key, req.cache_salt)
-            state = self._states[req] = SGLangRequest(req.rid, namespace)
-            if self.stores is not None and not self.is_stale:
-                self.stores.look_after(req.rid, len(tokens))
-        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
-        state.end = end
-        state.is_kept = may_keep and state.is_decided and state.reads is None
-        if state.is_kept:
-            self._use(state)
-            return sum(span.length for span in state.adjoining(prefix_len))
-        state.is_decided = True
-        return self._promise(state, req, tokens)
+        """Return what is promised now, and have it stay longest: until the request is admitted, others need room."""
+        state = self._states[req]
+        if is_kept:
+            state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
+            state.end = end
+        state.is_kept = is_kept
+        for span in state.due:
+            if span.donor is not None:
+                self.keeper.use(span.donor)
+        return 0 if state.reads is not None else sum(span.length for span in state.adjoining(prefix_len))
 
-    @_guarded("lookup", lambda: 0, is_agreed=True)
     def promise_again(self, req: Any) -> int | None:  # noqa: ANN401
         """Look for donors of a request that is about to be admitted, if its last match did not.
 
@@ -217,7 +272,7 @@ class RequestReuse:
             return None
         return self.promise(req, req.full_untruncated_fill_ids, state.end, state.lineage.prefix_len)
 
-    def _promise(self, state: SGLangRequest, req: Any, tokens: array[int]) -> int:  # noqa: ANN401
+    def _decide_together(self, state: SGLangRequest, req: Any, tokens: array[int]) -> None:  # noqa: ANN401
         mode, repair, wrong = self._asked(req)
         num_drawn = state.num_drawn
         state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn, num_drawn)
@@ -226,16 +281,15 @@ class RequestReuse:
         )
         if refused is not None:
             state.refuse(refused)
-            return 0
+            return
         if self.stores is not None and self.stores.is_reading(state):
-            return 0
+            return
         self._agree(state, self._decide(state, req, mode, tokens, state.end))
         state.repair = self.repairs.planned_for(state, tokens)
-        if self.stores is not None and self.stores.begin(state):
-            return 0
-        return sum(span.length for span in state.adjoining(state.lineage.prefix_len))
+        if self.stores is not None:
+            self.stores.begin(state)
 
-    @_guarded("lookup", lambda: 0)
+    @_guarded("lookup", lambda: 0, is_read=True)
     def promised(self, req: Any, prefix_len: int) -> int:  # noqa: ANN401
         """Return what was promised for the same exact prefix, without looking anything up."""
         state = self._states.get(req)
@@ -243,7 +297,7 @@ class RequestReuse:
             return 0
         return sum(span.length for span in state.adjoining(prefix_len))
 
-    @_guarded("use of stores", lambda: False)
+    @_guarded("use of stores", lambda: False, is_read=True)
     def awaits(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
         """Whether a request that was just matched is not to be admitted yet; `may_nap` waits a moment for a change."""
         state = self._states.get(req)
@@ -323,13 +377,6 @@ class RequestReuse:
             state.refuse(Miss(MissReason.ERROR, _UNLIKE))
         elif chosen.spans is not None:
             state.due = list(chosen.spans)
-        self._use(state)
-
-    def _use(self, state: SGLangRequest) -> None:
-        """Have what is promised stay longest: until the request is admitted, others need room."""
-        for span in state.due:
-            if span.donor is not None:
-                self.keeper.use(span.donor)
 
     def _substituted(
         self,
@@ -355,26 +402,37 @@ class RequestReuse:
 
     # Loading
 
-    @_guarded("graft", lambda: 0, is_agreed=True)
+    @_together("graft", lambda: 0)
     def load_first(self, req: Any, promised: int) -> int:  # noqa: ANN401
         """See `Copies.load_first`."""
         self._require_sound()
         state = self._states.get(req)
         return 0 if state is None else self.copies.load_first(state, req, promised)
 
-    @_guarded("graft", _nothing, is_agreed=True)
+    @_together("graft", _nothing)
     def load_next(self, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
         """See `Copies.load_next`."""
         self._require_sound()
         state = self._states.get(req)
         return None if state is None else self.copies.load_next(state, req, room)
 
-    @_guarded("recompute", _nothing, is_agreed=True)
     def recompute(self, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """See `Repairs.loaded`. Nothing is computed by these weights over K/V of others."""
         state = self._states.get(req)
-        if state is not None and not self.is_stale:
-            self.repairs.loaded(state, req, slots)
+        if state is None or self.is_stale:
+            return
+        try:
+            self.ranks.together(functools.partial(self.repairs.loaded, state, req, slots))
+        except Exception as error:  # noqa: BLE001 - raised again where others cannot know
+            self._failed("recompute", req.rid, error)
+            self._leave_as_copied(req)
+
+    def _leave_as_copied(self, req: Any) -> None:  # noqa: ANN401
+        """What was copied stays as approximate as it was, and waits for nothing."""
+        self.repairs.drop(req)
+        state = self._states.get(req)
+        if state is not None:
+            state.policy = NoRecompute.name
 
     def repairs_due(self, reqs: Sequence[Any]) -> list[Any]:
         """See `Repairs.due`.
@@ -382,49 +440,52 @@ class RequestReuse:
         Where that fails they are not repaired: in a later step it would be for another token than the reports say.
         """
         try:
-            return self.repairs.due(reqs)
-        except Exception as error:
-            if self.ranks.size > 1:
-                raise
-            self.log.failed("repair", "-", error)
+            if not self.repairs.waiting:
+                return []
+            return self.ranks.together(functools.partial(self.repairs.due, reqs))
+        except Exception as error:  # noqa: BLE001 - raised again where others cannot know
+            self._failed("repair", "-", error)
             for req in reqs:
                 self.repairs.drop(req)
             return []
 
-    @_guarded("repair", _nothing, is_agreed=True)
     def repair(self, req: Any, row: Tensor) -> None:  # noqa: ANN401
         """See `Repairs.run`. Nothing is computed by these weights over K/V of others."""
         if self.is_stale:
             self.repairs.drop(req)
-        else:
-            self.repairs.run(req, row)
+            return
+        try:
+            self.ranks.together(functools.partial(self.repairs.run, req, row))
+        except Exception as error:  # noqa: BLE001 - raised again where others cannot know
+            self._failed("repair", req.rid, error)
+            self._leave_as_copied(req)
 
     def private_slots(self, req: Any) -> list[Tensor]:  # noqa: ANN401
         """Return the slots that were loaded before the request had a row, in order."""
         state = self._states.get(req)
         return [] if state is None else state.held.private
 
-    @_guarded("graft", _nothing)
+    @_guarded("graft", _nothing, is_read=True)
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
         """Return how many tokens to compute from `position` until the next region; None up to the end."""
         state = self._states.get(req)
         start = None if state is None else state.next_start(position)
         return None if start is None else start - position
 
-    @_guarded("graft", _nothing)
+    @_guarded("graft", _nothing, is_read=True)
     def load_first_only(self, req: Any) -> None:  # noqa: ANN401
         """Give up the regions that do not touch the exact prefix."""
         state = self._states.get(req)
         if state is not None:
             state.due = state.adjoining(req.prefix_len)
 
-    @_guarded("repair", lambda: False)
+    @_guarded("repair", lambda: False, is_read=True)
     def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
         """See `Repairs.is_too_much`."""
         state = self._states.get(req)
         return state is not None and self.repairs.is_too_much(state, running, num_rows)
 
-    @_guarded("repair", lambda: 0)
+    @_guarded("repair", lambda: 0, is_read=True)
     def rows_now(self, req: Any) -> int:  # noqa: ANN401
         """Return about how many rows are repaired in the step that admits the request."""
         state = self._states.get(req)
@@ -468,7 +529,7 @@ class RequestReuse:
                 self.log.failed("register", "-", error)
         self.log.show_donors(self.keeper)
 
-    @_guarded("register", _nothing, is_agreed=True)
+    @_together("register", _nothing)
     def adopt_computed(self, req: Any, row: Tensor, node: object) -> None:  # noqa: ANN401
         """Keep what a finished request was answered from for those that go on from it, and its exact head as a donor.
 
@@ -549,7 +610,7 @@ class RequestReuse:
                 req.skip_radix_cache_insert = False  # as it was; what is computed from now on may be exact
             self._states[req] = state.retracted(self.planner.policy.name)
 
-    @_guarded("report", _nothing)
+    @_guarded("report", _nothing, is_read=True)
     def aborted(self, handle: object) -> None:
         """Forget the request of a handle, which ended before it had a row, or releases it next.
 
@@ -583,13 +644,13 @@ class RequestReuse:
 
     # The scheduler
 
-    @_guarded("use of stores", _nothing, is_agreed=True)
+    @_together("use of stores", _nothing)
     def open_stores(self) -> None:
         """Begin to use the stores now, where the first request would do it otherwise: reading all weights takes a while."""
         if self.stores is not None and not self.is_stale:
             self.stores.look_after("-", 0)
 
-    @_guarded("use of stores", _nothing, is_agreed=True)
+    @_together("use of stores", _nothing)
     def idle(self) -> None:
         """Use the time of a scheduler that has nothing to compute."""
         self.settle()
@@ -654,10 +715,23 @@ class RequestReuse:
             self.log.books.settle(self.check, self._begin_anew_here)
 
     def _begin_anew_here(self) -> None:
-        """Forget all donors on this rank."""
+        """Forget all donors on this rank. Others have them: what was promised of them stays so, and is missed together."""
+        if self.ranks.size > 1:
+            self._clear()
+            return
         self._forget_donors()
-        if self.stores is not None and self.ranks.size == 1:
+        if self.stores is not None:
             self.stores.link.close(weights_change=False)  # and opened again, unless stores are not used any more
+
+    def _level(self) -> None:
+        """Have all ranks forget their donors and empty their trees, where these may differ by now."""
+        if self.ranks.size == 1:
+            return
+        try:
+            self.ranks.together(self._begin_anew)
+            self.registrar.empty_tree()
+        except Exception as error:  # noqa: BLE001 - logged and counted; what differs is noticed with the next plan
+            self.log.failed("forgetting donors", "-", error)
 
     def _begin_anew(self) -> None:
         """Forget all donors on all ranks: they have different ones, as where one of them failed to register a text."""
@@ -668,8 +742,11 @@ class RequestReuse:
         self.log.count_error()
 
     def _forget_donors(self, first_epoch: int = 0) -> None:
-        self.keeper.clear(first_epoch)
-        self.continuations.clear()
+        self._clear(first_epoch)
         for state in self._states.values():
             state.forget_donors()
+
+    def _clear(self, first_epoch: int = 0) -> None:
+        self.keeper.clear(first_epoch)
+        self.continuations.clear()
         self.log.books.trust()

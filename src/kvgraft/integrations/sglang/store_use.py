@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.sglang.request_state import ReadPhase, StoreWait
+from kvgraft.reuse.together import FailedTogetherError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,14 +47,14 @@ class StoreUse:
             if not self.link.is_open:
                 self.link.open()
             self.link.tick(num_tokens)
-        except Exception as error:  # noqa: BLE001 - logged and counted
+        except FailedTogetherError as error:
             self._failed(rid, error)
 
     def idle(self) -> None:
         """Use the time of a scheduler that has nothing to compute."""
         try:
             self.link.tick(is_idle=True)
-        except Exception as error:  # noqa: BLE001 - logged and counted
+        except FailedTogetherError as error:
             self._failed("-", error)
         if self.clock() - self._shown_at >= _SHOWN_EVERY_S:
             self._shown_at = self.clock()
@@ -74,7 +75,7 @@ class StoreUse:
         state.due = []
         try:
             state.wait = StoreWait(ReadPhase.UNDER_WAY, self.link.begin(stored))
-        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
+        except FailedTogetherError as error:
             miss = self._failed(state.rid, error)
             state.missed(miss)
             state.wait = StoreWait(ReadPhase.OVER, miss=miss)
@@ -88,7 +89,7 @@ class StoreUse:
             return False
         try:
             is_over = self.link.settle(reads)
-        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
+        except FailedTogetherError as error:
             is_over, reads.miss = True, self._failed(state.rid, error)
             reads.cancel()
         ms = reads.elapsed_ms
@@ -117,8 +118,8 @@ class StoreUse:
         self.link.close(weights_change=weights_change)
 
     def _failed(self, rid: str, error: Exception) -> Miss:
-        """Do without stores from now on: our use of them failed, not a store, which copes with that itself."""
-        self.link.close(weights_change=False)
+        """Do without stores from now on, on all ranks: our use of them failed, not a store, which copes with that itself."""
         self._has_failed = True
+        self.link.close(weights_change=False)
         logger.warning(_WITHOUT_STORES)
         return self.log.failed("use of stores", rid, error)

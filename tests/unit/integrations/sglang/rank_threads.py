@@ -6,10 +6,22 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from kvgraft.integrations.sglang.planning.ranks import Chosen
+from kvgraft.integrations.sglang.planning.ranks import Chosen, Ranks
+from kvgraft.reuse.together import Together
 from kvgraft.types import CONTINUATION
 
 SOON = 60.0
+
+
+class FailsElsewhere(Ranks):
+    """The ranks of which another one fails, in what this one does just then, as long as `is_failing()`."""
+
+    def __init__(self, is_failing=lambda: True):
+        def lowest(numbers):
+            well, here, *others = numbers
+            return [min(well, here >> 32) if is_failing() else well, here, *others]
+
+        self.together = Together(lowest)
 
 
 class ThreadRanks:
@@ -18,15 +30,25 @@ class ThreadRanks:
     def __init__(self, rank, slots, barrier):
         self.rank, self.size, self._slots, self._barrier, self.keeper = rank, len(slots), slots, barrier, None
         self.num_exchanges = 0
+        self.together = Together(self._lowest)
 
     def exchanged(self, name, part):
+        self.together.meet(name)
+        return self._swapped(part)
+
+    def _swapped(self, part):
         self._barrier.wait(SOON)
-        self._slots[self.rank] = name, part
+        self._slots[self.rank] = part
         self._barrier.wait(SOON)
         self.num_exchanges += 1
-        names, parts = zip(*self._slots, strict=True)
-        assert len(set(names)) == 1, f"ranks wait for one another in {', '.join(names)}"
-        return list(parts)
+        return list(self._slots)
+
+    def _lowest(self, numbers):
+        parts = self._swapped(list(numbers))
+        failed, *places = (min(column) for column in zip(*parts, strict=True))
+        # Where no rank has failed, none may be elsewhere.
+        assert failed < 1 << 30 or places[0] == -places[1], "ranks wait for one another in different places"
+        return [failed, *places]
 
     def gathered(self, part):
         return self.exchanged("gathered", part)
@@ -72,6 +94,12 @@ def on_ranks(size, program):
     with ThreadPoolExecutor(size) as pool:
         done = [pool.submit(run, rank) for rank in range(size)]
     broken = [error for each in done if (error := each.exception()) is not None]
-    for error in sorted(broken, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+    for error in sorted(broken, key=_is_consequence):
         raise error  # the cause, not what it broke
     return [each.result() for each in done]
+
+
+def _is_consequence(error):
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, threading.BrokenBarrierError)

@@ -203,6 +203,20 @@ class PageTree:
         return len(self.free_slots) + sum(len(page.slots) for page in self.pages() if not page.locks)
 
 
+def tree_of(scheduler):
+    """All that decides what SGLang's tree finds and evicts; names of our own differ by rank."""
+    pages = sorted(scheduler.tree.pages(), key=lambda page: page.used_at)
+    return [(page.tokens, tuple(page.slots), page.locks, page.used_at) for page in pages], list(
+        scheduler.tree.free_slots
+    )
+
+
+def order_of(scheduler):
+    """What is left of `tree_of` where a tree did not take a text: later ones lie in slots of other numbers there."""
+    pages, free = tree_of(scheduler)
+    return [(tokens, locks) for tokens, _, locks, _ in pages], len(free)
+
+
 class Running:
     """What a scheduler knows of a request: its row, and what was copied into it."""
 

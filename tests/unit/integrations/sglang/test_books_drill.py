@@ -15,7 +15,7 @@ _HALF = "/integrations/sglang/"
 KNOWN = [
     ("DonorKeeper.digest", f"{_HALF}requests.py", "outside of every try"),
     ("Ranks.chosen", f"{_HALF}requests.py", "nothing is agreed on"),
-    ("RequestReuse._promise", f"{_HALF}requests.py", "a request is half matched"),
+    ("RequestReuse._decide_together", f"{_HALF}requests.py", "a request is half matched"),
     ("SGLangRequest.num_drawn", f"{_HALF}requests.py", "a request is half matched"),
     ("SGLangRequest.pass_by", f"{_HALF}copies.py", "a chunk cannot be begun"),
     ("SGLangRequest.loaded", f"{_HALF}donors/loader.py", "slots are nobody's"),

@@ -8,10 +8,12 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch.distributed as dist
+from tests.unit.integrations.sglang.rank_threads import FailsElsewhere
 
 from kvgraft.donors import Donor
 from kvgraft.integrations.sglang.planning.ranks import Chosen, Ranks, TensorParallelRanks, encoded, shared_secret
 from kvgraft.integrations.sglang.planning.spans import LoadSpan
+from kvgraft.reuse.together import FailedTogetherError
 from kvgraft.types import DonorId, Fidelity, Namespace
 
 NAMESPACE = Namespace("m")
@@ -19,6 +21,20 @@ NAMESPACE = Namespace("m")
 
 def make_donor(number, shift=0):
     return Donor(DonorId(number), NAMESPACE, np.arange(100, dtype=np.int32) + shift, None)
+
+
+def failed_in(ranks):
+    """Rank 0 fails before it confirms what rank 1 confirms; returns what each raises."""
+
+    def act():
+        if ranks.rank == 0:
+            raise MemoryError("no memory")
+        ranks.confirm(3)
+
+    try:
+        ranks.together(act)
+    except FailedTogetherError as error:
+        return str(error)
 
 
 def worker(rank, path, results):
@@ -50,6 +66,8 @@ def worker(rank, path, results):
             "lowest": ranks.lowest([rank, 5 - rank, 7]),
             "shared": ranks.shared(lambda: f"of rank {rank}"),
             "gathered": ranks.gathered(f"of rank {rank}"),
+            "failed": failed_in(ranks),
+            "after it": ranks.gathered(f"of rank {rank}"),
         }
     )
     dist.destroy_process_group()
@@ -80,7 +98,8 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
         assert entry["place"] == (entry["rank"], 2)
         assert entry["lowest"] == [0, 4, 7]
         assert entry["shared"] == "of rank 0"
-        assert entry["gathered"] == ["of rank 0", "of rank 1"]
+        assert entry["gathered"] == entry["after it"] == ["of rank 0", "of rank 1"]
+    assert [entry["failed"] for entry in found] == ["MemoryError: no memory", "another rank failed; its log says why"]
 
 
 def test_one_rank_agrees_with_itself():
@@ -96,19 +115,17 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
     from kvgraft.integrations.sglang.donors.loader import Loader
     from kvgraft.integrations.sglang.request_state import SGLangRequest
 
-    class Disagree(Ranks):
-        def confirm(self, num_tokens):
-            return -1
-
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
     (donor,) = world.keeper.catalogue
     state = SGLangRequest("query", donor.namespace)
     state.due = [LoadSpan(0, 50, donor, 10)]
-    loader = Loader(world.tree, world.pool, world.keeper, None, ranks=Disagree(), log=world.log)
+    elsewhere = FailsElsewhere(lambda: bool(state.lineage.spans))  # once it is loaded here
+    loader = Loader(world.tree, world.pool, world.keeper, None, ranks=elsewhere, log=world.log)
     assert loader.load(state, 0, 50) is None
     assert state.miss.detail == "tensor-parallel ranks disagree"
     assert world.log.num_errors == 1
+    assert not state.lineage.spans
     world.conserved()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.unit.integrations.sglang.rank_threads import FailsElsewhere
 
 from kvgraft.errors import PolicyError
 from kvgraft.graft.drift import DriftCorrection, drift_correction
@@ -329,12 +330,8 @@ def test_a_step_afresh_computes_everything_from_the_first_copy_on(case):
 
 
 def test_a_policy_that_fails_on_one_rank_fails_on_all(case):
-    class Other(Ranks):
-        def total(self, numbers):
-            return numbers + 1
-
     with pytest.raises(PolicyError, match="another rank"):
-        case.run(FirstK(4), ranks=Other())
+        case.run(FirstK(4), ranks=FailsElsewhere())
     assert not case.changed(1)
 
 
@@ -342,11 +339,7 @@ def test_a_policy_that_fails_on_one_rank_fails_on_all(case):
 def other(case):
     """Ranks of which another one has failed, in the first pass."""
 
-    class Other(Ranks):
-        def total(self, numbers):
-            return numbers + bool(case.decoder.runs)  # of the votes on whether something has failed
-
-    return Other()
+    return FailsElsewhere(lambda: bool(case.decoder.runs))
 
 
 def test_one_rank_that_cannot_look_keeps_all_from_computing(case, other):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.integrations.sglang.conftest import FakeRequest
+from tests.unit.integrations.sglang.rank_threads import FailsElsewhere
 from tests.unit.integrations.sglang.test_recompute import LAYERS, SLOTS, Case
 from tests.unit.integrations.sglang.test_requests import promise, report
 
@@ -63,7 +64,7 @@ class NotedPasses:
     def agreed_policy(self, num_reused, tail):
         return FirstK(4), False
 
-    def together(self, act, failed):
+    def in_step(self, act, failed):
         return act()
 
     def run(self, token_ids, plan, slots, policy):
@@ -364,7 +365,7 @@ class Whole(Case):
 
     def compute(self, rows):
         made = self.made(None, None)
-        made.together(lambda: self.decoder.run(self.tokens[rows], rows, self.over(rows)), RuntimeError)
+        made.in_step(lambda: self.decoder.run(self.tokens[rows], rows, self.over(rows)), RuntimeError)
 
     def over(self, rows):
         from kvgraft.integrations.sglang.recompute.slot_attention import PromptKV
@@ -423,11 +424,8 @@ def test_policy_that_fails_is_raised_after_the_first_token_too():
 def test_rank_whose_pass_fails_has_all_of_them_fail():
     case = Whole(tail=40)
 
-    class Other(Ranks):
-        def total(self, numbers):
-            return numbers + bool(case.decoder.runs)
-
-    made = Recomputer(case.decoder, case.buffers, FirstK(4), None, Other())
+    other = FailsElsewhere(lambda: bool(case.decoder.runs))
+    made = Recomputer(case.decoder, case.buffers, FirstK(4), None, other)
     with pytest.raises(RuntimeError, match="another rank"):
         made.repair(case.tokens, case.plan, case.slots, FirstK(4))
     assert len(case.decoder.runs) == 1

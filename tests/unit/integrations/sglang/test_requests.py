@@ -317,7 +317,7 @@ class FailingRecomputer:
         policy = Blind(4) if self.where == "look" else FirstK(4)
         return policy, looks_at_query(policy)
 
-    def together(self, act, failed):
+    def in_step(self, act, failed):
         return act()
 
     def run(self, token_ids, plan, slots, policy):

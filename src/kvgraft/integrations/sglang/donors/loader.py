@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvgraft.graft.executor import SpanCopy
 from kvgraft.integrations.sglang.donors.texts import UNKNOWN, HostBlockKV, Origin, TreeKV
+from kvgraft.reuse.together import FailedTogetherError
 from kvgraft.types import Miss, MissReason
 
 if TYPE_CHECKING:
@@ -42,6 +43,14 @@ class _Found(NamedTuple):
     parts: list[_Part]
 
 
+class _LackError(Exception):
+    """Something that loading needs is not there on this rank; no defect."""
+
+    def __init__(self, reason: MissReason, detail: str) -> None:
+        super().__init__(detail)
+        self.miss = Miss(reason, detail)
+
+
 @dataclass(frozen=True, eq=False)
 class Loader:
     """Loads adjoining spans. Donors are pinned in the tree for the time of the copy. Not thread-safe."""
@@ -57,6 +66,9 @@ class Loader:
         """Load the spans that follow one another from `position` on, and take them off the plan.
 
         Returns their slots, which are the caller's, or None if not all ranks have loaded `expected` tokens; -1 loads nothing.
+
+        Raises:
+            FailedTogetherError: It failed on all ranks, and their trees may not be alike any more.
         """
         spans = state.adjoining(position)
         state.drop(spans)
@@ -72,72 +84,67 @@ class Loader:
 
     def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:
         # Ranks that have pinned the same evict the same to make room.
-        found = self._on_all(state, self._tried(state, partial(self._find_all, state, spans, expected, pins)))
+        found = self._on_all(state, partial(self._find_all, spans, expected, pins))
         if found is None:
             return None
-        slots = self._tried(state, partial(self._copied, state, [each.copy for each in found]))
-        is_agreed = False
+        held: list[Tensor] = []
+        is_loaded = False
         try:
-            is_agreed = self._on_all(state, slots) is not None
+            # Where this fails, one rank may have evicted and another not: the caller makes trees alike again.
+            self.ranks.together(partial(self._allocate, sum(each.copy.length for each in found), held))
+            if not held:
+                state.missed(Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
+                return None
+            if self._on_all(state, partial(self._copy, state, found, held[0])) is None:
+                return None
+            self.ranks.together(partial(self._used, spans))
+            is_loaded = True
         finally:
-            if not is_agreed and slots is not None:
-                self.tree.free(slots)
-        if not is_agreed or slots is None:
-            return None
-        try:
-            parts = [part for each in found for part in each.parts]
-            state.loaded([part.span for part in parts], [part.source for part in parts])
-            for span in spans:
-                assert span.donor is not None
-                self.keeper.record_hit(span.donor, span.length)
-        except BaseException:
-            self.tree.free(slots)
-            state.withdraw(spans[0].start)
-            raise
-        return slots
+            if held and not is_loaded:
+                self.tree.free(held[0])
+                state.unload(spans[0].start)
+        return held[0]
 
-    def _tried(self, state: SGLangRequest, act: Callable[[], _Result | None]) -> _Result | None:
-        """Act on this rank; a failure is counted and becomes None."""
+    def _on_all(self, state: SGLangRequest, act: Callable[[], _Result]) -> _Result | None:
+        """Act on all ranks; where one of them fails or lacks something, it is noted, and None."""
         try:
-            return act()
-        except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
-            state.missed(self.log.failed("graft", state.rid, error))
+            return self.ranks.together(act)
+        except FailedTogetherError as error:
+            if error.origin is error:
+                state.missed(Miss(MissReason.ERROR, "tensor-parallel ranks disagree"))
+                self.log.count_error()
+            elif isinstance(error.origin, _LackError):
+                state.missed(error.origin.miss)
+            else:
+                state.missed(self.log.failed("graft", state.rid, error))
             return None
 
-    def _on_all(self, state: SGLangRequest, found: _Result | None) -> _Result | None:
-        """Return what was found if no rank has None instead; that ranks disagree is counted."""
-        has = int(found is not None)
-        if self.ranks.confirm(has) == has:
-            return found
-        state.missed(Miss(MissReason.ERROR, "tensor-parallel ranks disagree"))
-        self.log.count_error()
-        return None
+    def _allocate(self, num_tokens: int, held: list[Tensor]) -> None:
+        """Put new slots into `held`, if there are any."""
+        slots = self.tree.allocate(num_tokens)
+        if slots is not None:
+            held.append(slots)
 
-    def _find_all(
-        self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]
-    ) -> list[_Found] | None:
-        """Find the K/V of all spans, or None; what the tree has of them is pinned."""
+    def _copy(self, state: SGLangRequest, found: list[_Found], slots: Tensor) -> bool:
+        """Copy what was found, and note it."""
+        self.buffers.copy([each.copy for each in found], slots)
+        parts = [part for each in found for part in each.parts]
+        state.loaded([part.span for part in parts], [part.source for part in parts])
+        return True
+
+    def _used(self, spans: list[LoadSpan]) -> None:
+        for span in spans:
+            assert span.donor is not None
+            self.keeper.record_hit(span.donor, span.length)
+
+    def _find_all(self, spans: list[LoadSpan], expected: int, pins: list[object]) -> list[_Found]:
+        """Find the K/V of all spans; what the tree has of them is pinned."""
         if sum(span.length for span in spans) != expected:
-            state.missed(Miss(MissReason.NO_ROOM, "running requests need the slots"))
-            return None
+            raise _LackError(MissReason.NO_ROOM, "running requests need the slots")
         all_found = [found for span in spans if (found := self._find(span, pins)) is not None]
         if len(all_found) < len(spans):
-            state.missed(Miss(MissReason.NO_MATCH, "the donor was evicted before it could be copied"))
-            return None
+            raise _LackError(MissReason.NO_MATCH, "the donor was evicted before it could be copied")
         return all_found
-
-    def _copied(self, state: SGLangRequest, copies: list[SpanCopy]) -> Tensor | None:
-        """Return new slots with `copies` in them, or None where there is no room."""
-        slots = self.tree.allocate(sum(copy.length for copy in copies))
-        if slots is None:
-            state.missed(Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
-            return None
-        try:
-            self.buffers.copy(copies, slots)
-        except BaseException:
-            self.tree.free(slots)
-            raise
-        return slots
 
     def _find(self, span: LoadSpan, pins: list[object]) -> _Found | None:
         """Find the K/V of a span, pinned if the tree has them."""

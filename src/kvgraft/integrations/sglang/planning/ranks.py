@@ -1,5 +1,7 @@
 """One decision for all tensor-parallel ranks: rank 0's plan is carried to the others, and every load is confirmed by all.
 
+Ranks wait for one another in work that they do `together` alone: what fails on one of them fails on all.
+
 Every rank plans, so that all catalogues see the same lookups and stay alike, and then takes rank 0's plan. A span travels
 with a digest of the tokens that it copies. A rank on which the donor is another text does not load, and so no rank does.
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from kvgraft.donors import new_secret
 from kvgraft.integrations.sglang.planning.spans import LoadSpan
+from kvgraft.reuse.together import MOST_NUMBERS, Together
 from kvgraft.types import CONTINUATION, DonorId, Fidelity
 
 if TYPE_CHECKING:
@@ -58,9 +61,13 @@ class Ranks:
     Attributes:
         rank: Number of this one.
         size: Number of ranks.
+        together: Does work on all ranks, or on none.
     """
 
     rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.together = Together(list)
 
     def chosen(self, spans: Spans | None, donors: int, goes_on: Donor | None = None) -> Chosen:
         """Return rank 0's spans on every rank, unless `donors`, a digest of them, differ; None for what was chosen before.
@@ -82,7 +89,7 @@ class Ranks:
         return list(numbers)
 
     def shared(self, make: Callable[[], _Shared]) -> _Shared:
-        """Call `make` on rank 0 alone, and return on every rank what it returned. `make` must not raise."""
+        """Call `make` on rank 0 alone, and return on every rank what it returned."""
         return make()
 
     def gathered(self, part: str) -> list[str]:
@@ -91,9 +98,10 @@ class Ranks:
 
 
 class TensorParallelRanks(Ranks):
-    """Ranks of a CPU process group; each call costs a broadcast or a reduction of a few numbers."""
+    """Ranks of a CPU process group; each call costs a reduction of a few numbers, and another operation where it has more."""
 
     def __init__(self, group: dist.ProcessGroup, donor_of: Callable[[DonorId], Donor | None]) -> None:
+        self.together = Together(self._lowest)
         self._group = group
         self._donor_of = donor_of
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -102,10 +110,9 @@ class TensorParallelRanks(Ranks):
         """Reduce the number of spans and the bounds of `donors`, and broadcast the spans, donors by id and digest."""
         rows = [encoded(span) for span in spans or () if self.rank == 0]
         count = _KEEP if spans is None or self.rank else len(rows)
-        header = torch.tensor([count, donors, -donors], dtype=torch.int64)
-        dist.all_reduce(header, op=dist.ReduceOp.MAX, group=self._group)
-        count, high, low = header.tolist()
-        if high != -low:
+        negated, low, high = self.together.meet("chosen", -count, donors, -donors)
+        count = -negated
+        if low != -high:
             return Chosen(None, are_alike=False)
         if count <= 0:
             return Chosen(None if count == _KEEP else ())
@@ -115,34 +122,42 @@ class TensorParallelRanks(Ranks):
 
     def confirm(self, num_tokens: int) -> int:
         """Reduce minimum and maximum at once."""
-        bounds = torch.tensor([num_tokens, -num_tokens], dtype=torch.int64)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=self._group)
-        low, high = int(bounds[0]), -int(bounds[1])
-        return low if low == high else -1
+        low, negated = self.together.meet("confirm", num_tokens, -num_tokens)
+        return low if low == -negated else -1
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Reduce."""
+        self.together.meet(f"total of {numbers.numel()}")
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM, group=self._group)
         return numbers
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
         """Reduce."""
-        reduced = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._group)
-        return [int(number) for number in reduced]
+        place = f"lowest of {len(numbers)}"
+        if len(numbers) <= MOST_NUMBERS:
+            return self.together.meet(place, *map(int, numbers))
+        self.together.meet(place)
+        return self._lowest(numbers)
 
     def shared(self, make: Callable[[], _Shared]) -> _Shared:
         """Broadcast from rank 0."""
         made: list[Any] = [make() if self.rank == 0 else None]
+        self.together.meet("shared")
         dist.broadcast_object_list(made, group=self._group, group_src=0)
         result: _Shared = made[0]
         return result
 
     def gathered(self, part: str) -> list[str]:
         """Gather."""
+        self.together.meet("gathered")
         parts: list[Any] = [None] * self.size
         dist.all_gather_object(parts, part, group=self._group)
         return parts
+
+    def _lowest(self, numbers: Sequence[int]) -> list[int]:
+        reduced = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(number) for number in reduced]
 
     def _decoded(self, numbers: list[int], goes_on: Donor | None = None) -> LoadSpan:
         start, length, donor_id, donor_start, recomputed, fidelity, is_stored, digest = numbers

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
-from kvgraft.errors import PolicyError, one_line
+from kvgraft.errors import PolicyError
 from kvgraft.graft.select import FirstK, Observation, expected_share, looks_at_query
 from kvgraft.graft.steps import QUERY_ROWS, GraftSteps, Scope
 from kvgraft.integrations.sglang.recompute.slot_attention import Look, PromptKV, Recomputation
+from kvgraft.reuse.together import FailedTogetherError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ class Recomputer:
             policy = self.policy_for(num_reused, tail)
             return policy, policy is not None and looks_at_query(policy)
 
-        return self.together(found, PolicyError)
+        return self.in_step(found, PolicyError)
 
     def run(self, token_ids: NDArray[np.int64], plan: GraftPlan, slots: Tensor, policy: SelectionPolicy) -> GraftWork:
         """Compute again the tokens that `policy` chooses.
@@ -127,7 +127,7 @@ class Recomputer:
         """
         with self.buffers.on_forward_stream():
             steps, kv = self._prepared(token_ids, plan, slots, policy, None)
-            answer = self.together(steps.answer, PolicyError)
+            answer = self.in_step(steps.answer, PolicyError)
             mass = self._look(token_ids, kv, steps.query) if answer.observe_query else None
             return self._run(token_ids, kv, steps, partial(steps.repair, Observation(None, mass)))
 
@@ -143,7 +143,7 @@ class Recomputer:
             steps = GraftSteps(plan, policy, token_ids=token_ids, correction=self.correction, scope=scope)
             return steps, PromptKV(self.buffers, slots)
 
-        return self.together(made, PolicyError)
+        return self.in_step(made, PolicyError)
 
     def _run(
         self,
@@ -152,31 +152,26 @@ class Recomputer:
         steps: GraftSteps,
         begin: Callable[[], PlannedPass | None],
     ) -> GraftWork:
-        planned = self.together(begin, PolicyError)
+        planned = self.in_step(begin, PolicyError)
         while planned is not None:
             self._compute(token_ids, kv, planned)
             steps.ran(planned)
             observation = Observation(None, self._look(token_ids, kv, steps.query) if planned.observe_query else None)
-            planned = self.together(partial(steps.next, observation), PolicyError)
+            planned = self.in_step(partial(steps.next, observation), PolicyError)
         return steps.work()
 
-    def together(self, act: Callable[[], T], failed: type[Exception]) -> T:
+    def in_step(self, act: Callable[[], T], failed: type[Exception]) -> T:
         """Return what `act` returns, on all ranks or on none, so that all go on alike.
 
         Raises:
             failed: It failed, on this rank or on another.
         """
-        result, failure = None, None
         try:
-            result = act()
-        except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
-            failure = error
-        if self.ranks.total(torch.tensor([float(failure is not None)])).any():
-            if isinstance(failure, failed):
-                raise failure
-            elsewhere = "another rank failed, and this one goes on as that one does"
-            raise failed(elsewhere if failure is None else one_line(failure)) from failure
-        return cast("T", result)
+            return self.ranks.together(act)
+        except FailedTogetherError as error:
+            if isinstance(error.origin, failed):
+                raise error.origin from None
+            raise failed(str(error)) from error.origin
 
     def run_all(self, token_ids: NDArray[np.int64], slots: Tensor, start: int) -> None:
         """Compute every position from `start`, the first one copied, up to the end of `slots`: nothing copied is left then.
@@ -187,7 +182,7 @@ class Recomputer:
             RuntimeError: A pass failed on this rank or on another; copies may still be there.
         """
         with self.buffers.on_forward_stream():
-            kv = self.together(partial(PromptKV, self.buffers, slots), RuntimeError)
+            kv = self.in_step(partial(PromptKV, self.buffers, slots), RuntimeError)
             for first in range(start, len(kv), self.max_rows):
                 rows = np.arange(first, min(first + self.max_rows, len(kv)))
                 self._pass(token_ids, rows, partial(Recomputation, kv, rows, None))
@@ -213,6 +208,6 @@ class Recomputer:
         self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: Callable[[], Attention]
     ) -> Attention:
         """Run the model; ranks exchange sums in it, so none begins a pass where one has failed to, or another one."""
-        made = self.together(attention, RuntimeError)
-        self.together(partial(self.model.run, token_ids[rows], rows, made), RuntimeError)
+        made = self.in_step(attention, RuntimeError)
+        self.in_step(partial(self.model.run, token_ids[rows], rows, made), RuntimeError)
         return made

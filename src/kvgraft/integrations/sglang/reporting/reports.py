@@ -20,6 +20,7 @@ from kvgraft.reuse.metrics import (
     semantic_samples,
 )
 from kvgraft.reuse.report import report_as_dict, worst_report
+from kvgraft.reuse.together import FailedTogetherError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -85,6 +86,8 @@ class RequestLog:
 
         Returns the miss that it becomes.
         """
+        if isinstance(error, FailedTogetherError) and isinstance(error.origin, Exception):
+            error = error.origin
         self.books.doubt(error)
         logger.error("%s for request %s failed; it goes on without", stage, rid, exc_info=error)
         self.count_error()

@@ -3,17 +3,16 @@
 A space is opened for the weights that are in memory, and closed before they may change. Nothing that other weights computed
 is found in it, whatever the model is called.
 
-What fails on one rank raises on all of them, once all have done their part, so that none waits alone in an exchange.
+Ranks do what is here together: where it fails on one of them, it fails on all.
 """
 
 from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from kvgraft.errors import IntegrationError
 from kvgraft.integrations.sglang.stored.shared_read import SharedRead
 from kvgraft.integrations.sglang.stored.write_behind import MAX_QUEUED_BYTES, WriteBehind
 from kvgraft.memory.store.record import DonorRecord, StoreNews, space_name
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.memory.store import KVStore, RowLayout
-
-_Result = TypeVar("_Result")
 
 _BUSY_PIECES, _IDLE_PIECES = 16, 8
 """Pieces of K/V that are copied for writing per new request, at most, and per round of an idle scheduler."""
@@ -91,18 +88,21 @@ class StoreLink:
         """Begin to write, to look and to read in the space of the weights as they are now.
 
         Raises:
-            Exception: It failed here or on another rank; `close` is to follow.
+            FailedTogetherError: It failed here or on another rank; `close` is to follow.
         """
+        self._ranks.together(self._open)
+
+    def _open(self) -> None:
         assert not self.is_open
         if self._digest is None:
-            self._digest = self._on_all(self._weights)
+            self._digest = self._weights()
         # Of all ranks: one that was given other weights must not be put together with those of before.
         weights = " ".join(self._ranks.gathered(self._digest))
         size = self._ranks.size
         spaces = [
             space_name("sglang", weights, self._layout.description, f"rank {rank} of {size}") for rank in range(size)
         ]
-        self._on_all(partial(self._enter, spaces))
+        self._enter(spaces)
         self.is_open = True
 
     def _enter(self, spaces: Sequence[str]) -> None:
@@ -123,17 +123,6 @@ class StoreLink:
                 )
             )
         self._behind.begin([used.writer for used in self._used])
-
-    def _on_all(self, part: Callable[[], _Result]) -> _Result:
-        """Do this rank's part of something, with no exchange in it; if it fails on one rank it raises on all of them."""
-        error: Exception | None = None
-        try:
-            result = part()
-        except Exception as raised:  # noqa: BLE001 - raised again when all ranks know
-            error = raised
-        if self._ranks.lowest([error is None])[0]:
-            return result
-        raise error or IntegrationError("stores failed on another rank of this server; its log says why")
 
     def close(self, *, weights_change: bool) -> None:
         """Forget everything that was in the space; what is being written is finished, what waits is not written."""
@@ -167,12 +156,14 @@ class StoreLink:
             is_idle: Whether there is nothing else to do.
 
         Raises:
-            Exception: It failed here or on another rank; `close` is to follow.
+            FailedTogetherError: It failed here or on another rank; `close` is to follow.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            self._ranks.together(partial(self._tick, num_tokens, is_idle=is_idle))
+
+    def _tick(self, num_tokens: int, *, is_idle: bool) -> None:
         pieces = _IDLE_PIECES if is_idle else min(_BUSY_PIECES, self._behind.pieces_of(num_tokens))
-        self._on_all(partial(self._write, pieces if self._behind.has_room() else 0))
+        self._write(pieces if self._behind.has_room() else 0)
         stop = time.perf_counter() + (_IDLE_S if is_idle else 0.0)
         while self._list(_NEWS_IDLE if is_idle else _NEWS_BUSY, stop):
             pass
@@ -184,26 +175,19 @@ class StoreLink:
 
     def _list(self, limit: int, stop: float) -> bool:
         """List some news of the stores, those of the first rank; returns whether it has more, and time for it."""
-        failed: list[Exception] = []
 
         def news_of_stores() -> tuple[list[str], list[StoreNews], bool]:
-            try:
-                again = self._stored.recall()
-                for used in self._used:
-                    used.forget(again)
-                news = [used.news(limit) for used in self._used]
-            except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                failed.append(error)
-                return [], [], False
+            again = self._stored.recall()
+            for used in self._used:
+                used.forget(again)
+            news = [used.news(limit) for used in self._used]
             return again, news, any(len(each.added) == limit for each in news) and time.perf_counter() < stop
 
         again, everything, has_more = self._ranks.shared(news_of_stores)
-        self._on_all(partial(self._take_news, again, everything, failed))
+        self._take_news(again, everything)
         return has_more
 
-    def _take_news(self, again: Sequence[str], everything: Sequence[StoreNews], failed: Sequence[Exception]) -> None:
-        for error in failed:
-            raise error
+    def _take_news(self, again: Sequence[str], everything: Sequence[StoreNews]) -> None:
         self._stored.recalled(again)  # clocks of ranks differ
         for store, news in enumerate(everything):
             for key in news.removed:
@@ -225,9 +209,16 @@ class StoreLink:
         """Begin to read spans of stored donors, as many as host memory has room for.
 
         Raises:
-            Exception: It failed here or on another rank; `close` is to follow.
+            FailedTogetherError: It failed here or on another rank; `close` is to follow.
         """
-        return self._on_all(partial(self._begun, self._fitting(spans)))
+        begun: list[StoredReads] = []
+        try:
+            self._ranks.together(lambda: begun.append(self._begun(self._fitting(spans))))
+        except BaseException:
+            for reads in begun:
+                reads.cancel()
+            raise
+        return begun[0]
 
     def _fitting(self, spans: Iterable[LoadSpan]) -> list[LoadSpan]:
         chosen, room = [], self._room
@@ -261,15 +252,18 @@ class StoreLink:
         """Take what has arrived on all ranks to host memory; False while any is awaited. `reads.miss` says what lacks.
 
         Raises:
-            Exception: It failed here or on another rank; `close` is to follow.
+            FailedTogetherError: It failed here or on another rank; `close` is to follow.
         """
+        return self._ranks.together(partial(self._settle, reads))
+
+    def _settle(self, reads: StoredReads) -> bool:
         # The first rank's clock decides that it is late, and then every read that a rank still waits for.
         in_time = int(self._ranks.rank != 0 or not reads.is_late)
         *lowest, in_time = self._ranks.lowest([*(int(span.state) for span in reads.spans), in_time])
         states = [ReadState(state) for state in lowest]
         if ReadState.PENDING in states and in_time:
             return False
-        self._on_all(partial(self._take_all, reads, states))
+        self._take_all(reads, states)
         if any(state is not ReadState.THERE for state in states):
             reads.miss = store_miss(states)
         reads.cancel()

@@ -22,7 +22,7 @@ from kvgraft.integrations.vllm.worker.passes import (
     QueryPass,
 )
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
-from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks, together
+from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks
 from kvgraft.integrations.vllm.worker.spans import DonorSpans
 from kvgraft.integrations.vllm.worker.window_ring import WindowRing
 from kvgraft.reuse.failures import miss_of
@@ -244,8 +244,6 @@ class GraftJob:
     def _go_on(self, plan: Callable[[], PlannedPass | None], observed: KeyDeviationPass | None = None) -> bool:
         """Begin the pass that the policy wants; return False if it wants none."""
         planned, failure = None, None
-        # A rank that failed since the last vote votes here: the next vote is about the policy alone.
-        together(lambda: None)
         try:
             planned = plan()
         except PolicyError as error:
