@@ -1,10 +1,7 @@
 """Work that ranks of one server do in step: if it fails on one of them, it has failed on all.
 
-Ranks of tensor parallelism run the same program and wait for one another in collective operations. A rank that an exception
-takes out of its place leaves the others waiting for ever, or in an operation that is another one for it. So all of them meet
-before every collective operation and at the end of every piece of work: in one reduction of a few numbers they say where they
-are and whether they are well. Work may lie in other work. A rank that fails is out of the innermost piece around the failure
-when it says so; wherever the others are in that piece, they leave it as well, and all of them go on behind it, knowing.
+Ranks meet before every collective operation and at the end of every piece of work, and say where they are and whether they
+are well. Work may lie in other work: all leave what has failed, wherever they are in it, and go on behind it (docs/adr/0019).
 """
 
 from __future__ import annotations
@@ -20,11 +17,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 MOST_NUMBERS = 3
-"""Numbers that ranks may compare where they meet; reductions have one shape everywhere, or they could not go wrong safely."""
-
-_WELL = 1 << 30
-"""In place of the depth of what has failed."""
-_END = "end"
+"""Numbers that ranks may compare where they meet: whoever is elsewhere takes part in a reduction of the same shape."""
+_WELL = 1 << 30  # in place of the depth of what has failed
 
 
 class FailedTogetherError(IntegrationError):
@@ -40,19 +34,11 @@ class FailedTogetherError(IntegrationError):
 
 
 class _LeftError(BaseException):
-    """Another rank has left work of this depth; no handler within that work is to go on."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
-        self.depth = depth
+    """Another rank has left work of the depth in `args`; no handler within that work is to go on."""
 
 
 class Together:
-    """Calls work on a rank; every other one calls the same. Not thread-safe.
-
-    Args:
-        lowest: Returns the lowest of each of `3 + MOST_NUMBERS` numbers over all ranks, and waits for these.
-    """
+    """Calls work on a rank; every other one calls the same. `lowest` reduces numbers over ranks. Not thread-safe."""
 
     def __init__(self, lowest: Callable[[Sequence[int]], Sequence[int]]) -> None:
         self._lowest = lowest
@@ -71,16 +57,14 @@ class Together:
                 result = work()
             except Exception as error:  # noqa: BLE001 - the others wait for this rank
                 failure = error
-            self._depth = depth  # what was left within this work is over
-            self._meet(_END, (), is_well=failure is None)
+            self._meet("end", (), is_well=failure is None)
         except _LeftError as left:
-            if left.depth < depth:
+            if left.args[0] < depth:
                 raise
             if failure is None:
                 raise FailedTogetherError("another rank failed; its log says why") from None
-            raise FailedTogetherError(
-                str(failure) if isinstance(failure, KVGraftError) else one_line(failure)
-            ) from failure
+            reason = str(failure) if isinstance(failure, KVGraftError) else one_line(failure)
+            raise FailedTogetherError(reason) from failure
         finally:
             self._depth = depth - 1
         return result
@@ -88,16 +72,15 @@ class Together:
     def meet(self, place: str, *numbers: int) -> list[int]:
         """Wait for all ranks directly before the collective operation `place`; return the lowest of each of `numbers`.
 
-        Raises:
-            FailedTogetherError: They are in different places, and this one is in no work, which it could leave.
+        Raises `FailedTogetherError` outside of work if they are in different places.
         """
         return self._meet(place, numbers, is_well=True)[: len(numbers)]
 
     def _meet(self, place: str, numbers: Sequence[int], *, is_well: bool) -> list[int]:
         # The depth comes first, so that of two places the lower is the one further out.
         here = (self._depth << 32) + zlib.crc32(place.encode())
-        room = [0] * (MOST_NUMBERS - len(numbers))
-        failed, low, negated, *found = self._lowest([_WELL if is_well else self._depth, here, -here, *numbers, *room])
+        told = [_WELL if is_well else self._depth, here, -here, *numbers, *[0] * (MOST_NUMBERS - len(numbers))]
+        failed, low, negated, *found = self._lowest(told)
         if low != -negated:
             failed = min(failed, low >> 32)
         if failed == _WELL:

@@ -57,31 +57,26 @@ logger = logging.getLogger(__name__)
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+if TYPE_CHECKING:
+    _Method = Callable[Concatenate["RequestReuse", _Given], _Result]
 
 _FIELD = "custom_params"
 _STALE = "SGLang's cache may hold K/V of other weights; nothing is copied until it is emptied with /flush_cache"
 _UNLIKE = "tensor-parallel ranks had different donors"
 _FAILED = -2
-"""In place of the tokens that a tree was given: no number of tokens, and not what `Ranks.confirm` returns."""
+"""In place of the tokens that a tree was given: no number of tokens."""
 
 
 def _guarded(
-    stage: str,
-    instead: Callable[[], Any],
-    *,
-    is_read: bool = False,
-) -> Callable[
-    [Callable[Concatenate[RequestReuse, _Given], _Result]], Callable[Concatenate[RequestReuse, _Given], _Result]
-]:
+    stage: str, instead: Callable[[], Any], *, is_read: bool = False
+) -> Callable[[_Method[_Given, _Result]], _Method[_Given, _Result]]:
     """Return a decorator for what SGLang calls: a failure is counted, and the call returns `instead()`.
 
     Books are verified before the next call reads them. Ranks exchange nothing here. What schedulers of all ranks decide by
     alike is read (`is_read`) once more where there are several: memory may be there again, and what else fails does on all.
     """
 
-    def decorate(
-        method: Callable[Concatenate[RequestReuse, _Given], _Result],
-    ) -> Callable[Concatenate[RequestReuse, _Given], _Result]:
+    def decorate(method: _Method[_Given, _Result]) -> _Method[_Given, _Result]:
         @functools.wraps(method)
         def guarded(self: RequestReuse, /, *given: _Given.args, **named: _Given.kwargs) -> _Result:
             for _ in range(1 + (is_read and self.ranks.size > 1)):
@@ -97,19 +92,13 @@ def _guarded(
     return decorate
 
 
-def _together(
-    stage: str, instead: Callable[[], Any]
-) -> Callable[
-    [Callable[Concatenate[RequestReuse, _Given], _Result]], Callable[Concatenate[RequestReuse, _Given], _Result]
-]:
+def _together(stage: str, instead: Callable[[], Any]) -> Callable[[_Method[_Given, _Result]], _Method[_Given, _Result]]:
     """Return a decorator for what ranks do together: a failure is counted on all, and the call returns `instead()` there.
 
     Trees of which one was used less would not evict the same: all forget their donors, and empty their trees.
     """
 
-    def decorate(
-        method: Callable[Concatenate[RequestReuse, _Given], _Result],
-    ) -> Callable[Concatenate[RequestReuse, _Given], _Result]:
+    def decorate(method: _Method[_Given, _Result]) -> _Method[_Given, _Result]:
         @functools.wraps(method)
         def done(self: RequestReuse, /, *given: _Given.args, **named: _Given.kwargs) -> _Result:
             try:
@@ -571,7 +560,8 @@ class RequestReuse:
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
             num_adopted = _FAILED
-        if self.ranks.confirm(num_adopted) != num_adopted:
+        least, negated = self.ranks.lowest([num_adopted, -num_adopted])
+        if least != -negated:
             self._begin_anew()
             self.registrar.empty_tree()
 

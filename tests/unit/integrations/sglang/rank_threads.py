@@ -73,9 +73,6 @@ class ThreadRanks:
             return Chosen(None, are_alike=False)
         return Chosen(spans and tuple(replace(span, donor=donor_of(span.donor.donor_id)) for span in spans))
 
-    def confirm(self, num_tokens):
-        return num_tokens if len(set(self.exchanged("confirm", num_tokens))) == 1 else -1
-
 
 def on_ranks(size, program):
     """Call `program(ranks)` on every rank of one server; returns what each says. One that fails ends the others."""

@@ -24,12 +24,12 @@ def make_donor(number, shift=0):
 
 
 def failed_in(ranks):
-    """Rank 0 fails before it confirms what rank 1 confirms; returns what each raises."""
+    """Rank 0 fails before an exchange that rank 1 makes; returns what each raises."""
 
     def act():
         if ranks.rank == 0:
             raise MemoryError("no memory")
-        ranks.confirm(3)
+        ranks.lowest([3])
 
     try:
         ranks.together(act)
@@ -60,8 +60,6 @@ def worker(rank, path, results):
             ],
             "unlike": unlike,
             "secret": shared_secret(dist.group.WORLD),
-            "same": ranks.confirm(36),
-            "different": ranks.confirm(36 if rank else 0),
             "place": (ranks.rank, ranks.size),
             "lowest": ranks.lowest([rank, 5 - rank, 7]),
             "shared": ranks.shared(lambda: f"of rank {rank}"),
@@ -94,7 +92,6 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
         assert entry["kept"] == Chosen(None)
         assert entry["empty"] == Chosen(())
         assert entry["unlike"] == Chosen(None, are_alike=False)
-        assert (entry["same"], entry["different"]) == (36, -1)
         assert entry["place"] == (entry["rank"], 2)
         assert entry["lowest"] == [0, 4, 7]
         assert entry["shared"] == "of rank 0"
@@ -105,7 +102,6 @@ def test_rank_zero_decides_and_loads_need_all(tmp_path):
 def test_one_rank_agrees_with_itself():
     assert Ranks().chosen((), 3) == Chosen(())
     assert Ranks().chosen(None, 3) == Chosen(None)
-    assert Ranks().confirm(12) == 12
     assert Ranks().lowest([3, 1]) == [3, 1]
     assert Ranks().shared(lambda: "made here") == "made here"
     assert Ranks().gathered("alone") == ["alone"]

@@ -76,10 +76,6 @@ class Ranks:
         """
         return Chosen(spans)
 
-    def confirm(self, num_tokens: int) -> int:
-        """Return `num_tokens` if all ranks say the same, else -1."""
-        return num_tokens
-
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of `numbers`, float32 on the CPU; the same on all of them."""
         return numbers
@@ -119,11 +115,6 @@ class TensorParallelRanks(Ranks):
         payload = torch.tensor(rows, dtype=torch.int64) if rows else torch.empty(count, _FIELDS, dtype=torch.int64)
         dist.broadcast(payload, group=self._group, group_src=0)
         return Chosen(tuple(self._decoded(row, goes_on) for row in payload.tolist()))
-
-    def confirm(self, num_tokens: int) -> int:
-        """Reduce minimum and maximum at once."""
-        low, negated = self.together.meet("confirm", num_tokens, -num_tokens)
-        return low if low == -negated else -1
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
         """Reduce."""

@@ -1,6 +1,6 @@
 """Collective operations of the tensor-parallel ranks of one engine, which do their work `together`.
 
-Work that fails on one rank fails on all of them (`kvgraft.reuse.together`). A rank that dies within a collective operation of
+Work that fails on one rank fails on all; every rank must call it. A rank that dies within a collective operation of
 the model leaves the others to the timeout of vLLM's process group, as in vLLM.
 """
 
@@ -30,7 +30,6 @@ def _reduced(values: Sequence[int]) -> list[int]:
 
 
 together = Together(_reduced)
-"""Does work on all ranks, or on none; all of them must call it."""
 
 
 def all_ranks(agree: bool) -> bool:
