@@ -28,7 +28,6 @@ from kvgraft.integrations.sglang.donors.loader import Loader
 from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
 from kvgraft.integrations.sglang.planning.ranks import Ranks, TensorParallelRanks, shared_secret
-from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
 from kvgraft.integrations.sglang.recompute.model import SGLangRows
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.refusals import refused_recomputation, refused_server
@@ -41,7 +40,6 @@ from kvgraft.integrations.sglang.store_use import StoreUse
 from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
 from kvgraft.memory.store import open_stores
-from kvgraft.reuse.substitute import Substitutes
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from kvgraft.config.sources import Resolved
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.sglang.donors.tree import DonorTree
+    from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +148,7 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         ranks=ranks,
         log=log,
         fingerprint=fingerprint,
-        stand_ins=_stand_ins(ctx, config, tree, page_size),
+        substitutes=_substitutes(ctx, config, tree, page_size),
         stores=None if link is None else StoreUse(link, log, time.monotonic),
         repair_time=RepairTime(config.repair),
     )
@@ -264,9 +263,15 @@ def _metrics(ctx: Any, config: SGLangConfig, *, is_refused: bool = False) -> Sam
     return SGLangMetrics(name, config.host_bytes, is_refused=is_refused)
 
 
-def _stand_ins(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> TreeStandIns | None:  # noqa: ANN401
-    substitutes = Substitutes.configured(config, ctx.model_config)
-    return None if substitutes is None else TreeStandIns(substitutes, tree, page_size)
+def _substitutes(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int) -> TreeSubstitutes | None:  # noqa: ANN401
+    """Return what names other texts; nothing of that is imported where no provider is set."""
+    if not config.semantic_provider:
+        return None
+    from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
+    from kvgraft.reuse.substitute import Substitutes
+
+    provider = Substitutes.configured(config, ctx.model_config)
+    return None if provider is None else TreeSubstitutes(provider, tree, page_size)
 
 
 def _fingerprint(ctx: Any, rope: Sequence[RopeSpec]) -> str:  # noqa: ANN401

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.planning.planner import LoadPlanner
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
-    from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
+    from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
     from kvgraft.integrations.sglang.repairs import Repairs
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.store_use import StoreUse
@@ -135,7 +135,7 @@ class RequestReuse:
 
     Attributes:
         continuations: What requests go on from that accept copies.
-        stand_ins: Lets other texts stand in for requests that ask for it; None without a provider.
+        substitutes: Lets other texts stand in for requests that ask for it; None without a provider.
         stores: Stores that outlive this process; None for none.
         repair_time: When requests that do not say it are repaired.
         is_stale: SGLang's cache may hold K/V of other weights, so that nothing is copied or registered.
@@ -150,7 +150,7 @@ class RequestReuse:
     ranks: Ranks
     log: RequestLog
     fingerprint: str
-    stand_ins: TreeStandIns | None = None
+    substitutes: TreeSubstitutes | None = None
     stores: StoreUse | None = None
     repair_time: RepairTime = RepairTime.AFTER
     clock: Callable[[], float] = time.monotonic
@@ -346,9 +346,9 @@ class RequestReuse:
                 self.log.count_error()
             if decision.miss is not None and state.wait.miss is not None:
                 decision = replace(decision, miss=state.wait.miss)
-            if self.stand_ins is not None and mode is ReuseMode.SUBSTITUTE:
+            if self.substitutes is not None and mode is ReuseMode.SUBSTITUTE:
                 decision = self._substituted(
-                    self.stand_ins, state, req, tokens[: end + 1], decision, known_len=known_len
+                    self.substitutes, state, req, tokens[: end + 1], decision, known_len=known_len
                 )
             if goes_on is not None:
                 decision = replace(decision, spans=(goes_on, *decision.spans))
@@ -369,7 +369,7 @@ class RequestReuse:
 
     def _substituted(
         self,
-        stand_ins: TreeStandIns,
+        substitutes: TreeSubstitutes,
         state: SGLangRequest,
         req: Any,  # noqa: ANN401
         tokens: array[int],
@@ -379,8 +379,8 @@ class RequestReuse:
     ) -> LoadDecision:
         """Return the decision for another text, after `known_len` tokens, if that gains more."""
         reused_len = sum(span.length for span in decision.spans)
-        found = stand_ins.find(req, state.namespace, tokens, prefix_len=known_len, reused_len=reused_len)
-        self.log.count_semantic(stand_ins.substitutes.take_outcomes())
+        found = substitutes.find(req, state.namespace, tokens, prefix_len=known_len, reused_len=reused_len)
+        self.log.count_semantic(substitutes.provider.take_outcomes())
         if found is None:
             return decision
         span, source = found
@@ -493,9 +493,9 @@ class RequestReuse:
             return
         try:
             self.registrar.register_exact(req, state, node)
-            if req.finished() and self.stand_ins is not None:
+            if req.finished() and self.substitutes is not None:
                 stored = req.full_untruncated_fill_ids[: req.kv.cache_protected_len]
-                self.stand_ins.substitutes.heard(req.rid, np.frombuffer(stored[:], np.int64), state.lineage)
+                self.substitutes.provider.heard(req.rid, np.frombuffer(stored[:], np.int64), state.lineage)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.log.failed("register", state.rid, error)
         if self.stores is not None:

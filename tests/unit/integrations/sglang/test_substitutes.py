@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.integrations.sglang.conftest import FakeRequest
 
-from kvgraft.integrations.sglang.planning.stand_ins import TreeStandIns
+from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
 from kvgraft.reuse.substitute import Substitutes
 from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider, SemanticPrefixResult
 from kvgraft.types import MissReason
@@ -53,7 +53,7 @@ class Broken(Recall):
 
 def attach(world, provider, deadline_s=60.0):
     substitutes = Substitutes(GuardedProvider(provider, deadline_s), MIN_GAIN)
-    world.reuse.stand_ins = TreeStandIns(substitutes, world.tree, 1)
+    world.reuse.substitutes = TreeSubstitutes(substitutes, world.tree, 1)
     return provider
 
 
@@ -137,5 +137,5 @@ def test_short_texts_such_as_health_checks_are_not_told_of(make_world, make_toke
     provider = attach(world, Recall())
     world.publish("health", make_tokens(MIN_GAIN - 1))
     world.publish("text", make_tokens(50))
-    assert world.reuse.stand_ins.substitutes.propose("query", np.zeros(60, np.int64), 0, 0) is not None  # in order
+    assert world.reuse.substitutes.provider.propose("query", np.zeros(60, np.int64), 0, 0) is not None  # in order
     assert provider.heard == [50]

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeStandIns:
+class TreeSubstitutes:
     """Lets texts of SGLang's tree stand in where a provider names them. Not thread-safe."""
 
-    substitutes: Substitutes
+    provider: Substitutes
     tree: DonorTree
     page_size: int
 
@@ -45,13 +45,13 @@ class TreeStandIns:
         the last position that may be loaded and one more, `reused_len` of which verified matches give.
         """
         numbers = np.frombuffer(tokens[:], np.int64)
-        proposal = self.substitutes.propose(req.rid, numbers, prefix_len, reused_len)
+        proposal = self.provider.propose(req.rid, numbers, prefix_len, reused_len)
         if proposal is None:
             return None
         other = array("q", proposal.token_ids.tobytes())
         text = TreeText(other, namespace, req.extra_key, req.cache_salt, 0, 0, Origin(proposal.source.source_id))
         length = self.tree.resident(text, len(other)).length // self.page_size * self.page_size
-        if not self.substitutes.realised(proposal, length):
+        if not self.provider.realised(proposal, length):
             return None
         donor = Donor(STAND_IN, namespace, proposal.token_ids.astype(np.int32), TreeKV(text, 0))
         span = LoadSpan(prefix_len, length - prefix_len, donor, prefix_len, fidelity=Fidelity.SUBSTITUTED)
