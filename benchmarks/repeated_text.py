@@ -5,14 +5,15 @@
 A conversation about a document of four entries of the standard library's documentation; the user quotes one of them (cases 0,
 2, ...) or two (1, 3, ...) and asks about it. `repeated`: the document stands in the prompt, and the quotation is copied from
 it. `once`: another document stands there, and the quotation is copied from a prompt of before. Both repair before the first
-token, with the default policy; `repeated, a tenth` gives repeated tokens no more than others, as kvgraft did to 0.3.0. Prints
-JSON: a row per case, and medians of the three and of their ratios to `once`.
+token, with the default policy; `repeated, a tenth` computes of repeated tokens no more than of others. Prints JSON: a row per
+case, and medians of the three and of their ratios to `once`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -22,13 +23,20 @@ import numpy as np
 from kvgraft.bench.fidelity.builtin import described
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.fidelity import divergence
-from kvgraft.graft.select import QuerySeam
-from kvgraft.graft.select.repeats import REPEAT_WEIGHT
+from kvgraft.graft.select import QuerySeam, SelectionContext
 
 WAYS = ("once", "repeated", "repeated, a tenth")
 _SHARE = 0.1
 _ENTRY = 700
 """Characters of an entry."""
+
+
+class _Plain(QuerySeam):
+    """Counts repeated tokens as others."""
+
+    def budget(self, context: SelectionContext) -> int:
+        """Return the number of tokens of the share."""
+        return math.ceil(self.ratio * len(context.reused))
 
 
 def main() -> int:
@@ -60,10 +68,10 @@ def measured(llm: LLM, texts: list[str], num_quoted: int, num_tokens: int) -> di
         prompt = f"{front}\n\nUser: It says: {quoted} Explain it in a sentence.\n\nAssistant:"
         llm.reset()
         if way == "once":
-            llm.generate(f"Some notes.\n\n{document}\n\nSummary:", SamplingParams(1), "off")
-        llm.generate(front, SamplingParams(1), "exact")
-        share = _SHARE / REPEAT_WEIGHT if way == "repeated, a tenth" else _SHARE
-        row[way] = _compared(llm, prompt, num_tokens, QuerySeam(share))
+            llm.generate(f"Some notes.\n\n{document}\n\nSummary:", SamplingParams(1))
+        llm.generate(front, SamplingParams(1))
+        policy = _Plain(_SHARE) if way == "repeated, a tenth" else QuerySeam(_SHARE)
+        row[way] = _compared(llm, prompt, num_tokens, policy)
     return row
 
 

@@ -103,9 +103,9 @@ def test_exact_prefixes_alone_are_never_ahead(seed, first, drawn):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_day_of_an_agent_client_computes_little_more_than_any_method_must(seed):
-    """At no point more than exact prefixes alone and a hundredth, and over the day at most 1.35 times the bound.
+    """At no point more than exact prefixes alone and a hundredth, and over the day at most 1.3 times the bound.
 
-    Of what is copied a tenth is computed again, three tenths of what the prompt says twice, as where a file is read again.
+    Of what is copied a tenth is computed again, and 13 tokens more where the prompt says much of it twice.
     """
     for mode in ("exact", "graft"):
         engine(mode).reset()
@@ -115,5 +115,5 @@ def test_a_day_of_an_agent_client_computes_little_more_than_any_method_must(seed
         for mode in total:
             total[mode] += computed(mode, prompt)
         assert total["graft"] <= 1.01 * total["exact"], f"{about}, {len(prompt)} tokens"
-    assert total["graft"] <= 1.35 * bound
+    assert total["graft"] <= 1.3 * bound
     assert total["exact"] > 1.3 * total["graft"]

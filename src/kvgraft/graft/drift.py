@@ -51,9 +51,7 @@ class DriftCorrection:
     `version` is raised when the same fields correct otherwise than before: a calibration holds for one version.
     """
 
-    version: ClassVar[int] = (
-        2  # from 2 on weights depend on positions alone, and runs of fewer than 8 samples are left alone
-    )
+    version: ClassVar[int] = 3  # from 3 on what moves repeated tokens alike is hardly shrunk
 
     estimator: DriftEstimator = field(default_factory=KernelRidge)
     key_frame: KeyFrame = KeyFrame.COMMON

@@ -108,10 +108,11 @@ class KernelRidge(DriftEstimator):
 
         k(i, j) = same_run * (const + near * exp(-|i - j| / reach) + like * s^2) + across * s^2,  s = max(0, cosine of K/V)
 
-    where the cosine is the mean of that of keys and that of values, each after subtraction of its run's mean. The noise
-    keeps estimates small where samples are few: n of them and the constant term alone give mean * n / (n + noise / const).
-    Still, of fewer than eight too little is known: four heads of runs have made answers worse than no correction
-    (docs/adr/0006).
+    where the cosine is the mean of that of keys and that of values, each after subtraction of its run's mean. Between two
+    tokens that the prompt says before their run, too, `twice` stands in place of `near`: K/V of a text that was new all move
+    alike, and far, where it is repeated. The noise keeps estimates small where samples are few: n of them and the constant
+    term alone give mean * n / (n + noise / const). Still, of fewer than eight too little is known: four heads of runs have
+    made answers worse than no correction (docs/adr/0006).
 
     Attributes:
         const: Weight of being of one run.
@@ -121,6 +122,7 @@ class KernelRidge(DriftEstimator):
             formed once for all layers and are the same on every tensor-parallel rank.
         across: Weight of the similarity across runs; above 0 all runs are computed in one piece.
         noise: Variance of what tokens do on their own, in the unit of these weights.
+        twice: Weight of being of one run and said before it: so large that the mean of the sample is hardly shrunk.
 
     Source: Gaussian-process regression, Rasmussen and Williams 2006, chapter 2.
     """
@@ -132,9 +134,12 @@ class KernelRidge(DriftEstimator):
     like: float = 0.0
     across: float = 0.0
     noise: float = 5.0
+    twice: float = 30.0
 
     def __post_init__(self) -> None:
-        if min(self.const, self.near, self.like, self.across) < 0 or not (self.reach > 0 and self.noise > 0):
+        if min(self.const, self.near, self.twice, self.like, self.across) < 0 or not (
+            self.reach > 0 and self.noise > 0
+        ):
             raise ConfigError("a kernel ridge needs weights >= 0, and reach and noise above 0")
 
     @property
@@ -199,8 +204,15 @@ class KernelRidge(DriftEstimator):
         return torch.linalg.cholesky(known), between.kernel(sampled, others).mT
 
     def _among_and_between(self, layout: RunLayout, sample: Groups, rest: Groups) -> tuple[_Places, _Places]:
-        sampled = _Tokens(sample.take(layout.sample_run), sample.take(layout.sample_positions), sample.exists)
-        others = _Tokens(rest.take(layout.rest_run), rest.take(layout.rest_positions), rest.exists)
+        sampled, others = (
+            _Tokens(
+                groups.take(run), groups.take(positions), groups.exists, None if said is None else groups.take(said)
+            )
+            for groups, run, positions, said in (
+                (sample, layout.sample_run, layout.sample_positions, layout.sample_repeats),
+                (rest, layout.rest_run, layout.rest_positions, layout.rest_repeats),
+            )
+        )
         return self._places(sampled, sampled), self._places(sampled, others)
 
     def _places(self, sampled: _Tokens, others: _Tokens) -> _Places:
@@ -209,6 +221,10 @@ class KernelRidge(DriftEstimator):
         same_run = (exists & (sampled.run[:, :, None] == others.run[:, None])).to(torch.float32)
         distance = (sampled.positions[:, :, None] - others.positions[:, None]).abs()
         near = torch.exp(distance / -self.reach).mul_(self.near)
+        if sampled.repeats is not None and others.repeats is not None:
+            is_either = sampled.repeats[:, :, None] | others.repeats[:, None]
+            is_both = sampled.repeats[:, :, None] & others.repeats[:, None]
+            near = near.masked_fill_(is_either, 0.0).masked_fill_(is_both, self.twice)
         return _Places(same_run * near.add_(self.const), self.like * same_run + self.across * exists)
 
 
@@ -232,6 +248,7 @@ class _Tokens(NamedTuple):
     run: Tensor
     positions: Tensor
     exists: Tensor
+    repeats: Tensor | None
 
 
 def _weighed(batches: Sequence[tuple[Groups, Groups]], weights: Sequence[Tensor], moved: Tensor, out: Tensor) -> Tensor:

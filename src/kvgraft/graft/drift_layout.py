@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from kvgraft.graft.rope import RopeShift, rotate_keys
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvgraft.graft.rope import RopeSpec
@@ -24,10 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DriftRun:
-    """A run of reused tokens: int64 ascending positions of computed ones that show its drift, and of the rest to correct."""
+    """A run of reused tokens: int64 ascending positions of computed ones that show its drift, and of the rest to correct.
+
+    `repeats` are those of both that the prompt says before the run, too.
+    """
 
     sample: NDArray[np.int64]
     rest: NDArray[np.int64]
+    repeats: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +43,8 @@ class RunLayout:
         rest_run: int64 (num_rest,), likewise of each token that stays.
         sample_positions: int64 (num_sampled,), prompt positions.
         rest_positions: int64 (num_rest,).
+        sample_repeats: bool (num_sampled,), whether the prompt says a token before its run, too; None where it says none so.
+        rest_repeats: bool (num_rest,), likewise.
     """
 
     sample_run: Tensor
@@ -46,6 +52,8 @@ class RunLayout:
     sample_positions: Tensor
     rest_positions: Tensor
     num_runs: int
+    sample_repeats: Tensor | None = None
+    rest_repeats: Tensor | None = None
     _formed: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
@@ -57,12 +65,22 @@ class RunLayout:
             torch.cat([torch.from_numpy(run.sample) for run in runs]).to(device),
             torch.cat([torch.from_numpy(run.rest) for run in runs]).to(device),
             len(runs),
+            *_repeats_of(runs, device),
         )
 
     def keep_rest(self, kept: Tensor) -> RunLayout:
         """Return the same runs with the remaining tokens for which `kept`, bool (num_rest,), is true."""
         rest_run, rest_positions = self.rest_run[kept], self.rest_positions[kept]
-        return RunLayout(self.sample_run, rest_run, self.sample_positions, rest_positions, self.num_runs)
+        rest_repeats = None if self.rest_repeats is None else self.rest_repeats[kept]
+        return RunLayout(
+            self.sample_run,
+            rest_run,
+            self.sample_positions,
+            rest_positions,
+            self.num_runs,
+            self.sample_repeats,
+            rest_repeats,
+        )
 
     def once(self, key: Hashable, form: Callable[[], T]) -> T:
         """Return the object called `key`, formed from the layout alone and so the same in all layers."""
@@ -221,3 +239,12 @@ def members_of(run: Tensor, num_runs: int) -> Tensor:
 
 def _run_of(lengths: list[int], device: torch.device) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+
+
+def _repeats_of(runs: Sequence[DriftRun], device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return which sampled and which remaining tokens are repeats, or None for both where none is."""
+    if not any(len(run.repeats) for run in runs):
+        return None, None
+    sample = np.concatenate([np.isin(run.sample, run.repeats) for run in runs])
+    rest = np.concatenate([np.isin(run.rest, run.repeats) for run in runs])
+    return torch.from_numpy(sample).to(device), torch.from_numpy(rest).to(device)

@@ -130,12 +130,14 @@ def _planned(
     is_sample = np.zeros(len(computed), np.bool_)
     is_sample[sample] = True
     is_sample &= ~computed
+    repeats = context.repeats
     for run in np.split(context.reused, context.run_starts[1:]):
         if not len(run):
             continue
         for begin, end, low, high in _parts(rows, int(run[0]), int(run[-1]) + 1, max_length):
             members = np.arange(low, high)
-            part = DriftRun(rows[begin:end][is_sample[rows[begin:end]]], members[stays[low:high]])
+            said = repeats[slice(*np.searchsorted(repeats, [low, high]))]
+            part = DriftRun(rows[begin:end][is_sample[rows[begin:end]]], members[stays[low:high]], said)
             if len(part.sample) >= least_sample and len(part.rest):
                 yield _PlannedRun(begin, end, part)
 

@@ -24,6 +24,8 @@ RUNS = (
     DriftRun(np.array([50, 51, 52, 58, 59]), np.array([53, 60])),
 )
 LAYOUT = RunLayout.of(RUNS, torch.device("cpu"))
+SAID_TWICE = RunLayout.of((DriftRun(RUNS[0].sample, RUNS[0].rest, np.arange(10, 16)), RUNS[1]), torch.device("cpu"))
+"""The same, of whose first run the prompt says the first tokens before it, too."""
 NUM_SAMPLED, NUM_REST = 9, 7
 ESTIMATORS = [MeanShift(), KernelRidge(like=0.0), KernelRidge(like=3.0)]
 
@@ -228,6 +230,9 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
     run = [*layout.sample_run.tolist(), *layout.rest_run.tolist()]
     at = [*layout.sample_positions.tolist(), *layout.rest_positions.tolist()]
     pairs = zip(facts.sample, facts.rest, strict=True)
+    is_repeat = [False] * len(run)
+    if layout.sample_repeats is not None:
+        is_repeat = [*layout.sample_repeats.tolist(), *layout.rest_repeats.tolist()]
     states = [np.concatenate([s.numpy(), r.numpy()]).reshape(len(run), -1).astype(np.float64) for s, r in pairs]
 
     def cosine(i, j):
@@ -240,7 +245,10 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
 
     def kernel(i, j):
         like = cosine(i, j) ** 2
-        own = estimator.const + estimator.near * np.exp(-abs(at[i] - at[j]) / estimator.reach) + estimator.like * like
+        near = estimator.near * np.exp(-abs(at[i] - at[j]) / estimator.reach)
+        if is_repeat[i] or is_repeat[j]:
+            near = estimator.twice if is_repeat[i] and is_repeat[j] else 0.0
+        own = estimator.const + near + estimator.like * like
         return (own if run[i] == run[j] else 0.0) + estimator.across * like
 
     num = len(layout.sample_run)
@@ -259,11 +267,36 @@ def kernel_ridge_oracle(estimator, layout, facts, moved):
         KernelRidge(near=0.0, like=0.0),
     ],
 )
-def test_kernel_ridge_is_the_formula(estimator):
+@pytest.mark.parametrize("layout", [LAYOUT, SAID_TWICE], ids=["once", "twice"])
+def test_kernel_ridge_is_the_formula(estimator, layout):
     sample, rest, moved = random_kv(NUM_SAMPLED, 1), random_kv(NUM_REST, 2), random_kv(NUM_SAMPLED, 3)
     facts = ReusedKV((sample, sample.flip(0)), (rest, rest.flip(0)))
-    shift = shifts_of(estimator, LAYOUT, facts, moved)
-    assert np.allclose(shift.numpy(), kernel_ridge_oracle(estimator, LAYOUT, facts, moved), atol=1e-5)
+    shift = shifts_of(estimator, layout, facts, moved)
+    assert np.allclose(shift.numpy(), kernel_ridge_oracle(estimator, layout, facts, moved), atol=1e-5)
+
+
+def test_repeats_get_nearly_the_mean_of_those_sampled_and_others_what_they_get_without():
+    other = DriftRun(np.arange(40, 60, 2), np.arange(41, 60, 2))
+    all_twice = DriftRun(np.arange(10, 30, 2), np.arange(11, 30, 2), np.arange(10, 30))
+    once = DriftRun(all_twice.sample, all_twice.rest)
+    layout, plain = (RunLayout.of((run, other), torch.device("cpu")) for run in (all_twice, once))
+    moved = random_kv(20) + torch.tensor(3.0)
+    found, without = (shifts_of(KernelRidge(), each, None, moved) for each in (layout, plain))
+    mean = moved[:10].mean(0)
+    assert (found[:10] - mean).norm() < 0.1 * mean.norm() * 10**0.5 < 0.3 * (without[:10] - mean).norm()
+    assert torch.equal(found[10:], without[10:])
+
+
+def test_layout_and_plan_say_what_is_repeated():
+    assert SAID_TWICE.sample_repeats.tolist() == [True, True, *[False] * 7]
+    kept = SAID_TWICE.keep_rest(torch.tensor([True, False, True, False, False, False, True]))
+    assert (kept.rest_repeats.tolist(), kept.sample_repeats) == ([True, True, False], SAID_TWICE.sample_repeats)
+    assert LAYOUT.sample_repeats is LAYOUT.rest_repeats is LAYOUT.keep_rest(LAYOUT.rest_run == 1).rest_repeats is None
+    live = np.r_[:10, 70:80]
+    context = SelectionContext(80, np.arange(10, 70), np.arange(60), live, repeats=np.arange(30, 50))
+    sample = np.arange(10, 70, 4)
+    plan = DriftPlan.of(context, np.union1d(live, sample), sample, np.zeros(80, bool), drift_correction("drift"))
+    assert [run.repeats.tolist() for run in plan.runs] == [list(range(30, 50))]
 
 
 def test_weights_by_positions_are_formed_once_for_all_layers(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.graft.select import QueryAttention, QuerySeam, RandomShare, expected_rows, says_much_twice
 from kvgraft.graft.select.context import selection_context
-from kvgraft.graft.select.repeats import REPEAT_WEIGHT, repeated
+from kvgraft.graft.select.repeats import MOST_COUNTED, REPEAT_WEIGHT, repeated
 from kvgraft.reuse.repair_time import REPEATS
 from kvgraft.types import DonorId, GraftPlan, Match, RepairTime
 
@@ -65,15 +67,18 @@ def test_a_repeated_token_counts_as_several(policy):
     quoted = text(1, 100)
     once, twice = np.concatenate([text(2, 200), quoted]), np.concatenate([quoted, text(2, 100), quoted])
     plan = plan_of(300, 200, 99)
-    for token_ids, count in ((once, 10), (twice, 10 * REPEAT_WEIGHT)):
+    more = (REPEAT_WEIGHT - 1) * MOST_COUNTED / 10
+    for token_ids, count, repeats in ((once, 10, range(0)), (twice, ceil(9.9 + more), range(200, 299))):
         context = selection_context(plan, token_ids)
+        assert context.repeats.tolist() == list(repeats)
         assert policy.budget(context) == expected_rows(policy, context) == count
 
 
 def test_no_more_is_chosen_than_is_reused():
     quoted = text(1, 100)
     context = selection_context(plan_of(200, 100, 99), np.concatenate([quoted, quoted]))
-    policy = QuerySeam(0.5)
+    policy = QuerySeam(0.8)
+    assert 0.8 * context.num_counted > 99
     assert policy.budget(context) == expected_rows(policy, context) == 99
 
 
@@ -101,4 +106,4 @@ def test_the_first_token_waits_for_a_larger_repair():
     assert once.repair.time is RepairTime.AFTER
     assert (twice.repair.time, twice.repair.reason) == (RepairTime.BEFORE, REPEATS)
     assert once.recomputed_tokens == pytest.approx(20, abs=1)
-    assert twice.recomputed_tokens == pytest.approx(20 * REPEAT_WEIGHT, abs=REPEAT_WEIGHT)
+    assert twice.recomputed_tokens == pytest.approx(20 + (REPEAT_WEIGHT - 1) * MOST_COUNTED / 10, abs=2)

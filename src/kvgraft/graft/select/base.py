@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvgraft.graft.select.repeats import REPEAT_WEIGHT
+from kvgraft.graft.select.repeats import MOST_COUNTED, REPEAT_WEIGHT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,8 +26,8 @@ class SelectionContext:
         reused: int64 (num_reused,), ascending prompt positions of reused tokens.
         seam_distance: int64 (num_reused,), distance of each from the start of its run (0: first token of the run).
         live: int64, ascending positions that are computed anyway.
-        num_repeated: How many of `reused` the prompt says before the run that copies them, too (`repeats`).
         seed: For policies that draw; the same for the same prompt, in any batch.
+        repeats: int64, ascending, those of `reused` that the prompt says before the run that copies them, too (`repeats`).
     """
 
     num_tokens: int
@@ -35,12 +35,12 @@ class SelectionContext:
     seam_distance: NDArray[np.int64]
     live: NDArray[np.int64]
     seed: int = 0
-    num_repeated: int = 0
+    repeats: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def num_counted(self) -> int:
-        """The reused tokens, a repeated one counted as `REPEAT_WEIGHT`: what a share is of."""
-        return len(self.reused) + (REPEAT_WEIGHT - 1) * self.num_repeated
+        """The reused tokens, up to `MOST_COUNTED` repeated ones as `REPEAT_WEIGHT` each: what a share is of."""
+        return len(self.reused) + (REPEAT_WEIGHT - 1) * min(MOST_COUNTED, len(self.repeats))
 
     @property
     def run_starts(self) -> NDArray[np.int64]:

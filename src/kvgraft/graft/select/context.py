@@ -40,8 +40,10 @@ def selection_context(plan: GraftPlan, token_ids: NDArray[np.integer] | None = N
     if token_ids is None:
         return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute)
     seed = zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes())
-    num_repeated = int(repeated(token_ids, plan.shifted)[reused[kept]].sum())
-    return SelectionContext(plan.num_tokens, reused[kept], distance[kept], plan.compute, seed, num_repeated)
+    is_repeated = repeated(token_ids, plan.shifted)[reused]
+    return SelectionContext(
+        plan.num_tokens, reused[kept], distance[kept], plan.compute, seed, reused[kept & is_repeated]
+    )
 
 
 def _continues(previous: Match, span: Match) -> bool:

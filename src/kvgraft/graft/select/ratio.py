@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RatioPolicy(SelectionPolicy):
     """Recompute the share `ratio` of reused tokens; of those that the prompt says before, too, a larger one (`repeats`)."""
 
-    version: ClassVar[int] = 4  # from 4 on repeated tokens count as several
+    version: ClassVar[int] = 5  # from 5 on 64 repeated tokens count as several
     is_scattered: ClassVar[bool] = True
     ratio: float
 

@@ -1,9 +1,9 @@
 """Copied text that the prompt says before the copy, too.
 
 A model reads a text that it has just read differently: attention goes to what followed the first time. K/V that were
-computed where the text was new lack that, in all tokens alike, and the answer looks at them. Measured on SmolLM2-135M
-(`docs/fidelity.md`): at equal shares the error of a repeat is 3.6 times that of the same text copied into a prompt that has
-it once; three times the share makes them equal.
+computed where the text was new lack that, in all tokens alike, and the answer looks at them. So they are corrected by the
+mean movement of those that are computed again (`KernelRidge.twice`). A mean wants a number of tokens, no share:
+`MOST_COUNTED` of them count `REPEAT_WEIGHT` times (`docs/fidelity.md`, docs/adr/0018).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 REPEAT_WEIGHT = 3
 """A repeated token counts as so many where a share of tokens is computed again."""
+MOST_COUNTED = 64
+"""So many of a prompt's repeated tokens count thus, the others once."""
 _RUN = 16
 """Tokens in a row that make a repeat: shorter ones are common words."""
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
