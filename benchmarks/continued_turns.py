@@ -158,7 +158,7 @@ def play(llm: LLM, session: Session) -> Iterator[Row]:
     """Yield the figures of every turn, from an empty cache."""
     llm.reset()
     for way in WAYS:
-        llm.generate(session.read_before, SamplingParams(1), "off", cache_salt=way)
+        llm.generate(session.read_before, SamplingParams(1), cache_salt=way)
     for number in range(len(session.turns)):
         prompt = session.prompt(number)
         reference = llm.dictate(
