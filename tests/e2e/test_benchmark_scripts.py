@@ -86,6 +86,7 @@ COVERED = HELPERS | {
     "record.py",
     "repeated_text.py",
     "routing.py",
+    "run_rows.py",
     "risk_streams.py",
     "soak.py",
     "startup.py",
@@ -235,6 +236,21 @@ def test_a_turn_that_reuses_nothing_is_no_figure(load, monkeypatch):
     monkeypatch.setattr(llm.space, "store_prefix", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="0 tokens reused of 55"):
         script.next_turn(llm, np.random.default_rng(0), 40, 8, off_first=True)
+
+
+def test_rows_of_one_run_are_compared(load, run, tmp_path):
+    words = " ".join(f"word{number % 97}" for number in range(2_000))
+    record = {"rid": "0", "parts": [{"text": "Read this."}, {"doc": "long"}], "answers": []}
+    (tmp_path / "xinstr.requests.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "xinstr.docs.jsonl").write_text(json.dumps({"doc": "long", "text": words}) + "\n")
+    code, out = run(load("run_rows.py"), "--model", "graft-tiny", "--data", tmp_path, "--cases", 1, "--tokens", 2)
+    assert code == 0
+    found = json.loads(out)
+    (row,) = found["rows"]
+    assert row["document_tokens"] == 700
+    assert row["128"]["recomputed_tokens"] == row["32"]["recomputed_tokens"] > 64
+    assert row["128"]["mean_kl"] != row["32"]["mean_kl"]
+    assert found["summary"]["128"]["mean_kl"]["times_first"] == 1.0
 
 
 def test_a_repeated_text_is_compared_with_one_that_is_said_once(load, run):

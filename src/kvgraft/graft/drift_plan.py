@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 MAX_RUN_ROWS = 128
 """Rows that are computed together for one estimate; a run of more counts as several.
 
-So steps stay short, and estimates, which cost (sampled) x (remaining) tokens, cheap; half as many leave more of the error
-(docs/adr/0006).
+So steps stay short, and estimates, which cost (sampled) x (remaining) tokens, cheap. Fewer may be better (docs/adr/0006).
 """
 
 
