@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 MOST_NUMBERS = 3
-"""Numbers that ranks may compare where they meet: whoever is elsewhere takes part in a reduction of the same shape."""
+"""Numbers that ranks may compare where they meet: ranks elsewhere take part in a reduction of the same shape."""
 _WELL = 1 << 30  # in place of the depth of what has failed
 
 
