@@ -20,7 +20,6 @@ from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.select import FirstK, NoRecompute, expected_share
 from kvgraft.graft.weights import weights_digest
 from kvgraft.integrations.sglang.copies import Copies
-from kvgraft.integrations.sglang.donor_events import DonorEvents, require_events
 from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -85,6 +84,8 @@ def build_cache(ctx: Any) -> Any:  # noqa: ANN401 - TreeCacheBuildContext -> Bas
         except ModelError as error:
             reason = str(error)
     if reason is None and config.announce_donors and ctx.tp_rank == 0:
+        from kvgraft.integrations.sglang.donor_events import require_events
+
         require_events(are_published=bool(ctx.params.enable_kv_cache_events))
     if reason is None:
         config = _possible(resolved, refused_recomputation(ctx))
@@ -153,6 +154,8 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         repair_time=RepairTime(config.repair),
     )
     if config.announce_donors and ctx.params.enable_kv_cache_events:
+        from kvgraft.integrations.sglang.donor_events import DonorEvents
+
         cache.donor_events = DonorEvents(keeper.catalogue, fingerprint)
     reuse.open_stores()
     cache.attach(reuse)

@@ -32,7 +32,6 @@ from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 from kvgraft.integrations.vllm.worker.stores import RankStores
 from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
 from kvgraft.memory import HostKVStore
-from kvgraft.memory.page_lock import CudaPages
 from kvgraft.memory.store import open_stores
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.outcome import GraftOutcome
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
         Write,
     )
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
+    from kvgraft.memory.page_lock import CudaPages
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,7 @@ class GraftWorker:
         self._kv_cache_config = kv_cache_config
         self._policy = chosen_policy(config)
         self._correction = drift_correction(config.correction)
-        self._donors = DonorStore(
-            HostKVStore(config.host_bytes, pages=CudaPages() if torch.cuda.is_available() else None)
-        )
+        self._donors = DonorStore(HostKVStore(config.host_bytes, pages=_pages()))
         self._stores = RankStores(open_stores(config.store), max_queued_bytes=_under_way(config))
         self._reads = GraftReads(self._stores, self._donors)
         self._groups: tuple[LayerGroup, ...] = ()
@@ -467,6 +465,15 @@ def _failed(error: Exception) -> GraftOutcome:
     """Return the outcome of a graft that raised."""
     miss = miss_of(error)
     return replace(_not_made(miss.detail), is_policy_error=miss.reason is MissReason.POLICY_ERROR)
+
+
+def _pages() -> CudaPages | None:
+    """Return what locks host memory for copies to a GPU; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    from kvgraft.memory.page_lock import CudaPages
+
+    return CudaPages()
 
 
 def _under_way(config: VLLMConfig) -> int:
