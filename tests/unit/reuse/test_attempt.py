@@ -7,13 +7,13 @@ from hypothesis import Phase as HypothesisPhase
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from tests.support.attempt_port import SPANS, BrokenError, Port, Truth, make_claim
+from tests.support.attempt_port import END, SPANS, BrokenError, Port, Truth, make_claim
 
 from kvgraft.errors import CorruptCacheError
 from kvgraft.reuse.attempt import AskedPrompt, Attempt, AttemptPhase, commands, events
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.outcome import GraftOutcome
-from kvgraft.types import RepairTime
+from kvgraft.types import Fidelity, RepairTime
 
 PREFIXES = (0, 4, SPANS[0][0])
 FAILS = st.one_of(st.none(), st.none(), st.integers(-1, 5))
@@ -140,6 +140,19 @@ class AttemptMachine(RuleBasedStateMachine):
 
 TestAttempt = AttemptMachine.TestCase
 TestAttempt.settings = settings(max_examples=150, stateful_step_count=25)
+
+
+def test_what_a_request_computed_between_its_copies_others_may_have_copied():
+    """Blocks of one text and generation have one name: those that it finds as it begins again may be of another request."""
+    port = Port()
+    port.look_up(make_claim(prefix_len=0, asynchronous=False), 0)
+    port.admit(END)
+    port.copied("made")
+    port.step()
+    port.preempt()
+    port.look_up(None, 24)
+    spans = [(span.target_start, span.length, span.fidelity) for span in port.attempt.lineage.spans]
+    assert spans == [(8, 10, Fidelity.SHIFTED), (18, 4, Fidelity.CONTINUED), (22, 2, Fidelity.SHIFTED)]
 
 
 def _without(command, event):

@@ -58,13 +58,17 @@ class AskedPrompt:
     def lineage_after(self, earlier: Lineage, page_size: int) -> Lineage:
         """Return the lineage as the request begins again: what the cache gives back has the class that it had before.
 
-        Unless others have left more than it had itself, in whole pages of `page_size` tokens: then it goes on from that.
+        Unless others have left more than it had itself, in whole pages of `page_size` tokens: then it goes on from that. And
+        what it computed between its copies others may have copied: text and generation name pages, of any request.
         """
         earlier.restart(self.cached_len)
         exact_pages = earlier.exact_len(self.cached_len) // page_size
         if exact_pages * page_size > self.exact_len or earlier.generation_at(self.cached_len) < self.generation:
             earlier.restart(self.exact_len)
             self._go_on(earlier)
+        elif self.generation:
+            for run in list(earlier.computed_runs(self.exact_len, self.prefix_len)):
+                earlier.go_on(run.stop, self.generation, start=run.start)
         return earlier
 
     def _go_on(self, lineage: Lineage) -> None:
