@@ -59,14 +59,12 @@ class Substitutes:
         self._taken: dict[str, int] = {}
 
     @classmethod
-    def configured(cls, config: ReuseSettings, model_config: object) -> Substitutes | None:
-        """Build and initialise the provider that settings name; None if they name none.
+    def configured(cls, config: ReuseSettings, model_config: object) -> Substitutes:
+        """Build and initialise the provider that settings name; engines import this where they name one.
 
         Raises:
             ConfigError: It cannot be built.
         """
-        if not config.semantic_provider:
-            return None
         options = _options_of(config)
         provider = load_provider(config.semantic_provider, model_config, options)
         logger.info("semantic provider %s answers requests with reuse=substitute", config.semantic_provider)

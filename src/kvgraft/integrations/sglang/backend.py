@@ -273,8 +273,7 @@ def _substitutes(ctx: Any, config: SGLangConfig, tree: DonorTree, page_size: int
     from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
     from kvgraft.reuse.substitute import Substitutes
 
-    provider = Substitutes.configured(config, ctx.model_config)
-    return None if provider is None else TreeSubstitutes(provider, tree, page_size)
+    return TreeSubstitutes(Substitutes.configured(config, ctx.model_config), tree, page_size)
 
 
 def _fingerprint(ctx: Any, rope: Sequence[RopeSpec]) -> str:  # noqa: ANN401

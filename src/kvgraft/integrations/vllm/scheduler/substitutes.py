@@ -29,16 +29,15 @@ class DonorSubstitutes:
     max_generation: int
 
     @classmethod
-    def configured(cls, config: VLLMConfig, facts: EngineFacts, catalogue: DonorCatalogue) -> DonorSubstitutes | None:
-        """Build the provider that settings name; None if they name none.
+    def configured(cls, config: VLLMConfig, facts: EngineFacts, catalogue: DonorCatalogue) -> DonorSubstitutes:
+        """Build the provider that settings name.
 
         Raises:
             ConfigError: It cannot be built, or the model has sliding windows.
         """
-        if config.semantic_provider and facts.window:
+        if facts.window:
             raise ConfigError("semantic_provider does not go with sliding windows; unset it")
-        provider = Substitutes.configured(config, facts.model_config)
-        return None if provider is None else cls(provider, catalogue, config.max_generation)
+        return cls(Substitutes.configured(config, facts.model_config), catalogue, config.max_generation)
 
     def find(
         self, prompt: AskedPrompt, planned: GraftPlan | Miss, *, num_stored: int
