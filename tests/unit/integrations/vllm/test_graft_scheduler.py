@@ -178,6 +178,25 @@ def test_a_graft_that_cannot_be_sent_costs_itself_and_nothing_else(load, owner, 
     assert engine.graft.counts.num_errors == 1
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_books_that_cannot_be_verified_at_an_admission_are_one_failure(load, monkeypatch):
+    """vLLM counts on the graft by then: its load fails, and neither it nor its outcome is counted once more."""
+    engine = served(load, selection="first_k")
+    admit = engine.graft.admit
+
+    def admit_in_doubt(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.graft, "_require_sound", lambda: 1 / 0)
+            admit(*given)
+
+    engine.graft.admit = admit_in_doubt
+    engine.add(Request("one", [*range(5000, 5040)] + DOCUMENTS[0] + [7000] * 40, None, 4))
+    engine.step(room=True, chunk=400)
+    engine.graft.admit = admit
+    assert_nothing_is_left(engine)
+    assert engine.graft.counts.num_errors == 1
+
+
 @pytest.mark.parametrize("name", ["news", "receive"])
 def test_a_store_that_cannot_be_followed_costs_what_it_has_and_nothing_else(name, monkeypatch):
     """No thread can be started for a feed, say."""

@@ -177,7 +177,7 @@ class GraftScheduler:
         try:
             self._require_sound()
         except Exception as error:
-            self.counts.failed(error)
+            self.counts.books.doubt(error)  # counted by the attempt
             logger.exception("request %s was not admitted as it should be", request.request_id)
             self._attempts.admit_in_vain(state, block_ids, num_tokens, miss_of(error).detail)
             return
