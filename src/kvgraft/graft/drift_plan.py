@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvgraft.graft.drift_estimate import DriftEstimator
     from kvgraft.graft.select.base import SelectionContext
 
-MAX_RUN_ROWS = 128
+MAX_RUN_ROWS = 32
 """Rows that are computed together for one estimate; a run of more counts as several.
 
 So steps stay short, and estimates, which cost (sampled) x (remaining) tokens, cheap. Fewer may be better (docs/adr/0006).
