@@ -2,9 +2,9 @@
 
     python benchmarks/record.py run-rows -- python benchmarks/run_rows.py --cases 15
 
-Documents of the pack `xinstr`, cut to 700, 1,250 and 1,900 tokens in turns, so that a tenth of a copy is 70 to 190 rows of
-one run. Each was read behind another head before, and is copied. Same prompts, donors, policy and answer for every bound;
-repairs come before the first token, which changes when rows are computed and not which. `uncorrected` has no correction.
+Documents of the pack `xinstr`, cut to `--lengths` in turns, so that a tenth of a copy is 70 to 190 rows of one run. Each
+was read after another head before, and is copied. Same prompts, donors, policy and answer for every bound; repairs come
+before the first token, which changes when rows are computed and not which. `uncorrected` has no correction.
 Prints JSON: a row per case, medians, and ratios of means with 95 % intervals from 4,000 resamples of cases.
 """
 
@@ -24,7 +24,6 @@ from kvgraft.fidelity import divergence
 from kvgraft.graft import drift_plan
 
 UNCORRECTED = "uncorrected"
-_LENGTHS = (700, 1_250, 1_900)
 _RESAMPLES = 4_000
 
 
@@ -34,15 +33,17 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", default="../shared/data/dev")
     parser.add_argument("--cases", type=int, default=15)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1_250, 1_900], help="of documents, in turns")
     parser.add_argument("--bounds", type=int, nargs="+", default=[128, 64, 32])
     parser.add_argument("--tokens", type=int, default=16, help="of the answer that is compared")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    llm, texts = LLM(args.model, dtype="float32", num_slots=9_000, heal="off"), documents(args.data)
+    num_slots = max(9_000, 5 * max(args.lengths))
+    llm, texts = LLM(args.model, dtype="float32", num_slots=num_slots, heal="off"), documents(args.data)
     rng, rows = random.Random(args.seed), []
     rng.shuffle(texts)
     for number, text in enumerate(texts[: args.cases]):
-        rows.append(measured(llm, text, _LENGTHS[number % len(_LENGTHS)], args))
+        rows.append(measured(llm, text, args.lengths[number % len(args.lengths)], args))
         print(number, rows[-1], file=sys.stderr, flush=True)
     print(json.dumps({**vars(args), "rows": rows, "summary": summary(rows, args)}, indent=1))
     return 0
@@ -61,7 +62,7 @@ def measured(llm: LLM, text: str, length: int, args: argparse.Namespace) -> dict
     head = llm.tokenize("You are a helpful assistant. Read the following and answer the question after it.\n\n")
     prompt = np.concatenate([head, document, llm.tokenize("\n\nQuestion: What is this about?\n\nAnswer:")])
     llm.reset()
-    llm.generate(donor, SamplingParams(1), "off")
+    llm.generate(donor, SamplingParams(1))  # nothing is known yet
     sampling = SamplingParams(args.tokens, ignore_eos=True)
     reference = llm.dictate(prompt, [], sampling, "off", cache_salt="reference", repair="before")
     row: dict[str, object] = {"document_tokens": len(document)}
