@@ -155,7 +155,7 @@ def test_what_a_request_computed_between_its_copies_others_may_have_copied():
     assert spans == [(8, 10, Fidelity.SHIFTED), (18, 4, Fidelity.CONTINUED), (22, 2, Fidelity.SHIFTED)]
 
 
-def test_what_fell_back_is_not_repaired_where_its_outcome_could_not_be_taken():
+def test_no_graft_that_fell_back_is_repaired_though_its_outcome_could_not_be_taken():
     port = Port()
     port.look_up(make_claim(prefix_len=0, asynchronous=False, repair=RepairTime.AFTER), 0)
     port.admit(END)

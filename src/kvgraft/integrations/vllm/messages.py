@@ -146,6 +146,12 @@ class StepCommands:
     known_changes: int = 0
     is_report_due: bool = False
 
+    @property
+    def are_for_all_ranks(self) -> bool:
+        """Whether there is anything to do before the forward pass."""
+        named = (self.cancels, self.seals, self.grafts, self.discards, self.drops, self.repairs, self.captures)
+        return self.reset or any(named)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:

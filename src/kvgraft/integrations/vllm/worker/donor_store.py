@@ -122,6 +122,14 @@ class DonorStore:
         if self._arriving.pop(donor_id, None) is None:
             self._store.remove(donor_id)
 
+    def __contains__(self, donor_id: DonorId) -> bool:
+        return donor_id in self._donor_ids
+
+    @property
+    def donor_ids(self) -> frozenset[DonorId]:
+        """All donors."""
+        return frozenset(self._donor_ids)
+
     @property
     def text_ids(self) -> frozenset[TextId]:
         """Texts that are being captured."""

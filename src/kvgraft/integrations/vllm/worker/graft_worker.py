@@ -26,7 +26,7 @@ from kvgraft.integrations.vllm.worker.layers import layer_groups
 from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
 from kvgraft.integrations.vllm.worker.outbox import Outbox, RankState
 from kvgraft.integrations.vllm.worker.query_look import refused_look
-from kvgraft.integrations.vllm.worker.ranks import all_ranks, together
+from kvgraft.integrations.vllm.worker.ranks import together
 from kvgraft.integrations.vllm.worker.self_check import checked
 from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 from kvgraft.integrations.vllm.worker.stores import RankStores
@@ -103,7 +103,7 @@ class GraftWorker:
         self._is_report_due = False
         self.outbox = Outbox()
         self._dead_texts: set[TextId] = set()
-        self._is_proved_anew = False
+        self._is_proved_anew = self._is_unproved = self._are_changed = False
         self._witness: WeightsWitness | None = None
         self._num_changes = 0
 
@@ -147,7 +147,20 @@ class GraftWorker:
         self._handle = ModelHandle(self._groups[0].layers[0].module)
 
     def load(self, commands: StepCommands) -> None:
-        """Begin new grafts and go on with those under way, within the step's budget."""
+        """Begin new grafts and go on with those under way, within the step's budget.
+
+        Where that fails half-way, everything is given up, by all ranks alike: what is missing of a text, say, is not known.
+        """
+        try:
+            if self._jobs or commands.are_for_all_ranks:
+                together(partial(self._load, commands))
+            else:
+                self._load(commands)
+        except Exception as error:
+            logger.exception("the commands of a step failed half-way; all donors are forgotten")
+            self._give_up(commands, _failed(error))
+
+    def _load(self, commands: StepCommands) -> None:
         self._prepare()
         self._is_report_due = commands.is_report_due
         self._donors.settle()
@@ -176,14 +189,43 @@ class GraftWorker:
         rows = self._config.rows_together(self._vllm_config.scheduler_config.max_num_batched_tokens)
         self._work(rows - sum(map(self._repair, commands.repairs)))
 
+    def _give_up(self, commands: StepCommands, outcome: GraftOutcome) -> None:
+        """Forget everything, and let vLLM compute what a step was to graft and to repair and has not."""
+        self._stores.forget_space()  # until the weights are looked at: they may be others, and that be half noticed
+        self._is_unproved = True
+        self.outbox.num_failed_copies += 1
+        for repair in commands.repairs:
+            if repair.request_id not in self.outbox.repairs:
+                self._leave_unrepaired(repair, outcome)
+        self.outbox.lost_donors |= self._donors.donor_ids
+        self.outbox.lost_donors.update(seal.donor_id for seal in commands.seals)
+        self.outbox.lost_texts |= self._donors.text_ids
+        self._forget_everything("a step failed half-way", outcome)
+        for command in commands.grafts:
+            if command.request_id not in self.outbox.outcomes:
+                self._fail(command, outcome)
+
     def _cancel(self, request_id: str) -> None:
         self._reads.give_up(request_id)
         self._unrepaired.pop(request_id, None)
-        if self._jobs.pop(request_id, None) is not None:
+        if request_id in self._jobs:
             self.outbox.loaded.add(request_id)  # vLLM frees the blocks of a request that ended once its load has
+            del self._jobs[request_id]
 
     def save(self, commands: StepCommands) -> None:
-        """Capture K/V that the step's forward pass has computed."""
+        """Capture K/V that the step's forward pass has computed; where that fails half-way, their texts are lost."""
+        try:
+            self._save(commands)
+        except Exception:
+            logger.exception("the text of a step is not captured")
+            self.outbox.num_failed_copies += 1
+            for capture in commands.captures:
+                if capture.donor_id is None or capture.donor_id not in self._donors:
+                    self._lose(capture.text_id)
+                if capture.donor_id is not None and capture.donor_id not in self._donors:
+                    self.outbox.lost_donors.add(capture.donor_id)
+
+    def _save(self, commands: StepCommands) -> None:
         self._prepare()
         is_outdated = commands.known_changes < self._num_changes
         for capture in commands.captures:
@@ -197,7 +239,14 @@ class GraftWorker:
             self._write(write)
 
     def take_report(self) -> WorkerReport | None:
-        """Return the events since the last call; None if there is nothing to report."""
+        """Return the events since the last call; None if there is nothing to report. Nothing is taken where it fails."""
+        try:
+            return self._take_report()
+        except Exception:
+            logger.exception("the report of a step cannot be written; it is written once more")
+            return self._take_report()
+
+    def _take_report(self) -> WorkerReport | None:
         state = RankState(self._refusal, self._rank is not None, self._donors.used_bytes, self._num_changes)
         stored = self._take_store_report()
         self.outbox.lose(self._donors.take_lost())
@@ -257,7 +306,7 @@ class GraftWorker:
         """Name the space in stores of the present weights; without a name nothing is stored or read."""
         if not self._stores or self._rank is None:
             return
-        rank = self._rank
+        rank, self._is_unproved = self._rank, False
         try:
             together(lambda: self._stores.prove(rank))
             self._is_proved_anew = True
@@ -267,10 +316,16 @@ class GraftWorker:
 
     def _look_at_weights(self) -> None:
         """Forget what the model computed before its weights were changed in place; all ranks notice together."""
-        if self._rank is not None and not all_ranks(not self._weights_differ()):
-            self._forget_everything("the model's weights were changed in place")
-            self._prove_weights()
+        if self._rank is None:
+            return
+        self._are_changed |= self._weights_differ()
+        are_known, are_proved = together.meet("weights", int(not self._are_changed), int(not self._is_unproved))
+        if not are_known:
             self._num_changes += 1
+            self._are_changed = False
+            self._forget_everything("the model's weights were changed in place")
+        if not (are_known and are_proved):
+            self._prove_weights()
 
     def _weights_differ(self) -> bool:
         try:
@@ -279,12 +334,12 @@ class GraftWorker:
             logger.exception("weights cannot be looked at; they count as changed")
             return True
 
-    def _forget_everything(self, reason: str) -> None:
+    def _forget_everything(self, reason: str, outcome: GraftOutcome | None = None) -> None:
         """Drop donors and texts, refuse later captures of these texts, and let vLLM compute the grafts under way."""
         logger.warning("all donors are forgotten: %s", reason)
         for job in list(self._jobs.values()):
+            self._fail(job.command, outcome or replace(_not_made(reason), is_gone=True))
             del self._jobs[job.command.request_id]
-            self._fail(job.command, replace(_not_made(reason), is_gone=True))
         self._unrepaired.clear()
         self._reads.clear()
         self._dead_texts |= self._donors.text_ids
@@ -322,10 +377,11 @@ class GraftWorker:
             self._reads.wait()
         arrived, failed = self._reads.poll()
         for request_id, reason in failed.items():
-            job = self._jobs.pop(request_id, None)
+            job = self._jobs.get(request_id)
             if job is not None:
                 logger.warning("graft of request %s: %s; vLLM computes it", request_id, reason)
                 self._fail(job.command, _not_made(reason, is_store_miss=True))
+                del self._jobs[request_id]
         for request_id, parts in arrived.items():
             job = self._jobs.get(request_id)
             if job is not None and job.outcome is None:
@@ -355,23 +411,24 @@ class GraftWorker:
             return 0
 
     def _end(self, job: GraftJob, outcome: GraftOutcome) -> None:
-        del self._jobs[job.command.request_id]
+        request_id = job.command.request_id
         if outcome.failed:
             self._fail(job.command, outcome)
-            return
-        if job.waits_for_repair:
-            self._unrepaired[job.command.request_id] = job
-        read_ms = self._reads.take_waited_ms(job.command.request_id)
-        self.outbox.outcomes[job.command.request_id] = replace(outcome, read_ms=read_ms)
-        if job.command.asynchronous:
-            self.outbox.loaded.add(job.command.request_id)
+        else:
+            told = replace(outcome, read_ms=self._reads.take_waited_ms(request_id))
+            if job.waits_for_repair:
+                self._unrepaired[request_id] = job
+            if job.command.asynchronous:
+                self.outbox.loaded.add(request_id)
+            self.outbox.outcomes[request_id] = told
+        del self._jobs[request_id]
 
     def _repair(self, command: GraftRepair) -> int:
         """Compute what a policy chooses of a graft, to its end; if that fails, everything, and if that fails, vLLM does.
 
         Where vLLM cannot, the graft stays as it was, or closer to a full prefill. Returns how many rows were computed.
         """
-        job = self._unrepaired.pop(command.request_id, None)
+        job = self._unrepaired.get(command.request_id)
         if job is None:
             gone = _not_made("what was grafted is of caches or weights that are gone")
             self.outbox.repairs[command.request_id] = replace(gone, is_gone=True)
@@ -381,13 +438,22 @@ class GraftWorker:
             more_rows, outcome = self._run(job, partial(job.compute_everything, outcome.fell_back))
             num_rows += more_rows
         if outcome.failed:
-            if job.command.tail is not None:
-                self._lose(job.command.tail)
-            if takes_running_back(self._vllm_config):
-                self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
-                outcome = replace(outcome, failed=False)
-        self.outbox.repairs[command.request_id] = outcome
+            self._leave_unrepaired(command, outcome)
+        else:
+            self.outbox.repairs[command.request_id] = outcome
+            del self._unrepaired[command.request_id]
         return num_rows
+
+    def _leave_unrepaired(self, command: GraftRepair, outcome: GraftOutcome) -> None:
+        """Have vLLM compute what could not be repaired; where it cannot, it stays as it was, or closer to a full prefill."""
+        job = self._unrepaired.get(command.request_id)
+        if job is not None and job.command.tail is not None:
+            self._lose(job.command.tail)
+        if job is not None and takes_running_back(self._vllm_config):
+            self._hand_back(command.block_ids, job.command.plan.spans[0].target_start)
+            outcome = replace(outcome, failed=False)
+        self.outbox.repairs[command.request_id] = outcome
+        self._unrepaired.pop(command.request_id, None)
 
     def _run(self, job: GraftJob, begin: Callable[[], None]) -> tuple[int, GraftOutcome]:
         """Do the work of a graft from `begin` to its end, in pieces, in this step; returns its rows as well."""
@@ -399,6 +465,7 @@ class GraftWorker:
     def _fail(self, command: Graft, outcome: GraftOutcome) -> None:
         """Let vLLM compute the positions: by blocks where their numbers identify the request, by request otherwise."""
         self._reads.give_up(command.request_id)
+        self._unrepaired.pop(command.request_id, None)
         self.outbox.outcomes[command.request_id] = outcome
         for text_id in (*(text_id for text_id, _, _ in command.captures), command.tail):
             if text_id is not None:
